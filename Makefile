@@ -1,0 +1,78 @@
+# Two commands do all set-up on a machine with Python 3.11 to 3.13: `make run` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?= recipe=llm-tiny
+PYTEST_ARGS ?=
+# Where to take torch from; empty: wherever pip looks.
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: help run test lint types fmt docs wheel constraints clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  make run ARGS="recipe=llm-1b plugin=gemini"     other arguments of `colotrain run`'
+	@echo '  make test PYTEST_ARGS="tests/unit -x"           other arguments of pytest'
+	@echo '  make run PYTHON=python3.12                      another Python'
+	@echo '  make run TORCH_INDEX=https://download.pytorch.org/whl/cpu   torch without CUDA'
+
+run: $(VENV)/.core ## install, then train the smallest recipe (or ARGS)
+	$(BIN)/colotrain run $(ARGS)
+
+test: lint types ## install, then every check and every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## ruff: mistakes and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.dev ## mypy
+	$(BIN)/mypy
+
+fmt: $(VENV)/.dev ## rewrite the code as ruff formats it
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(VENV)/.core ## write the reference in docs/configuration.md anew
+	$(BIN)/python scripts/write_reference.py
+
+wheel: $(VENV)/.dev ## build dist/colotrain-*.whl
+	$(BIN)/python -m build --wheel --no-isolation
+
+constraints: $(VENV)/.dev ## write what is installed (with torch for CPU) to constraints.txt
+	{ sed -n '/^#/p' constraints.txt; \
+	  $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip --exclude colotrain \
+	  | sed 's/^\(torch==[^+]*\)+.*/\1/'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean: ## remove build outputs and caches (the environment stays: rm -r .venv)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	find colotrain tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo 'error: $(PYTHON): expected Python 3.11 to 3.13; name one: make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo 'error: $(PYTHON) cannot make an environment; install it: apt install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by its pin: a range could fetch another build, and gigabytes of CUDA with it.
+# Without its dependencies: an index that has torch need not have those; the next step adds them.
+$(VENV)/.torch: constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@touch $@
+
+$(VENV)/.core: pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(INSTALL) -e '.[dev]'
+	@touch $(VENV)/.core $@

@@ -1,0 +1,162 @@
+"""The command line: one small function per verb. Everything heavy is imported inside them."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from colotrain.errors import ColotrainError, UsageError
+
+app = typer.Typer(
+    name="colotrain",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Click's own class, wherever this version of typer keeps it."""
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings in Hydra's grammar: recipe=llm-tiny plugin=zero2 train.seed=1.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Run = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RUN", help="A run's name or folder; by default the newest.", show_default=False
+    ),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        sys.stdout.write(f"colotrain {metadata.version('colotrain')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Distributed PyTorch training: change the plugin, and nothing else changes."""
+
+
+@app.command()
+def run(overrides: Overrides = None, as_json: Json = False) -> int:
+    """Train, and follow the run until it ends."""
+    from colotrain.cli.run import run as start
+
+    return start(overrides or [], as_json=as_json)
+
+
+@app.command()
+def plan(overrides: Overrides = None, as_json: Json = False) -> int:
+    """Show what a run would be, without running it."""
+    from colotrain.cli.plan import plan as show
+
+    return show(overrides or [], as_json=as_json)
+
+
+@app.command()
+def resume(name: Run = None, overrides: Overrides = None, as_json: Json = False) -> int:
+    """Go on with a run from its newest checkpoint."""
+    from colotrain.cli.run import resume as go_on
+
+    if name is not None and ("=" in name or name.startswith(("~", "+"))):
+        overrides = [name, *(overrides or [])]
+        name = None
+    return go_on(name, overrides or [], as_json=as_json)
+
+
+@app.command()
+def stop(name: Run = None) -> int:
+    """Ask a run to save and stop after the step it is in."""
+    from colotrain.cli.runs import stop as ask
+
+    return ask(name)
+
+
+@app.command()
+def runs(as_json: Json = False) -> int:
+    """List the runs under ./runs."""
+    from colotrain.cli.runs import list_runs
+
+    return list_runs(as_json=as_json)
+
+
+@app.command()
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False)],
+) -> int:
+    """Print a script for tab completion in a shell.
+
+    For bash: `source <(colotrain completion bash)`.
+    """
+    from colotrain.cli.completion import SHELLS, script
+
+    if shell not in SHELLS:
+        raise UsageError(f"completion {shell}: expected one of {', '.join(SHELLS)}")
+    sys.stdout.write(script(shell, verbs()))
+    return 0
+
+
+@app.command("__complete", hidden=True)
+def complete_word(word: Annotated[str, typer.Argument()] = "") -> int:
+    """What the completion scripts call."""
+    from colotrain.cli.completion import complete
+    from colotrain.config.shipped import Search
+
+    for candidate in complete(word, Search.at(Path.cwd())):
+        sys.stdout.write(f"{candidate}\n")
+    return 0
+
+
+def verbs() -> list[str]:
+    """The commands that are shown, in the order of the help."""
+    callbacks = [command.callback for command in app.registered_commands if not command.hidden]
+    return [callback.__name__ for callback in callbacks if callback is not None]
+
+
+def main() -> None:
+    """The entry point: what people can act on is one line each, a bug is a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    sys.exit(guarded(sys.argv[1:]))
+
+
+def guarded(arguments: list[str]) -> int:
+    """Run a command line and return its exit code."""
+    try:
+        return app(arguments or ["--help"], standalone_mode=False) or 0
+    except ColotrainError as error:
+        for line in error.lines():
+            sys.stderr.write(f"{line}\n")
+        return error.exit_code
+    except ClickUsageError as error:
+        sys.stderr.write(f"error: {_usage(error)}\n")
+        return UsageError.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def _usage(error: Exception) -> str:
+    """Click's message on one line, and where help is."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "colotrain"
+    message = getattr(error, "format_message", lambda: str(error))()
+    return f"{' '.join(message.split()).rstrip('.')}; see `{path} --help`"

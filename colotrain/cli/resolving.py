@@ -1,0 +1,66 @@
+"""The way of every verb from its arguments to a plan: compose, look at the machine, resolve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colotrain.config.machine import Machine
+from colotrain.config.sizes import format_size
+from colotrain.errors import ConfigError, DoesNotFit, Problem
+from colotrain.plan import FreezePlan, ModelPlan, RunPlan, Survey
+
+MOST_RANKS_PER_CORE = 16
+
+
+def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
+    """The plan that the arguments describe; raises `ConfigError` with all problems.
+
+    `here`: the plan is to run on this machine, so its ranks must find a place on it.
+    """
+    return plan_and_survey(overrides, here=here)[0]
+
+
+def plan_and_survey(overrides: Sequence[str], *, here: bool = True) -> tuple[RunPlan, Survey]:
+    """The plan, and the look at the model that it was made from."""
+    from colotrain.config.compose import gather
+    from colotrain.config.machine import this_machine
+    from colotrain.config.resolve import resolve
+
+    surveys: list[Survey] = []
+
+    def look(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+        from colotrain.estimate.survey import survey
+
+        surveys.append(survey(model, freeze, seq_len))
+        return surveys[-1]
+
+    config, problems = gather(overrides)
+    machine = this_machine()
+    plan = resolve(config, survey=look, machine=machine, found=problems)
+    if here:
+        check_place(plan, machine)
+    return plan, surveys[-1]
+
+
+def check_place(plan: RunPlan, machine: Machine) -> None:
+    """Refuse ranks that this machine has no device for, or absurdly many."""
+    most, why = machine.num_devices, f"{machine.num_devices} GPUs that torch can use"
+    if plan.cluster.device == "cpu":
+        most, why = MOST_RANKS_PER_CORE * machine.num_cores, f"{machine.num_cores} cores"
+    procs = plan.cluster.procs_per_node
+    if procs > most:
+        expected = f"at most {most} ranks on this machine ({why})"
+        fix = "lower it, or use `colotrain plan` to plan for another machine"
+        key = "cluster.procs_per_node"
+        raise ConfigError([Problem(key=key, value=procs, expected=expected, fix=fix)])
+
+
+def check_fits(plan: RunPlan) -> None:
+    """Refuse a plan whose model state alone is more than a rank may use (`DoesNotFit`, exit 3)."""
+    need, room = plan.memory.total, plan.cluster.memory_bytes
+    if need > room:
+        raise DoesNotFit(
+            f"{plan.plugin.name} needs {format_size(need)} of model state per rank, "
+            f"of {format_size(room)}",
+            "use more ranks or a smaller model, or --force to run it anyway",
+        )

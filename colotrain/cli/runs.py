@@ -1,0 +1,268 @@
+"""`colotrain runs` and `colotrain stop`: what runs there are, and ending one of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.observe.events import EventReader, json_safe
+from colotrain.observe.liveness import is_alive, launcher_of, state
+from colotrain.observe.progress import clean, format_duration, is_live, print_plain, shown
+from colotrain.observe.view import ENDED, Fold, RunView, follow, overall_tokens_per_s
+from colotrain.plan import RunPlan
+from colotrain.records import to_plain
+from colotrain.rundir import RUNS, RunDir, write_atomically
+
+STOP_TIMEOUT_S = 120.0
+POLL_S = 0.2
+REPORT_S = 10.0
+STYLES = {
+    "running": "green",
+    "starting": "green",
+    "failed": "red",
+    "dead": "red",
+    "damaged": "red",
+    "preempted": "yellow",
+    "interrupted": "yellow",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run in the list; None is what is not known."""
+
+    name: str
+    state: str
+    plugin: str | None = None
+    world_size: int | None = None
+    steps: int | None = None
+    max_steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    age_s: float | None = None
+    """Seconds since its first launch, or since its plan was written."""
+    run_dir: str
+    problem: str | None = None
+    """Why a damaged run cannot be read."""
+
+
+def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
+    """Print every run under `root`, the newest first."""
+    rows = [row_of(rundir) for rundir in newest_first(root)]
+    if as_json:
+        print(json.dumps(json_safe(to_plain(rows)), indent=2))
+        return 0
+    for row in rows:
+        if row.problem is not None:
+            print(clean(f"warning: {row.name}: {row.problem}"), file=sys.stderr)
+    if rows:
+        print_table(rows)
+    else:
+        print(f"no runs under {root.absolute()}", file=sys.stderr)
+    return 0
+
+
+def newest_first(root: Path) -> list[RunDir]:
+    """Every folder that is a run or the remains of one."""
+    try:
+        folders = [entry for entry in root.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    found = [rundir for folder in folders if _is_run(rundir := RunDir(folder))]
+    return sorted(found, key=lambda rundir: (_written_at(rundir), rundir.name), reverse=True)
+
+
+def row_of(rundir: RunDir) -> Row:
+    """What the list says about one run, however damaged it is."""
+    age_s = time.time() - _written_at(rundir)
+    try:
+        return _row(rundir, rundir.plan(), age_s)
+    except (ColotrainError, OSError, ValueError) as error:
+        return Row(
+            name=rundir.name,
+            state="damaged",
+            age_s=age_s,
+            run_dir=str(rundir.path),
+            problem=str(error),
+        )
+
+
+def _row(rundir: RunDir, plan: RunPlan, age_s: float) -> Row:
+    outline = follow(rundir, ranks=())
+    row = Row(
+        name=rundir.name,
+        state=outline.status,
+        plugin=plan.plugin.name,
+        world_size=plan.world_size,
+        max_steps=plan.train.max_steps,
+        age_s=time.time() - outline.launched_at if outline.launched_at else age_s,
+        run_dir=str(rundir.path),
+    )
+    return _from_summary(row, rundir, outline) or _from_events(row, rundir)
+
+
+def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
+    """The row of a run that has ended: its events need not be read. None where in doubt."""
+    if outline.status not in ENDED or outline.ended_at is None:
+        return None
+    try:
+        if rundir.summary_file.stat().st_mtime < outline.ended_at:  # of an earlier launch
+            return None
+        summary = json.loads(rundir.summary_file.read_text("utf-8"))
+        loss = summary["loss"]["last"]
+        return replace(
+            row,
+            steps=int(summary["steps"]),
+            loss=None if loss is None else float(loss),
+            tokens_per_s=float(summary["tokens_per_s"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _from_events(row: Row, rundir: RunDir) -> Row:
+    view = follow(rundir, ranks={0})
+    return replace(
+        row,
+        state=state(rundir, view),
+        world_size=view.world_size or row.world_size,
+        steps=view.steps,
+        loss=view.loss[-1][1] if view.loss else None,
+        tokens_per_s=overall_tokens_per_s(view) or None,
+    )
+
+
+def _is_run(rundir: RunDir) -> bool:
+    try:
+        return rundir.plan_file.exists() or rundir.events.is_dir()
+    except OSError:  # not ours to read: listed as damaged
+        return True
+
+
+def _written_at(rundir: RunDir) -> float:
+    for path in (rundir.plan_file, rundir.path):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return -math.inf
+
+
+def print_table(rows: list[Row]) -> None:
+    """On a terminal as wide as it is; elsewhere a line a run, however long."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NAME", "STATE", "PLUGIN"):
+        table.add_column(title, overflow="fold")
+    for title in ("WORLD", "STEP", "LOSS", "TOKENS/S", "AGE"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+
+
+def cells(row: Row) -> list[Text]:
+    steps = f"{shown(row.steps, 'd')}/{shown(row.max_steps, 'd')}"
+    texts = [
+        row.plugin or "-",
+        shown(row.world_size, "d"),
+        steps if row.max_steps is not None else "-",
+        shown(row.loss, ".4f"),
+        shown(row.tokens_per_s, ",.0f"),
+        format_duration(row.age_s),
+    ]
+    state = Text(row.state, style=STYLES.get(row.state, ""))
+    return [Text(clean(row.name)), state, *(Text(text) for text in texts)]
+
+
+def stop(run: str | None, *, root: Path = RUNS, timeout_s: float = STOP_TIMEOUT_S) -> int:
+    """Ask a run to save and stop, and wait until it has; 1 where it has not, or has failed."""
+    rundir = RunDir.find(run, root=root)
+    view = follow(rundir, ranks={0})
+    now = state(rundir, view)
+    waiting = view.launched_at is None and is_alive(rundir) is False
+    if now not in ("starting", "running") or waiting:
+        what = "not started yet" if waiting else f"not running ({now})"
+        raise UsageError(f"{rundir.name}: {what}", "`colotrain runs` shows which are running")
+    ask_to_stop(rundir)
+    ended = wait_for_end(rundir, timeout_s=timeout_s)
+    if ended is None:
+        print(_still_running(rundir, timeout_s), file=sys.stderr)
+        return 1
+    rundir.stop_file.unlink(missing_ok=True)
+    print(_how_it_ended(rundir, ended))
+    return 1 if ended in ("failed", "dead") else 0
+
+
+def ask_to_stop(rundir: RunDir) -> None:
+    rundir.stop_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(rundir.stop_file, json.dumps({"reason": "colotrain stop", "t": time.time()}))
+
+
+def wait_for_end(rundir: RunDir, *, timeout_s: float) -> str | None:
+    """The state a run ends in, or None where it has not ended in time."""
+    reader, fold = EventReader(rundir, ranks={0}), Fold()
+    deadline = time.monotonic() + timeout_s
+    with _waiting(rundir.name) as report:
+        while True:
+            now = state(rundir, fold.add(reader.poll()).view())
+            if now not in ("starting", "running"):
+                return now
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            if not rundir.stop_file.exists():  # a launch that was just beginning removed it
+                ask_to_stop(rundir)
+            report(left_s)
+            time.sleep(min(POLL_S, left_s))
+
+
+@contextmanager
+def _waiting(name: str) -> Iterator[Callable[[float], None]]:
+    """A callback that says on stderr how long the wait may still take."""
+    console = Console(stderr=True)
+    what = f"waiting for {clean(name)} to save and stop"
+    if is_live(console):
+        with console.status(Text(what)) as status:
+            yield lambda left_s: status.update(Text(f"{what} ({format_duration(left_s)} left)"))
+        return
+    printed_at = -math.inf
+
+    def report(left_s: float) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= REPORT_S:
+            printed_at = time.monotonic()
+            print_plain(console, f"{what} ({format_duration(left_s)} left)")
+
+    yield report
+
+
+def _how_it_ended(rundir: RunDir, ended: str) -> str:
+    view = follow(rundir, ranks={0})
+    saved = f"; saved at step {view.checkpoint.step}" if view.checkpoint else "; nothing was saved"
+    hint = "" if ended == "finished" else f"; `colotrain resume {rundir.name}` continues"
+    cause = f" ({view.cause})" if view.cause else ""
+    return clean(f"{rundir.name}: {ended}{cause} after step {view.steps}{saved}{hint}")
+
+
+def _still_running(rundir: RunDir, waited_s: float) -> str:
+    """What to do about a run that does not stop."""
+    launcher = launcher_of(rundir)
+    where = f": process {launcher.pid} on {launcher.host}" if launcher else ""
+    return clean(
+        f"error: {rundir.name}: not stopped after {format_duration(waited_s)}; it stops after the "
+        f"step it is in: wait for it in `colotrain runs`, or end its launcher{where}"
+    )

@@ -1,0 +1,103 @@
+"""Batch arithmetic: global batch = micro-batch × accumulation × world size, any one left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colotrain.errors import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The four sizes; None where the user left one out."""
+
+    global_batch: int | None
+    micro_batch: int | None
+    accumulation: int | None
+    procs_per_node: int | None
+    nodes: int = 1
+    default_procs: int
+    """Ranks per node when the other sizes allow it."""
+    most_procs: int
+    """More ranks per node than this are never started unasked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The four sizes, all known."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    world: int
+
+
+def solve(sizes: Sizes) -> Batch | Problem:
+    """Find what was left out. Where two were, one micro-batch per step is assumed.
+
+    Ranks that were left out with another size are the most, up to the default, that divide it.
+    """
+    g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
+    if sizes.procs_per_node is not None:
+        return _solve_at(sizes, sizes.nodes * sizes.procs_per_node)
+    if g is not None and m is not None and a is not None:
+        return _solve_world(sizes, g, m, a)
+    tried = [_solve_at(sizes, sizes.nodes * p) for p in range(sizes.default_procs, 0, -1)]
+    return next((found for found in tried if isinstance(found, Batch)), tried[0])
+
+
+def _solve_at(sizes: Sizes, w: int) -> Batch | Problem:
+    g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
+    if g is not None and m is not None and a is not None:
+        return _compare(g, m, a, w)
+    if g is not None and m is not None:
+        if g % (m * w):
+            return _indivisible(g, {"micro_batch": m, "world size": w})
+        return Batch(global_batch=g, micro_batch=m, accumulation=g // (m * w), world=w)
+    a = a or 1
+    if g is not None:
+        if g % (a * w):
+            return _indivisible(g, {"accumulation": a, "world size": w})
+        return Batch(global_batch=g, micro_batch=g // (a * w), accumulation=a, world=w)
+    if m is not None:
+        return Batch(global_batch=m * a * w, micro_batch=m, accumulation=a, world=w)
+    fix = "for example train.micro_batch=8"
+    return Problem(key="train.micro_batch", expected="a size (or train.global_batch)", fix=fix)
+
+
+def _solve_world(sizes: Sizes, g: int, m: int, a: int) -> Batch | Problem:
+    if g % (m * a):
+        return _indivisible(g, {"micro_batch": m, "accumulation": a})
+    world = g // (m * a)
+    factors = f"global_batch {g} / (micro_batch {m} × accumulation {a})"
+    if world % sizes.nodes:
+        expected = f"a world size that {sizes.nodes} nodes share evenly, not {world} = {factors}"
+        fix = "change one of these, or cluster.nodes"
+        return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
+    most = sizes.nodes * sizes.most_procs
+    if world > most:
+        expected = f"a world size of at most {most} here, not {world} = {factors}"
+        fix = "leave accumulate.steps out, or set cluster.procs_per_node"
+        return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
+    return Batch(global_batch=g, micro_batch=m, accumulation=a, world=world)
+
+
+def _compare(g: int, m: int, a: int, w: int) -> Batch | Problem:
+    product = m * a * w
+    if g == product:
+        return Batch(global_batch=g, micro_batch=m, accumulation=a, world=w)
+    expected = f"{product} = micro_batch {m} × accumulation {a} × world size {w}"
+    fix = f"set train.global_batch={product}, or leave one of the four out"
+    return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
+
+
+def _indivisible(g: int, factors: dict[str, int]) -> Problem:
+    """Shows the global batches that can be had next to the one asked for."""
+    unit, shown = 1, " × ".join(f"{name} {size}" for name, size in factors.items())
+    for size in factors.values():
+        unit *= size
+    below, above = g // unit * unit, (g // unit + 1) * unit
+    near = f"{below} or train.global_batch={above}" if below else str(above)
+    expected = f"a multiple of {unit} = {shown}"
+    fix = f"set train.global_batch={near}"
+    return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)

@@ -1,0 +1,190 @@
+"""What the schema's types cannot say: ranges, settings that exclude one another, what is to come.
+
+Nothing here looks at the machine or the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from colotrain.config.schema import Config, Data
+from colotrain.config.shipped import recipe_names
+from colotrain.dotted import FORM
+from colotrain.errors import Problem
+from colotrain.records import to_plain
+from colotrain.rundir import RUNS
+
+AT_LEAST: dict[str, float] = {
+    "data.seq_len": 1,
+    "train.max_steps": 1,
+    "train.global_batch": 1,
+    "train.micro_batch": 1,
+    "train.seed": 0,
+    "train.eval_every": 0,
+    "train.eval_steps": 1,
+    "optim.weight_decay": 0,
+    "optim.schedule.warmup_steps": 0,
+    "accumulate.steps": 1,
+    "plugin.shard_size": 1,
+    "cluster.nodes": 1,
+    "cluster.procs_per_node": 1,
+    "elastic.max_restarts": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
+    "observe.log_every": 1,
+    "observe.grads_every": 0,
+}
+ABOVE_ZERO = ("optim.lr", "optim.eps", "train.grad_clip", "elastic.hang_timeout_s")
+SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
+    "optim.schedule.final_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
+}
+OR_NONE = {"train.grad_clip": "null for no clipping"}
+NOT_YET: dict[str, tuple[Any, str]] = {
+    "model.hf": (None, "write a function that loads it and name that in model.target"),
+    "plugin.budget.device": ("auto", "remove it"),
+    "plugin.budget.host": ("auto", "remove it"),
+    "plugin.budget.disk": ("auto", "remove it"),
+    "plugin.disk_path": (None, "remove it"),
+    "observe.trackers": ([], "remove it"),
+}
+"""What has a place in the schema and cannot be had so far: the only value, and what to do."""
+
+
+def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
+    """Everything that can be told without the machine and the model.
+
+    `is_whole` is False where parts are missing because of problems that are known already: what
+    was left out is not reported then.
+    """
+    values = dict(_leaves(to_plain(settings)))
+    for key, value in values.items():
+        yield from _check_range(key, value)
+    for key, (only, fix) in NOT_YET.items():
+        if values.get(key, only) != only:
+            yield Problem(
+                key=key, value=values[key], expected=f"{only} (not available yet)", fix=fix
+            )
+    yield from _check_model(settings, is_whole=is_whole)
+    yield from _check_data(settings.data, is_whole=is_whole and settings.model.target is not None)
+    yield from _check_optim(settings)
+    yield from _check_nodes(settings)
+    for key in ("model.target", "data.target", "train.on_gradients"):
+        yield from _check_dotted(key, values[key])
+    yield from _check_resume(settings.checkpoint.resume)
+    for step in settings.freeze.unfreeze:
+        if step < 1:
+            fix = "name parameters that train from the start in freeze.except"
+            yield Problem(key="freeze.unfreeze", value=step, expected="steps from 1 on", fix=fix)
+
+
+def _leaves(plain: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in plain.items():
+        yield prefix + key, value
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+
+
+def _check_range(key: str, value: Any) -> Iterator[Problem]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    fix = f"or {OR_NONE[key]}" if key in OR_NONE else ""
+    expected = None
+    if not math.isfinite(value):
+        expected = "a finite number"
+    elif key in AT_LEAST and value < AT_LEAST[key]:
+        expected = f"{AT_LEAST[key]} or more"
+    elif key in ABOVE_ZERO and value <= 0:
+        expected = "a number above 0"
+    elif key in SHARES and not SHARES[key][1](value):
+        expected = SHARES[key][0]
+    elif key == "train.seed" and value >= 1 << 63:
+        expected = "a number below 2^63"
+    if expected is not None:
+        yield Problem(key=key, value=value, expected=expected, fix=fix or f"correct {key}")
+
+
+def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
+    model = settings.model
+    if model.target is not None and model.hf is not None:
+        yield Problem(key="model.hf", value=model.hf, expected="one of model.target and model.hf")
+    if model.target is not None or model.hf is not None or not is_whole:
+        return
+    if settings.recipe is None:
+        fix = f"recipes: {', '.join(recipe_names())}"
+        yield Problem(key="recipe", expected="a recipe (recipe=NAME), or model.target", fix=fix)
+    else:
+        fix = "set model.target=package.module:callable"
+        yield Problem(key="model.target", expected="a model", fix=fix)
+
+
+def _check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
+    given = {
+        f"data.{key}": value
+        for key, value in (("corpus", data.corpus), ("path", data.path), ("target", data.target))
+        if value is not None and value != []
+    }
+    if len(given) > 1:
+        value = ", ".join(f"{key}={value}" for key, value in given.items())
+        fix = f"set all but one of them to null, as in {next(iter(given))}=null"
+        expected = f"one source of data (there is {value})"
+        yield Problem(key="data", expected=expected, fix=fix)
+    if not given and is_whole:
+        expected = "data.corpus, data.path or data.target"
+        yield Problem(key="data", expected=expected, fix="for example data.corpus=stdlib")
+    if data.args and data.target is None:
+        fix = "remove it, or set data.target"
+        expected = "nothing without data.target, whose arguments they are"
+        yield Problem(key="data.args", value=data.args, expected=expected, fix=fix)
+
+
+def _check_optim(settings: Config) -> Iterator[Problem]:
+    optim, key = settings.optim, "optim.betas"
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        fix = "for example optim.betas=[0.9,0.95]"
+        yield Problem(
+            key=key, value=optim.betas, expected="numbers from 0 up to, but not, 1", fix=fix
+        )
+    if optim.name == "adamw" and len(optim.betas) != 2:
+        fix = "for example optim.betas=[0.9,0.95]"
+        yield Problem(key=key, value=optim.betas, expected="two numbers", fix=fix)
+    if optim.name == "sgd" and len(optim.betas) not in (1, 2):
+        fix = "for example optim.betas=[0.9]"
+        yield Problem(key=key, value=optim.betas, expected="SGD's momentum", fix=fix)
+
+
+def _check_nodes(settings: Config) -> Iterator[Problem]:
+    nodes, elastic = settings.cluster.nodes, settings.elastic
+    for name, value in (("min_nodes", elastic.min_nodes), ("max_nodes", elastic.max_nodes)):
+        if value not in (None, nodes):
+            expected = f"{nodes}, as cluster.nodes (a changing number is not available yet)"
+            yield Problem(key=f"elastic.{name}", value=value, expected=expected, fix="remove it")
+
+
+def _check_dotted(key: str, value: str | None) -> Iterator[Problem]:
+    if value is None:
+        return
+    module, colon, names = value.partition(":")
+    if not colon or not all(n.isidentifier() for n in (*module.split("."), *names.split("."))):
+        fix = "write the module, a colon, and the name of the function in it"
+        if "." in value and ":" not in value:
+            fix = "did you mean {}:{}?".format(*value.rsplit(".", 1))
+        yield Problem(key=key, value=value, expected=FORM, fix=fix)
+
+
+def _check_resume(resume: str) -> Iterator[Problem]:
+    if resume not in ("auto", "none") and not find_resume(resume):
+        expected = "auto, none, or the folder of a run or checkpoint"
+        fix = f"correct the path (now in {Path.cwd()})"
+        yield Problem(key="checkpoint.resume", value=resume, expected=expected, fix=fix)
+
+
+def find_resume(resume: str) -> Path | None:
+    """The folder of a run or checkpoint: a path, or the name of a run under ./runs."""
+    for folder in (Path(resume).expanduser(), RUNS / resume):
+        if resume and folder.is_dir():
+            return folder.absolute()
+    return None

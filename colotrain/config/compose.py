@@ -1,0 +1,314 @@
+"""Composition by Hydra: recipe, groups and KEY=VALUE arguments become one plain dictionary.
+
+The only module that imports hydra. What is used of it: the grammar of overrides, defaults lists
+and packages. Nothing of its application half (logging, output folders, working directories) is
+ever started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from colotrain.config import overrides as wrong
+from colotrain.config.files import display_path, first_line, read_file
+from colotrain.config.schema import Config
+from colotrain.config.shipped import GROUPS, PRIMARY, Search
+from colotrain.config.values import delete_, resolve_references, set_
+from colotrain.errors import ConfigError, Problem
+from colotrain.records import MISSING, to_plain
+
+_QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
+
+
+def compose(overrides: Sequence[str], *, cwd: Path | None = None) -> dict[str, Any]:
+    """Everything the user set, over the schema's defaults; raises `ConfigError` with all problems.
+
+    `recipe=NAME` and `SECTION=NAME` are looked up in `cwd`'s ./recipes and ./conf, then among those
+    shipped. Unknown keys are kept, so that `records.read` can name them all.
+    """
+    data, problems = gather(overrides, cwd=cwd)
+    if problems:
+        raise ConfigError(problems)
+    return data
+
+
+def gather(
+    overrides: Sequence[str], *, cwd: Path | None = None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """What could be composed, and what is wrong with the rest of it."""
+    version.setbase("1.3")
+    cwd = cwd or Path.cwd()
+    search, problems = Search.at(cwd), list[Problem]()
+    parsed = list(_parse(overrides, search, problems))
+    choices = {o.key_or_group: _written_name(o) for o in parsed if _is_choice(o)}
+    recipe = choices.get("recipe")
+    search = _drop_unknown(choices, search, cwd, problems)
+    config = _merge(_Layers(search, choices, problems))
+    for override in parsed:
+        key, value = override.key_or_group, override.value()
+        if override.is_delete():
+            delete_(config, key, value, problems)
+        elif not _is_choice(override):
+            set_(config, key, value, problems)
+    if recipe is not None:
+        config["recipe"] = recipe
+    return resolve_references(config, problems), problems
+
+
+def _parse(overrides: Sequence[str], search: Search, problems: list[Problem]) -> Iterator[Override]:
+    """The arguments that Hydra's grammar can read and that mean one value."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        found = _parse_one(parser, text, search)
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            yield found
+
+
+def _parse_one(parser: OverridesParser, text: str, search: Search) -> Override | Problem:
+    if "=" not in text and not text.startswith("~"):
+        return wrong.not_an_override(text, search)
+    try:
+        override = _parse_lenient(parser, text)
+    except HydraException as error:
+        return _explain(parser, text, error)
+    key = override.key_or_group
+    if not key or override.package is not None or "/" in key:
+        return wrong.wrong_key(text)
+    if override.is_sweep_override() or (key in GROUPS and isinstance(override.value(), list)):
+        return wrong.several_values(text)
+    return override
+
+
+def _parse_lenient(parser: OverridesParser, text: str) -> Override:
+    """JSON's quoted keys are taken too: `{"blocks.0": 1}` as `{blocks.0: 1}`."""
+    try:
+        return parser.parse_override(text)
+    except HydraException:
+        unquoted = _QUOTED_KEY.sub(r"\2:", text)
+        if unquoted == text:
+            raise
+        return parser.parse_override(unquoted)
+
+
+def _explain(parser: OverridesParser, text: str, error: HydraException) -> Problem:
+    try:
+        parser.parse_override(text.partition("=")[0] + "=0")
+    except HydraException:
+        return wrong.wrong_key(text)
+    return wrong.wrong_value(text, first_line(error))
+
+
+def _is_choice(override: Override) -> bool:
+    chooses = override.key_or_group in GROUPS and not override.is_delete()
+    return chooses and isinstance(override.value(), str | int | float)
+
+
+def _written_name(override: Override) -> str:
+    """The name as it was written: `recipe=007` stays `007`."""
+    value = override.value()
+    if isinstance(value, str):
+        return value
+    return (override.input_line or "").partition("=")[2].strip()
+
+
+def _drop_unknown(
+    choices: dict[str, str], search: Search, cwd: Path, problems: list[Problem]
+) -> Search:
+    """Take out choices that are no file. A recipe given as a file may build on its neighbours."""
+    for group, name in list(choices.items()):
+        file = cwd / Path(name).expanduser()
+        if group == "recipe" and file.suffix in (".yaml", ".yml") and file.is_file():
+            choices[group] = file.stem
+            search = search.with_recipes_of(file.parent)
+        elif search.find(f"{group}/{name}") is None:
+            problems.append(search.unknown(group, name))
+            del choices[group]
+    return search
+
+
+def _merge(layers: _Layers) -> DictConfig:
+    """The schema's defaults and, over them, every file in the order of the defaults lists."""
+    config: DictConfig = OmegaConf.create(to_plain(Config()))
+    if layers.has_circle():
+        return config
+    try:
+        defaults = create_defaults_list(
+            repo=layers,
+            config_name=PRIMARY,
+            overrides_list=[],
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+        for layer in defaults.defaults:
+            found = layers.load_config(layer.config_path or "")
+            if found is not None:
+                config.merge_with(_embed(found.config, layer.package))
+    except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
+        names = " ".join(f"{group}={name}" for group, name in layers.choices.items())
+        expected = f"files that can be composed ({first_line(error)})"
+        layers.problems.append(Problem(key=names, expected=expected, fix="correct their defaults"))
+    return config
+
+
+def _embed(config: Any, package: str | None) -> Any:
+    """`config` under the key it belongs to: `plugin` for conf/plugin/zero2.yaml."""
+    if not package:
+        return config
+    whole = OmegaConf.create({})
+    OmegaConf.update(whole, package, config, merge=False)
+    return whole
+
+
+class _Layers(ConfigRepository):
+    """The files as Hydra's defaults lists see them, with `choices` as the primary file's names.
+
+    A recipe's keys are the top level, with no header needed, and `plugin: zero2` in a recipe means
+    conf/plugin/zero2.yaml. Every name in a defaults list is checked when its file is read, so that
+    all that are missing are reported together.
+    """
+
+    def __init__(self, search: Search, choices: dict[str, str], problems: list[Problem]) -> None:
+        self.sources = []
+        self.search = search
+        self.choices = choices
+        self.problems = problems
+        self.loaded: dict[str, ConfigResult | None] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self.loaded:
+            self.loaded[config_path] = self._load(config_path)
+        return self.loaded[config_path]
+
+    def config_exists(self, config_path: str) -> bool:
+        return self.search.find(config_path) is not None
+
+    def has_circle(self) -> bool:
+        """Whether some file builds on itself, which is then reported."""
+        starts = [f"{group}/{name}" for group, name in self.choices.items()]
+        return any(self._circles(start, ()) for start in starts)
+
+    def _circles(self, config_path: str, above: tuple[str, ...]) -> bool:
+        if config_path in above:
+            circle = " → ".join((*above[above.index(config_path) :], config_path))
+            expected = "files that build on one another without a circle"
+            fix = "take a name out of a defaults list, or rename a file that has another's name"
+            problem = Problem(key="defaults", value=circle, expected=expected, fix=fix)
+            self.problems.append(problem)
+            return True
+        found = self.load_config(config_path)
+        below = [d.path or "" for d in _names((found and found.defaults_list) or [])]
+        return any(self._circles(path.lstrip("/"), (*above, config_path)) for path in below)
+
+    def _load(self, config_path: str) -> ConfigResult | None:
+        """The file; one that cannot be read is reported and taken as empty."""
+        file = self.search.find(config_path)
+        if file is None:
+            return None
+        found = read_file(file, self.problems)
+        is_recipe = config_path.startswith("recipe/")
+        defaults = self._defaults(config_path, found.settings, file)
+        if config_path == PRIMARY:
+            self._fill_in(defaults)
+        else:
+            defaults = self._absolute(defaults, config_path.partition("/")[0], file)
+        if is_recipe:
+            _insert_before_self(defaults, self._take_out_names(found.settings, file))
+        return ConfigResult(
+            provider=PRIMARY,
+            path=str(file),
+            config=found.settings,
+            header={"package": found.package or ("_global_" if is_recipe else None)},
+            defaults_list=defaults,
+        )
+
+    def _defaults(self, config_path: str, settings: DictConfig, file: Path) -> list[InputDefault]:
+        try:
+            raw = self._extract_defaults_list(config_path, settings)
+            return self._create_defaults_list(config_path, raw)
+        except (ValueError, AssertionError) as error:
+            key = f"defaults (in {display_path(file)})"
+            expected = f"a list of names ({first_line(error)})"
+            fix = "write it as in [llm-base, _self_]"
+            self.problems.append(Problem(key=key, expected=expected, fix=fix))
+            return []
+
+    def _fill_in(self, defaults: list[InputDefault]) -> None:
+        for default in defaults:
+            if isinstance(default, GroupDefault):
+                default.value = self.choices.get(default.group or "")
+
+    def _absolute(self, defaults: list[InputDefault], group: str, file: Path) -> list[InputDefault]:
+        """Every entry as the file it names: `base` in a recipe, `plugin: x`, `/plugin: x`."""
+        entries: list[InputDefault] = []
+        for default in defaults:
+            if isinstance(default, ConfigDefault) and default.is_self():
+                entries.append(default)
+            elif isinstance(default, ConfigDefault):
+                inner, _, name = (default.path or "").lstrip("/").partition("/")
+                if inner not in GROUPS or not name:
+                    inner, name = group, default.path or ""
+                entries += self._checked(inner, name, file, default)
+            elif isinstance(default, GroupDefault):
+                inner = (default.group or "").lstrip("/")
+                inner = inner if inner.partition("/")[0] in GROUPS else f"{group}/{inner}"
+                names = default.value if isinstance(default.value, list) else [default.value]
+                for name in filter(None, names):
+                    entries += self._checked(inner, name, file, default)
+        return entries
+
+    def _take_out_names(self, settings: DictConfig, file: Path) -> list[ConfigDefault]:
+        """`plugin: zero2` becomes an entry of the defaults list; an empty section sets nothing."""
+        found: list[ConfigDefault] = []
+        written = OmegaConf.to_container(settings, resolve=False)
+        assert isinstance(written, dict)
+        for group in (group for group in GROUPS if group in written):
+            value = written[group]
+            if value is None:
+                del settings[group]
+            elif isinstance(value, str) and value != MISSING and "${" not in value:
+                del settings[group]
+                found += self._checked(group, value, file)
+        return found
+
+    def _checked(
+        self, group: str, name: str, file: Path, written: InputDefault | None = None
+    ) -> list[ConfigDefault]:
+        """The entry for GROUP/NAME, or none and a problem where there is no such file."""
+        if self.search.find(f"{group}/{name}") is None:
+            if written is None or not written.is_optional():
+                self.problems.append(self.search.unknown(group, name, where=display_path(file)))
+            return []
+        package = written.package if written is not None else None
+        found = self.load_config(f"{group}/{name}")
+        if package is None and found is not None and found.header["package"] is None:
+            package = "_global_." + group.replace("/", ".")
+        return [ConfigDefault(path=f"/{group}/{name}", package=package)]
+
+
+def _names(defaults: list[InputDefault]) -> Iterator[ConfigDefault]:
+    for default in defaults:
+        if isinstance(default, ConfigDefault) and not default.is_self():
+            yield default
+
+
+def _insert_before_self(defaults: list[InputDefault], named: list[ConfigDefault]) -> None:
+    """What a recipe names lies over what it builds on, and under its own keys."""
+    own = [index for index, default in enumerate(defaults) if default.is_self()]
+    at = own[0] if own else len(defaults)
+    defaults[at:at] = named

@@ -1,0 +1,59 @@
+"""YAML files of a configuration: read whole, or reported with file and line."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from colotrain.errors import Problem
+
+_PACKAGE = re.compile(r"\A(?:\s*#[^\n]*\n)*?\s*#\s*@package\s+(\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """A file's settings, and the `# @package` its header names, if any."""
+
+    settings: DictConfig
+    package: str | None
+
+
+def read_file(file: Path, problems: list[Problem]) -> ConfigFile:
+    """The settings of a file; none after a problem."""
+    shown, nothing = display_path(file), ConfigFile(settings=OmegaConf.create({}), package=None)
+    try:
+        text = file.read_text("utf-8")
+        settings = OmegaConf.load(StringIO(text))
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        expected = f"valid YAML ({error.problem or error.context})"
+        problems.append(Problem(key=f"{shown}{line}", expected=expected, fix="correct that line"))
+        return nothing
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+        expected = f"a YAML file of settings ({first_line(error)})"
+        problems.append(Problem(key=shown, expected=expected, fix="correct the file"))
+        return nothing
+    if not isinstance(settings, DictConfig):
+        fix = "write settings as in train.max_steps"
+        problems.append(Problem(key=shown, expected="KEY: VALUE lines, not a list", fix=fix))
+        return nothing
+    header = _PACKAGE.match(text)
+    return ConfigFile(settings=settings, package=header[1] if header else None)
+
+
+def display_path(file: Path) -> str:
+    """Relative where it lies below the current folder."""
+    relative = os.path.relpath(file)
+    return str(file) if relative.startswith("..") else relative
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].strip().rstrip(".") if text else type(error).__name__

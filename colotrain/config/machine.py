@@ -1,0 +1,141 @@
+"""What this machine has: found without torch, and within the limits of a container."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One machine, as far as a plan depends on it."""
+
+    device: Literal["cpu", "cuda"]
+    num_devices: int
+    """GPUs that may be used; 0 on a CPU machine."""
+    num_cores: int
+    """Physical cores that may be used."""
+    host_memory_bytes: int
+    """All of it, or what a container may use."""
+    device_memory_bytes: int
+    """Of the smallest GPU; 0 on a CPU machine."""
+
+
+def this_machine() -> Machine:
+    """The machine this process runs on."""
+    gpus = _gpu_memory_bytes() if _torch_has_cuda() else []
+    return Machine(
+        device="cuda" if gpus else "cpu",
+        num_devices=len(gpus),
+        num_cores=_num_cores(),
+        host_memory_bytes=_host_memory_bytes(),
+        device_memory_bytes=min(gpus, default=0),
+    )
+
+
+def _torch_has_cuda() -> bool:
+    """A build of torch for CPU alone cannot use a GPU. Its version tells: torch is not loaded."""
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _gpu_memory_bytes() -> list[int]:
+    """Memory of each GPU that CUDA_VISIBLE_DEVICES leaves, from nvidia-smi."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shutil.which("nvidia-smi") is None:
+        count = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
+        return _visible([(str(i), "", 0) for i in range(count)], visible)
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    gpus = [(row[0], row[1], _mebibytes(row[2])) for row in rows if len(row) == 3]
+    return _visible(gpus, visible)
+
+
+def _visible(gpus: list[tuple[str, str, int]], visible: str | None) -> list[int]:
+    """As CUDA reads the variable: indices or UUID prefixes, up to the first that names nothing.
+
+    Parts of a GPU (`MIG-…`) count as devices of unknown memory.
+    """
+    if visible is None:
+        return [memory for _, _, memory in gpus]
+    kept = []
+    for name in (part.strip() for part in visible.split(",")):
+        found = [m for index, uuid, m in gpus if name and (name == index or uuid.startswith(name))]
+        if name.startswith("MIG-"):
+            found = [0]
+        if not found:
+            break
+        kept.append(found[0])
+    return kept
+
+
+def _mebibytes(text: str) -> int:
+    return int(text) << 20 if text.isdigit() else 0
+
+
+def _num_cores() -> int:
+    """Physical cores among the CPUs this process may run on, within the container's share."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    num_cores = len({_core(cpu) for cpu in cpus}) or psutil.cpu_count(logical=False) or 1
+    quotas = [int(quota) for quota in map(_cpu_quota, _cgroups("cpu")) if quota]
+    return max(1, min([num_cores, *quotas]))
+
+
+def _core(cpu: int) -> str:
+    """What the threads of one core have in common."""
+    file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return _text(file) or str(cpu)
+
+
+def _host_memory_bytes() -> int:
+    names = ("memory.max", "memory.limit_in_bytes")
+    found = [_text(folder / name) for folder in _cgroups("memory") for name in names]
+    limits = [int(text) for text in found if text.isdigit()]
+    total: int = psutil.virtual_memory().total
+    return min([total, *limits])
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """Cores' worth of time the control group may use, or None without a limit."""
+    words = _text(folder / "cpu.max").split() or [
+        _text(folder / "cpu.cfs_quota_us"),
+        _text(folder / "cpu.cfs_period_us"),
+    ]
+    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+        return max(1.0, int(words[0]) / int(words[1]))
+    return None
+
+
+def _cgroups(controller: str) -> Iterable[Path]:
+    """The control groups this process is in, from its own up to the root (versions 1 and 2)."""
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        root = CGROUP / controller if names else CGROUP
+        own = root / path.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

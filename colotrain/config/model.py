@@ -1,0 +1,94 @@
+"""A look at the model: what freezing does to it, and whether data and model agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+
+from colotrain.config.scale import touches
+from colotrain.config.schema import Config, Data, Freeze
+from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
+from colotrain.plan import FreezePlan, ModelPlan, ParameterCounts, Survey
+
+SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
+
+
+def look(
+    model: ModelPlan,
+    freeze: FreezePlan,
+    settings: Config,
+    survey: SurveyModel,
+    problems: list[Problem],
+) -> Survey | None:
+    """What the survey finds, unless the model cannot be built; freezing is checked against it."""
+    if not model.target or touches(problems, ("model", "data.seq_len")):
+        return None
+    try:
+        found = survey(model, freeze, settings.data.seq_len)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    except ColotrainError as error:
+        problems.append(_wrong_model(model, f"can be built ({error.problem})", error.fix))
+        return None
+    if not found.parameters:
+        problems.append(_wrong_model(model, "has parameters", "register them on the module"))
+    if not touches(problems, ("freeze",)):
+        problems += _check_freeze(settings.freeze, found)
+    if not touches(problems, ("data",)):
+        problems += _check_vocabulary(settings.data, found)
+    return found
+
+
+def _wrong_model(model: ModelPlan, which: str, fix: str) -> Problem:
+    expected = f"a model that {which}"
+    return Problem(key="model.target", value=model.target, expected=expected, fix=fix)
+
+
+def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
+    """Patterns that match nothing, and freezing everything."""
+    written = {"freeze.patterns": freeze.patterns, "freeze.except": freeze.except_}
+    written |= {f"freeze.unfreeze.{step}": globs for step, globs in freeze.unfreeze.items()}
+    names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
+    for key, glob in ((key, glob) for key, globs in written.items() for glob in globs):
+        if survey.matched.get(glob, 1) == 0:
+            expected, fix = "a glob that matches a parameter's name", suggest(glob, names)
+            yield Problem(key=key, value=glob, expected=expected, fix=fix)
+    if names and all(p.frozen_by is not None for p in survey.parameters):
+        expected = "at least one parameter that trains from the first step (all are frozen)"
+        value, fix = ", ".join(freeze.patterns) or None, "name some in freeze.except"
+        yield Problem(key="freeze.patterns", value=value, expected=expected, fix=fix)
+
+
+def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:
+    """Token files bring their own vocabulary, which is checked when they are read."""
+    paths = [data.path] if isinstance(data.path, str) else data.path or []
+    has_tokens = data.target is not None or any(path.endswith(".bin") for path in paths)
+    if has_tokens or survey.vocab_size is None:
+        return
+    from colotrain.data.tokens import vocab_size_of
+
+    size = vocab_size_of(data.tokenizer)
+    if size is not None and size > survey.vocab_size:
+        expected = f"at most model.args.vocab_size={survey.vocab_size} tokens, not {size}"
+        fix = f"set model.args.vocab_size={size}, or another data.tokenizer"
+        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+
+
+def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:
+    """The survey when every scheduled parameter trains: then the most memory is needed."""
+    globs = [glob for globs in freeze.unfreeze.values() for glob in globs]
+    parameters = [
+        dataclasses.replace(p, frozen_by=None)
+        if any(fnmatchcase(name, glob) for name in (p.name, *p.aliases) for glob in globs)
+        else p
+        for p in survey.parameters
+    ]
+    return dataclasses.replace(survey, parameters=tuple(parameters))
+
+
+def count(survey: Survey) -> ParameterCounts:
+    total = sum(p.numel for p in survey.parameters)
+    frozen = sum(p.numel for p in survey.parameters if p.frozen_by is not None)
+    return ParameterCounts(total=total, trainable=total - frozen, frozen=frozen)

@@ -1,0 +1,51 @@
+"""What is wrong with a KEY=VALUE argument, told to the person who wrote it."""
+
+from __future__ import annotations
+
+import typing
+
+from colotrain.config.schema import Config
+from colotrain.config.shipped import Search
+from colotrain.errors import Problem, suggest
+from colotrain.records import leaves
+
+
+def not_an_override(text: str, search: Search) -> Problem:
+    """A bare word: `llm-tiny` may stand for `recipe=llm-tiny`."""
+    groups = [group for group in ("recipe", "plugin", "cluster") if text in search.names(group)]
+    hint = suggest(text, (*leaves(Config), "recipe", "plugin"))
+    if groups:
+        hint = "did you mean " + " or ".join(f"{group}={text}" for group in groups) + "?"
+    elif text in leaves(Config) or not hint.startswith("did you mean"):
+        hint = f"write {text}=VALUE" if text in leaves(Config) else "as in train.max_steps=10"
+    return Problem(key=text or "''", expected="KEY=VALUE", fix=hint)
+
+
+def wrong_key(text: str) -> Problem:
+    key, _, value = text.partition("=")
+    hint = suggest(key.lstrip("+~").replace("/", "."), leaves(Config))
+    fix = hint if hint.startswith("did you mean") else "keys are names joined by dots"
+    return Problem(key=key or "''", value=value, expected="a key like train.seed", fix=fix)
+
+
+def wrong_value(text: str, reason: str) -> Problem:
+    """A value Hydra's grammar refuses: mostly characters that need quotes."""
+    key, _, value = text.partition("=")
+    fix = f"""quote it: '{key}="{value}"'"""
+    if value.startswith(("[", "{", '"', "'")):
+        fix = "close every bracket and quote, and put the whole argument in single quotes"
+    expected = f"a value that Hydra's grammar can read ({reason})"
+    return Problem(key=key, value=value, expected=expected, fix=fix)
+
+
+def several_values(text: str) -> Problem:
+    key, _, value = text.partition("=")
+    fix = "a list of choices needs --sweep, which is not available yet"
+    if _takes_list(key):
+        fix = f"write {key}=[{value}] for a list"
+    return Problem(key=key, value=value, expected="one value", fix=fix)
+
+
+def _takes_list(key: str) -> bool:
+    wanted = leaves(Config).get(key.lstrip("+"))
+    return list in (typing.get_origin(w) for w in (wanted, *typing.get_args(wanted)))

@@ -1,0 +1,156 @@
+"""The plugin's row with everything decided: mesh, chunks, exceptions per module, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from colotrain.config.scale import Scale
+from colotrain.config.schema import Plugin
+from colotrain.config.sizes import check_size, format_size, parse_size
+from colotrain.errors import Problem, suggest
+from colotrain.estimate.memory import model_state_bytes
+from colotrain.plan import Ledger, OptimPlan, PluginPlan, Survey
+from colotrain.plugins import AUTO_ORDER, ROWS, Row
+
+DEFAULT_CHUNK_BYTES = 64 << 20
+MOST_BLOCKS = 10_000
+
+
+def decide(
+    asked: Plugin, scale: Scale, survey: Survey, optim: OptimPlan
+) -> tuple[PluginPlan, Ledger]:
+    """The plan of a plugin that `check_plugin` accepts, and its model state in bytes per rank."""
+    if asked.name != "auto":
+        plugin = _lay_out(asked.name, asked, scale, reason="asked for")
+        return plugin, state_of(asked.name, asked, scale, survey, optim)
+    too_large = []
+    for name in AUTO_ORDER:
+        ledger = state_of(name, asked, scale, survey, optim)
+        if ledger.total <= scale.memory_bytes:
+            break
+        too_large.append(f"{name} needs {format_size(ledger.total)}")
+    need, room = format_size(ledger.total), format_size(scale.memory_bytes)
+    fits = ledger.total <= scale.memory_bytes
+    reason = f"the first that fits: {need} of model state per rank, of {room}"
+    if not fits:
+        reason = f"none fits: even {name} needs {need} of model state per rank, of {room}"
+    elif too_large:
+        reason = f"{reason} ({', '.join(too_large)})"
+    return _lay_out(name, asked, scale, reason=reason), ledger
+
+
+def state_of(name: str, asked: Plugin, scale: Scale, survey: Survey, optim: OptimPlan) -> Ledger:
+    """Model state in bytes per rank under the plugin `name`."""
+    shard = _mesh(name, asked, scale)[-1]
+    return model_state_bytes(_row(name, asked.reshard), survey, shard, optim)
+
+
+def _row(name: str, reshard: bool | None) -> Row:
+    if reshard is None:
+        return ROWS[name]
+    return dataclasses.replace(ROWS[name], parameters_live="use" if reshard else "step")
+
+
+def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
+    if not ROWS[name].hybrid:
+        return (scale.world,)
+    shard = asked.shard_size or scale.procs_per_node
+    return (scale.world // shard, shard)
+
+
+def _lay_out(name: str, asked: Plugin, scale: Scale, *, reason: str) -> PluginPlan:
+    row = _row(name, asked.reshard)
+    chunk_bytes = None
+    if row.packed:
+        automatic = asked.chunk_size == "auto"
+        chunk_bytes = DEFAULT_CHUNK_BYTES
+        if not automatic:
+            chunk_bytes = parse_size(asked.chunk_size, whole=scale.memory_bytes)
+    return PluginPlan(
+        name=name,
+        reason=reason,
+        parameters_live=row.parameters_live,
+        gradients=row.gradients,
+        mesh=_mesh(name, asked, scale),
+        chunk_bytes=chunk_bytes,
+        reshard_overrides={module: bool(o["reshard"]) for module, o in asked.overrides.items()},
+    )
+
+
+def check_plugin(asked: Plugin, scale: Scale) -> Iterator[Problem]:
+    """What is wrong with the plugin's settings, before the model is looked at."""
+    row = ROWS.get(asked.name)
+    if row is None and asked.name != "auto":
+        fix = suggest(asked.name, (*ROWS, "auto"))
+        expected = "one of " + ", ".join((*ROWS, "auto"))
+        yield Problem(key="plugin.name", value=asked.name, expected=expected, fix=fix)
+        return
+    if asked.shard_size is not None and not (row and row.hybrid):
+        yield _only_for("plugin.shard_size", asked.shard_size, "fsdp-hybrid")
+    elif asked.shard_size is not None and asked.shard_size > 0 and scale.world % asked.shard_size:
+        sizes = ", ".join(str(n) for n in range(1, scale.world + 1) if scale.world % n == 0)
+        key, value = "plugin.shard_size", asked.shard_size
+        expected = f"a divisor of the world size {scale.world}"
+        yield Problem(key=key, value=value, expected=expected, fix=f"one of {sizes}")
+    if asked.chunk_size != "auto":
+        if not (row and row.packed):
+            yield _only_for("plugin.chunk_size", asked.chunk_size, "gemini")
+        else:
+            yield from check_size("plugin.chunk_size", asked.chunk_size, scale.memory_bytes)
+    for module, override in asked.overrides.items():
+        yield from _check_override(module, override)
+
+
+def _only_for(key: str, value: Any, plugin: str) -> Problem:
+    fix = f"remove it, or choose plugin={plugin}"
+    return Problem(key=key, value=value, expected=f"nothing but under plugin={plugin}", fix=fix)
+
+
+def _check_override(module: str, override: dict[str, Any]) -> Iterator[Problem]:
+    key = f"plugin.overrides.{module}"
+    for name in override:
+        if name != "reshard":
+            fix = suggest(name, ["reshard"])
+            yield Problem(key=f"{key}.{name}", expected="reshard, the only known key", fix=fix)
+    if not isinstance(override.get("reshard"), bool):
+        fix = f"write plugin.overrides={{{module}:{{reshard:false}}}}"
+        value = override.get("reshard")
+        yield Problem(key=f"{key}.reshard", value=value, expected="true or false", fix=fix)
+    found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", module)
+    if found and not 0 <= int(found[3]) - int(found[2]) < MOST_BLOCKS:
+        fix = f"as in {found[1] or ''}0-3"
+        yield Problem(key=key, expected="a range from low to high", fix=fix)
+
+
+def check_override_names(asked: Plugin, survey: Survey) -> Iterator[Problem]:
+    """Overrides that name no block of the model. Only blocks are gathered by themselves."""
+    blocks = list(dict.fromkeys(_blocks(survey)))
+    for module in asked.overrides:
+        if not any(fnmatchcase(block, glob) for block in blocks for glob in expand(module)):
+            expected = "a block of the model, like blocks.0 or blocks.0-3"
+            key = f"plugin.overrides.{module}"
+            yield Problem(key=key, expected=expected, fix=suggest(module, blocks))
+
+
+def expand(module: str) -> list[str]:
+    """`blocks.0-3` as the four names it stands for; any other glob as itself."""
+    found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", module)
+    if not found:
+        return [module]
+    return [f"{found[1] or ''}{index}" for index in range(int(found[2]), int(found[3]) + 1)]
+
+
+def _blocks(survey: Survey) -> Iterator[str]:
+    """`blocks.0` of `blocks.0.attn.qkv.weight`; the module itself where nothing is numbered."""
+    names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
+    numbered = [found[0] for name in names if (found := re.match(r"(?:.*?\.)?\d+(?=\.)", name))]
+    modules = [
+        ".".join(parts[:depth])
+        for parts in (name.split(".") for name in names)
+        for depth in range(1, len(parts))
+    ]
+    yield from numbered or modules

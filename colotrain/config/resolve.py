@@ -1,0 +1,232 @@
+"""From what the user wrote to the run plan: everything decided, or every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from glob import iglob
+from pathlib import Path
+from typing import Any, cast
+
+from colotrain.config.batch import Batch
+from colotrain.config.checks import check, find_resume
+from colotrain.config.machine import Machine
+from colotrain.config.model import SurveyModel, at_peak, count, look
+from colotrain.config.plugin import check_override_names, check_plugin, decide
+from colotrain.config.scale import Scale, ranks_here, scale_out
+from colotrain.config.schema import Config, Data, Freeze, Optim, Train
+from colotrain.errors import ConfigError, Problem
+from colotrain.plan import (
+    BatchPlan,
+    CheckpointPlan,
+    ClusterPlan,
+    DataPlan,
+    ElasticPlan,
+    FreezePlan,
+    ModelPlan,
+    ObservePlan,
+    OptimPlan,
+    RunPlan,
+    TrainPlan,
+)
+from colotrain.records import read
+from colotrain.rundir import run_name
+
+
+def resolve(
+    config: dict[str, Any],
+    *,
+    survey: SurveyModel,
+    machine: Machine,
+    name: str | None = None,
+    found: Sequence[Problem] = (),
+) -> RunPlan:
+    """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
+
+    `survey` looks at the model. `found` are problems of composing `config`, reported with those
+    found here.
+    """
+    problems = list(found)
+    settings = read(Config, config, key="", problems=problems)
+    if settings is None:
+        raise ConfigError(problems)
+    problems += check(settings, is_whole=not problems)
+    scale, batch = scale_out(settings, machine, problems)
+    plugin_problems = list(check_plugin(settings.plugin, scale))
+    problems += plugin_problems
+    data = _data(settings.data, problems)
+    freeze = _freeze(settings.freeze)
+    model = ModelPlan(target=settings.model.target or "", args=settings.model.args)
+    looked = look(model, freeze, settings, survey, problems)
+    if looked is not None and not plugin_problems:
+        problems += check_override_names(settings.plugin, looked)
+    if problems or looked is None or batch is None or data is None:
+        raise ConfigError(list({str(problem): problem for problem in problems}.values()))
+    optim = _optim(settings.optim)
+    plugin, memory = decide(settings.plugin, scale, at_peak(looked, freeze), optim)
+    return RunPlan(
+        name=run_name(name or settings.name or _default_name(settings, plugin.name)),
+        recipe=settings.recipe,
+        world_size=scale.world,
+        plugin=plugin,
+        model=model,
+        data=data,
+        batch=_batch(batch, data),
+        train=_train(settings.train),
+        optim=optim,
+        freeze=dataclasses.replace(freeze, matched=looked.matched),
+        cluster=_cluster(scale, machine),
+        elastic=ElasticPlan(
+            max_restarts=settings.elastic.max_restarts,
+            hang_timeout_s=settings.elastic.hang_timeout_s,
+        ),
+        checkpoint=_checkpoint(settings),
+        observe=ObservePlan(
+            log_every=settings.observe.log_every,
+            grads_every=settings.observe.grads_every or 0,
+        ),
+        parameters=count(looked),
+        memory=memory,
+        flops_per_token=looked.flops_per_token,
+        warnings=tuple(_warnings(settings, scale, machine)),
+    )
+
+
+def _data(data: Data, problems: list[Problem]) -> DataPlan | None:
+    """The data section, its paths made absolute."""
+    paths = [data.path] if isinstance(data.path, str) else list(data.path or ())
+    absolute = [str(Path(path).expanduser().absolute()) for path in paths]
+    for path, place in zip(paths, absolute, strict=True):
+        if not path or not (Path(place).exists() or any(iglob(place, recursive=True))):
+            expected = "a folder, file or glob of files that exist"
+            fix = f"correct the path (now in {Path.cwd()})"
+            problems.append(Problem(key="data.path", value=path, expected=expected, fix=fix))
+    if data.target is None:
+        problems += _check_tokenizer(data)
+    source = "corpus" if data.corpus else "path" if paths else "target"
+    if source == "target" and data.target is None:
+        return None
+    return DataPlan(
+        source=source,  # type: ignore[arg-type]  # one of three literals
+        corpus=data.corpus,
+        paths=tuple(absolute),
+        target=data.target,
+        args=data.args,
+        seq_len=data.seq_len,
+        tokenizer=_absolute_tokenizer(data.tokenizer),
+        shuffle=data.shuffle,
+        validation_fraction=data.validation_fraction,
+    )
+
+
+def _check_tokenizer(data: Data) -> Iterator[Problem]:
+    from colotrain.data.tokens import check_tokenizer
+
+    wrong = check_tokenizer(data.tokenizer)
+    if wrong is not None:
+        expected = f"bytes, bpe-SIZE or a tokenizer.json file ({wrong})"
+        fix = "for example data.tokenizer=bytes"
+        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+
+
+def _absolute_tokenizer(tokenizer: str) -> str:
+    file = Path(tokenizer).expanduser()
+    return str(file.absolute()) if file.is_file() else tokenizer
+
+
+def _freeze(freeze: Freeze) -> FreezePlan:
+    return FreezePlan(
+        patterns=tuple(freeze.patterns),
+        exceptions=tuple(freeze.except_),
+        unfreeze={step: tuple(globs) for step, globs in sorted(freeze.unfreeze.items())},
+    )
+
+
+def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
+    """For a dataset of the user's own `tokens_per_step` counts samples: nothing else is known."""
+    per_sample = 1 if data.source == "target" else data.seq_len
+    return BatchPlan(
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        accumulation_steps=batch.accumulation,
+        data_parallel=batch.world,
+        tokens_per_step=batch.global_batch * per_sample,
+    )
+
+
+def _train(train: Train) -> TrainPlan:
+    return TrainPlan(
+        max_steps=train.max_steps,
+        seed=train.seed,
+        precision=train.precision,
+        grad_clip=train.grad_clip,
+        activation_checkpointing=train.activation_checkpointing,
+        compile=train.compile,
+        eval_every=train.eval_every or 0,
+        eval_steps=train.eval_steps,
+        on_nonfinite=train.on_nonfinite,
+        on_gradients=train.on_gradients,
+    )
+
+
+def _optim(optim: Optim) -> OptimPlan:
+    return OptimPlan(
+        name=optim.name,
+        lr=optim.lr,
+        betas=tuple(optim.betas),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        schedule=optim.schedule.name,
+        warmup_steps=optim.schedule.warmup_steps,
+        final_ratio=optim.schedule.final_ratio,
+    )
+
+
+def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
+    return ClusterPlan(
+        nodes=scale.nodes,
+        procs_per_node=scale.procs_per_node,
+        device=scale.device,
+        threads_per_rank=max(1, machine.num_cores // scale.procs_per_node),
+        memory_bytes=scale.memory_bytes,
+    )
+
+
+def _checkpoint(settings: Config) -> CheckpointPlan:
+    """`every: null` saves at the end only, `every: 0` never."""
+    checkpoint = settings.checkpoint
+    named = checkpoint.resume not in ("auto", "none")
+    return CheckpointPlan(
+        enabled=checkpoint.every != 0,
+        every=checkpoint.every or 0,
+        keep=checkpoint.keep,
+        resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,
+    )
+
+
+def _default_name(settings: Config, plugin: str) -> str:
+    """`llm-tiny-zero2-20260131-235959`."""
+    target = cast(str, settings.model.target)
+    about = Path(settings.recipe).stem if settings.recipe else target.rpartition(":")[2]
+    return f"{about}-{plugin}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    steps, warmup = settings.train.max_steps, settings.optim.schedule.warmup_steps
+    if warmup >= steps:
+        yield (
+            f"optim.schedule.warmup_steps={warmup}: the run ends after {steps} steps, "
+            "before the learning rate reaches its peak"
+        )
+    for step in sorted(settings.freeze.unfreeze):
+        if step > steps:
+            yield f"freeze.unfreeze.{step}: never happens, the run ends after {steps} steps"
+    procs, (default, _) = scale.procs_per_node, ranks_here(scale.device, machine)
+    if settings.cluster.procs_per_node == "auto" and procs < default:
+        yield f"cluster.procs_per_node={procs}: {default} are there, but do not divide the batch"
+    if scale.device == "cpu" and procs > machine.num_cores:
+        yield f"cluster.procs_per_node={procs}: ranks share {machine.num_cores} cores"
+    if scale.device == "cuda" and procs > machine.num_devices:
+        yield f"cluster.procs_per_node={procs}: this machine has {machine.num_devices} GPUs"

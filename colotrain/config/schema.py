@@ -1,0 +1,239 @@
+"""What a user may write. Each field's meaning stands under it; the reference is made from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Size = int | float | str
+"""Bytes (`1048576`), text (`512MiB`, `10GiB`), or a fraction of what is there (`0.5`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How many bytes each tier may hold, per rank (not available yet: all stay `auto`)."""
+
+    device: Size = "auto"
+    """Device memory: `auto` is what is free, less a margin."""
+    host: Size = "auto"
+    """Host memory."""
+    disk: Size = "auto"
+    """Space under `plugin.disk_path`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """The sharding strategy."""
+
+    name: str = "auto"
+    """zero1, zero2, zero3, fsdp-hybrid, gemini, or auto (the first that fits)."""
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per module: `{"blocks.0-3": {reshard: false}}`."""
+    reshard: bool | None = None
+    """Free whole parameters after use (true) or keep them through the step (false)."""
+    shard_size: int | None = None
+    """fsdp-hybrid: ranks that share one copy of the model; by default the ranks of a node."""
+    chunk_size: Size = "auto"
+    """gemini: bytes a group of modules is packed to."""
+    budget: Budget = field(default_factory=Budget)
+    """gemini: bytes per tier."""
+    disk_path: str | None = None
+    """gemini: the folder of the disk tier (not available yet)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The model."""
+
+    target: str | None = None
+    """`package.module:callable` that returns an nn.Module."""
+    hf: str | None = None
+    """A Hugging Face model directory (not available yet: use `model.target`)."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the callable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The data: text to tokenize (`corpus`, `path`) or a dataset of your own (`target`)."""
+
+    corpus: Literal["stdlib"] | None = None
+    """A corpus that is on every machine: `stdlib`, the Python standard library's source files."""
+    path: str | list[str] | None = None
+    """A folder, file or glob of text files, or `.bin` token files (nanoGPT's layout)."""
+    target: str | None = None
+    """`package.module:callable` that returns a dataset of dicts of tensors."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the callable."""
+    seq_len: int = 256
+    """Tokens per sample."""
+    tokenizer: str = "bytes"
+    """`bytes`, `bpe-SIZE` (trained once on the corpus and cached), or a tokenizer.json file."""
+    shuffle: bool = True
+    """Draw samples in an order made from the seed; otherwise in file order."""
+    validation_fraction: float = 0.05
+    """Share of the files (or of the samples of one file) kept for validation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """The training settings."""
+
+    max_steps: int = 100
+    """Optimizer steps of the whole run."""
+    global_batch: int | None = None
+    """Samples per step over all ranks."""
+    micro_batch: int | None = None
+    """Samples one rank feeds forward at once."""
+    seed: int = 0
+    """Seed of initial weights, sample order and dropout."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Compute precision; weights and optimizer state stay in the model's own precision."""
+    grad_clip: float | None = 1.0
+    """Clip the global gradient norm to this; null turns it off."""
+    activation_checkpointing: Literal["none", "blocks"] = "none"
+    """Recompute activations per block in backward (always non-reentrant)."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    eval_every: int | None = None
+    """Steps between evaluations; 0 or null turns them off but for the first and last."""
+    eval_steps: int = 8
+    """Global batches per evaluation."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that is not finite does to the run."""
+    on_gradients: str | None = None
+    """`package.module:callable`, called with the gradients of each step before clipping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate over the run."""
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from zero."""
+    final_ratio: float = 0.1
+    """Learning rate at the last step, as a share of `optim.lr`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optim:
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw (fused) or sgd."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two decay rates; the first is SGD's momentum."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors and scalars (norms, biases) have none."""
+    schedule: Schedule = field(default_factory=Schedule)
+    """The learning rate over the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freeze:
+    """Which parameters do not train."""
+
+    patterns: list[str] = field(default_factory=list)
+    """Globs on parameter names: `["embed*", "blocks.0.*"]`."""
+    except_: list[str] = field(default_factory=list)
+    """Globs of parameters that train nevertheless (written `except`)."""
+    unfreeze: dict[int, list[str]] = field(default_factory=dict)
+    """`{STEP: [globs]}`: parameters that start to train at a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate:
+    """Gradient accumulation, which colotrain alone owns."""
+
+    steps: int | Literal["auto"] = "auto"
+    """Micro-batches per rank and step; auto: from the other three sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where the run happens."""
+
+    nodes: int = 1
+    """Machines."""
+    procs_per_node: int | Literal["auto"] = "auto"
+    """Ranks per machine; auto: one per GPU, or one per physical core on CPU (at most 8)."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+    memory: Size = "auto"
+    """Memory a rank may use; auto: the GPU's, or an equal part of the host's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """What happens when something dies."""
+
+    max_restarts: int = 3
+    """Restarts of the workers before the run fails."""
+    min_nodes: int | None = None
+    """Fewest machines the run goes on with; so far this can only be `cluster.nodes`."""
+    max_nodes: int | None = None
+    """Most machines the run takes; so far this can only be `cluster.nodes`."""
+    hang_timeout_s: float = 600.0
+    """Seconds without progress of a collective after which the run is restarted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Saved states of the run."""
+
+    every: int | None = None
+    """Steps between checkpoints; null: only at the end; 0: none at all."""
+    keep: int = 2
+    """How many are kept; the last good one always is."""
+    resume: str = "auto"
+    """auto (go on from this run's newest checkpoint), none, or a run or checkpoint folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observe:
+    """What is recorded."""
+
+    log_every: int = 1
+    """Steps between lines of progress."""
+    grads_every: int | None = 10
+    """Steps between gradient records; 0 or null turns them off."""
+    trackers: list[str] = field(default_factory=list)
+    """Where else records go; none is available yet, so this stays empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole configuration."""
+
+    name: str | None = None
+    """Name of the run and of its folder under ./runs; by default from recipe, plugin and time."""
+    recipe: str | None = None
+    """Name of a recipe: ./recipes/NAME.yaml, or one of those shipped."""
+    plugin: Plugin = field(default_factory=Plugin)
+    """The sharding strategy."""
+    model: Model = field(default_factory=Model)
+    """The model."""
+    data: Data = field(default_factory=Data)
+    """The data."""
+    train: Train = field(default_factory=Train)
+    """Training settings."""
+    optim: Optim = field(default_factory=Optim)
+    """The optimizer."""
+    freeze: Freeze = field(default_factory=Freeze)
+    """Which parameters do not train."""
+    accumulate: Accumulate = field(default_factory=Accumulate)
+    """Gradient accumulation."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """Where the run happens."""
+    elastic: Elastic = field(default_factory=Elastic)
+    """What happens when something dies."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """Saved states."""
+    observe: Observe = field(default_factory=Observe)
+    """What is recorded."""

@@ -1,0 +1,94 @@
+"""Where recipes and configuration groups are: the user's own folders first, then those shipped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from colotrain.config.schema import Config
+from colotrain.errors import Problem, suggest
+from colotrain.records import field_types, sections
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PRIMARY = "colotrain"
+"""The file under the shipped `conf` that lists the layers."""
+GROUPS = ("recipe", *sections(Config))
+"""What may be chosen by name: a recipe, and a file for any section of the schema."""
+ENDINGS = (".yaml", ".yml")
+
+
+def shipped(kind: Literal["conf", "recipes"]) -> Path:
+    """The folder in an installed wheel, or beside the package in a checkout."""
+    installed = PACKAGE / "_shipped" / kind
+    return installed if installed.is_dir() else PACKAGE.parent / kind
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The folders to look in, the first one wins."""
+
+    recipes: tuple[Path, ...]
+    conf: tuple[Path, ...]
+
+    @staticmethod
+    def at(cwd: Path) -> Search:
+        return Search(
+            recipes=(cwd / "recipes", shipped("recipes")), conf=(cwd / "conf", shipped("conf"))
+        )
+
+    def find(self, config_path: str) -> Path | None:
+        """The file of `GROUP/NAME`, or of the primary configuration."""
+        group, _, name = config_path.partition("/")
+        if not name:
+            file = shipped("conf") / f"{PRIMARY}.yaml"
+            return file if group == PRIMARY else None
+        stem = name.removesuffix(".yaml")
+        folders = self._folders(group)
+        candidates = (folder / f"{stem}{ending}" for folder in folders for ending in ENDINGS)
+        return next((file for file in candidates if stem and file.is_file()), None)
+
+    def names(self, group: str) -> list[str]:
+        """What may be chosen in `group`; of subfolders, the first level is listed."""
+        patterns = [f"{depth}*{ending}" for depth in ("", "*/") for ending in ENDINGS]
+        found = {
+            file.relative_to(folder).with_suffix("").as_posix()
+            for folder in self._folders(group)
+            for pattern in patterns
+            for file in folder.glob(pattern)
+        }
+        return sorted(found)
+
+    def with_recipes_of(self, folder: Path) -> Search:
+        """Look for recipes in `folder` first: a recipe file may build on its neighbours."""
+        return Search(recipes=(folder, *self.recipes), conf=self.conf)
+
+    def unknown(self, group: str, name: str, *, where: str = "") -> Problem:
+        """The problem of a name that is no file; `where` is the file it was written in."""
+        known = self.names(group)
+        place = f" (in {where})" if where else ""
+        expected, fix = f"a known {group}", suggest(name, known)
+        if group == "recipe" and name.endswith(ENDINGS):
+            expected = "a recipe file that exists"
+        elif not known or group not in ("recipe", "plugin", "cluster"):
+            key = "name" if "name" in field_types(sections(Config)[group]) else "KEY"
+            fix = f"write {group}.{key}={name}, or a file ./conf/{group}/{name}.yaml"
+            expected = "the name of a file" + (f" ({', '.join(known)})" if known else "")
+        return Problem(key=group, value=name, expected=expected + place, fix=fix)
+
+    def _folders(self, group: str) -> list[Path]:
+        if group == "recipe":
+            return list(self.recipes)
+        return [folder / group for folder in self.conf]
+
+
+def recipe_names(cwd: Path | None = None) -> list[str]:
+    return Search.at(cwd or Path.cwd()).names("recipe")
+
+
+def plugin_names(cwd: Path | None = None) -> list[str]:
+    return Search.at(cwd or Path.cwd()).names("plugin")
+
+
+def cluster_names(cwd: Path | None = None) -> list[str]:
+    return Search.at(cwd or Path.cwd()).names("cluster")

@@ -1,0 +1,73 @@
+"""Setting single values in a composed configuration, and resolving its `${...}` references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from colotrain.config.files import first_line
+from colotrain.errors import Problem, suggest
+from colotrain.records import MISSING
+
+_BROKEN = object()
+
+
+def set_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -> None:
+    """Add or replace one value; a mapping is merged. Reading reports keys the schema lacks."""
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
+        above = key.rpartition(".")[0] or key
+        expected = f"a key below a mapping ({first_line(error)})"
+        fix = f"see what {above} is set to"
+        problems.append(Problem(key=key, value=value, expected=expected, fix=fix))
+
+
+def delete_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -> None:
+    """`~KEY` takes a setting back to its default; `~KEY=VALUE` only if it has that value."""
+    parent, _, name = key.rpartition(".")
+    holder = OmegaConf.select(config, parent) if parent else config
+    if not isinstance(holder, DictConfig) or name not in holder:
+        fix = suggest(name, map(str, holder)) if isinstance(holder, DictConfig) else ""
+        problems.append(Problem(key=f"~{key}", expected="a key that is set", fix=fix))
+    elif value is not None and value != holder[name]:
+        expected = f"the value it has, {holder[name]}"
+        problems.append(Problem(key=f"~{key}", value=value, expected=expected, fix=f"or ~{key}"))
+    else:
+        del holder[name]
+
+
+def resolve_references(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:
+    """Plain data, every `${...}` replaced by what it refers to; broken ones are left out."""
+    try:
+        plain: dict[str, Any] = _plain(config, "", problems)
+    except RecursionError:
+        fix = "let no ${...} refer to a section that holds it"
+        problems.append(Problem(key="${...}", expected="references without a circle", fix=fix))
+        return {}
+    return plain
+
+
+def _plain(node: Any, path: str, problems: list[Problem]) -> Any:
+    if isinstance(node, DictConfig):
+        names: dict[Any, str] = {key: f"{path}.{key!s}" if path else str(key) for key in node}
+        items = {key: _item(node, key, name, problems) for key, name in names.items()}
+        return {key: value for key, value in items.items() if value is not _BROKEN}
+    found = [_item(node, index, f"{path}[{index}]", problems) for index in range(len(node))]
+    return [value for value in found if value is not _BROKEN]
+
+
+def _item(node: Any, key: Any, path: str, problems: list[Problem]) -> Any:
+    if OmegaConf.is_missing(node, key):
+        return MISSING
+    try:
+        value = node[key]
+    except (OmegaConfBaseException, RecursionError) as error:
+        written = node._get_node(key)._value()
+        expected = f"a reference that resolves ({first_line(error)})"
+        fix = "refer to a setting by its whole key, as in ${train.seed}"
+        problems.append(Problem(key=path, value=written, expected=expected, fix=fix))
+        return _BROKEN
+    return _plain(value, path, problems) if OmegaConf.is_config(value) else value

@@ -1,0 +1,172 @@
+"""Samples, the order they come in, and the micro-batches of a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colotrain.data.samples import user_samples
+from colotrain.data.tokens import NUMPY_DTYPES, Prepared, prepare
+from colotrain.errors import ConfigError, Problem
+from colotrain.plan import BatchPlan, DataPlan
+
+IGNORE_INDEX = -100
+
+Split = Literal["train", "validation"]
+
+
+class Samples(Protocol):
+    """A map-style dataset of dicts of tensors."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class TokenSamples:
+    """Windows of `seq_len` tokens, side by side, each with the next tokens as labels.
+
+    Sample i is `{"input_ids": int64[seq_len], "labels": int64[seq_len]}`, read from a memory map.
+    Labels are already shifted: a model does not shift them again.
+    """
+
+    def __init__(self, prepared: Prepared, split: Split, seq_len: int) -> None:
+        is_train = split == "train"
+        count = prepared.num_train if is_train else prepared.num_validation
+        start = prepared.train_start if is_train else prepared.validation_start
+        path = prepared.train if is_train else prepared.validation
+        dtype = np.dtype(NUMPY_DTYPES[prepared.dtype])
+        self.seq_len = seq_len
+        self._tokens = np.empty(0, dtype)
+        if count:  # an empty file cannot be mapped
+            offset = start * dtype.itemsize
+            self._tokens = np.memmap(path, dtype, mode="r", offset=offset, shape=(count,))
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens) - 1) // self.seq_len)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.seq_len
+        window = torch.from_numpy(self._tokens[start : start + self.seq_len + 1].astype(np.int64))
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> Samples:
+    """The samples of a split: windows of tokens, or what the user's `data.target` returns.
+
+    A split that holds nothing is empty, never an error here. An iterable-style dataset with
+    `state_dict` becomes `data.samples.StreamSamples`: its order is its own, and resuming reads
+    forward. `data.samples.user_samples` says how a user's dataset is split.
+    """
+    if plan.source == "target":
+        return user_samples(plan, split)
+    return TokenSamples(prepare(plan, cache=cache), split, plan.seq_len)
+
+
+class SampleOrder:
+    """Which sample stands at which position: a function of seed and position alone.
+
+    Epoch `position // num_samples` is a permutation of its own, made from (seed, epoch) by sorting
+    raw Philox numbers, whose stream numpy keeps the same in every version (NEP 19). Only the
+    current epoch's is held: 4 or 8 bytes per sample. A stream keeps its own order.
+    """
+
+    def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle and num_samples < sys.maxsize
+        self._epoch = -1
+        self._permutation = np.empty(0, np.uint32)
+
+    def sample_at(self, position: int) -> int:
+        epoch, index = divmod(position, self.num_samples)
+        if not self.shuffle:
+            return index
+        if epoch != self._epoch:
+            self._permutation, self._epoch = self._permute(epoch), epoch
+        return int(self._permutation[index])
+
+    def samples_at(self, positions: range) -> list[int]:
+        return [self.sample_at(position) for position in positions]
+
+    def _permute(self, epoch: int) -> np.ndarray[Any, Any]:
+        key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
+        numbers = np.random.Philox(key=key).random_raw(self.num_samples)
+        dtype = np.uint32 if self.num_samples < 2**32 else np.int64
+        return np.argsort(numbers, kind="stable").astype(dtype)
+
+
+class BatchLoader:
+    """The micro-batches of one rank.
+
+    Sample i of micro-batch j on rank r in step k stands at position `k*G + (j*W + r)*m + i` of the
+    order (G the global batch, W the data-parallel size, m the micro-batch; steps count from 0), so
+    the samples of a step are the same for every split of the same global batch.
+    """
+
+    def __init__(self, samples: Samples, order: SampleOrder, batch: BatchPlan, rank: int) -> None:
+        if len(samples) == 0:
+            fix = "give more data, or lower data.seq_len or data.validation_fraction"
+            raise ConfigError([Problem(key="data", expected="at least one sample", fix=fix)])
+        self.samples = samples
+        self.order = order
+        self.batch = batch
+        self.rank = rank
+
+    def ids(self, step: int, micro_batch_index: int) -> list[int]:
+        """The samples of a micro-batch of this rank."""
+        batch = self.batch
+        block = micro_batch_index * batch.data_parallel + self.rank
+        start = step * batch.global_batch + block * batch.micro_batch
+        return self.order.samples_at(range(start, start + batch.micro_batch))
+
+    def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
+        """The stacked samples: each value is `[micro_batch, ...]`."""
+        ids = self.ids(step, micro_batch_index)
+        return stack({index: self.samples[index] for index in ids}, ids)
+
+
+def stack(samples: Mapping[int, Any], ids: list[int]) -> dict[str, Tensor]:
+    """Samples by id as one batch, in the order of `ids`; unequal ones are a `ConfigError`."""
+    tensors = {index: _tensors(index, sample) for index, sample in samples.items()}
+    first = tensors[ids[0]]
+    shapes = {name: tensor.shape for name, tensor in first.items()}
+    for index, sample in tensors.items():
+        found = {name: tensor.shape for name, tensor in sample.items()}
+        if found != shapes:
+            got = f"sample {index} is {_show(found)}, sample {ids[0]} is {_show(shapes)}"
+            raise _wrong(f"samples of one shape ({got})", "pad them (labels with -100) or cut them")
+    return {name: torch.stack([tensors[index][name] for index in ids]) for name in first}
+
+
+def count_targets(batch: Mapping[str, Tensor]) -> int | None:
+    """How many labels are not -100; None for a batch without labels."""
+    labels = batch.get("labels")
+    return None if labels is None else int((labels != IGNORE_INDEX).sum())
+
+
+def _tensors(index: int, sample: Any) -> dict[str, Tensor]:
+    if not isinstance(sample, Mapping) or not sample:
+        expected = f"samples that are dicts of tensors (sample {index} is {type(sample).__name__})"
+        raise _wrong(expected, 'return {"input_ids": ..., "labels": ...} from the dataset')
+    try:
+        return {str(name): torch.as_tensor(value) for name, value in sample.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        expected = f"samples that are dicts of tensors (sample {index}: {error})"
+        raise _wrong(expected, "return tensors from the dataset") from error
+
+
+def _show(shapes: Mapping[str, torch.Size]) -> str:
+    return ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+
+
+def _wrong(expected: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(key="data.target", expected=expected, fix=fix)])

@@ -1,0 +1,79 @@
+"""Dotted paths: the user's own code, named `package.module:callable`. Standard library only."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from colotrain.errors import ConfigError, Problem, suggest
+
+FORM = "`package.module:callable`"
+
+
+def import_target(key: str, dotted: str) -> Any:
+    """The callable that `dotted` names; `key` is the setting it was written in.
+
+    Modules are looked up as `python -m` does: in the current folder first. Anything wrong with
+    the path, and any exception while its module is imported, is a `ConfigError`.
+    """
+    module_name, colon, attributes = dotted.partition(":")
+    names = [*module_name.split("."), *attributes.split(".")]
+    if not colon or not all(name.isidentifier() for name in names):
+        raise _wrong(key, dotted, FORM, _form_hint(dotted))
+    found: Any = _import(key, dotted, module_name)
+    for name in attributes.split("."):
+        if not hasattr(found, name):
+            where = getattr(found, "__name__", module_name)
+            raise _wrong(key, dotted, f"a name that {where} has", suggest(name, _public(found)))
+        found = getattr(found, name)
+    if not callable(found):
+        raise _wrong(key, dotted, f"a callable, not {type(found).__name__}", "name a function")
+    return found
+
+
+def _import(key: str, dotted: str, module_name: str) -> ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()  # the file may be newer than the folder listing Python keeps
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _broken(key, dotted, module_name, error) from error
+        raise _missing(key, dotted, error.name) from error
+    except Exception as error:
+        raise _broken(key, dotted, module_name, error) from error
+
+
+def _missing(key: str, dotted: str, module_name: str) -> ConfigError:
+    here = Path.cwd()
+    hint = suggest(module_name, (entry.stem for entry in here.glob("*.py")))
+    fix = f"run where {module_name.split('.')[0]} can be imported (now in {here})"
+    if hint.startswith("did you mean"):
+        fix = f"{hint} or {fix}"
+    return _wrong(key, dotted, f"a module that can be found ({module_name} cannot)", fix)
+
+
+def _broken(key: str, dotted: str, module_name: str, error: Exception) -> ConfigError:
+    expected = f"a module that imports (it raised {type(error).__name__}: {error})"
+    return _wrong(key, dotted, expected, f'make `python -c "import {module_name}"` work')
+
+
+def _form_hint(dotted: str) -> str:
+    module_name, _, name = dotted.rpartition(".")
+    if ":" not in dotted and module_name:
+        return f"did you mean {module_name}:{name}?"
+    return "write the module, a colon, and the name of the function in it"
+
+
+def _public(found: Any) -> list[str]:
+    return [name for name in dir(found) if not name.startswith("_")]
+
+
+def _wrong(key: str, dotted: str, expected: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(key=key, value=dotted, expected=expected, fix=fix)])

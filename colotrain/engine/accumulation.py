@@ -1,0 +1,103 @@
+"""Accumulation: one owner, one place that divides the loss.
+
+Each micro-batch's loss is weighted by the number of its targets, so that the gradient of a step
+is that of the mean over every target of the global batch, however it is cut into micro-batches
+and ranks. The number of targets of a whole step is known only after its last forward, so the
+backward passes use a fixed nominal number, and `StepTotals.gradient_factor` corrects for it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.data.loader import count_targets
+from colotrain.engine.gradients import GradientState, note_use
+from colotrain.engine.sharding import begin_micro_batch
+from colotrain.errors import ColotrainError
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepTotals:
+    """What the micro-batches of this rank add up to in one step."""
+
+    nominal: float
+    """Targets that a step has when nothing is masked; the divisor used in backward."""
+    loss_scale: float = 1.0
+    loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    micro_batches: int = 0
+
+    def add(self, loss_sum: Tensor, count: Tensor) -> None:
+        self.loss_sum = self.loss_sum.to(loss_sum.device) + loss_sum.detach().double()
+        self.count = self.count.to(count.device) + count.double()
+        self.micro_batches += 1
+
+    def gradient_factor(self, global_count: float) -> float:
+        """What turns the summed gradients into those of the mean over `global_count` targets."""
+        return self.nominal / (max(global_count, 1.0) * self.loss_scale)
+
+
+def accumulate(
+    state: GradientState, batches: Iterable[Batch], *, num: int, totals: StepTotals
+) -> StepTotals:
+    """Forward and backward of the `num` micro-batches of a step. All ranks must call."""
+    sharded = state.sharded
+    for index, batch in enumerate(batches):
+        begin_micro_batch(sharded, last=index == num - 1)
+        loss_sum, count = weighted_loss(sharded.module, batch)
+        note_use(state)
+        (loss_sum * (totals.loss_scale / totals.nominal)).backward()
+        totals.add(loss_sum, count)
+    return totals
+
+
+def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The summed loss of a micro-batch and its number of targets.
+
+    `model(**batch)` returns the pair itself, or the mean loss (alone or as `.loss`), which is
+    multiplied by the number of targets: labels that are not -100, or samples without labels.
+    """
+    count = count_targets(batch)
+    no_targets = count == 0
+    output = model(**(_with_targets(batch) if no_targets else batch))
+    if isinstance(output, tuple) and len(output) == 2 and _is_scalar(output[0]):
+        loss_sum, own_count = output
+        own_count = torch.as_tensor(own_count, device=loss_sum.device)
+        return (loss_sum * 0.0, own_count * 0) if no_targets else (loss_sum, own_count)
+    loss = getattr(output, "loss", output)
+    if not _is_scalar(loss):
+        raise ColotrainError(
+            f"model: forward returned {_describe(output)}",
+            "return the scalar mean loss, (loss_sum, count), or an object with .loss",
+        )
+    weight = float(_num_samples(batch) if count is None else count)
+    return loss * weight, torch.tensor(weight, device=loss.device)
+
+
+def _with_targets(batch: Batch) -> Batch:
+    """A batch of masked labels with valid ones: a mean over nothing would be not-a-number.
+
+    Its loss is multiplied by zero; it runs because the other ranks wait in this rank's collectives.
+    """
+    return {**batch, "labels": torch.zeros_like(batch["labels"])}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _num_samples(batch: Batch) -> int:
+    return next(iter(batch.values())).shape[0]
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    return f"a {type(output).__name__}"

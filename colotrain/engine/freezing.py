@@ -1,0 +1,65 @@
+"""Freezing: globs on parameter names, applied before sharding and before the optimizer exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from colotrain.plan import FreezePlan
+
+BY_MODEL = "requires_grad"
+"""The reason given for a parameter that the model's own code froze."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """Which parameters do not train, and why."""
+
+    reasons: dict[str, str]
+    """Parameter name → the pattern that froze it, or BY_MODEL."""
+    matched: dict[str, int]
+    """Pattern (of patterns, except and unfreeze) → how many parameters it names."""
+
+
+def freeze_(model: nn.Module, plan: FreezePlan, *, step: int = 0) -> Frozen:
+    """Set `requires_grad` of every parameter as it shall be in `step` (0 is the first).
+
+    A tied parameter is named by any of its names. Parameters that the model's own code froze
+    stay frozen unless `except` or the schedule names them. Works on sharded models too, as long
+    as their parameters are in the sharded state.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    reasons: dict[str, str] = {}
+    for parameter, known_as in names.items():
+        reason = _reason(known_as, parameter, plan, step)
+        parameter.requires_grad_(reason is None)
+        if reason is not None:
+            reasons[known_as[0]] = reason
+    return Frozen(reasons=reasons, matched=_count_matches(names.values(), plan))
+
+
+def _reason(
+    known_as: list[str], parameter: nn.Parameter, plan: FreezePlan, step: int
+) -> str | None:
+    thawed = [globs for at, globs in plan.unfreeze.items() if at <= step]
+    if any(matches(known_as, globs) for globs in (plan.exceptions, *thawed)):
+        return None
+    pattern = next((glob for glob in plan.patterns if matches(known_as, [glob])), None)
+    if pattern is not None:
+        return pattern
+    return None if parameter.requires_grad else BY_MODEL
+
+
+def matches(known_as: Iterable[str], globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in known_as for glob in globs)
+
+
+def _count_matches(known: Iterable[list[str]], plan: FreezePlan) -> dict[str, int]:
+    known = list(known)
+    globs = (*plan.patterns, *plan.exceptions, *(g for gs in plan.unfreeze.values() for g in gs))
+    return {glob: sum(matches(names, [glob]) for names in known) for glob in globs}

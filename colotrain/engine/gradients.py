@@ -1,0 +1,207 @@
+"""Gradients, readable by name under every plugin.
+
+`read(model)` yields one `GradView` per parameter from the last backward of a step until the next
+step's first backward. Values are those of the accumulated, averaged, unscaled gradient before
+clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine.sharding import ShardedModel, local_shard, shard_range
+from colotrain.errors import ColotrainError
+
+Status = Literal["trained", "frozen", "unused", "zero", "nonfinite"]
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientState:
+    """What reading needs to know beside the gradients themselves."""
+
+    sharded: ShardedModel
+    frozen: dict[str, str]
+    """Frozen parameter → the pattern that froze it."""
+    factor: float = 1.0
+    """Stored gradient × factor = the gradient of the step."""
+    norm: float = 0.0
+    """Global norm before clipping."""
+    clip_ratio: float = 1.0
+    """What clipping multiplied the gradients with."""
+    names: tuple[str, ...] = ()
+    """Every parameter, in the order of the model."""
+    used_here: set[str] = field(default_factory=set)
+    """Parameters that a backward of this step reached on this rank."""
+    used: set[str] = field(default_factory=set)
+    """Parameters that a backward of this step reached on any rank."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """Parameter → norm of its whole gradient."""
+    watched: set[str] = field(default_factory=set)
+    """Parameters whose use is being noted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradView:
+    """The gradient of one parameter in the step that was just made."""
+
+    name: str
+    aliases: tuple[str, ...]
+    """Other names of the same (tied) parameter."""
+    shape: tuple[int, ...]
+    """Of the whole gradient."""
+    dtype: torch.dtype
+    offset: int
+    """First row of dimension 0 that this rank holds."""
+    local: Tensor | None
+    """This rank's rows of the gradient; None where there is no gradient."""
+    status: Status
+    reason: str | None
+    """The pattern that froze it, or what is the matter with it; None when it is trained."""
+    norm: float
+    """Of the whole gradient."""
+    _stored: Tensor | None
+    _factor: float
+
+    def full(self) -> Tensor:
+        """The whole gradient, on every rank (collective: all ranks must call, in one order).
+
+        Zeros for a parameter that has none.
+        """
+        if self._stored is None:
+            return torch.zeros(self.shape, dtype=self.dtype)
+        stored = self._stored
+        whole = stored.full_tensor() if isinstance(stored, DTensor) else stored
+        return whole * self._factor
+
+
+_STATES: WeakKeyDictionary[nn.Module, GradientState] = WeakKeyDictionary()
+
+
+def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
+    """Make the gradients of `sharded` readable by `read(sharded.module)`."""
+    names = tuple(name for name, _ in sharded.module.named_parameters())
+    state = GradientState(sharded=sharded, frozen=frozen, names=names)
+    _STATES[sharded.module] = state
+    return state
+
+
+def read(model: nn.Module) -> Iterator[GradView]:
+    """One view per parameter, in the order of the model; tied parameters once."""
+    if model not in _STATES:
+        raise ColotrainError(
+            "gradients can be read of a model that colotrain shards only", "use on_gradients"
+        )
+    state = _STATES[model]
+    aliases = _aliases(model)
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        yield GradView(
+            name=name,
+            aliases=aliases[parameter],
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            offset=shard_range(parameter)[0] if isinstance(parameter, DTensor) else 0,
+            local=None if grad is None else local_shard(grad) * state.factor,
+            status=(verdict := _verdict(name, state))[0],
+            reason=verdict[1],
+            norm=state.norms.get(name, 0.0),
+            _stored=grad,
+            _factor=state.factor,
+        )
+
+
+def _aliases(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {parameter: tuple(known[1:]) for parameter, known in names.items()}
+
+
+def _verdict(name: str, state: GradientState) -> tuple[Status, str | None]:
+    norm = state.norms.get(name, 0.0)
+    if name in state.frozen:
+        return "frozen", state.frozen[name]
+    if name not in state.used:
+        return "unused", "no path from the loss"
+    if not math.isfinite(norm):
+        return "nonfinite", f"its norm is {norm}"
+    if norm == 0.0:
+        return "zero", "every element is zero"
+    return "trained", None
+
+
+def note_use(state: GradientState) -> None:
+    """Have each trainable parameter noted in `used_here` when a backward reaches it.
+
+    To be called between each forward and its backward: the whole parameters, on which autograd
+    works, exist from a group's first forward on.
+    """
+    if len(state.watched) + len(state.frozen) >= len(state.names):
+        return
+    for param in state.sharded.fsdp_params():
+        name, whole = str(param._param_fqn), getattr(param, "_unsharded_param", None)
+        if whole is None or name in state.watched or not whole.requires_grad:
+            continue
+        whole.register_post_accumulate_grad_hook(lambda _, name=name: state.used_here.add(name))
+        state.watched.add(name)
+
+
+def local_facts(state: GradientState) -> Tensor:
+    """Σ g² of each parameter's shard as stored, then whether each was used: float64 [2 · names].
+
+    Summed over all ranks it describes the whole gradients: ranks that hold replicas give zeros.
+    """
+    parameters = dict(state.sharded.module.named_parameters())
+    squares = torch.zeros(len(state.names), dtype=torch.float64)
+    index = [
+        i
+        for i, name in enumerate(state.names)
+        if parameters[name].grad is not None and local_shard(parameters[name].grad).numel()
+    ]
+    if index and state.sharded.counts_here:
+        shards = [local_shard(parameters[state.names[i]].grad) for i in index]
+        norms = torch.stack(torch._foreach_norm(shards)).double().cpu()
+        squares[index] = norms.square()
+    used = torch.tensor([float(name in state.used_here) for name in state.names])
+    return torch.cat((squares, used.double()))
+
+
+def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:
+    """Store what `local_facts` summed over all ranks says; `factor` as in `GradientState`.
+
+    A parameter that no backward reached on any rank has no gradient, here as in plain torch.
+    """
+    squares, used = summed.cpu().chunk(2)
+    state.factor, state.clip_ratio = factor, 1.0
+    state.norms = {
+        name: math.sqrt(square) * factor if square >= 0 else math.nan
+        for name, square in zip(state.names, squares.tolist(), strict=True)
+    }
+    state.used = {name for name, n in zip(state.names, used.tolist(), strict=True) if n}
+    total = squares.sum().item()
+    state.norm = math.sqrt(total) * factor if total >= 0 else math.nan
+    for name, parameter in state.sharded.module.named_parameters():
+        if name not in state.used:
+            parameter.grad = None
+    state.used_here.clear()
+
+
+def clip_ratio(norm: float, limit: float | None) -> float:
+    """What to multiply gradients of global norm `norm` with so that it is at most `limit`."""
+    if limit is None or norm <= limit or norm == 0.0:
+        return 1.0
+    return limit / norm
+
+
+def clear_(model: nn.Module) -> None:
+    """Drop the gradients of the last step."""
+    for parameter in model.parameters():
+        parameter.grad = None

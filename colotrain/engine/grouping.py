@@ -1,0 +1,154 @@
+"""Which parameters are gathered and reduced together.
+
+A group is gathered when its module is called, by all ranks together. So a module may be a group
+only if every rank calls it exactly once in every forward: a trial forward shows which are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Block = tuple[str, nn.Module]
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LARGEST_REAL_TRIAL_BYTES = 2 << 30
+
+
+def find_groups(
+    model: nn.Module, *, chunk_bytes: int | None, batch: dict[str, Tensor] | None
+) -> list[tuple[str, list[nn.Module]]]:
+    """The groups of `model`, in its order: name of the first module, and the modules.
+
+    Each repeated block that the trial forward with `batch` calls once is a group; what is in none
+    is left to the root. With `chunk_bytes`, neighbours are packed until a group reaches that size.
+    Only names, shapes and the batch's shape decide, so every rank finds the same.
+    """
+    blocks = find_blocks(model)
+    if batch is not None:
+        blocks = [block for block in blocks if block[0] in called_once(model, blocks, batch)]
+    if chunk_bytes is None:
+        return [(name, [module]) for name, module in blocks]
+    return pack(blocks, chunk_bytes)
+
+
+def pack(blocks: list[Block], chunk_bytes: int) -> list[tuple[str, list[nn.Module]]]:
+    """Neighbouring blocks together, as many as fit into `chunk_bytes` (at least one)."""
+    packed: list[tuple[str, list[nn.Module]]] = []
+    room = 0
+    for name, module in blocks:
+        size = parameter_bytes(module)
+        if packed and size <= room:
+            packed[-1][1].append(module)
+            room -= size
+        else:
+            packed.append((name, [module]))
+            room = chunk_bytes - size
+    return packed
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The outermost members of the model's lists of like modules, in the model's order.
+
+    A block that shares a parameter with anything outside it is left out: a parameter can live in
+    one group only.
+    """
+    candidates = list(_outermost(model, prefix=""))
+    owners: dict[nn.Parameter, set[int]] = {}
+    inside = {id(m): index for index, (_, block) in enumerate(candidates) for m in block.modules()}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(inside.get(id(module), -1))
+    shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
+    return [block for index, block in enumerate(candidates) if index not in shared]
+
+
+def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
+            if parameter_bytes(child) and _is_repeated(child, module):
+                yield path, child
+        else:
+            yield from _outermost(child, f"{path}.")
+
+
+def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
+    return sum(type(other) is type(child) for other in container.children()) > 1
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]) -> set[str]:
+    """Names of the blocks that a forward calls exactly once.
+
+    The trial runs on a copy without storage. A model whose forward looks at values cannot run like
+    that: a real copy is tried with one sample, and then a block counts only if its neighbours of
+    the same kind get inputs of the same shape (experts that share out the tokens do not). Where
+    neither runs, no block counts.
+    """
+    meta = {name: tensor.to("meta") for name, tensor in batch.items()}
+    calls = _trial(_copy_on_meta(model), blocks, meta, device="meta")
+    if calls is not None:
+        return {name for name, shapes in calls.items() if len(shapes) == 1}
+    real = all(not p.is_meta for p in model.parameters())
+    if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
+        return set()
+    one = {name: tensor[:1].clone() for name, tensor in batch.items()}
+    calls = _trial(copy.deepcopy(model), blocks, one, device="cpu")
+    return _regular(blocks, calls) if calls is not None else set()
+
+
+def _regular(blocks: list[Block], calls: dict[str, list[Any]]) -> set[str]:
+    kinds = {name: (name.rpartition(".")[0], type(module)) for name, module in blocks}
+    shapes: dict[Any, set[Any]] = {}
+    for name, seen in calls.items():
+        shapes.setdefault(kinds[name], set()).update(seen)
+    alone = Counter(kinds[name] for name, seen in calls.items() if len(seen) == 1)
+    size = Counter(kinds.values())
+    good = {kind for kind in size if alone[kind] == size[kind] and len(shapes[kind]) == 1}
+    return {name for name, kind in kinds.items() if kind in good}
+
+
+def _copy_on_meta(model: nn.Module) -> nn.Module:
+    """The model's structure with parameters and buffers that have no storage."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        without = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        memo[id(parameter)] = without
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _trial(
+    trial: nn.Module, blocks: list[Block], batch: dict[str, Tensor], *, device: str
+) -> dict[str, list[Any]] | None:
+    """Block name → shape of the first input of each call; None where the forward does not run."""
+    calls: dict[str, list[Any]] = {name: [] for name, _ in blocks}
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            first = args[0] if args else None
+            calls[name].append(tuple(first.shape) if isinstance(first, Tensor) else None)
+
+        return hook
+
+    for name, _ in blocks:
+        trial.get_submodule(name).register_forward_pre_hook(note(name))
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad(), torch.device(device):
+            trial(**batch)
+    except Exception:  # whatever a user's forward raises: it will be met again in training
+        return None
+    finally:
+        torch.set_rng_state(state)
+    return calls

@@ -1,0 +1,260 @@
+"""The training loop: fetch, forward and backward, gradients, step, record, checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from colotrain.data.loader import BatchLoader
+from colotrain.engine import checkpoint, gradients
+from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
+from colotrain.engine.freezing import freeze_
+from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.precision import LossScale
+from colotrain.engine.sharding import ShardedModel, reshard
+from colotrain.errors import ColotrainError
+from colotrain.observe.events import EventWriter
+from colotrain.observe.probes import memory_now
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Everything a worker holds while it trains."""
+
+    plan: RunPlan
+    rundir: RunDir
+    rank: int
+    device: torch.device
+    sharded: ShardedModel
+    optimizer: ShardOptimizer
+    gradients: gradients.GradientState
+    train_data: BatchLoader
+    validation_data: BatchLoader | None
+    events: EventWriter
+    loss_scale: LossScale
+    stop_requested: Callable[[], str | None]
+    """A reason to stop that reached this rank, or None."""
+    on_gradients: Callable | None = None
+    step: int = 0
+    """Steps done."""
+    micro_batches: int = 0
+    phase: str = "start"
+    stop_reason: str | None = None
+    saved_step: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step as all ranks agreed on it."""
+
+    loss: float
+    tokens: float
+    grad_norm: float
+    stop: bool
+    totals: StepTotals = field(repr=False)
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def train(run: Run) -> str:
+    """Train until the plan's last step, or until a rank is asked to stop. All ranks must call.
+
+    Returns "finished" or "stopped"; the state is saved in both cases.
+    """
+    plan = run.plan
+    if run.step == 0:
+        evaluate(run)
+    while run.step < plan.train.max_steps:
+        started = time.perf_counter()
+        unfreeze_(run)
+        gradients.clear_(run.sharded.module)
+        batches = Fetch(run)
+        totals = accumulate(
+            run.gradients, batches, num=plan.batch.accumulation_steps, totals=new_totals(run)
+        )
+        result = agree(run, totals)
+        skipped, lr = update_(run, result)
+        run.step += 1
+        record_step(run, result, started=started, data_s=batches.seconds, lr=lr, skipped=skipped)
+        if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
+            evaluate(run)
+        if result.stop or is_due(run.step, plan.checkpoint.every):
+            save(run)
+        if result.stop:
+            run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
+            return "stopped"
+    save(run)
+    run.events.write("finished", step=run.step)
+    return "finished"
+
+
+class Fetch:
+    """The micro-batches of one step on the device, with the time that getting them took."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.seconds = run, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        run = self.run
+        for index in range(run.plan.batch.accumulation_steps):
+            run.phase = "data"
+            started = time.perf_counter()
+            batch = to_device(run.train_data.micro_batch(run.step, index), run.device)
+            self.seconds += time.perf_counter() - started
+            run.phase = "forward or backward"
+            run.micro_batches += 1
+            yield batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def new_totals(run: Run) -> StepTotals:
+    batch = run.plan.batch
+    nominal = float(batch.tokens_per_step or batch.global_batch)
+    return StepTotals(nominal=nominal, loss_scale=run.loss_scale.scale)
+
+
+def agree(run: Run, totals: StepTotals) -> StepResult:
+    """The one small all-reduce of a step: loss, targets, gradient norm, wish to stop."""
+    run.phase = "reduce"
+    run.stop_reason = run.stop_requested()
+    wish = torch.tensor([float(run.stop_reason is not None)], dtype=torch.float64)
+    mine = torch.stack((totals.loss_sum, totals.count)).cpu()
+    shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
+    dist.all_reduce(shared)
+    loss_sum, count, stop = shared[:3].tolist()
+    factor = totals.gradient_factor(count)
+    gradients.take_facts_(run.gradients, shared[3:], factor=factor)
+    return StepResult(
+        loss=loss_sum / max(count, 1.0),
+        tokens=count,
+        grad_norm=run.gradients.norm,
+        stop=stop > 0,
+        totals=totals,
+    )
+
+
+def update_(run: Run, result: StepResult) -> tuple[bool, float]:
+    """Clip and step the optimizer once; returns whether the step was skipped, and its rate.
+
+    A step that is not finite is skipped on every rank where fp16 or the plan says so, and
+    otherwise ends the run before it can harm the weights.
+    """
+    run.phase = "optimizer"
+    state = run.gradients
+    run.loss_scale.update(overflow=not result.finite)
+    if not result.finite:
+        if not (run.loss_scale.dynamic or run.plan.train.on_nonfinite == "skip"):
+            raise ColotrainError(
+                f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: "
+                "not finite",
+                "lower optim.lr, or set train.on_nonfinite=skip",
+            )
+        return True, 0.0
+    if run.on_gradients is not None:
+        run.on_gradients(run.sharded.module, run.step)
+    state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)
+    stored = state.factor * state.clip_ratio
+    lr = run.optimizer.step(factor=stored)
+    state.factor = 1.0 / state.clip_ratio  # the stored gradients now hold the clipped values
+    return False, lr
+
+
+def unfreeze_(run: Run) -> None:
+    """Begin to train what the schedule unfreezes in this step."""
+    if run.step not in run.plan.freeze.unfreeze or run.step == 0:
+        return
+    reshard(run.sharded)
+    model = run.sharded.module
+    frozen = freeze_(model, run.plan.freeze, step=run.step)
+    run.gradients.frozen = frozen.reasons
+    known = run.optimizer.parameters
+    fresh = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in known}
+    run.optimizer.add(fresh)
+    for group in run.sharded.groups:
+        group.refresh_dtypes()
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> None:
+    """Mean loss over `train.eval_steps` global batches of the validation split."""
+    run.phase = "evaluation"
+    plan, model, data = run.plan, run.sharded.module, run.validation_data
+    if plan.train.eval_steps == 0 or data is None:
+        return
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    model.eval()
+    for step in range(plan.train.eval_steps):
+        for index in range(plan.batch.accumulation_steps):
+            batch = to_device(data.micro_batch(step, index), run.device)
+            sums += torch.stack([x.double() for x in weighted_loss(model, batch)])
+    model.train()
+    reshard(run.sharded)
+    dist.all_reduce(sums)
+    loss_sum, count = sums.tolist()
+    if run.rank == 0:
+        run.events.write("eval", step=run.step, loss=loss_sum / max(count, 1.0), tokens=count)
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of the steps done so far, once."""
+    if not run.plan.checkpoint.enabled or run.saved_step == run.step:
+        return
+    run.phase = "checkpoint"
+    started = time.perf_counter()
+    path = checkpoint.save(run)
+    run.saved_step = run.step
+    if run.rank == 0:
+        seconds = time.perf_counter() - started
+        run.events.write("checkpoint", step=run.step, path=str(path), seconds=seconds)
+
+
+def record_step(
+    run: Run, result: StepResult, *, started: float, data_s: float, lr: float, skipped: bool
+) -> None:
+    """One event per rank and step; rank 0 adds what all ranks agreed on."""
+    rss, peak = memory_now()
+    step_s = time.perf_counter() - started
+    indices = range(run.plan.batch.accumulation_steps)
+    samples = [i for index in indices for i in run.train_data.ids(run.step - 1, index)]
+    shared = {}
+    if run.rank == 0:
+        shared = {
+            "loss": result.loss,
+            "tokens": result.tokens,
+            "tokens_per_s": result.tokens / step_s,
+            "grad_norm": result.grad_norm,
+            "clip_ratio": run.gradients.clip_ratio,
+            "lr": lr,
+            "optimizer_steps": run.optimizer.steps,
+            "total_micro_batches": run.micro_batches,
+            "skipped": skipped,
+        }
+    run.events.write(
+        "step",
+        step=run.step,
+        step_s=step_s,
+        data_s=data_s,
+        micro_batches=result.totals.micro_batches,
+        samples=samples,
+        rss=rss,
+        peak=peak,
+        **shared,
+    )
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+

@@ -1,0 +1,207 @@
+"""Sharding a model: one engine (`fully_shard`), a plugin's row of settings.
+
+Group by group: what is gathered and reduced together is one `fully_shard` call; what no group
+holds stays with the root. Gradients are summed, never averaged, by the collectives: the one place
+that divides is `accumulation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from colotrain.models.loading import fills_itself, initialise_
+from colotrain.plan import PluginPlan, RunPlan
+
+COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that are gathered and reduced together."""
+
+    name: str
+    handle: FSDPModule
+    stays_gathered: bool
+    """Whole from the first forward of a step to its last backward."""
+
+    @property
+    def params(self) -> list[Any]:
+        """torch's own records of the group's parameters (FSDPParam)."""
+        groups = self.handle._get_fsdp_state()._fsdp_param_groups
+        return [param for group in groups for param in group.fsdp_params]
+
+    def refresh_dtypes(self) -> None:
+        """Let the group see which of its parameters train now; it looks only once by itself."""
+        for params in self.handle._get_fsdp_state()._fsdp_param_groups:
+            params._init_mp_dtypes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """A model after `shard_`, with its groups in the order of the model; the root comes last."""
+
+    module: nn.Module
+    groups: tuple[Group, ...]
+    plugin: PluginPlan
+    mesh: DeviceMesh
+
+    def fsdp_params(self) -> Iterator[Any]:
+        for group in self.groups:
+            yield from group.params
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this rank's shards count in sums over all ranks (replicas count once)."""
+        return len(self.plugin.mesh) == 1 or self.mesh.get_coordinate()[0] == 0  # type: ignore[index]
+
+
+def make_mesh(plugin: PluginPlan, device: str) -> DeviceMesh:
+    """The device mesh of a plugin. All ranks must call."""
+    names = ("shard",) if len(plugin.mesh) == 1 else ("replicate", "shard")
+    return init_device_mesh(device, plugin.mesh, mesh_dim_names=names)
+
+
+def shard_(
+    model: nn.Module,
+    plan: RunPlan,
+    mesh: DeviceMesh,
+    modules_of: list[tuple[str, list[nn.Module]]],
+) -> ShardedModel:
+    """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
+
+    All ranks must call. Freeze beforehand.
+    """
+    compute = COMPUTE_DTYPE[plan.train.precision]
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32 if compute else None
+    )
+    groups = []
+    for name, modules in modules_of:
+        stays = _stays_gathered(name, plan.plugin)
+        target = modules[0] if len(modules) == 1 else modules
+        fully_shard(target, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
+        groups.append(Group(name=name, handle=modules[0], stays_gathered=stays))  # type: ignore[arg-type]
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    stays = plan.plugin.parameters_live == "step"
+    groups.append(Group(name="", handle=model, stays_gathered=stays))  # type: ignore[arg-type]
+    for group in groups:
+        group.handle.set_gradient_divide_factor(1.0)
+        # gloo has no PREMUL_SUM, which a divide factor would ask for
+        group.handle.set_force_sum_reduction_for_comms(True)
+    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    return ShardedModel(module=model, groups=tuple(groups), plugin=plan.plugin, mesh=mesh)
+
+
+def _stays_gathered(name: str, plugin: PluginPlan) -> bool:
+    for pattern, reshard in plugin.reshard_overrides.items():
+        if any(fnmatchcase(name, glob) for glob in expand_range(pattern)):
+            return not reshard
+    return plugin.parameters_live == "step"
+
+
+def expand_range(pattern: str) -> list[str]:
+    """`blocks.0-3` as `blocks.0` … `blocks.3`; any other pattern as itself."""
+    prefix, _, last = pattern.rpartition(".")
+    first, dash, end = last.partition("-")
+    if dash and first.isdigit() and end.isdigit():
+        return [f"{prefix}.{i}" for i in range(int(first), int(end) + 1)]
+    return [pattern]
+
+
+def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
+    """Tell every group what to reduce and what to free in the micro-batch that follows.
+
+    On the last one of a step everything is reduced and freed; a group left whole across the
+    optimizer's step would go on with stale weights.
+    """
+    reduce_now = last or sharded.plugin.gradients == "sharded"
+    for group in sharded.groups:
+        group.handle.set_requires_gradient_sync(reduce_now, recurse=False)
+        group.handle.set_requires_all_reduce(last, recurse=False)
+        group.handle.set_reshard_after_backward(last or not group.stays_gathered, recurse=False)
+    sharded.groups[-1].handle.set_is_last_backward(last)
+    if last and sharded.plugin.gradients == "whole":
+        _even_out_accumulated(sharded)
+
+
+def _even_out_accumulated(sharded: ShardedModel) -> None:
+    """Zeros for parameters that no micro-batch has used yet, in the dtype of the others' sums.
+
+    In mixed precision a group's sums are in the reduce dtype, and a gradient that first comes in
+    the last micro-batch is not: a group must be reduced in one dtype.
+    """
+    for group in sharded.groups:
+        if all(param.unsharded_accumulated_grad is None for param in group.params):
+            continue
+        for param in group.params:
+            if param.sharded_param.requires_grad and param.unsharded_accumulated_grad is None:
+                whole = torch.zeros(param._orig_size, dtype=param.reduce_dtype)
+                param.unsharded_accumulated_grad = whole.to(param.sharded_param.device)
+
+
+def reshard(sharded: ShardedModel) -> None:
+    """Free every whole parameter. Needed after a forward that no backward follows (evaluation)."""
+    for group in sharded.groups:
+        group.handle.reshard()
+
+
+def materialise_(sharded: ShardedModel, *, device: str, seed: int) -> None:
+    """Give a model on the meta device its storage and initial weights. All ranks must call."""
+    model = sharded.module
+    if any(p.is_meta for p in model.parameters()):
+        ties = list(_ties(model))
+        model.to_empty(device=device)
+        for owner, name, other, other_name in ties:  # to_empty makes two of a tied parameter
+            setattr(other, other_name, getattr(owner, name))
+        if fills_itself(model):
+            initialise_(model, seed=seed, write=write_shard)
+    sharded.groups[-1].handle._get_fsdp_state()._lazy_init()  # settles where the shards live
+
+
+def _ties(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter in first:
+                yield (*first[parameter], module, name)
+            else:
+                first[parameter] = (module, name)
+
+
+def shard_range(parameter: DTensor) -> tuple[int, int]:
+    """First row and number of rows of dimension 0 that this rank holds of `parameter`.
+
+    `fully_shard` cuts dimension 0 as `torch.chunk` does: later ranks may hold fewer rows or none.
+    """
+    mesh = parameter.device_mesh
+    shard_dim = mesh.ndim - 1
+    size, rank = mesh.size(shard_dim), mesh.get_local_rank(shard_dim)
+    rows = parameter.shape[0] if parameter.ndim else 1
+    step = -(-rows // size)
+    start = min(rank * step, rows)
+    return start, min(step, rows - start)
+
+
+def write_shard(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's rows of `whole` into `parameter` (a DTensor, or not sharded at all)."""
+    if isinstance(parameter, DTensor):
+        start, rows = shard_range(parameter)
+        parameter.to_local().copy_(whole[start : start + rows])
+    else:
+        parameter.copy_(whole)
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """This rank's rows of `parameter`, sharing its memory."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

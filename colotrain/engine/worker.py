@@ -1,0 +1,204 @@
+"""The entry of a worker: `python -m colotrain.engine.worker RUN`.
+
+Reads the run's plan and torchrun's variables, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.data.loader import BatchLoader, SampleOrder, Split, open_samples
+from colotrain.dotted import import_target
+from colotrain.engine import checkpoint, gradients
+from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
+from colotrain.engine.freezing import freeze_
+from colotrain.engine.grouping import find_groups
+from colotrain.engine.loop import Run, train
+from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.precision import LossScale
+from colotrain.engine.sharding import make_mesh, materialise_, shard_
+from colotrain.models.loading import build
+from colotrain.observe.events import EventWriter
+from colotrain.observe.probes import matmul_peak_flops
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+
+SIGKILL_WHEN_PARENT_DIES = (1, signal.SIGKILL)  # prctl(PR_SET_PDEATHSIG, SIGKILL)
+
+
+def main(path: str) -> int:
+    """Train the run in `path` as the rank that torchrun's variables name; returns the exit code."""
+    die_with_launcher()
+    stop = StopRequest(RunDir(path))
+    rundir, plan = RunDir(path), RunDir(path).plan()
+    rank = int(os.environ["RANK"])
+    device = connect(plan)
+    attempt = agree_on_attempt(rundir)
+    events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
+    run = None
+    try:
+        run = prepare(plan, rundir, device=device, events=events, stop=stop)
+        announce(run, attempt)
+        train(run)
+    except Exception as error:
+        where = {"phase": run.phase if run else "start", "step": run.step + 1 if run else 0}
+        text = "".join(traceback.format_exception(error))
+        events.write("failed", **where, error=f"{type(error).__name__}: {error}", traceback=text)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        os._exit(1)  # at once: destructors of a broken process group may wait for its peers
+    dist.destroy_process_group()
+    return 0
+
+
+def die_with_launcher() -> None:
+    """The kernel kills this process when its launcher is gone, however that ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(*SIGKILL_WHEN_PARENT_DIES)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+class StopRequest:
+    """A wish to save and stop: a signal to this rank, or the run's control file."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.file, self.signal = rundir.stop_file, None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGHUP):  # the launcher's to handle
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.signal = signal.Signals(number).name
+
+    def __call__(self) -> str | None:
+        return self.signal or ("asked to stop" if self.file.exists() else None)
+
+
+def connect(plan: RunPlan) -> torch.device:
+    """Join the process group; every wait in it is bounded by the plan's hang timeout."""
+    torch.set_num_threads(plan.cluster.threads_per_rank)
+    timeout = datetime.timedelta(seconds=plan.elastic.hang_timeout_s)
+    if plan.cluster.device == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    device = torch.device(plan.cluster.device, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, timeout=timeout, device_id=device)
+    return device
+
+
+def agree_on_attempt(rundir: RunDir) -> int:
+    """The number of this attempt over all launches of the run, the same on every rank."""
+    number = [rundir.next_attempt() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(number)
+    return int(number[0])  # type: ignore[arg-type]
+
+
+def prepare(
+    plan: RunPlan,
+    rundir: RunDir,
+    *,
+    device: torch.device,
+    events: EventWriter,
+    stop: Callable[[], str | None],
+) -> Run:
+    """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
+    rank, seed = dist.get_rank(), plan.train.seed
+    resumed = checkpoint.choose(where_to_resume(plan, rundir))
+    train_data = cast(BatchLoader, open_loader(plan, "train", rank))
+    model = build(plan.model, seed=seed)
+    frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
+    groups = find_groups(
+        model, chunk_bytes=plan.plugin.chunk_bytes, batch=first_micro_batch(train_data)
+    )
+    if plan.train.compile:
+        compile_blocks_(model)
+    if plan.train.activation_checkpointing == "blocks":
+        checkpoint_blocks_(model)
+    mesh = make_mesh(plan.plugin, plan.cluster.device)
+    sharded = shard_(model, plan, mesh, groups)
+    materialise_(sharded, device=plan.cluster.device, seed=seed)
+    optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps)
+    optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
+    run = Run(
+        plan=plan,
+        rundir=rundir,
+        rank=rank,
+        device=device,
+        sharded=sharded,
+        optimizer=optimizer,
+        gradients=gradients.watch(sharded, frozen=frozen.reasons),
+        train_data=train_data,
+        validation_data=open_loader(plan, "validation", rank),
+        events=events,
+        loss_scale=LossScale.for_precision(plan.train.precision),
+        stop_requested=stop,
+    )
+    if plan.train.on_gradients:
+        run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
+    torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
+    random.seed(seed * 100_003 + rank)
+    if resumed is not None:
+        checkpoint.restore(run, resumed)
+    return run
+
+
+def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
+    """The micro-batches of a split; None where there is no validation split."""
+    samples = open_samples(plan.data, split)
+    if split == "validation" and len(samples) == 0:
+        return None
+    order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
+    return BatchLoader(samples, order, plan.batch, rank=rank)
+
+
+def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
+    """The first micro-batch of rank 0, the same on every rank."""
+    return BatchLoader(data.samples, data.order, data.batch, rank=0).micro_batch(0, 0)
+
+
+def where_to_resume(plan: RunPlan, rundir: RunDir) -> Path:
+    """The run's own checkpoints, or before there are any, those that the plan names."""
+    asked = plan.checkpoint.resume
+    if asked in ("auto", "none") or checkpoint.complete(rundir.checkpoints):
+        return rundir.checkpoints
+    inside = Path(asked) / "checkpoints"
+    return inside if inside.is_dir() else Path(asked)
+
+
+def announce(run: Run, attempt: int) -> None:
+    run.events.write(
+        "started",
+        rank=run.rank,
+        world_size=dist.get_world_size(),
+        attempt=attempt,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        device=str(run.device),
+        step=run.step,
+    )
+    if run.rank == 0:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        flops = matmul_peak_flops(run.device, dtype[run.plan.train.precision])
+        what = f"measured {run.plan.train.precision} matmul"
+        run.events.write("peak_flops", flops_per_s=flops, what=what)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,79 @@
+"""Errors that are meant for people: what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class ColotrainError(Exception):
+    """A failure that a person can act on: `problem` says what, `fix` says what to do."""
+
+    exit_code = 1
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem}; {fix}" if fix else problem)
+        self.problem = problem
+        self.fix = fix
+
+    def lines(self) -> list[str]:
+        """The `error:` lines a command prints on stderr."""
+        return [f"error: {self}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with what a user wrote."""
+
+    key: str
+    expected: str
+    value: Any = None
+    fix: str = ""
+
+    def __str__(self) -> str:
+        shown = self.key if self.value is None else f"{self.key}={_as_written(self.value)}"
+        line = f"{shown}: expected {self.expected}"
+        return " ".join((f"{line}; {self.fix}" if self.fix else line).split())
+
+
+def _as_written(value: Any) -> str:
+    """`value` as it stands in YAML, shortened."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+class ConfigError(ColotrainError):
+    """Everything that is wrong with a configuration, reported at once (exit code 2)."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("; ".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
+    def lines(self) -> list[str]:
+        return [f"error: {problem}" for problem in self.problems]
+
+
+class UsageError(ColotrainError):
+    """A command that cannot be carried out as it was given (exit code 2)."""
+
+    exit_code = 2
+
+
+class DoesNotFit(ColotrainError):
+    """A plan that needs more memory than there is (exit code 3)."""
+
+    exit_code = 3
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """A `did you mean` hint of the names nearest to `word`, or the known names, or nothing."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if near:
+        return "did you mean " + " or ".join(near) + "?"
+    shown = [*names[:20], f"and {len(names) - 20} more"] if len(names) > 20 else names
+    return "known: " + ", ".join(shown) if names else ""

@@ -1,0 +1,55 @@
+"""A look at the model before a run: its parameters, what freezing matches, its work per token."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from colotrain.engine.freezing import freeze_
+from colotrain.models.loading import build, build_on_meta
+from colotrain.plan import FreezePlan, ModelPlan, ParameterInfo, Survey
+
+
+def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+    """Build the model without storage where that is possible, freeze it, and list what it has."""
+    module = build_on_meta(model)
+    if module is None:
+        module = build(model, seed=0)
+    frozen = freeze_(module, freeze)
+    aliases = tied_names(module)
+    parameters = tuple(
+        ParameterInfo(
+            name=name,
+            shape=tuple(parameter.shape),
+            numel=parameter.numel(),
+            itemsize=parameter.element_size(),
+            frozen_by=frozen.reasons.get(name),
+            aliases=aliases[name],
+        )
+        for name, parameter in module.named_parameters()
+    )
+    return Survey(
+        parameters=parameters,
+        matched=frozen.matched,
+        flops_per_token=flops_per_token(module, seq_len),
+        vocab_size=getattr(module, "vocab_size", None),
+    )
+
+
+def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameter name → the other names of the same tensor."""
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        others.setdefault(owner, [])
+        if owner != name:
+            others[owner].append(name)
+    return {name: tuple(names) for name, names in others.items()}
+
+
+def flops_per_token(module: nn.Module, seq_len: int) -> float:
+    """What the model says of itself, or 6 per parameter (Kaplan et al. 2020)."""
+    own = getattr(module, "flops_per_token", None)
+    if callable(own):
+        return float(own(seq_len))
+    return 6.0 * sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,196 @@
+"""Launching: torch's elastic agent in this process, on a thread of its own.
+
+The main thread keeps the terminal and the signals; the agent restarts workers that die.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from colotrain.launch.causes import Death, describe
+from colotrain.observe.events import Event, EventReader, EventWriter
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+
+POLL_S = 0.2
+EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75, "interrupted": 130}
+# What torchrun would otherwise leave to chance, set for this process and its workers.
+ENVIRONMENT = {
+    # the rendezvous store of a dead attempt must not be reused: restarts hang half of the time
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch of a run's workers on this machine."""
+
+    plan: RunPlan
+    rundir: RunDir
+    events: EventWriter
+    worker: str
+    """Module that each worker process runs."""
+    deaths: list[Death] = field(default_factory=list)
+    error: BaseException | None = None
+    signals: list[str] = field(default_factory=list)
+
+
+def launch(
+    plan: RunPlan,
+    rundir: RunDir,
+    *,
+    follow: Callable[[list[Event]], None] | None = None,
+    worker: str = "colotrain.engine.worker",
+) -> tuple[int, str]:
+    """Run the plan's workers until they end; returns the exit code and the cause of a failure.
+
+    `follow` is called with new events several times a second, on this (the main) thread. The
+    first SIGINT or SIGTERM asks the workers to save and stop, the second ends everything at once.
+    `worker` is the module that the processes run.
+    """
+    os.environ.update(ENVIRONMENT)
+    rundir.stop_file.unlink(missing_ok=True)
+    current = Launch(plan, rundir, EventWriter(rundir.launcher_events), worker)
+    reader = EventReader(rundir)
+    reader.poll()  # what earlier launches wrote
+    current.events.write(
+        "launch", pid=os.getpid(), host=socket.gethostname(), world_size=plan.world_size
+    )
+    agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
+    seen: list[Event] = []
+    with _signals(current):
+        agent.start()
+        while True:
+            running = agent.is_alive()
+            fresh = reader.poll()
+            seen += [event for event in fresh if event.kind in ("failed", "finished", "stopped")]
+            if follow and (fresh or running):
+                follow(fresh)
+            if not running:
+                break
+            agent.join(POLL_S)
+    status, cause = _outcome(current, seen)
+    current.events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
+    if follow:
+        follow(reader.poll())
+    return EXIT_CODES[status], cause
+
+
+def _outcome(current: Launch, seen: list[Event]) -> tuple[str, str]:
+    if current.error is not None:
+        return "failed", describe(current.deaths, _failures(current.rundir), current.error)
+    if any(event.kind == "stopped" for event in seen) and seen[-1].kind != "finished":
+        return ("interrupted" if "SIGINT" in current.signals else "preempted"), ""
+    return "finished", ""
+
+
+def _run_agent(current: Launch) -> None:
+    """Body of the agent's thread."""
+    try:
+        _elastic(current)
+    except BaseException as error:  # handed to the main thread
+        current.error = error
+
+
+def _elastic(current: Launch) -> None:
+    # it warns that a thread gets no signals, which is why it runs on one
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+    plan, rundir = current.plan, current.rundir
+
+    class Agent(LocalElasticAgent):
+        """Tells why workers died, and gives up at once where trying again cannot help."""
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                deaths = [Death.of(rank, failure) for rank, failure in result.failures.items()]
+                current.deaths = deaths
+                again = _worth_restarting(rundir) and self._remaining_restarts > 0
+                self._remaining_restarts = self._remaining_restarts if again else 0
+                if again:
+                    cause = describe(deaths, _failures(rundir))
+                    current.events.write("restart", cause=cause)
+            return result
+
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="127.0.0.1:0",
+        run_id=rundir.name,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr="127.0.0.1",
+    )
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=plan.cluster.procs_per_node,
+        entrypoint=sys.executable,
+        args=("-m", current.worker, str(rundir.path)),
+        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        max_restarts=plan.elastic.max_restarts,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1",
+    )
+    logs = DefaultLogsSpecs(log_dir=str(_log_folder(rundir)), redirects=Std.ALL)
+    agent = Agent(spec=spec, logs_specs=logs, start_method="spawn", shutdown_timeout=10)
+    try:
+        result = agent.run()
+    finally:
+        spec.rdzv_handler.shutdown()
+    if result.is_failed():
+        raise RuntimeError("workers failed")
+
+
+def _log_folder(rundir: RunDir) -> Path:
+    folder = rundir.logs / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _worth_restarting(rundir: RunDir) -> bool:
+    """Not before any step was made: what fails at the start fails again."""
+    return any(event.kind == "step" for event in EventReader(rundir).poll())
+
+
+def _failures(rundir: RunDir) -> list[Event]:
+    """What the workers of the newest attempt said when they failed."""
+    newest = rundir.next_attempt() - 1
+    events = EventReader(rundir).poll()
+    return [event for event in events if event.kind == "failed" and event.attempt == newest]
+
+
+@contextmanager
+def _signals(current: Launch) -> Iterator[None]:
+    """Own the signals while workers run."""
+
+    def ask(number: int, _: Any) -> None:
+        name = signal.Signals(number).name
+        current.signals.append(name)
+        if len(current.signals) > 1:
+            os._exit(EXIT_CODES["interrupted"])  # the kernel kills the workers with us
+        current.rundir.stop_file.write_text(name)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, ask) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

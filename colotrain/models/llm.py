@@ -1,0 +1,173 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+
+Sources: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020),
+grouped-query attention (Ainslie et al. 2023), residual-scaled initialisation (GPT-2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE_INDEX = -100
+INIT_STD = 0.02
+
+
+class LLM(nn.Module):
+    """Decoder-only language model.
+
+    Args:
+        vocab_size: rows of the embedding.
+        d_model: width of the residual stream.
+        num_layers: decoder blocks.
+        num_heads: query heads; `d_model / num_heads` is the head size and must be even.
+        num_kv_heads: key and value heads; must divide `num_heads` (default: equal to it).
+        d_hidden: width inside the SwiGLU (default: 8/3 of d_model, rounded up to 64).
+        tie_embeddings: the output head uses the embedding's matrix.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: epsilon of the RMS norms.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        d_model: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        d_hidden: int | None = None,
+        tie_embeddings: bool = False,
+        rope_theta: float = 10_000.0,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_kv_heads or num_heads
+        d_hidden = d_hidden or 64 * math.ceil(8 * d_model / 3 / 64)
+        if d_model % (2 * num_heads) or num_heads % num_kv_heads:
+            raise ValueError(
+                f"d_model={d_model} must be an even multiple of num_heads={num_heads}, "
+                f"and num_heads of num_kv_heads={num_kv_heads}"
+            )
+        self.vocab_size, self.d_model, self.num_layers = vocab_size, d_model, num_layers
+        self.head_dim, self.rope_theta = d_model // num_heads, rope_theta
+        self.embed = nn.Embedding(vocab_size, d_model)
+        self.blocks = nn.ModuleList(
+            Block(d_model, num_heads, num_kv_heads, d_hidden, norm_eps) for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        if tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | tuple:
+        """Logits [batch, seq, vocab], or with `labels` the pair (summed loss, number of targets).
+
+        `input_ids` and `labels` are int64 [batch, seq]; `labels[:, t]` is the token after
+        `input_ids[:, t]`, and -100 is no target.
+        """
+        x = self.embed(input_ids)
+        rope = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, x)
+        for block in self.blocks:
+            x = block(x, *rope)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        loss = F.cross_entropy(
+            logits.float().flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+        return loss, (labels != IGNORE_INDEX).sum()
+
+    def init_weights(self) -> None:
+        """Normal weights (σ 0.02), the residual outputs scaled down by √(2 · layers)."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                residual = name.endswith(("attention.output", "mlp.down"))
+                scale = math.sqrt(2 * self.num_layers) if residual else 1.0
+                nn.init.normal_(module.weight, std=INIT_STD / scale)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward of one token: 6 per matrix weight and 12 · L · d · seq for attention.
+
+        Source: appendix B of PaLM (Chowdhery et al. 2022); the causal half is not subtracted.
+        """
+        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6.0 * matrices + 12.0 * self.num_layers * self.d_model * seq_len
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each on a normalised input, each added to the residual stream."""
+
+    def __init__(
+        self, d_model: int, num_heads: int, num_kv_heads: int, d_hidden: int, norm_eps: float
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.attention = Attention(d_model, num_heads, num_kv_heads)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.mlp = SwiGLU(d_model, d_hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = d_model // num_heads
+        d_kv = num_kv_heads * self.head_dim
+        self.query = nn.Linear(d_model, d_model, bias=False)
+        self.key = nn.Linear(d_model, d_kv, bias=False)
+        self.value = nn.Linear(d_model, d_kv, bias=False)
+        self.output = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def heads(projected: Tensor, num_heads: int) -> Tensor:
+            return projected.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
+
+        query = rotate(heads(self.query(x), self.num_heads), cos, sin)
+        key = rotate(heads(self.key(x), self.num_kv_heads), cos, sin)
+        value = heads(self.value(x), self.num_kv_heads)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads
+        )
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, d_model: int, d_hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_hidden, bias=False)
+        self.up = nn.Linear(d_model, d_hidden, bias=False)
+        self.down = nn.Linear(d_hidden, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def rotary_tables(
+    seq_len: int, head_dim: int, theta: float, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [seq, head_dim / 2] in the device and dtype of `like`."""
+    channels = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
+    positions = torch.arange(seq_len, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, theta ** (-channels / head_dim))
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + half]) of [batch, heads, seq, head_dim] by its position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

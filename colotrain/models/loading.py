@@ -1,0 +1,141 @@
+"""Building models from a plan, and giving them their initial weights.
+
+Models that define `init_weights()` are built on the meta device and filled after sharding; any
+other model is built for real, under the run's seed, and keeps its own initial values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from colotrain.dotted import import_target
+from colotrain.errors import ColotrainError
+from colotrain.plan import ModelPlan
+
+
+def build(plan: ModelPlan, *, seed: int) -> nn.Module:
+    """The model: on the meta device where it can be filled later, otherwise for real.
+
+    Every rank that calls this with one seed gets the same model.
+    """
+    model = build_on_meta(plan)
+    if model is not None and fills_itself(model):
+        return model
+    torch.manual_seed(seed)
+    return _call_target(plan)
+
+
+def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:
+    """The whole model with its initial weights, for one process: what the sharded one starts as."""
+    torch.manual_seed(seed)
+    model = _call_target(plan)
+    on_meta = build_on_meta(plan)
+    if on_meta is not None and fills_itself(on_meta):
+        initialise_(model, seed=seed)
+    return model
+
+
+def build_on_meta(plan: ModelPlan) -> nn.Module | None:
+    """The model without storage, or None where its constructor needs real tensors."""
+    try:
+        with torch.device("meta"):
+            model = _call_target(plan)
+    except (NotImplementedError, RuntimeError):
+        return None
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    return model if on_meta else None
+
+
+def fills_itself(model: nn.Module) -> bool:
+    """Whether `model.init_weights()` may be called to fill it.
+
+    Models of the transformers library are excluded: they have a method of that name, and
+    calling it would replace weights that the user's own code has just loaded.
+    """
+    foreign = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+    return callable(getattr(model, "init_weights", None)) and not foreign
+
+
+def initialise_(
+    model: nn.Module,
+    *,
+    seed: int,
+    write: Callable[[Tensor, Tensor], None] | None = None,
+) -> None:
+    """Run `model.init_weights()` so that each parameter is a function of seed and name alone.
+
+    Random draws for a parameter come from a generator of its own, as a whole tensor on the CPU;
+    `write(parameter, whole)` stores what this rank keeps of it (default: all of it). So the values
+    are the same for every world size and plugin.
+    """
+    torch.manual_seed(seed)
+    with torch.no_grad(), _SeededByName(model, seed=seed, write=write or _write_whole):
+        model.init_weights()  # type: ignore[operator]
+
+
+def _write_whole(parameter: Tensor, whole: Tensor) -> None:
+    parameter.copy_(whole)
+
+
+class _SeededByName(TorchFunctionMode):
+    """Turns in-place random draws on parameters into draws seeded by the parameter's name."""
+
+    RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
+
+    def __init__(
+        self, model: nn.Module, *, seed: int, write: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        super().__init__()
+        self.write = write
+        self.generators: dict[int, torch.Generator] = {}
+        for name, parameter in model.named_parameters():
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            self.generators[_storage_key(parameter)] = generator
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        by_init = getattr(func, "__module__", "") == "torch.nn.init"
+        if not by_init and getattr(func, "__name__", "") not in self.RANDOM:
+            return func(*args, **kwargs)
+        target = kwargs.pop("tensor", None) if by_init else args[0]
+        if target is None:
+            target = args[0]
+        generator = self.generators.get(_storage_key(target))
+        if generator is None:
+            return func(target, *args[1:], **kwargs)
+        if not by_init or "generator" in kwargs:
+            kwargs["generator"] = generator
+        whole = torch.empty(target.shape, dtype=target.dtype)
+        self.write(target, func(whole, *args[1:], **kwargs))
+        return target
+
+
+def _storage_key(tensor: Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.data_ptr() if local.numel() else id(tensor)
+
+
+def _call_target(plan: ModelPlan) -> nn.Module:
+    target = import_target("model.target", plan.target)
+    try:
+        model = target(**plan.args)
+    except (TypeError, ValueError) as error:
+        raise ColotrainError(
+            f"model.args={plan.args}: {plan.target} refused them ({error})", "correct model.args"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ColotrainError(
+            f"model.target={plan.target}: expected a callable that returns a torch.nn.Module, "
+            f"got {type(model).__name__}",
+            "return the module",
+        )
+    return model

@@ -1,0 +1,332 @@
+"""Events: one append-only JSON-lines file per rank and attempt, and one of the launcher.
+
+Writers never block training and never raise into it. Readers follow files that are still being
+written, on this machine or over a shared filesystem: a torn last line waits for the next poll, a
+line that is no event is skipped and counted. Numbers that JSON cannot hold travel as the texts
+"nan", "inf" and "-inf".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from colotrain.rundir import RunDir
+
+LINE_LIMIT = 16 << 20
+"""Bytes that one read takes from one file; a longer line is skipped."""
+POLL_LIMIT = 32 << 20
+"""Bytes after which a poll leaves the remaining files to the next one."""
+
+_WORKER_FILE = re.compile(r"rank(\d{5,7})-attempt(\d{4,7})\.jsonl")
+_FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened. `rank` and `attempt` say who wrote it: None is the launcher."""
+
+    kind: str
+    t: float
+    """Unix seconds."""
+    rank: int | None = None
+    attempt: int | None = None
+    fields: dict[str, Any]
+    """Everything else in the record. The readers below never fail, whatever it holds."""
+
+    def number(self, name: str) -> float | None:
+        """A numeric field, or None where there is none."""
+        value = self.fields.get(name)
+        return float(value) if isinstance(value, int | float) else None
+
+    def count(self, name: str) -> int:
+        """A field that counts something; 0 where there is none."""
+        value = self.number(name)
+        return int(value) if value is not None and math.isfinite(value) else 0
+
+    def text(self, name: str) -> str:
+        value = self.fields.get(name)
+        return "" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one rank failed (`failed`)."""
+
+    rank: int
+    attempt: int
+    t: float
+    phase: str
+    step: int
+    error: str
+    traceback: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.phase or 'unknown phase'}, step {self.step}: {self.error}"
+
+    @staticmethod
+    def of(event: Event) -> Failure:
+        return Failure(
+            rank=event.rank or 0,
+            attempt=event.attempt or 0,
+            t=event.t,
+            phase=event.text("phase"),
+            step=event.count("step"),
+            error=event.text("error"),
+            traceback=event.text("traceback"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was saved (`checkpoint`) or resumed from (`resumed`)."""
+
+    step: int
+    path: str
+    seconds: float | None
+    """Time it took to save; None where it was only resumed from."""
+
+    @staticmethod
+    def of(event: Event) -> Checkpoint:
+        step, path = event.count("step"), event.text("path")
+        return Checkpoint(step=step, path=path, seconds=event.number("seconds"))
+
+
+class Step(NamedTuple):
+    """What rank 0 recorded of one step (`step`)."""
+
+    attempt: int
+    step: int
+    t: float
+    loss: float | None
+    tokens_per_s: float | None
+    grad_norm: float | None
+    clip_ratio: float | None
+    lr: float | None
+    step_s: float | None
+    data_s: float | None
+    optimizer_steps: int
+    micro_batches: int
+    skipped: bool
+
+    @staticmethod
+    def of(event: Event) -> Step:
+        return Step(
+            attempt=event.attempt or 0,
+            step=event.count("step"),
+            t=event.t,
+            loss=event.number("loss"),
+            tokens_per_s=event.number("tokens_per_s"),
+            grad_norm=event.number("grad_norm"),
+            clip_ratio=event.number("clip_ratio"),
+            lr=event.number("lr"),
+            step_s=event.number("step_s"),
+            data_s=event.number("data_s"),
+            optimizer_steps=event.count("optimizer_steps"),
+            micro_batches=event.count("total_micro_batches"),
+            skipped=event.fields.get("skipped") is True,
+        )
+
+
+class EventWriter:
+    """Appends events to one file, each with a single write, so that lines never interleave.
+
+    Nothing is raised: an event that cannot be written (a full disk) is dropped and counted in
+    `dropped`, and the first one is announced on stderr.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.dropped = 0
+        self._handle: int | None = None
+        self._torn = False
+        """The file ends inside a line: the next event has to start a new one."""
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event; `t` is now unless it is among `fields`."""
+        line = encode({"t": time.time(), "kind": kind, **fields})
+        try:
+            self._append(line)
+        except OSError as error:
+            self._drop(error)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._handle)
+            self._handle = None
+
+    def _append(self, line: bytes) -> None:
+        if self._handle is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._handle = os.open(self.path, flags, 0o600)
+            self._torn = _ends_inside_a_line(self.path)
+        text = b"\n" + line if self._torn else line
+        written = os.write(self._handle, text)
+        if written < len(text):
+            self._torn = self._torn or written > 0
+            raise OSError(f"only {written} of {len(text)} bytes were written")
+        self._torn = False
+
+    def _drop(self, error: OSError) -> None:
+        self.dropped += 1
+        if self.dropped == 1:
+            with contextlib.suppress(Exception):  # stderr may be on the same full disk
+                print(
+                    f"warning: {self.path}: events are lost ({error}); training goes on",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+class EventReader:
+    """Reads what was added to a run's event files since the last `poll`."""
+
+    def __init__(self, rundir: RunDir, *, ranks: Collection[int] | None = None) -> None:
+        """`ranks` limits which workers' files are read; the launcher's always is."""
+        self.skipped = 0
+        """Lines that were no events."""
+        self.behind = False
+        """Whether the last poll stopped at its memory limit: there is more to read now."""
+        self._rundir, self._ranks = rundir, ranks
+        self._offsets: dict[str, int] = {}
+
+    def poll(self) -> list[Event]:
+        """New events, by time across files and in the order of writing within each file."""
+        batches: list[list[Event]] = []
+        start, self.behind = self._total(), False
+        for path, rank, attempt in event_files(self._rundir, ranks=self._ranks):
+            if self._total() - start >= POLL_LIMIT:
+                self.behind = True
+                break
+            batches.append(self._parse(self._take(path), rank, attempt))
+        return list(heapq.merge(*batches, key=lambda event: event.t))
+
+    def _total(self) -> int:
+        return sum(self._offsets.values())
+
+    def _take(self, path: Path) -> bytes:
+        """The whole lines after what was already read."""
+        start = self._offsets.get(path.name, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                chunk = file.read(LINE_LIMIT)
+        except OSError:  # the run is being deleted, or the filesystem has a bad moment
+            return b""
+        full = len(chunk) == LINE_LIMIT
+        self.behind = self.behind or full
+        end = chunk.rfind(b"\n") + 1
+        if full and not end:  # no event is that long
+            end = len(chunk)
+        self._offsets[path.name] = start + end
+        return chunk[:end]
+
+    def _parse(self, chunk: bytes, rank: int | None, attempt: int | None) -> list[Event]:
+        lines = [line for line in chunk.split(b"\n") if line.strip()]
+        events = [decode(line, rank=rank, attempt=attempt) for line in lines]
+        found = [event for event in events if event is not None]
+        self.skipped += len(lines) - len(found)
+        return found
+
+
+def read(path: Path | str) -> list[Event]:
+    """Every event of one file; a torn last line and lines that are no events are left out."""
+    path = Path(path)
+    match = _WORKER_FILE.fullmatch(path.name)
+    rank, attempt = (int(match[1]), int(match[2])) if match else (None, None)
+    found = []
+    with path.open("rb") as file:
+        for line in file:
+            event = decode(line, rank=rank, attempt=attempt) if line.endswith(b"\n") else None
+            if event is not None:
+                found.append(event)
+    return found
+
+
+def event_files(
+    rundir: RunDir, *, ranks: Collection[int] | None = None
+) -> Iterator[tuple[Path, int | None, int | None]]:
+    """(file, rank, attempt) of every event file there is, the launcher's first."""
+    try:
+        names = sorted(os.listdir(rundir.events))
+    except OSError:
+        return
+    for name in names:
+        match = _WORKER_FILE.fullmatch(name)
+        if match is None and name == rundir.launcher_events.name:
+            yield rundir.launcher_events, None, None
+        elif match is not None and (ranks is None or int(match[1]) in ranks):
+            yield rundir.events / name, int(match[1]), int(match[2])
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """One line of valid JSON; what JSON has no words for is written as text."""
+    try:
+        text = json.dumps(record, allow_nan=False, default=str, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(json_safe(record), default=str, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def decode(line: bytes, *, rank: int | None = None, attempt: int | None = None) -> Event | None:
+    """The event in `line`, or None where there is none."""
+    try:
+        record = json.loads(line)
+        kind, t = record.pop("kind"), float(record.pop("t"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(kind, str) or not math.isfinite(t):
+        return None
+    if b'nan"' in line or b'inf"' in line:
+        record = _with_floats(record)
+    return Event(kind=kind, t=t, rank=rank, attempt=attempt, fields=record)
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with every float that JSON cannot hold replaced by its text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, str):
+        return _FROM_TEXT.get(value, value)
+    if isinstance(value, dict):
+        return {key: _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return value
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    """Whether an earlier writer was cut off in the middle of its last line."""
+    try:
+        if not path.is_file() or path.stat().st_size == 0:
+            return False
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False

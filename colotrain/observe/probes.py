@@ -1,0 +1,103 @@
+"""Measurements a worker takes of itself: memory, and what its device can do at best."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+_KIB = 1024
+_STATUS_FIELDS = re.compile(rb"^Vm(HWM|RSS):\s*(\d+) kB", re.MULTILINE)
+
+_LARGEST = {"cpu": 2048, "cuda": 8192}
+_LONG_ENOUGH_S = 0.01
+_BUDGET_S = 0.2
+
+
+def memory_now() -> tuple[int, int]:
+    """(resident, peak) bytes of this process; well under 50 µs.
+
+    The peak is the highest resident size so far, or on CUDA the highest allocation on the current
+    device (`torch.cuda.max_memory_allocated`).
+    """
+    resident, peak = _from_status() or _from_psutil()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return resident, torch.cuda.max_memory_allocated()
+    return resident, peak
+
+
+def _from_status() -> tuple[int, int] | None:
+    """VmRSS and VmHWM, or None where the system has no such file or fields."""
+    try:
+        with open("/proc/self/status", "rb", buffering=0) as file:
+            found = dict(_STATUS_FIELDS.findall(file.read()))
+    except OSError:
+        return None
+    if b"RSS" not in found or b"HWM" not in found:
+        return None
+    return int(found[b"RSS"]) * _KIB, int(found[b"HWM"]) * _KIB
+
+
+def _from_psutil() -> tuple[int, int]:
+    resident = psutil.Process().memory_info().rss
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    in_bytes = highest if sys.platform == "darwin" else highest * _KIB
+    return resident, max(resident, in_bytes)
+
+
+def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """The best rate of a square matmul on `device` in floating-point operations per second.
+
+    Takes under 0.3 s once the device is warm; sizes grow until one is worth timing. Call it before
+    anything else is allocated: it resets CUDA's peak-memory statistics afterwards. 0.0 where the
+    device cannot multiply in `dtype`.
+    """
+    try:
+        return _best_rate(device, dtype)
+    except RuntimeError:  # not implemented for this dtype, or no memory left for the probe
+        return 0.0
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _best_rate(device: torch.device, dtype: torch.dtype) -> float:
+    size, best = 256, 0.0
+    multiply = _multiplication(size, device, dtype)
+    multiply()  # the first one builds handles, thread pools and kernels
+    deadline = time.perf_counter() + _BUDGET_S
+    while True:
+        seconds = multiply()
+        best = max(best, 2.0 * size**3 / seconds)
+        if time.perf_counter() + 2 * seconds > deadline:
+            return best
+        if seconds < _LONG_ENOUGH_S and size < _LARGEST.get(device.type, 2048):
+            size *= 2
+            multiply = _multiplication(size, device, dtype)
+
+
+def _multiplication(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
+    """A function that multiplies two matrices once and returns the seconds it took."""
+    own = torch.Generator(device).manual_seed(0)  # the run's random numbers stay untouched
+    left = torch.empty(size, size, device=device, dtype=dtype).uniform_(-1, 1, generator=own)
+    out = torch.empty_like(left)
+
+    def multiply() -> float:
+        _synchronize(device)
+        started = time.perf_counter()
+        torch.mm(left, left, out=out)
+        _synchronize(device)
+        return max(time.perf_counter() - started, 1e-9)
+
+    return multiply
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,233 @@
+"""The run plan: the fully resolved, validated, immutable description of a run (`plan.json`).
+
+Workers read this file and torchrun's variables, and nothing else. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from colotrain.errors import ColotrainError, ConfigError
+from colotrain.plugins import Gradients, ParametersLive
+from colotrain.records import from_plain, to_plain
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginPlan:
+    """The plugin's row with everything decided."""
+
+    name: str
+    reason: str
+    parameters_live: ParametersLive
+    gradients: Gradients
+    mesh: tuple[int, ...]
+    """(shard,) or (replicate, shard): sizes of the device mesh."""
+    chunk_bytes: int | None = None
+    """gemini: modules are packed into groups of about this size."""
+    reshard_overrides: dict[str, bool] = field(default_factory=dict)
+    """Module glob → whether its group is freed after use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    target: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlan:
+    source: Literal["corpus", "path", "target"]
+    corpus: str | None = None
+    paths: tuple[str, ...] = ()
+    target: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    seq_len: int
+    tokenizer: str
+    shuffle: bool
+    validation_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """global_batch = micro_batch × accumulation_steps × data_parallel, always."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation_steps: int
+    data_parallel: int
+    owner: Literal["colotrain"] = "colotrain"
+    tokens_per_step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlan:
+    max_steps: int
+    seed: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    grad_clip: float | None
+    activation_checkpointing: Literal["none", "blocks"]
+    compile: bool
+    eval_every: int
+    """0: only before the first and after the last step."""
+    eval_steps: int
+    on_nonfinite: Literal["stop", "skip"]
+    on_gradients: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimPlan:
+    name: Literal["adamw", "sgd"]
+    lr: float
+    betas: tuple[float, ...]
+    eps: float
+    weight_decay: float
+    schedule: Literal["cosine", "linear", "constant"]
+    warmup_steps: int
+    final_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreezePlan:
+    patterns: tuple[str, ...] = ()
+    exceptions: tuple[str, ...] = ()
+    unfreeze: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    matched: dict[str, int] = field(default_factory=dict)
+    """Pattern → how many parameters it names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    nodes: int
+    procs_per_node: int
+    device: str
+    threads_per_rank: int
+    memory_bytes: int
+    """Memory one rank may use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticPlan:
+    max_restarts: int
+    hang_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    enabled: bool
+    every: int
+    """0: only at the end."""
+    keep: int
+    resume: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservePlan:
+    log_every: int
+    grads_every: int
+    """0: no gradient records."""
+    trackers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    total: int
+    trainable: int
+    frozen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Bytes by category on the rank that peaks, predicted or measured in the same shape."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    gathered: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.gathered
+            + self.buffers
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    schema: int = SCHEMA
+    name: str
+    recipe: str | None
+    world_size: int
+    plugin: PluginPlan
+    model: ModelPlan
+    data: DataPlan
+    batch: BatchPlan
+    train: TrainPlan
+    optim: OptimPlan
+    freeze: FreezePlan
+    cluster: ClusterPlan
+    elastic: ElasticPlan
+    checkpoint: CheckpointPlan
+    observe: ObservePlan
+    parameters: ParameterCounts
+    memory: Ledger
+    flops_per_token: float
+    """Forward and backward, per trained token."""
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(to_plain(self), indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> RunPlan:
+        """The plan that `text` holds; raises `ColotrainError` where it is not one."""
+        try:
+            return from_plain(RunPlan, json.loads(text))
+        except (ValueError, RecursionError, ConfigError) as error:
+            raise ColotrainError(
+                f"not a run plan: {error}", "restore plan.json or start a new run"
+            ) from error
+
+    @staticmethod
+    def load(path: Path) -> RunPlan:
+        try:
+            return RunPlan.from_json(path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ColotrainError(
+                f"{path}: cannot be read ({error})", "give a run directory that has a plan.json"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """A parameter as the model declares it, before sharding."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    itemsize: int
+    frozen_by: str | None
+    """The pattern that freezes it, "requires_grad" where the model does, or None."""
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a look at the model on the meta device tells the resolver."""
+
+    parameters: tuple[ParameterInfo, ...]
+    matched: dict[str, int]
+    """Freeze pattern → how many parameters it names."""
+    flops_per_token: float
+    vocab_size: int | None = None

@@ -1,0 +1,229 @@
+"""Frozen dataclasses <-> plain data (JSON, YAML), with every mistake collected.
+
+Standard library only: workers and dashboards read plans with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, cast
+
+from colotrain.errors import ConfigError, Problem, suggest
+
+MISSING = "???"  # OmegaConf's mark of a value that has to be given
+
+T = TypeVar("T")
+
+_PLAIN_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+_EXAMPLES = {int: "10", float: "0.1", bool: "true", str: "text"}
+
+
+def to_plain(record: Any) -> Any:
+    """Dataclasses, tuples and mappings as dicts and lists that `json` can write."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        fields = dataclasses.fields(record)
+        return {f.name.removesuffix("_"): to_plain(getattr(record, f.name)) for f in fields}
+    if isinstance(record, Mapping):
+        return {str(key): to_plain(value) for key, value in record.items()}
+    if isinstance(record, list | tuple | set | frozenset):
+        return [to_plain(value) for value in record]
+    return record
+
+
+def from_plain(cls: type[T], data: Any) -> T:
+    """The record of type `cls` that `data` describes; raises `ConfigError` with all problems."""
+    problems: list[Problem] = []
+    record = read(cls, data, key="", problems=problems)
+    if problems:
+        raise ConfigError(problems)
+    return cast(T, record)
+
+
+def read(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
+    """Convert `value` to the annotation `wanted`; mistakes are appended to `problems`.
+
+    `key` is the dotted path shown to the user. After a mistake the result is None, and the
+    field of a record keeps its default.
+    """
+    if isinstance(value, str) and value == MISSING:
+        problems.append(Problem(key=key, expected="a value", fix=f"set {key}=VALUE"))
+        return None
+    if wanted is Any:
+        return value
+    if dataclasses.is_dataclass(wanted):
+        return _read_record(cast(type, wanted), value, key=key, problems=problems)
+    origin = typing.get_origin(wanted)
+    if origin in (Union, types.UnionType):
+        return _read_union(wanted, value, key=key, problems=problems)
+    if origin is Literal:
+        return _read_choice(typing.get_args(wanted), value, key=key, problems=problems)
+    if origin in (list, tuple):
+        return _read_sequence(wanted, value, key=key, problems=problems)
+    if origin is dict or origin is Mapping:
+        return _read_mapping(wanted, value, key=key, problems=problems)
+    return _read_scalar(wanted, value, key=key, problems=problems)
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Key → annotation. A field that would be a keyword ends in `_`, its key does not."""
+    hints = typing.get_type_hints(cls)
+    return {f.name.removesuffix("_"): hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def sections(cls: type) -> dict[str, type]:
+    """The keys of a record that hold a record themselves."""
+    wanted = field_types(cls).items()
+    return {key: cast(type, w) for key, w in wanted if dataclasses.is_dataclass(w)}
+
+
+def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted key → annotation of every setting in a record and the records in it."""
+    found: dict[str, Any] = {}
+    inner = sections(cls)
+    for name, wanted in field_types(cls).items():
+        if name in inner:
+            found |= leaves(wanted, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = wanted
+    return found
+
+
+def _read_record(cls: type, value: Any, *, key: str, problems: list[Problem]) -> Any:
+    if not isinstance(value, Mapping):
+        problems.append(_wrong(key, value, f"the keys {', '.join(field_types(cls))}"))
+        return None
+    wanted, found = field_types(cls), {}
+    for name, item in value.items():
+        path = f"{key}.{name}" if key else str(name)
+        if name not in wanted:
+            problems.append(_unknown(cls, str(name), item, path))
+            continue
+        before = len(problems)
+        result = read(wanted[name], item, key=path, problems=problems)
+        if result is not None or len(problems) == before:
+            found[name] = result
+    return cls(**_arguments(cls, found, set(value), key=key, problems=problems))
+
+
+def _arguments(
+    cls: type, found: dict[str, Any], given: set[str], *, key: str, problems: list[Problem]
+) -> dict[str, Any]:
+    """What was found, by field name. Fields that are left out keep their default, if any."""
+    arguments = {}
+    for field in dataclasses.fields(cls):
+        name = field.name.removesuffix("_")
+        if name in found:
+            arguments[field.name] = found[name]
+        elif _is_required(field):
+            arguments[field.name] = None
+            if name not in given:
+                path = f"{key}.{name}" if key else name
+                problems.append(Problem(key=path, expected="a value", fix=f"set {path}"))
+    return arguments
+
+
+def _unknown(cls: type, name: str, value: Any, path: str) -> Problem:
+    """Names the nearest keys, or those that have this name in a section below."""
+    below = [leaf for leaf in leaves(cls) if leaf.endswith(f".{name}")]
+    fix = f"did you mean {' or '.join(below)}?" if below else suggest(name, field_types(cls))
+    shown = None if isinstance(value, Mapping | list) else value
+    return Problem(key=path, value=shown, expected="a known key", fix=fix)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _read_union(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
+    options = typing.get_args(wanted)
+    if value is None and type(None) in options:
+        return None
+    options = tuple(option for option in options if option is not type(None))
+    if type(value) in options:
+        return value
+    first: list[Problem] = []
+    for option in options:
+        trial: list[Problem] = []
+        result = read(option, value, key=key, problems=trial)
+        if not trial:
+            return result
+        first = first or trial
+    if len(options) > 1:
+        first = [_wrong(key, value, " or ".join(_describe(option) for option in options))]
+    problems.extend(first)
+    return None
+
+
+def _describe(wanted: Any) -> str:
+    origin = typing.get_origin(wanted)
+    if origin is Literal:
+        return " or ".join(str(option) for option in typing.get_args(wanted))
+    if origin in (list, tuple):
+        return "a list"
+    return "a mapping" if origin is dict else _PLAIN_NAMES.get(wanted, str(wanted))
+
+
+def _read_choice(options: tuple[Any, ...], value: Any, *, key: str, problems: list[Problem]) -> Any:
+    if value in options and type(value) in {type(option) for option in options}:
+        return value
+    expected = "one of " + ", ".join(str(option) for option in options)
+    hint = suggest(str(value), map(str, options))
+    fix = hint if hint.startswith("did you mean") else f"for example {key}={options[0]}"
+    problems.append(_wrong(key, value, expected, fix=fix))
+    return None
+
+
+def _read_sequence(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
+    if not isinstance(value, list | tuple):
+        problems.append(_wrong(key, value, "a list", fix=f"write {key}=[{value}]"))
+        return None
+    item_type = typing.get_args(wanted)[0]
+    before = len(problems)
+    items = [
+        read(item_type, item, key=f"{key}[{i}]", problems=problems) for i, item in enumerate(value)
+    ]
+    if len(problems) > before:
+        return None
+    return tuple(items) if typing.get_origin(wanted) is tuple else items
+
+
+def _read_mapping(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
+    if not isinstance(value, Mapping):
+        problems.append(_wrong(key, value, "a mapping", fix=f"write {key}={{NAME:VALUE}}"))
+        return None
+    key_type, item_type = typing.get_args(wanted)
+    before = len(problems)
+    out = {}
+    for written, item in value.items():
+        name = int(written) if key_type is int and str(written).isdecimal() else written
+        name = str(name) if key_type is str else name
+        if type(name) is not key_type:
+            expected = f"{_describe(key_type)} before each `:`"
+            problems.append(_wrong(key, f"{{{written}:{item}}}", expected))
+        out[name] = read(item_type, item, key=f"{key}.{written}", problems=problems)
+    return out if len(problems) == before else None
+
+
+def _read_scalar(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if type(value) is wanted:
+        return value
+    if wanted is float and number and abs(value) < 1e300:
+        return float(value)
+    if wanted is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if wanted is str and number:
+        return str(value)
+    fix = f"for example {key}={_EXAMPLES[wanted]}" if wanted in _EXAMPLES else ""
+    problems.append(_wrong(key, value, _describe(wanted), fix=fix))
+    return None
+
+
+def _wrong(key: str, value: Any, expected: str, fix: str = "") -> Problem:
+    shown = "null" if value is None else value
+    return Problem(key=key, value=shown, expected=expected, fix=fix or f"correct {key}")

@@ -1,0 +1,154 @@
+"""The run directory: one folder holds everything a run reads and writes, and RunDir owns every path."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from colotrain.errors import UsageError, suggest
+from colotrain.plan import RunPlan
+
+RUNS = Path("runs")
+
+
+class RunDir:
+    """Paths of one run. Nothing else in colotrain joins file names of a run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def launcher_file(self) -> Path:
+        """Who launches this run: host, process id and its start time."""
+        return self.path / "launcher.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def stop_file(self) -> Path:
+        """Its presence asks every rank to save and stop after the step it is in."""
+        return self.path / "control" / "stop"
+
+    @property
+    def config_file(self) -> Path:
+        """The composed configuration, which `recipe=` takes again."""
+        return self.path / "config.yaml"
+
+    @property
+    def cases(self) -> Path:
+        """verify: one run directory per case."""
+        return self.path / "cases"
+
+    @property
+    def trajectory_file(self) -> Path:
+        """verify: gradients and parameters of every step of a case."""
+        return self.path / "trajectory.safetensors"
+
+    @property
+    def facts_file(self) -> Path:
+        """verify: losses, step count and frozen names of a case."""
+        return self.path / "facts.json"
+
+    def event_file(self, *, rank: int, attempt: int) -> Path:
+        return self.events / f"rank{rank:05d}-attempt{attempt:04d}.jsonl"
+
+    @property
+    def launcher_events(self) -> Path:
+        return self.events / "launcher.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def create(self) -> None:
+        """Make the folders, private to the user."""
+        for folder in (self.path, self.events, self.logs, self.checkpoints, self.stop_file.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write_plan(self, plan: RunPlan) -> None:
+        """Write `plan.json`; an earlier, different plan is kept as `plan-N.json`."""
+        text = plan.to_json()
+        if self.plan_file.exists() and self.plan_file.read_text("utf-8") != text:
+            number = len(list(self.path.glob("plan-*.json"))) + 1
+            os.replace(self.plan_file, self.path / f"plan-{number}.json")
+        write_atomically(self.plan_file, text)
+
+    def plan(self) -> RunPlan:
+        return RunPlan.load(self.plan_file)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+
+    def next_attempt(self) -> int:
+        """One more than the highest attempt that left an event file, or 0."""
+        found = re.compile(r"-attempt(\d+)\.jsonl$")
+        numbers = [
+            int(m[1]) for entry in self.events.glob("rank*.jsonl") if (m := found.search(entry.name))
+        ]
+        return max(numbers, default=-1) + 1
+
+    @staticmethod
+    def find(name: str | None, *, root: Path = RUNS) -> RunDir:
+        """The run called `name` (a path or a name under `root`), or the newest one."""
+        known = RunDir.all(root)
+        if name is None:
+            if not known:
+                raise UsageError(f"no runs under {root.absolute()}", "start one with `colotrain run`")
+            return known[-1]
+        for candidate in (root / name, Path(name)):
+            if (candidate / "plan.json").is_file():
+                return RunDir(candidate)
+        raise UsageError(f"no run {name!r}", suggest(name, (run.name for run in known)))
+
+    @staticmethod
+    def all(root: Path = RUNS) -> list[RunDir]:
+        """Every run under `root`, oldest first."""
+        found = [entry.parent for entry in root.glob("*/plan.json")]
+        return [RunDir(p) for p in sorted(found, key=lambda p: (p / "plan.json").stat().st_mtime)]
+
+
+def run_name(text: str) -> str:
+    """`text` as a folder name: letters, digits, `.`, `_`, `-` only."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "run"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` as a whole: a reader sees the old text or the new, never half of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,120 @@
+"""The reference: one process, plain torch, the whole global batch at once.
+
+It shares with colotrain's engine what builds the model, its initial values and its samples, and
+nothing that is under test: no accumulation, freezing, sharding, clipping or optimizer code.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.data.loader import SampleOrder, open_samples, stack
+from colotrain.models.loading import build_whole
+from colotrain.plan import FreezePlan, RunPlan
+from colotrain.verify.masks import MaskedSamples
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What a few steps of training did. Step k stands at index k."""
+
+    losses: list[float]
+    gradients: list[Tensors]
+    """Name → whole gradient before clipping; parameters without one are absent."""
+    parameters: list[Tensors]
+    """Name → value, before the first step and after each."""
+    optimizer_steps: int
+    frozen: frozenset[str]
+
+
+def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
+    """Train the plan's model for `steps` steps in this process."""
+    model = build_whole(plan.model, seed=plan.train.seed)
+    frozen = _freeze(model, plan.freeze)
+    optimizer = _optimizer(model, plan)
+    samples = MaskedSamples(open_samples(plan.data, "train"))
+    order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
+    size = plan.batch.global_batch
+    losses, gradients, parameters = [], [], [_snapshot(model)]
+    for step in range(steps):
+        ids = order.samples_at(range(step * size, (step + 1) * size))
+        batch = stack({i: samples[i] for i in ids}, ids)
+        optimizer.zero_grad(set_to_none=True)
+        loss = _mean_loss(model(**batch))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(_gradients(model))
+        if plan.train.grad_clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.train.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = plan.optim.lr * _rate(plan, step)
+        optimizer.step()
+        parameters.append(_snapshot(model))
+    return Trajectory(
+        losses=losses,
+        gradients=gradients,
+        parameters=parameters,
+        optimizer_steps=steps,
+        frozen=frozenset(frozen),
+    )
+
+
+def _mean_loss(output: Any) -> Tensor:
+    if isinstance(output, tuple) and len(output) == 2:
+        return output[0] / output[1]
+    return getattr(output, "loss", output)
+
+
+def _freeze(model: nn.Module, plan: FreezePlan) -> set[str]:
+    frozen = set()
+    for name, parameter in model.named_parameters():
+        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+
+        def named(globs: tuple[str, ...], names: list[str] = names) -> bool:
+            return any(fnmatch.filter(names, glob) for glob in globs)
+
+        if named(plan.patterns) and not named(plan.exceptions):
+            parameter.requires_grad = False
+        elif named(plan.exceptions):
+            parameter.requires_grad = True
+        if not parameter.requires_grad:
+            frozen.add(name)
+    return frozen
+
+
+def _optimizer(model: nn.Module, plan: RunPlan) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": plan.optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if plan.optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=plan.optim.lr, momentum=plan.optim.betas[0])
+    beta1, beta2 = plan.optim.betas
+    return torch.optim.AdamW(groups, lr=plan.optim.lr, betas=(beta1, beta2), eps=plan.optim.eps)
+
+
+def _rate(plan: RunPlan, step: int) -> float:
+    """The learning-rate schedule, written out once more."""
+    optim, last = plan.optim, plan.train.max_steps - 1
+    if step < optim.warmup_steps:
+        return (step + 1) / optim.warmup_steps
+    done = min((step - optim.warmup_steps) / max(last - optim.warmup_steps, 1), 1.0)
+    shape = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}
+    return 1.0 + (optim.final_ratio - 1.0) * shape[optim.schedule]
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _snapshot(model: nn.Module) -> Tensors:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}

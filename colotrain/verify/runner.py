@@ -1,0 +1,99 @@
+"""Running the cases of a verification: the reference here, the plugins in worker processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from colotrain.errors import ColotrainError
+from colotrain.launch.elastic import launch
+from colotrain.plan import RunPlan
+from colotrain.records import to_plain
+from colotrain.rundir import RunDir
+from colotrain.verify.compare import CaseResult, Tolerance, compare
+from colotrain.verify.reference import Trajectory, run_reference
+
+WORKER = "colotrain.verify.worker"
+Progress = Callable[[str, int, int], None]
+
+
+def verify(
+    plans: Sequence[RunPlan],
+    folder: Path,
+    *,
+    tolerance: Tolerance,
+    progress: Progress = lambda what, done, total: None,
+) -> Iterator[CaseResult]:
+    """Compare each plan with its reference, in the order given within each world size.
+
+    One set of workers is launched per world size, under `folder`. Each plan's `max_steps` says how
+    many steps are compared. `progress(what, done, total)` is told about every case.
+    """
+    references: dict[str, Trajectory] = {}
+    done = 0
+    for world_size, of_size in groupby(sorted(plans, key=_world_size), key=_world_size):
+        group = list(of_size)
+        rundir = RunDir(folder / f"world-{world_size}")
+        _train(group, rundir, progress=lambda n, base=done: progress("training", base + n, len(plans)))
+        for index, plan in enumerate(group):
+            key = _reference_key(plan)
+            if key not in references:
+                references[key] = run_reference(plan, steps=plan.train.max_steps)
+            found = _read(case_of(rundir, index))
+            yield compare(plan, references[key], found, tolerance)
+        done += len(group)
+
+
+def _world_size(plan: RunPlan) -> int:
+    return plan.world_size
+
+
+def case_of(rundir: RunDir, index: int) -> RunDir:
+    return RunDir(rundir.cases / f"{index:04d}")
+
+
+def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], None]) -> None:
+    rundir.create()
+    rundir.write_plan(plans[0])
+    for index, plan in enumerate(plans):
+        case = case_of(rundir, index)
+        case.create()
+        case.write_plan(plan)
+    finished = 0
+
+    def follow(events: list[Any]) -> None:
+        nonlocal finished
+        finished += sum(event.kind == "case" and event.rank == 0 for event in events)
+        progress(finished)
+
+    exit_code, cause = launch(plans[0], rundir, follow=follow, worker=WORKER)
+    if exit_code:
+        raise ColotrainError(f"the workers of the verification ended early: {cause}", "see the log")
+
+
+def _read(case: RunDir) -> Trajectory:
+    facts = json.loads(case.facts_file.read_text("utf-8"))
+    gradients: dict[int, dict[str, Any]] = {}
+    parameters: dict[int, dict[str, Any]] = {}
+    for key, tensor in load_file(case.trajectory_file).items():
+        kind, step, name = key.split(".", 2)
+        into = gradients if kind == "gradient" else parameters
+        into.setdefault(int(step), {})[name] = tensor
+    return Trajectory(
+        losses=facts["losses"],
+        gradients=[gradients.get(step, {}) for step in range(len(facts["losses"]))],
+        parameters=[parameters[step] for step in sorted(parameters)],
+        optimizer_steps=facts["optimizer_steps"],
+        frozen=frozenset(facts["frozen"]),
+    )
+
+
+def _reference_key(plan: RunPlan) -> str:
+    """Plans that differ only in how the work is shared out have one reference."""
+    facts = (plan.model, plan.data, plan.batch.global_batch, plan.train, plan.optim, plan.freeze)
+    return json.dumps(to_plain(facts), sort_keys=True)

@@ -1,0 +1,103 @@
+"""A worker of `colotrain verify`: trains every case of one world size with colotrain's engine.
+
+`python -m colotrain.verify.worker RUN`: each folder RUN/cases/NAME holds a plan, and receives the
+trajectory as safetensors and JSON, written by rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from colotrain.data.loader import BatchLoader, SampleOrder, open_samples
+from colotrain.engine import gradients, loop
+from colotrain.engine.checkpoint import model_state
+from colotrain.engine.worker import StopRequest, connect, die_with_launcher, prepare
+from colotrain.observe.events import EventReader, EventWriter
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+from colotrain.verify.masks import MaskedSamples
+
+
+def main(path: str) -> int:
+    die_with_launcher()
+    rundir = RunDir(path)
+    stop = StopRequest(rundir)
+    device = connect(rundir.plan())
+    progress = EventWriter(rundir.event_file(rank=dist.get_rank(), attempt=0))
+    for folder in sorted(rundir.cases.iterdir()):
+        train_case(RunDir(folder), device, stop)
+        progress.write("case", name=folder.name)
+    dist.destroy_process_group()
+    return 0
+
+
+def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> None:
+    """Train one case and write down everything that the reference is compared with."""
+    plan, rank = case.plan(), dist.get_rank()
+    if rank == 0:
+        case.create()
+    dist.barrier()
+    events = EventWriter(case.event_file(rank=rank, attempt=0))
+    run = prepare(plan, case, device=device, events=events, stop=stop)
+    run.train_data = masked_loader(plan, rank)
+    recorder = Recorder()
+    run.on_gradients = recorder.record
+    loop.train(run)
+    recorder.parameters.append(_whole(run.sharded.module))
+    if rank == 0:
+        write(case, recorder, run)
+    dist.barrier()
+
+
+def masked_loader(plan: RunPlan, rank: int) -> BatchLoader:
+    samples = MaskedSamples(open_samples(plan.data, "train"))
+    order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
+    return BatchLoader(samples, order, plan.batch, rank=rank)
+
+
+class Recorder:
+    """Whole gradients before each optimizer step, and the parameters they belong to."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.parameters: list[dict[str, Tensor]] = []
+
+    def record(self, model: nn.Module, step: int) -> None:
+        whole = {}
+        for view in gradients.read(model):
+            full = view.full()  # collective, so for every parameter on every rank
+            if view.local is not None:
+                whole[view.name] = full.cpu()
+        self.gradients.append(whole)
+        self.parameters.append(_whole(model))
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in model_state(model).items()}
+
+
+def write(case: RunDir, recorder: Recorder, run: loop.Run) -> None:
+    tensors = {}
+    for step, values in enumerate(recorder.gradients):
+        tensors |= {f"gradient.{step}.{n}": t.contiguous() for n, t in values.items()}
+    for step, values in enumerate(recorder.parameters):
+        tensors |= {f"parameter.{step}.{n}": t.contiguous() for n, t in values.items()}
+    save_file(tensors, case.trajectory_file)
+    steps = [e for e in EventReader(case).poll() if e.kind == "step" and e.rank == 0]
+    facts = {
+        "losses": [event.fields["loss"] for event in steps],
+        "optimizer_steps": run.optimizer.steps,
+        "frozen": sorted(run.gradients.frozen),
+    }
+    Path(case.facts_file).write_text(json.dumps(facts), "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,257 @@
+"""Events: writers never block or raise, readers take whatever they find."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from colotrain.observe import events
+from colotrain.observe.events import Event, EventReader, EventWriter, read
+from colotrain.rundir import RunDir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def rank_file(rundir: RunDir, rank: int = 0, attempt: int = 0) -> Path:
+    return rundir.event_file(rank=rank, attempt=attempt)
+
+
+def kinds(found: list[Event]) -> list[str]:
+    return [event.kind for event in found]
+
+
+def test_what_is_written_is_read_back(rundir: RunDir) -> None:
+    with EventWriter(rank_file(rundir, 3, 2)) as writer:
+        writer.write("step", step=7, samples=[1, 2], loss=0.5, skipped=False, note='"a"\nb')
+    (event,) = read(rank_file(rundir, 3, 2))
+    assert (event.kind, event.rank, event.attempt) == ("step", 3, 2)
+    assert event.t > 1e9
+    fields = {"step": 7, "samples": [1, 2], "loss": 0.5, "skipped": False, "note": '"a"\nb'}
+    assert event.fields == fields
+
+
+def test_the_launchers_events_have_no_rank(rundir: RunDir) -> None:
+    EventWriter(rundir.launcher_events).write("launch", world_size=2)
+    (event,) = EventReader(rundir).poll()
+    assert (event.rank, event.attempt) == (None, None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_json_cannot_hold_travel_in_valid_json(rundir: RunDir, value: float) -> None:
+    EventWriter(rank_file(rundir)).write("step", loss=value, parts=[value, {"x": value}])
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    json.loads(rank_file(rundir).read_text(), parse_constant=refuse)
+    (event,) = read(rank_file(rundir))
+    found = [event.fields["loss"], event.fields["parts"][0], event.fields["parts"][1]["x"]]
+    assert all(isinstance(item, float) and str(item) == str(value) for item in found)
+
+
+def test_values_json_does_not_know_are_written_as_text(rundir: RunDir) -> None:
+    EventWriter(rank_file(rundir)).write("checkpoint", path=Path("/a/b"), seconds=math.nan)
+    (event,) = read(rank_file(rundir))
+    assert event.fields["path"] == "/a/b"
+
+
+def test_a_full_disk_drops_events_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = EventWriter("/dev/full")
+    for step in range(3):
+        writer.write("step", step=step)
+    assert writer.dropped == 3
+    assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_a_folder_that_is_missing_drops_events_until_it_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = EventWriter(tmp_path / "later" / "rank00000-attempt0000.jsonl")
+    writer.write("a")
+    (tmp_path / "later").mkdir()
+    writer.write("b")
+    assert kinds(read(writer.path)) == ["b"]
+    assert writer.dropped == 1
+    assert "events are lost" in capsys.readouterr().err
+
+
+def test_a_warning_that_cannot_be_printed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullDisk(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr("sys.stderr", FullDisk())
+    writer = EventWriter("/dev/full")
+    writer.write("step")
+    assert writer.dropped == 1
+
+
+def test_an_event_cut_short_by_a_full_disk_costs_no_other_event(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer, whole = EventWriter(rank_file(rundir)), os.write
+    writer.write("first")
+    monkeypatch.setattr(os, "write", lambda handle, data: whole(handle, data[:10]))
+    writer.write("second")
+    monkeypatch.setattr(os, "write", whole)
+    writer.write("third")
+    reader = EventReader(rundir)
+    assert kinds(reader.poll()) == ["first", "third"]
+    assert (writer.dropped, reader.skipped) == (1, 1)
+    assert "warning" in capsys.readouterr().err
+
+
+def test_a_writer_goes_on_after_one_that_was_killed_inside_a_line(rundir: RunDir) -> None:
+    rundir.launcher_events.write_bytes(b'{"t":1,"kind":"launch"}\n{"t":2,"ki')
+    EventWriter(rundir.launcher_events).write("launch")
+    assert kinds(EventReader(rundir).poll()) == ["launch", "launch"]
+
+
+def test_threads_and_writers_of_one_file_never_mix_lines(rundir: RunDir) -> None:
+    def write(name: str) -> None:
+        writer = EventWriter(rundir.launcher_events)
+        for _ in range(200):
+            writer.write("note", text=name * 500)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reader = EventReader(rundir)
+    texts = [event.text("text") for event in reader.poll()]
+    assert sorted(texts) == sorted(name * 500 for name in "abcd" for _ in range(200))
+    assert reader.skipped == 0
+
+
+def test_polls_return_only_what_is_new(rundir: RunDir) -> None:
+    reader, writer = EventReader(rundir), EventWriter(rank_file(rundir))
+    assert reader.poll() == []
+    writer.write("a")
+    assert kinds(reader.poll()) == ["a"]
+    assert reader.poll() == []
+    writer.write("b")
+    EventWriter(rank_file(rundir, rank=1)).write("c")
+    assert kinds(reader.poll()) == ["b", "c"]
+
+
+def test_a_torn_last_line_waits_for_its_end(rundir: RunDir) -> None:
+    reader, line = EventReader(rundir), b'{"t":1.0,"kind":"note","text":"\xc3\xa9"}\n'
+    with rank_file(rundir).open("ab", buffering=0) as file:
+        for part in (line[:5], line[5:32], line[32:-1]):  # once inside a character
+            file.write(part)
+            assert reader.poll() == []
+        assert read(rank_file(rundir)) == []
+        file.write(b"\n")
+    assert [event.text("text") for event in reader.poll()] == ["é"]
+    assert reader.skipped == 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x00\xff\xfe",
+        b"{",
+        b"[1]",
+        b"7",
+        b"null",
+        b"{}",
+        b'{"t":1}',
+        b'{"kind":"step"}',
+        b'{"t":"soon","kind":"step"}',
+        b'{"t":null,"kind":"step"}',
+        b'{"t":NaN,"kind":"step"}',
+        b'{"t":1,"kind":[2]}',
+        b'{"t":1,"kind":"step"} {"t":1,"kind":"step"}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_line_that_is_no_event_is_skipped_and_counted(rundir: RunDir, garbage: bytes) -> None:
+    event = b'{"t":1,"kind":"a"}\n'
+    rank_file(rundir).write_bytes(event + garbage + b"\n\n" + event)
+    reader = EventReader(rundir)
+    assert kinds(reader.poll()) == ["a", "a"]
+    assert reader.skipped == 1
+    assert kinds(read(rank_file(rundir))) == ["a", "a"]
+
+
+def test_events_of_several_files_come_by_time(rundir: RunDir) -> None:
+    for rank, times in ((0, [1.0, 4.0]), (1, [2.0, 3.0])):
+        writer = EventWriter(rank_file(rundir, rank))
+        for t in times:
+            writer.write("step", t=t)
+    assert [event.t for event in EventReader(rundir).poll()] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_clock_that_is_set_back_does_not_reorder_a_file(rundir: RunDir) -> None:
+    writer = EventWriter(rank_file(rundir))
+    for step, t in ((1, 10.0), (2, 5.0), (3, 6.0)):
+        writer.write("step", t=t, step=step)
+    assert [event.count("step") for event in EventReader(rundir).poll()] == [1, 2, 3]
+
+
+def test_files_that_hold_no_events_are_left_alone(rundir: RunDir) -> None:
+    for name in ("notes.txt", "rank0.jsonl", "rank00000-attempt0000.jsonl.swp"):
+        (rundir.events / name).write_text('{"t":1,"kind":"a"}\n')
+    rank_file(rundir).mkdir()
+    assert EventReader(rundir).poll() == []
+
+
+def test_a_reader_may_be_limited_to_some_ranks(rundir: RunDir) -> None:
+    EventWriter(rundir.launcher_events).write("launch", t=1)
+    for rank in range(3):
+        EventWriter(rank_file(rundir, rank)).write("started", t=2 + rank)
+    found = EventReader(rundir, ranks={1}).poll()
+    assert [(event.kind, event.rank) for event in found] == [("launch", None), ("started", 1)]
+
+
+def test_a_run_that_has_no_folder_yet_has_no_events(tmp_path: Path) -> None:
+    assert EventReader(RunDir(tmp_path / "absent")).poll() == []
+
+
+def test_a_poll_is_bounded_and_says_when_there_is_more(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(events, "POLL_LIMIT", 1500)
+    for rank in range(3):
+        writer = EventWriter(rank_file(rundir, rank))
+        for step in range(100):
+            writer.write("step", t=1.0, step=step)
+    reader, polls = EventReader(rundir), [[Event(kind="", t=0.0, fields={})]]
+    while polls[-1] or reader.behind:
+        polls.append(reader.poll())
+        assert len(polls[-1]) < 100
+    steps = [event.count("step") for found in polls[1:] for event in found if event.rank == 2]
+    assert steps == list(range(100))
+    assert sum(map(len, polls[1:])) == 300
+
+
+def test_a_line_longer_than_any_event_is_passed_over(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "LINE_LIMIT", 1000)
+    rank_file(rundir).write_bytes(b"x" * 5500 + b'\n{"t":1,"kind":"a"}\n')
+    reader, found = EventReader(rundir), []
+    for _ in range(8):
+        found += reader.poll()
+    assert kinds(found) == ["a"]
+    assert reader.skipped > 0
+
+
+def test_fields_of_the_wrong_type_are_read_as_missing() -> None:
+    event = Event(kind="x", t=0.0, fields={"a": "text", "b": None, "c": math.inf, "d": 2.0})
+    assert [event.number(name) for name in "abcd"] == [None, None, math.inf, 2.0]
+    assert [event.count(name) for name in "abcde"] == [0, 0, 0, 2, 0]
+    assert [event.text(name) for name in "abe"] == ["text", "", ""]

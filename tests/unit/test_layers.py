@@ -1,0 +1,219 @@
+"""Who may import whom: every module of colotrain belongs to a room, and each room has its rule."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 400  # lines
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+BASE = names(
+    "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
+    "colotrain.dotted colotrain.observe.events colotrain.observe.view"
+)
+TENSORS = names("torch numpy safetensors tokenizers psutil")
+LAZY_EXTRAS = names("transformers datasets tensorboard wandb pynvml")
+WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the modules of a room may import beside the standard library.
+
+    A name allows everything under it. `inside` is allowed in functions and for type checkers only.
+    """
+
+    rooms: str
+    anywhere: frozenset[str]
+    inside: frozenset[str] = frozenset()
+
+
+# The first rule that names a module is its rule.
+RULES = [
+    Rule("*.__init__ colotrain.__main__", BASE, names("colotrain.cli.main")),
+    Rule(" ".join(sorted(BASE)), BASE),
+    Rule("colotrain.config.compose", BASE | names("colotrain.config omegaconf yaml hydra")),
+    Rule(
+        "colotrain.config.*",
+        BASE
+        | names(
+            "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.estimate.memory"
+        ),
+    ),
+    Rule(
+        "colotrain.launch.*",
+        BASE
+        | names("colotrain.launch colotrain.observe.progress colotrain.observe.dashboard")
+        | names("colotrain.observe.trackers colotrain.data.tokens psutil"),
+        names("torch"),
+    ),
+    Rule("colotrain.data.tokens", BASE | names("colotrain.data numpy tokenizers")),
+    Rule("colotrain.estimate.memory", BASE | names("psutil")),
+    Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
+    Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
+    Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),
+    Rule("colotrain.observe.trackers", BASE, LAZY_EXTRAS | names("torch")),
+    Rule("colotrain.observe.*", BASE | names("colotrain.observe.progress rich")),
+    Rule("colotrain.engine.*", WORKER | TENSORS | names("colotrain.engine")),
+    Rule("colotrain.estimate.*", WORKER | TENSORS | names("colotrain.engine colotrain.estimate")),
+    Rule("colotrain.verify.runner", WORKER | TENSORS | names("colotrain.launch colotrain.verify")),
+    Rule("colotrain.verify.*", WORKER | TENSORS | names("colotrain.engine colotrain.verify")),
+    Rule(
+        "colotrain.cli.*",
+        names("colotrain typer click rich psutil"),
+        names("torch numpy omegaconf hydra"),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Import:
+    name: str
+    line: int
+    inside: bool
+    """In a function or under TYPE_CHECKING: does not happen when the module is loaded."""
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / "colotrain").rglob("*.py"))}
+
+
+def rule_of(module: str) -> Rule | None:
+    for rule in RULES:
+        if any(fnmatch.fnmatchcase(module, room) for room in rule.rooms.split()):
+            return rule
+    return None
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imports(node: ast.AST, *, module: str, inside: bool = False) -> Iterator[Import]:
+    """Every import below `node`; relative ones are resolved against `module`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, inside) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            package = module.split(".")[: -child.level] if child.level else []
+            source = ".".join([*package, *([child.module] if child.module else [])])
+            for alias in child.names:
+                full = f"{source}.{alias.name}"
+                known = full in MODULES or f"{full}.__init__" in MODULES
+                yield Import(full if known else source, child.lineno, inside)
+        else:
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            deferred = inside or function or is_type_checking(child)
+            yield from imports(child, module=module, inside=deferred)
+
+
+def is_allowed(name: str, allowed: frozenset[str]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
+
+
+def breaches(module: str, text: str, rule: Rule) -> list[str]:
+    """What `text`, the source of `module`, imports against the rule of its room."""
+    found = []
+    for item in imports(ast.parse(text), module=module):
+        if item.name.partition(".")[0] in sys.stdlib_module_names or item.name == "colotrain":
+            continue
+        if is_allowed(item.name, rule.anywhere):
+            continue
+        if not is_allowed(item.name, rule.inside):
+            found.append(f"line {item.line}: {module} may not import {item.name}")
+        elif not item.inside:
+            found.append(f"line {item.line}: {module} may import {item.name} in functions only")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_what_its_room_may(module: str) -> None:
+    rule = rule_of(module)
+    assert rule is not None, f"{module} is in no room: give it one in RULES"
+    assert breaches(module, MODULES[module].read_text("utf-8"), rule) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "breach"),
+    [
+        ("colotrain.plan", "import numpy", "may not import numpy"),
+        ("colotrain.engine.loop", "from ..config import schema", "may not import colotrain.config"),
+        ("colotrain.engine.loop", "def f():\n import rich.table", "may not import rich.table"),
+        ("colotrain.config.resolve", "import hydra", "may not import hydra"),
+        ("colotrain.launch.elastic", "import torch.distributed", "in functions only"),
+        ("colotrain.cli.run", "if True:\n  from omegaconf import OmegaConf", "in functions only"),
+        ("colotrain.cli.run", "class C:\n  import torch", "in functions only"),
+    ],
+)
+def test_a_breach_is_found(module: str, text: str, breach: str) -> None:
+    rule = rule_of(module)
+    assert rule is not None
+    assert [line for line in breaches(module, text, rule) if breach in line]
+
+
+def test_an_import_that_is_deferred_is_not_a_breach() -> None:
+    text = "if TYPE_CHECKING:\n  import torch\ndef f():\n  import torch"
+    assert [item.inside for item in imports(ast.parse(text), module="m")] == [True, True]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_can_be_read_in_one_sitting(module: str) -> None:
+    lines = len(MODULES[module].read_text("utf-8").splitlines())
+    assert lines <= LONGEST, f"{module} has {lines} lines, more than {LONGEST}: split it by subject"
+
+
+def loaded_after(code: str, *wanted: str) -> set[str]:
+    """Which of the packages `wanted` a fresh interpreter has loaded after running `code`."""
+    report = f"\nimport sys\nprint('loaded:', *{set(wanted)} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + report], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def test_help_loads_no_heavy_package() -> None:
+    pytest.importorskip("colotrain.cli.main")
+    code = """
+import sys
+from colotrain.cli.main import main
+sys.argv = ["colotrain", "--help"]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+    assert loaded_after(code, "torch", "hydra", "omegaconf", "numpy") == set()
+
+
+WITHOUT_TORCH = [
+    *(m for m in MODULES if m.startswith(("colotrain.config.", "colotrain.launch."))),
+    "colotrain.data.tokens",
+    "colotrain.estimate.memory",
+]
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_resolving_and_launching_load_no_torch(module: str) -> None:
+    assert loaded_after(f"import {module.removesuffix('.__init__')}", "torch") == set()
+
+
+@pytest.mark.parametrize("module", ["colotrain.engine.worker", "colotrain.verify.worker"])
+def test_a_worker_loads_no_hydra_and_no_face(module: str) -> None:
+    assert loaded_after(f"import {module}", "hydra", "omegaconf", "typer", "rich") == set()

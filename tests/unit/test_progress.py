@@ -1,0 +1,343 @@
+"""What a run shows: a live line on a terminal, plain greppable lines everywhere else."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from test_view import MIB, launcher, plan_of, restarted_run, step, worker
+
+from colotrain.observe import progress as module
+from colotrain.observe.events import Event
+from colotrain.observe.probes import matmul_peak_flops, memory_now
+from colotrain.observe.progress import (
+    LiveProgress,
+    PlainProgress,
+    format_bytes,
+    format_duration,
+    preparation,
+    print_summary,
+    progress_for,
+)
+from colotrain.observe.view import Fold, fold, summary
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+
+EVIL = "\x1b[31mred\x1b[0m\r\nsecond line [bold]markup[/bold] :smile: \udcff"
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("CI", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    yield
+
+
+def terminal(width: int = 100) -> Console:
+    return Console(record=True, force_terminal=True, file=io.StringIO(), width=width)
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO())
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def show(console: Console, events: Sequence[Event], plan: RunPlan) -> str:
+    """What the console got when the events came one after the other."""
+    live = Fold()
+    with progress_for(console, plan) as shown:
+        for event in events:
+            shown.update(live.add([event]).view(), [event])
+    return written(console)
+
+
+def run_events() -> list[Event]:
+    return sorted((e for file in restarted_run() for e in file), key=lambda event: event.t)
+
+
+def test_plain_output_has_a_line_per_log_interval_and_for_the_last_step() -> None:
+    lines = show(pipe(), [step(n) for n in range(1, 13)], plan_of(max_steps=12)).splitlines()
+    assert [line.split()[0] for line in lines] == ["step=5/12", "step=10/12", "step=12/12"]
+
+
+def test_the_fields_of_a_plain_line() -> None:
+    events = [worker("eval", 1.0, step=3, loss=3.3), *(step(n, t=8.0 * n) for n in range(4, 11))]
+    text = show(pipe(), [*events, step(10, rank=1, peak=512 * MIB)], plan_of(max_steps=20))
+    assert text.splitlines()[-1] == (
+        "step=10/20 loss=0.1000 val=3.3000 tokens_per_s=100 eta=1m20s mem=100MiB lr=1.0e-03"
+    )
+
+
+def test_several_steps_in_one_update_are_shown_with_their_own_values() -> None:
+    console, events = pipe(), [step(n) for n in range(1, 11)]
+    events.insert(7, worker("eval", 107.5, step=7, loss=9.0))
+    with progress_for(console, plan_of(max_steps=20)) as shown:
+        shown.update(fold(events), events)
+    first, event, second = written(console).splitlines()
+    assert first.startswith("step=5/20 loss=0.2000 val=- ")
+    assert event == "event=eval step=7 loss=9"
+    assert second.startswith("step=10/20 loss=0.1000 val=9.0000 ")
+
+
+def test_a_log_interval_of_zero_shows_events_only() -> None:
+    events = [worker("checkpoint", 1.0, step=2, seconds=0.25, path="/a b"), step(1), step(2)]
+    text = show(pipe(), events, plan_of(max_steps=2, log_every=0))
+    assert text == 'event=checkpoint step=2 seconds=0.25 path="/a b"\n'
+
+
+def test_plain_output_says_everything_that_happened() -> None:
+    lines = show(pipe(), run_events(), plan_of(max_steps=8)).splitlines()
+    assert 'event=restart attempt=1 cause="rank 1 was killed"' in lines
+    assert "event=failed rank=1 attempt=0 phase=backward step=7 error=E" in lines
+    assert "event=resumed step=4 path=/c/4" in lines
+    assert lines[-1] == "event=done status=finished exit_code=0"
+
+
+def test_other_ranks_start_and_fail_without_a_line_of_their_own() -> None:
+    events = [worker("started", 1.0 + rank, rank=rank, step=0) for rank in range(3)]
+    events += [worker("failed", 5.0 + rank, rank=rank, error="lost a peer") for rank in (2, 0, 1)]
+    lines = show(pipe(), events, plan_of()).splitlines()
+    assert [line.split()[0] for line in lines] == ["event=started", "event=failed"]
+
+
+def test_plain_output_never_has_control_characters() -> None:
+    events = [
+        launcher("launch", 1.0, world_size=2, host=EVIL, pid=1),
+        worker("note", 2.0, text=EVIL),
+        worker("failed", 3.0, phase=EVIL, step=1, error=EVIL),
+        launcher("restart", 4.0, attempt=1, cause=EVIL),
+        step(5, loss=math.nan),
+        launcher("done", 6.0, status="failed", exit_code=1, cause=EVIL),
+    ]
+    console, plan = pipe(), plan_of()
+    show(console, events, plan)
+    with preparation(console) as report:
+        report(EVIL, 1, 2)
+    view = fold(events)
+    print_summary(console, summary(view, plan, RunDir("runs/x")), plan, view=view)
+    text = written(console)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+    assert "loss=nan" in text
+    assert "[bold]markup[/bold] :smile:" in text
+    assert all(re.match(r"(event|step|preparing)=|[a-zA-Z/ ]+: ", s) for s in text.splitlines())
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("TERM", "unknown"), ("CI", "true")])
+def test_a_terminal_that_cannot_be_redrawn_gets_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    console = terminal()
+    assert isinstance(progress_for(console, plan_of()), PlainProgress)
+    assert "\x1b" not in show(console, run_events(), plan_of(max_steps=8))
+
+
+def test_no_color_does_not_make_a_terminal_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert isinstance(progress_for(terminal(), plan_of()), LiveProgress)
+    assert "\x1b[31m" not in show(terminal(), run_events(), plan_of(max_steps=8))
+
+
+def test_a_terminal_shows_a_bar_with_messages_above() -> None:
+    console = terminal()
+    show(console, run_events(), plan_of(max_steps=8))
+    text = console.export_text()
+    for part in (
+        "tiny: finished",
+        "8/8",
+        "loss 0.1250",
+        "validation 2.0000",
+        "100 tokens/s",
+        "memory 201MiB",
+        "step 4: validation loss 2.0000",
+        "step 8: checkpoint saved in 0.2s",
+        "restart: rank 1 was killed",
+        "resumed from step 4: /c/4",
+        "rank 1 failed in backward of step 7: E",
+    ):
+        assert part in text, part
+    assert text.index("checkpoint saved") < text.rindex("tiny: finished")
+
+
+def test_a_terminal_gets_its_cursor_back_after_an_error() -> None:
+    console = terminal()
+    with pytest.raises(KeyboardInterrupt), progress_for(console, plan_of()):
+        raise KeyboardInterrupt
+    text = written(console)
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_what_a_worker_says_cannot_steer_the_terminal() -> None:
+    console = terminal(200)
+    show(console, [worker("note", 1.0, text=EVIL)], plan_of())
+    assert "[31mred [0m second line [bold]markup[/bold] :smile:" in written(console)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_the_live_lines_fit_on_a_narrow_terminal(width: int) -> None:
+    console = terminal(width)
+    with console.capture() as capture:
+        live = LiveProgress(console, plan_of())
+        live._view = fold(run_events())
+        console.print(live._render())
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capture.get()).splitlines()
+    assert len(lines) == 2
+    assert all(len(line) <= width for line in lines)
+
+
+def test_preparation_off_a_terminal_is_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    console = pipe()
+    with preparation(console) as report:
+        for done in range(101):
+            now[0] += 0.1
+            report("tokenizing", done, 100)
+        report("tokenizing", 100, 100)
+        report("waiting for another process", 3, 0)
+    assert written(console).splitlines() == [
+        "preparing=tokenizing done=0 total=100",
+        "preparing=tokenizing done=50 total=100",
+        "preparing=tokenizing done=100 total=100",
+        'preparing="waiting for another process" done=3 total=-',
+    ]
+
+
+def test_preparation_on_a_terminal_is_a_bar_per_task() -> None:
+    console = terminal()
+    with preparation(console) as report:
+        report("reading", 10, 10)
+        report("tokenizing", 5, 10)
+        report("[x]", 0, 0)
+    text = console.export_text()
+    assert "reading" in text
+    assert " 50%" in text
+    assert "[x]" in text
+
+
+@pytest.mark.parametrize("console", [terminal(), pipe()])
+def test_preparation_that_is_not_needed_shows_nothing(console: Console) -> None:
+    with preparation(console):
+        pass
+    assert written(console) == ""
+
+
+def finished(console: Console) -> str:
+    flops = worker("peak_flops", 100.6, flops_per_s=2e6, what="float32 matmul on cpu")
+    plan, view = plan_of(max_steps=8), fold([*run_events(), flops])
+    print_summary(console, summary(view, plan, RunDir("runs/tiny")), plan, view=view)
+    return written(console)
+
+
+def test_the_summary_names_the_peak_its_mfu_assumes() -> None:
+    lines = dict(line.split(":", 1) for line in finished(pipe()).splitlines())
+    values = {name: value.strip() for name, value in lines.items()}
+    assert values["MFU"] == (
+        "1.5% of a measured peak of 2e-06 TFLOP/s per rank, float32 matmul on cpu"
+    )
+    assert values["loss"] == "1.0000 → 0.1250"
+    assert values["validation loss"] == "2.0000"
+    assert values["peak memory"] == "rank 0: 200MiB, rank 1: 201MiB"
+    assert values["restarts"] == "1 (last: rank 1 was killed)"
+    assert values["time to first step"] == "1s"
+    assert values["run directory"].endswith("runs/tiny")
+
+
+def test_the_summary_on_a_terminal_says_the_same() -> None:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", finished(terminal(120)))
+    assert "finished" in text
+    assert "1.5% of a measured peak" in text
+
+
+def test_the_summary_reads_the_run_directory_for_what_it_lacks(tmp_path: Path) -> None:
+    run, console, plan = RunDir(tmp_path), pipe(), plan_of()
+    print_summary(console, summary(fold([launcher("done", 1, status="failed")]), plan, run), plan)
+    assert "status:             failed" in written(console)
+    assert "no peak was measured" in written(console)
+
+
+def test_the_peak_memory_of_many_ranks_is_a_range() -> None:
+    peaks = [step(1, rank=rank, peak=(100 + rank) * MIB) for rank in range(64)]
+    console, plan, view = pipe(), plan_of(), fold(peaks)
+    print_summary(console, summary(view, plan, RunDir("runs/x")), plan, view=view)
+    assert "100MiB to 163MiB on 64 ranks (most on rank 63)" in written(console)
+
+
+def test_an_output_without_unicode_gets_what_it_can_show() -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    plan, view = plan_of(), fold([step(1), step(2)])
+    print_summary(console, summary(view, plan, RunDir("runs/x")), plan, view=view)
+    assert b"1.0000 ? 0.5000" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (math.nan, "-"),
+        (-1.0, "0s"),
+        (0.44, "0.4s"),
+        (9.99, "10s"),
+        (59.6, "1m00s"),
+        (80, "1m20s"),
+        (3725, "1h02m"),
+        (90000, "1d01h"),
+    ],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "-"),
+        (100, "100B"),
+        (1536, "1.5KiB"),
+        (512 * MIB, "512MiB"),
+        (10 << 30, "10GiB"),
+        (12.7 * 1024**3, "12.7GiB"),
+        (1 << 60, "1048576TiB"),
+    ],
+)
+def test_sizes(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_memory_now_sees_what_is_allocated() -> None:
+    resident, peak = memory_now()
+    assert 0 < resident <= peak
+    block = torch.ones(16 * MIB)  # 64 MiB
+    assert memory_now()[0] >= resident + 48 * MIB
+    del block
+    assert memory_now()[1] >= resident + 48 * MIB
+
+
+def test_memory_is_measured_without_proc_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = memory_now()
+    monkeypatch.setattr("colotrain.observe.probes._from_status", lambda: None)
+    resident, peak = memory_now()
+    assert resident == pytest.approx(expected, rel=0.2)
+    assert peak >= resident
+
+
+def test_the_matmul_probe_gives_a_rate_and_leaves_random_numbers_alone() -> None:
+    state = torch.random.get_rng_state()
+    assert matmul_peak_flops(torch.device("cpu"), torch.float32) > 1e8
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_type_the_device_cannot_multiply_has_no_peak() -> None:
+    assert matmul_peak_flops(torch.device("cpu"), torch.bool) == 0.0

@@ -1,0 +1,116 @@
+"""README.md and docs/ say only what is true of the commands and keys that exist."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from colotrain.config.schema import Config
+from colotrain.records import field_types, from_plain
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*languages: str) -> list[str]:
+    """The fenced blocks of all pages in one of `languages`."""
+    texts = [page.read_text("utf-8") for page in PAGES]
+    return [
+        body for text in texts for language, body in FENCE.findall(text) if language in languages
+    ]
+
+
+def commands() -> list[list[str]]:
+    """The arguments of every `colotrain` shown, also of those that `make run ARGS=…` stands for."""
+    found = []
+    for line in "".join(blocks("bash", "sh", "console", "")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["colotrain"]:
+            found.append(words[1:])
+        elif words[:2] == ["make", "run"]:
+            found += [
+                ["run", *w.removeprefix("ARGS=").split()] for w in words if w.startswith("ARGS=")
+            ]
+    return found
+
+
+def overrides() -> set[str]:
+    shown = {word for command in commands() for word in command[1:] if "=" in word}
+    return {word for word in shown if not word.startswith("-")}
+
+
+def is_key(path: str) -> bool:
+    """Whether the schema has the dotted `path`; a free mapping takes anything below it."""
+    kind: object = Config
+    for part in path.lstrip("+~").split("."):
+        if typing.get_origin(kind) is dict:
+            return True
+        if not dataclasses.is_dataclass(kind):
+            return False
+        kind = field_types(typing.cast(type, kind)).get(part)
+    return kind is not None
+
+
+def is_shipped(folder: str, name: str) -> bool:
+    own = f"# recipes/{name}.yaml\n"
+    return (ROOT / folder / f"{name}.yaml").is_file() or any(own in b for b in blocks("yaml"))
+
+
+@pytest.mark.parametrize("verb", sorted({command[0] for command in commands()}))
+def test_a_verb_that_is_shown_exists(verb: str) -> None:
+    pytest.importorskip("colotrain.cli.main")
+    code = "from colotrain.cli.main import main; main()"
+    command = [sys.executable, "-c", code, verb, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("override", sorted(overrides()))
+def test_a_key_that_is_shown_exists(override: str) -> None:
+    key, _, value = override.partition("=")
+    assert is_key(key), f"{key} is not a key of the configuration"
+    if key == "recipe":
+        assert is_shipped("recipes", value)
+    elif dataclasses.is_dataclass(field_types(Config).get(key)):
+        assert is_shipped(f"conf/{key}", value)
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_recipe_that_is_shown_is_valid(text: str) -> None:
+    from_plain(Config, yaml.safe_load(text))
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python_that_is_shown_compiles(text: str) -> None:
+    ast.parse(text)
+
+
+def test_what_is_wrong_is_found() -> None:
+    assert is_key("train.max_steps")
+    assert is_key("model.args.width")
+    assert is_key("freeze.except")
+    assert not is_key("train.steps")
+    assert not is_key("train.seed.more")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_reference_of_keys_is_up_to_date() -> None:
+    page = ROOT / "docs" / "configuration.md"
+    renew = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))["page"]
+    assert renew(page.read_text("utf-8")) == page.read_text("utf-8"), "run `make docs`"
