@@ -127,7 +127,7 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
             loss=None if loss is None else float(loss),
             tokens_per_s=float(summary["tokens_per_s"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

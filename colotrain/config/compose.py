@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from colotrain.config import overrides as wrong
-from colotrain.config.files import display_path, first_line, read_file
+from colotrain.config.files import ConfigFile, display_path, first_line, read_file
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, PRIMARY, Search
 from colotrain.config.values import delete_, resolve_references, set_
@@ -188,6 +188,7 @@ class _Layers(ConfigRepository):
         self.search = search
         self.choices = choices
         self.problems = problems
+        self.files: dict[Path, ConfigFile] = {}
         self.loaded: dict[str, ConfigResult | None] = {}
 
     def load_config(self, config_path: str) -> ConfigResult | None:
@@ -220,7 +221,7 @@ class _Layers(ConfigRepository):
         file = self.search.find(config_path)
         if file is None:
             return None
-        found = read_file(file, self.problems)
+        found = self._read(file)
         is_recipe = config_path.startswith("recipe/")
         defaults = self._defaults(config_path, found.settings, file)
         if config_path == PRIMARY:
@@ -237,7 +238,14 @@ class _Layers(ConfigRepository):
             defaults_list=defaults,
         )
 
+    def _read(self, file: Path) -> ConfigFile:
+        if file not in self.files:
+            self.files[file] = read_file(file, self.problems)
+        return self.files[file]
+
     def _defaults(self, config_path: str, settings: DictConfig, file: Path) -> list[InputDefault]:
+        if "defaults" in settings and settings["defaults"] is None:
+            del settings["defaults"]
         try:
             raw = self._extract_defaults_list(config_path, settings)
             return self._create_defaults_list(config_path, raw)
@@ -290,13 +298,13 @@ class _Layers(ConfigRepository):
         self, group: str, name: str, file: Path, written: InputDefault | None = None
     ) -> list[ConfigDefault]:
         """The entry for GROUP/NAME, or none and a problem where there is no such file."""
-        if self.search.find(f"{group}/{name}") is None:
+        target = self.search.find(f"{group}/{name}")
+        if target is None:
             if written is None or not written.is_optional():
                 self.problems.append(self.search.unknown(group, name, where=display_path(file)))
             return []
         package = written.package if written is not None else None
-        found = self.load_config(f"{group}/{name}")
-        if package is None and found is not None and found.header["package"] is None:
+        if package is None and group != "recipe" and self._read(target).package is None:
             package = "_global_." + group.replace("/", ".")
         return [ConfigDefault(path=f"/{group}/{name}", package=package)]
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from colotrain.errors import Problem
 
@@ -31,14 +29,8 @@ def read_file(file: Path, problems: list[Problem]) -> ConfigFile:
     try:
         text = file.read_text("utf-8")
         settings = OmegaConf.load(StringIO(text))
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        expected = f"valid YAML ({error.problem or error.context})"
-        problems.append(Problem(key=f"{shown}{line}", expected=expected, fix="correct that line"))
-        return nothing
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
-        expected = f"a YAML file of settings ({first_line(error)})"
-        problems.append(Problem(key=shown, expected=expected, fix="correct the file"))
+    except Exception as error:  # of the file system, of YAML or of OmegaConf: all are the file's
+        problems.append(_unreadable(shown, error))
         return nothing
     if not isinstance(settings, DictConfig):
         fix = "write settings as in train.max_steps"
@@ -46,6 +38,16 @@ def read_file(file: Path, problems: list[Problem]) -> ConfigFile:
         return nothing
     header = _PACKAGE.match(text)
     return ConfigFile(settings=settings, package=header[1] if header else None)
+
+
+def _unreadable(shown: str, error: Exception) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        expected = f"a YAML file of settings ({first_line(error)})"
+        return Problem(key=shown, expected=expected, fix="correct the file")
+    reason = getattr(error, "problem", None) or getattr(error, "context", None)
+    expected = f"valid YAML ({reason})"
+    return Problem(key=f"{shown}:{mark.line + 1}", expected=expected, fix="correct that line")
 
 
 def display_path(file: Path) -> str:

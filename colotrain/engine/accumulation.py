@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from colotrain.data.loader import count_targets
 from colotrain.engine.gradients import GradientState, note_use
-from colotrain.engine.sharding import begin_micro_batch
+from colotrain.engine.sharding import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
 
 Batch = dict[str, Tensor]
@@ -55,6 +55,7 @@ def accumulate(
         note_use(state)
         (loss_sum * (totals.loss_scale / totals.nominal)).backward()
         totals.add(loss_sum, count)
+    reduce_replicated_(sharded)
     return totals
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -89,6 +90,9 @@ def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
     """Make the gradients of `sharded` readable by `read(sharded.module)`."""
     names = tuple(name for name, _ in sharded.module.named_parameters())
     state = GradientState(sharded=sharded, frozen=frozen, names=names)
+    for name, parameter in sharded.module.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            _note(state, name, parameter)
     _STATES[sharded.module] = state
     return state
 
@@ -150,8 +154,12 @@ def note_use(state: GradientState) -> None:
         name, whole = str(param._param_fqn), getattr(param, "_unsharded_param", None)
         if whole is None or name in state.watched or not whole.requires_grad:
             continue
-        whole.register_post_accumulate_grad_hook(lambda _, name=name: state.used_here.add(name))
-        state.watched.add(name)
+        _note(state, name, whole)
+
+
+def _note(state: GradientState, name: str, parameter: Tensor) -> None:
+    parameter.register_post_accumulate_grad_hook(lambda _: state.used_here.add(name))
+    state.watched.add(name)
 
 
 def local_facts(state: GradientState) -> Tensor:
@@ -159,19 +167,26 @@ def local_facts(state: GradientState) -> Tensor:
 
     Summed over all ranks it describes the whole gradients: ranks that hold replicas give zeros.
     """
-    parameters = dict(state.sharded.module.named_parameters())
     squares = torch.zeros(len(state.names), dtype=torch.float64)
-    index = [
-        i
-        for i, name in enumerate(state.names)
-        if parameters[name].grad is not None and local_shard(parameters[name].grad).numel()
-    ]
-    if index and state.sharded.counts_here:
-        shards = [local_shard(parameters[state.names[i]].grad) for i in index]
-        norms = torch.stack(torch._foreach_norm(shards)).double().cpu()
-        squares[index] = norms.square()
+    shards = {i: shard for i, p in enumerate(_parameters(state)) if (shard := _counted(state, p)) is not None}
+    if shards:
+        norms = torch._foreach_norm(list(shards.values()))
+        squares[list(shards)] = torch.stack([norm.double() for norm in norms]).cpu().square()
     used = torch.tensor([float(name in state.used_here) for name in state.names])
     return torch.cat((squares, used.double()))
+
+
+def _parameters(state: GradientState) -> list[nn.Parameter]:
+    return list(state.sharded.module.parameters())
+
+
+def _counted(state: GradientState, parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of a gradient in a sum over all ranks; None where it has none."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor):
+        shard = grad.to_local()
+        return shard if shard.numel() and state.sharded.counts_here else None
+    return grad if grad is not None and dist.get_rank() == 0 else None
 
 
 def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:

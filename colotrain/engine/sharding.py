@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -84,13 +85,19 @@ def shard_(
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32 if compute else None
     )
+    # fully_shard takes neither; they stay whole on every rank (see `reduce_replicated_`)
+    options = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "ignored_params": {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0},
+    }
     groups = []
     for name, modules in modules_of:
         stays = _stays_gathered(name, plan.plugin)
         target = modules[0] if len(modules) == 1 else modules
-        fully_shard(target, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
+        fully_shard(target, reshard_after_forward=not stays, **options)  # type: ignore[call-overload]
         groups.append(Group(name=name, handle=modules[0], stays_gathered=stays))  # type: ignore[arg-type]
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
     stays = plan.plugin.parameters_live == "step"
     groups.append(Group(name="", handle=model, stays_gathered=stays))  # type: ignore[arg-type]
     for group in groups:
@@ -146,6 +153,23 @@ def _even_out_accumulated(sharded: ShardedModel) -> None:
             if param.sharded_param.requires_grad and param.unsharded_accumulated_grad is None:
                 whole = torch.zeros(param._orig_size, dtype=param.reduce_dtype)
                 param.unsharded_accumulated_grad = whole.to(param.sharded_param.device)
+
+
+def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
+    """Scalar and empty parameters, which every rank holds whole."""
+    return [p for p in sharded.module.parameters() if not isinstance(p, DTensor)]
+
+
+def reduce_replicated_(sharded: ShardedModel) -> None:
+    """Sum the gradients of replicated parameters over all ranks, once a step. All ranks must call."""
+    parameters = [p for p in replicated(sharded) if p.requires_grad and p.numel()]
+    if not parameters:
+        return
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    summed = torch.stack([grad.double() for grad in grads])
+    dist.all_reduce(summed)
+    for parameter, total in zip(parameters, summed, strict=True):
+        parameter.grad = total.to(parameter.dtype)
 
 
 def reshard(sharded: ShardedModel) -> None:

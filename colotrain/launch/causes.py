@@ -22,13 +22,6 @@ class Death:
     log: str
     time: float
 
-    @staticmethod
-    def of(rank: int, failure: Any) -> Death:
-        """From torch elastic's ProcessFailure."""
-        error_file = str(failure.error_file)
-        log = error_file.removesuffix("error.json") + "stderr.log"
-        return Death(rank=rank, exit_code=failure.exitcode, log=log, time=failure.timestamp)
-
     @property
     def killed_by(self) -> str | None:
         if self.exit_code >= 0:

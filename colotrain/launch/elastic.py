@@ -105,8 +105,8 @@ def _run_agent(current: Launch) -> None:
 
 
 def _elastic(current: Launch) -> None:
-    # it warns that a thread gets no signals, which is why it runs on one
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    # what it says is said better by the events, and a thread without signals is meant
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -121,7 +121,7 @@ def _elastic(current: Launch) -> None:
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
-                deaths = [Death.of(rank, failure) for rank, failure in result.failures.items()]
+                deaths = [_death(rundir, rank, f) for rank, f in result.failures.items()]
                 current.deaths = deaths
                 again = _worth_restarting(rundir) and self._remaining_restarts > 0
                 self._remaining_restarts = self._remaining_restarts if again else 0
@@ -156,6 +156,13 @@ def _elastic(current: Launch) -> None:
         spec.rdzv_handler.shutdown()
     if result.is_failed():
         raise RuntimeError("workers failed")
+
+
+def _death(rundir: RunDir, rank: int, failure: Any) -> Death:
+    """From torch elastic's ProcessFailure."""
+    logs = rundir.logs.glob(f"*/*/attempt_*/{failure.local_rank}/stderr.log")
+    log = max(logs, key=lambda path: path.stat().st_mtime, default=rundir.logs)
+    return Death(rank=rank, exit_code=failure.exitcode, log=str(log), time=failure.timestamp)
 
 
 def _log_folder(rundir: RunDir) -> Path:

@@ -122,7 +122,7 @@ def launcher_of(rundir: RunDir) -> Launcher | None:
     """Who the identity file names; None where there is none that can be read."""
     try:
         return from_plain(Launcher, json.loads(rundir.launcher_file.read_text("utf-8")))
-    except (OSError, ValueError, ConfigError):
+    except (OSError, ValueError, RecursionError, ConfigError):
         return None
 
 

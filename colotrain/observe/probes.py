@@ -26,7 +26,7 @@ def memory_now() -> tuple[int, int]:
     device (`torch.cuda.max_memory_allocated`).
     """
     resident, peak = _from_status() or _from_psutil()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return resident, torch.cuda.max_memory_allocated()
     return resident, peak
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,11 +34,10 @@ EVIL = "\x1b[31mred\x1b[0m\r\nsecond line [bold]markup[/bold] :smile: \udcff"
 
 
 @pytest.fixture(autouse=True)
-def _outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CI", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    yield
 
 
 def terminal(width: int = 100) -> Console:
@@ -197,19 +197,17 @@ def test_the_live_lines_fit_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_preparation_off_a_terminal_is_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    console = pipe()
+    now, console = [0], pipe()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with preparation(console) as report:
-        for done in range(101):
-            now[0] += 0.1
-            report("tokenizing", done, 100)
-        report("tokenizing", 100, 100)
+        for now[0] in range(9):  # seconds
+            report("tokenizing", now[0], 8)
+        report("tokenizing", 8, 8)
         report("waiting for another process", 3, 0)
     assert written(console).splitlines() == [
-        "preparing=tokenizing done=0 total=100",
-        "preparing=tokenizing done=50 total=100",
-        "preparing=tokenizing done=100 total=100",
+        "preparing=tokenizing done=0 total=8",
+        "preparing=tokenizing done=5 total=8",
+        "preparing=tokenizing done=8 total=8",
         'preparing="waiting for another process" done=3 total=-',
     ]
 

@@ -204,6 +204,13 @@ def test_an_attempt_that_starts_from_nothing_forgets_everything_before() -> None
     assert (view.steps, view.loss) == (0, ())
 
 
+def test_what_an_earlier_attempt_did_stays_forgotten_however_late_it_is_read() -> None:
+    live = Fold().add([worker("started", 9, attempt=1, step=0)])
+    assert live.view().steps == 0
+    assert live.add([worker("started", 1, step=0), step(1), step(2)]).view().loss == ()
+    assert live.add([step(1, attempt=1, loss=5.0), step(3)]).view().loss == ((1, 5.0),)
+
+
 def test_a_lost_start_is_made_up_for_by_the_first_step_of_the_attempt() -> None:
     view = view_of(step(1), step(2), step(3), step(4), step(3, attempt=1, loss=9.0))
     assert view.loss[-1] == (3, 9.0)
