@@ -30,6 +30,9 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Run a plan that does not fit in memory all the same.")
+]
 Run = Annotated[
     str | None,
     typer.Argument(
@@ -56,11 +59,11 @@ def about(
 
 
 @app.command()
-def run(overrides: Overrides = None, as_json: Json = False) -> int:
+def run(overrides: Overrides = None, as_json: Json = False, force: Force = False) -> int:
     """Train, and follow the run until it ends."""
     from colotrain.cli.run import run as start
 
-    return start(overrides or [], as_json=as_json)
+    return start(overrides or [], as_json=as_json, force=force)
 
 
 @app.command()
@@ -69,6 +72,39 @@ def plan(overrides: Overrides = None, as_json: Json = False) -> int:
     from colotrain.cli.plan import plan as show
 
     return show(overrides or [], as_json=as_json)
+
+
+@app.command()
+def verify(
+    overrides: Overrides = None,
+    plugins: Annotated[str, typer.Option(help="Plugins to check; by default all.")] = "",
+    world_sizes: Annotated[
+        str, typer.Option(help="Numbers of ranks, as in 1,2,4; by default the plan's.")
+    ] = "",
+    accumulation: Annotated[str, typer.Option(help="Accumulation steps to check.")] = "1,4",
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, or recipe: the plan's own (AdamW hides wrong scales).")
+    ] = "sgd",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest difference, relative to the largest value; 1e-6 in fp32."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Prove it: compare plugins with one process of plain torch."""
+    from colotrain.cli.verify import verify as check
+
+    return check(
+        overrides or [],
+        plugins=plugins,
+        world_sizes=world_sizes,
+        accumulation=accumulation,
+        optimizer=optimizer,
+        steps=steps,
+        tolerance=tolerance,
+        as_json=as_json,
+    )
 
 
 @app.command()

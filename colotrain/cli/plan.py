@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from colotrain.cli.output import print_json, stdout_console
-from colotrain.cli.resolving import plan_and_survey
+from colotrain.cli.resolving import settle
 from colotrain.config.model import at_peak
 from colotrain.config.sizes import format_size
 from colotrain.errors import DoesNotFit
@@ -24,8 +24,9 @@ NO_TIME = {"step_s": 0.0, "tokens_per_s": 0.0, "mfu": 0.0}
 
 def plan(overrides: list[str], *, as_json: bool) -> int:
     """Resolve the overrides and print the plan; exit code 3 where it does not fit."""
-    made, survey = plan_and_survey(overrides, here=False)
-    document = describe(made, survey)
+    setting = settle(overrides, here=False)
+    made = setting.plan
+    document = describe(made, setting.survey)
     if as_json:
         print_json(document)
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from colotrain.config.machine import Machine
 from colotrain.config.sizes import format_size
@@ -12,18 +14,45 @@ from colotrain.plan import FreezePlan, ModelPlan, RunPlan, Survey
 MOST_RANKS_PER_CORE = 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a verb starts from: the composed configuration, and the plan that it resolves to."""
+
+    config: dict[str, Any]
+    plan: RunPlan
+    survey: Survey
+    """The look at the model that the plan was made from."""
+    machine: Machine
+
+    def resolve(self, config: dict[str, Any]) -> RunPlan:
+        """The plan of a changed configuration on the same machine."""
+        return _resolve(config, self.machine)[0]
+
+
 def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
-    """The plan that the arguments describe; raises `ConfigError` with all problems.
+    """The plan that the arguments describe; raises `ConfigError` with all problems."""
+    return settle(overrides, here=here).plan
+
+
+def settle(overrides: Sequence[str], *, here: bool = True) -> Setting:
+    """Compose the arguments and resolve them; raises `ConfigError` with all problems.
 
     `here`: the plan is to run on this machine, so its ranks must find a place on it.
     """
-    return plan_and_survey(overrides, here=here)[0]
-
-
-def plan_and_survey(overrides: Sequence[str], *, here: bool = True) -> tuple[RunPlan, Survey]:
-    """The plan, and the look at the model that it was made from."""
     from colotrain.config.compose import gather
     from colotrain.config.machine import this_machine
+
+    config, problems = gather(overrides)
+    machine = this_machine()
+    plan, survey = _resolve(config, machine, found=problems)
+    if here:
+        check_place(plan, machine)
+    return Setting(config=config, plan=plan, survey=survey, machine=machine)
+
+
+def _resolve(
+    config: dict[str, Any], machine: Machine, found: Sequence[Problem] = ()
+) -> tuple[RunPlan, Survey]:
     from colotrain.config.resolve import resolve
 
     surveys: list[Survey] = []
@@ -34,11 +63,7 @@ def plan_and_survey(overrides: Sequence[str], *, here: bool = True) -> tuple[Run
         surveys.append(survey(model, freeze, seq_len))
         return surveys[-1]
 
-    config, problems = gather(overrides)
-    machine = this_machine()
-    plan = resolve(config, survey=look, machine=machine, found=problems)
-    if here:
-        check_place(plan, machine)
+    plan = resolve(config, survey=look, machine=machine, found=found)
     return plan, surveys[-1]
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from colotrain.cli.output import print_json, stderr_console
-from colotrain.cli.resolving import check_fits, plan_from
-from colotrain.errors import ColotrainError, UsageError
+from colotrain.cli.resolving import check_fits, settle
+from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
+from colotrain.launch.forkserver import warm_up
 from colotrain.plan import RunPlan
 from colotrain.rundir import RUNS, RunDir, write_atomically
 
 if TYPE_CHECKING:
+    from colotrain.data.tokens import Prepared
     from colotrain.observe.events import Event
 
 
 def run(overrides: list[str], *, as_json: bool, force: bool = False) -> int:
     """Resolve the overrides, write the run directory and train."""
-    plan = plan_from(overrides)
+    warm_up()
+    setting = settle(overrides)
+    plan = setting.plan
     if not force:
         check_fits(plan)
     rundir = RunDir(RUNS / plan.name)
@@ -27,26 +30,28 @@ def run(overrides: list[str], *, as_json: bool, force: bool = False) -> int:
             f"name={plan.name}: {rundir.path} exists",
             "choose another name, or checkpoint.resume=auto to go on with it",
         )
-    return train(plan, rundir, overrides, as_json=as_json)
+    return train(plan, rundir, setting.config, as_json=as_json)
 
 
 def resume(run: str | None, overrides: list[str], *, as_json: bool) -> int:
     """Go on with a run from its newest checkpoint; with overrides its plan is made anew."""
     rundir = RunDir.find(run)
+    warm_up()
     if not overrides:
         return train(rundir.plan(), rundir, None, as_json=as_json)
     if not rundir.config_file.is_file():
         raise UsageError(f"{rundir.path}: has no {rundir.config_file.name}", "resume it unchanged")
-    arguments = [f"recipe={rundir.config_file}", *overrides, f"name={rundir.name}"]
-    return train(plan_from(arguments), rundir, arguments, as_json=as_json)
+    setting = settle([f"recipe={rundir.config_file}", *overrides, f"name={rundir.name}"])
+    return train(setting.plan, rundir, setting.config, as_json=as_json)
 
 
 def train(
-    plan: RunPlan, rundir: RunDir, overrides: Sequence[str] | None, *, as_json: bool
+    plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_json: bool
 ) -> int:
     """Write the plan, prepare the data, launch, follow, and leave `summary.json`.
 
-    `overrides` are what the plan was made from, None where it is the run's own.
+    `config` is what a new plan was made from, so that the run can be resumed with changes; None
+    where the plan is the run's own.
     """
     from colotrain.data.tokens import prepare
     from colotrain.launch.elastic import launch
@@ -58,11 +63,11 @@ def train(
     rundir.create()
     with liveness.claim(rundir):
         rundir.write_plan(plan)
-        if overrides is not None:
-            _keep_config(rundir, overrides)
+        if config is not None:  # JSON is YAML, and this file is a recipe
+            write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
         if plan.data.source != "target":
             with preparation(console) as progress:
-                prepare(plan.data, progress=progress)
+                check_vocabulary(plan, prepare(plan.data, progress=progress))
         fold = Fold(max_steps=plan.train.max_steps)
         with progress_for(console, plan) as shown:
 
@@ -82,9 +87,10 @@ def train(
     return exit_code
 
 
-def _keep_config(rundir: RunDir, overrides: Sequence[str]) -> None:
-    """Keep the composed configuration, so that the run can be resumed with changes."""
-    from colotrain.config.compose import compose
-
-    # JSON is YAML, and this file is a recipe
-    write_atomically(rundir.config_file, json.dumps(compose(overrides), indent=2) + "\n")
+def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:
+    """Refuse tokens that the model has no row for: token files tell only when they are read."""
+    rows = plan.model.args.get("vocab_size")
+    if isinstance(rows, int) and prepared.vocab_size > rows:
+        expected = f"at least {prepared.vocab_size}, the largest token of the data plus one"
+        key, fix = "model.args.vocab_size", f"set model.args.vocab_size={prepared.vocab_size}"
+        raise ConfigError([Problem(key=key, value=rows, expected=expected, fix=fix)])

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.cli.output import is_live, print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.observe.events import EventReader, json_safe
+from colotrain.observe.events import EventReader
 from colotrain.observe.liveness import is_alive, launcher_of, state
-from colotrain.observe.progress import clean, format_duration, is_live, print_plain, shown
+from colotrain.observe.progress import clean, format_duration, print_plain, shown
 from colotrain.observe.view import ENDED, Fold, RunView, follow, overall_tokens_per_s
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
@@ -27,6 +27,7 @@ from colotrain.rundir import RUNS, RunDir, write_atomically
 STOP_TIMEOUT_S = 120.0
 POLL_S = 0.2
 REPORT_S = 10.0
+WITHOUT_TERMINAL = 1000  # columns: a line a run, however long its name
 STYLES = {
     "running": "green",
     "starting": "green",
@@ -61,7 +62,7 @@ def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
     """Print every run under `root`, the newest first."""
     rows = [row_of(rundir) for rundir in newest_first(root)]
     if as_json:
-        print(json.dumps(json_safe(to_plain(rows)), indent=2))
+        print_json(to_plain(rows))
         return 0
     for row in rows:
         if row.problem is not None:
@@ -161,9 +162,9 @@ def _written_at(rundir: RunDir) -> float:
 
 def print_table(rows: list[Row]) -> None:
     """On a terminal as wide as it is; elsewhere a line a run, however long."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=1000)
+    console = stdout_console()
+    if not is_live(console):
+        console.width = WITHOUT_TERMINAL
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NAME", "STATE", "PLUGIN"):
         table.add_column(title, overflow="fold")
@@ -233,7 +234,7 @@ def wait_for_end(rundir: RunDir, *, timeout_s: float) -> str | None:
 @contextmanager
 def _waiting(name: str) -> Iterator[Callable[[float], None]]:
     """A callback that says on stderr how long the wait may still take."""
-    console = Console(stderr=True)
+    console = stderr_console()
     what = f"waiting for {clean(name)} to save and stop"
     if is_live(console):
         with console.status(Text(what)) as status:

@@ -65,9 +65,8 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
         yield from _check_range(key, value)
     for key, (only, fix) in NOT_YET.items():
         if values.get(key, only) != only:
-            yield Problem(
-                key=key, value=values[key], expected=f"{only} (not available yet)", fix=fix
-            )
+            expected = f"{'null' if only is None else only} (not available yet)"
+            yield Problem(key=key, value=values[key], expected=expected, fix=fix)
     yield from _check_model(settings, is_whole=is_whole)
     yield from _check_data(settings.data, is_whole=is_whole and settings.model.target is not None)
     yield from _check_optim(settings)
@@ -117,7 +116,7 @@ def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
         fix = f"recipes: {', '.join(recipe_names())}"
         yield Problem(key="recipe", expected="a recipe (recipe=NAME), or model.target", fix=fix)
     else:
-        fix = "set model.target=package.module:callable"
+        fix = "set model.target, or build on a recipe that does: `defaults: [llm-tiny, _self_]`"
         yield Problem(key="model.target", expected="a model", fix=fix)
 
 

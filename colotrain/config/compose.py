@@ -64,7 +64,7 @@ def gather(
             delete_(config, key, value, problems)
         elif not _is_choice(override):
             set_(config, key, value, problems)
-    if recipe is not None:
+    if recipe is not None and config.get("recipe") is None:  # a saved configuration names its own
         config["recipe"] = recipe
     return resolve_references(config, problems), problems
 
@@ -244,12 +244,12 @@ class _Layers(ConfigRepository):
         return self.files[file]
 
     def _defaults(self, config_path: str, settings: DictConfig, file: Path) -> list[InputDefault]:
-        if "defaults" in settings and settings["defaults"] is None:
-            del settings["defaults"]
         try:
+            if "defaults" in settings and settings["defaults"] is None:
+                del settings["defaults"]
             raw = self._extract_defaults_list(config_path, settings)
             return self._create_defaults_list(config_path, raw)
-        except (ValueError, AssertionError) as error:
+        except (OmegaConfBaseException, ValueError, AssertionError) as error:
             key = f"defaults (in {display_path(file)})"
             expected = f"a list of names ({first_line(error)})"
             fix = "write it as in [llm-base, _self_]"
@@ -285,7 +285,7 @@ class _Layers(ConfigRepository):
         found: list[ConfigDefault] = []
         written = OmegaConf.to_container(settings, resolve=False)
         assert isinstance(written, dict)
-        for group in (group for group in GROUPS if group in written):
+        for group in (group for group in GROUPS[1:] if group in written):
             value = written[group]
             if value is None:
                 del settings[group]

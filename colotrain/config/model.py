@@ -52,13 +52,22 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
     written |= {f"freeze.unfreeze.{step}": globs for step, globs in freeze.unfreeze.items()}
     names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
     for key, glob in ((key, glob) for key, globs in written.items() for glob in globs):
-        if survey.matched.get(glob, 1) == 0:
-            expected, fix = "a glob that matches a parameter's name", suggest(glob, names)
+        if not survey.matched.get(glob):
+            expected, fix = "a glob that matches a parameter's name", _nearest(glob, names)
             yield Problem(key=key, value=glob, expected=expected, fix=fix)
     if names and all(p.frozen_by is not None for p in survey.parameters):
         expected = "at least one parameter that trains from the first step (all are frozen)"
         value, fix = ", ".join(freeze.patterns) or None, "name some in freeze.except"
         yield Problem(key="freeze.patterns", value=value, expected=expected, fix=fix)
+
+
+def _nearest(glob: str, names: list[str]) -> str:
+    """The nearest names or `module.*`; without any, the model's outermost ones."""
+    split = [name.split(".") for name in names]
+    outermost = [f"{parts[0]}.*" if len(parts) > 1 else parts[0] for parts in split]
+    modules = [".".join(p[:depth]) + ".*" for p in split for depth in range(1, len(p))]
+    hint = suggest(glob.strip("*.?"), {*names, *modules})
+    return hint if hint.startswith("did you mean") else suggest("", set(outermost))
 
 
 def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from colotrain.config.machine import Machine
 from colotrain.config.model import SurveyModel, at_peak, count, look
 from colotrain.config.plugin import check_override_names, check_plugin, decide
 from colotrain.config.scale import Scale, ranks_here, scale_out
-from colotrain.config.schema import Config, Data, Freeze, Optim, Train
+from colotrain.config.schema import Config, Data, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
 from colotrain.plan import (
     BatchPlan,
@@ -30,7 +30,7 @@ from colotrain.plan import (
     RunPlan,
     TrainPlan,
 )
-from colotrain.records import read
+from colotrain.records import read, sections
 from colotrain.rundir import run_name
 
 
@@ -51,7 +51,7 @@ def resolve(
     settings = read(Config, config, key="", problems=problems)
     if settings is None:
         raise ConfigError(problems)
-    problems += check(settings, is_whole=not problems)
+    problems += check(settings, is_whole=not _may_hide_the_model(problems))
     scale, batch = scale_out(settings, machine, problems)
     plugin_problems = list(check_plugin(settings.plugin, scale))
     problems += plugin_problems
@@ -77,20 +77,20 @@ def resolve(
         optim=optim,
         freeze=dataclasses.replace(freeze, matched=looked.matched),
         cluster=_cluster(scale, machine),
-        elastic=ElasticPlan(
-            max_restarts=settings.elastic.max_restarts,
-            hang_timeout_s=settings.elastic.hang_timeout_s,
-        ),
+        elastic=_elastic(settings.elastic),
         checkpoint=_checkpoint(settings),
-        observe=ObservePlan(
-            log_every=settings.observe.log_every,
-            grads_every=settings.observe.grads_every or 0,
-        ),
+        observe=_observe(settings.observe),
         parameters=count(looked),
         memory=memory,
         flops_per_token=looked.flops_per_token,
         warnings=tuple(_warnings(settings, scale, machine)),
     )
+
+
+def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
+    """Whether model or data may be missing because of what is known already."""
+    others = set(sections(Config)) - {"model", "data"}
+    return any(problem.key.partition(".")[0] not in others for problem in problems)
 
 
 def _data(data: Data, problems: list[Problem]) -> DataPlan | None:
@@ -203,6 +203,14 @@ def _checkpoint(settings: Config) -> CheckpointPlan:
         keep=checkpoint.keep,
         resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,
     )
+
+
+def _elastic(elastic: Elastic) -> ElasticPlan:
+    return ElasticPlan(max_restarts=elastic.max_restarts, hang_timeout_s=elastic.hang_timeout_s)
+
+
+def _observe(observe: Observe) -> ObservePlan:
+    return ObservePlan(log_every=observe.log_every, grads_every=observe.grads_every or 0)
 
 
 def _default_name(settings: Config, plugin: str) -> str:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 PRIMARY = "colotrain"
 """The file under the shipped `conf` that lists the layers."""
 GROUPS = ("recipe", *sections(Config))
-"""What may be chosen by name: a recipe, and a file for any section of the schema."""
+"""What may be chosen by name: a recipe (first), and a file for any section of the schema."""
 ENDINGS = (".yaml", ".yml")
 
 

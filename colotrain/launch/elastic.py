@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,23 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.launch.causes import Death, describe
+from colotrain.launch.forkserver import ENTRY, warm_up, work
 from colotrain.observe.events import Event, EventReader, EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
 POLL_S = 0.2
 EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75, "interrupted": 130}
-# What torchrun would otherwise leave to chance, set for this process and its workers.
-ENVIRONMENT = {
-    # the rendezvous store of a dead attempt must not be reused: restarts hang half of the time
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Launch:
-    """One launch of a run's workers on this machine."""
+    """One launch of a run's workers on this machine, shared by the two threads."""
 
     plan: RunPlan
     rundir: RunDir
@@ -43,16 +37,31 @@ class Launch:
     worker: str
     """Module that each worker process runs."""
     deaths: list[Death] = field(default_factory=list)
+    """How the workers of the newest attempt that failed ended."""
+    ended: list[Event] = field(default_factory=list)
+    """What workers said last: failed, finished or stopped."""
+    progressed: bool = False
+    """Whether any step was made."""
     error: BaseException | None = None
     signals: list[str] = field(default_factory=list)
+
+    def take(self, events: list[Event]) -> None:
+        self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
+        self.progressed = self.progressed or any(e.kind == "step" for e in events)
+
+    def cause(self) -> str:
+        """Why the newest attempt failed."""
+        failed = [event for event in self.ended if event.kind == "failed"]
+        newest = max((event.attempt or 0 for event in failed), default=0)
+        return describe(self.deaths, [e for e in failed if e.attempt == newest], self.error)
 
 
 def launch(
     plan: RunPlan,
     rundir: RunDir,
     *,
-    follow: Callable[[list[Event]], None] | None = None,
-    worker: str = "colotrain.engine.worker",
+    follow: Callable[[list[Event]], None] = lambda events: None,
+    worker: str = ENTRY,
 ) -> tuple[int, str]:
     """Run the plan's workers until they end; returns the exit code and the cause of a failure.
 
@@ -60,40 +69,39 @@ def launch(
     first SIGINT or SIGTERM asks the workers to save and stop, the second ends everything at once.
     `worker` is the module that the processes run.
     """
-    os.environ.update(ENVIRONMENT)
+    warm_up()
     rundir.stop_file.unlink(missing_ok=True)
-    current = Launch(plan, rundir, EventWriter(rundir.launcher_events), worker)
+    current = Launch(
+        plan=plan, rundir=rundir, events=EventWriter(rundir.launcher_events), worker=worker
+    )
     reader = EventReader(rundir)
-    reader.poll()  # what earlier launches wrote
+    reader.drain()  # what earlier launches wrote
     current.events.write(
         "launch", pid=os.getpid(), host=socket.gethostname(), world_size=plan.world_size
     )
     agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
-    seen: list[Event] = []
     with _signals(current):
         agent.start()
-        while True:
+        running = True
+        while running:
             running = agent.is_alive()
-            fresh = reader.poll()
-            seen += [event for event in fresh if event.kind in ("failed", "finished", "stopped")]
-            if follow and (fresh or running):
-                follow(fresh)
-            if not running:
-                break
+            fresh = reader.drain()
+            current.take(fresh)
+            follow(fresh)
             agent.join(POLL_S)
-    status, cause = _outcome(current, seen)
+    status = _outcome(current)
+    cause = current.cause() if status == "failed" else ""
     current.events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
-    if follow:
-        follow(reader.poll())
+    follow(reader.drain())
     return EXIT_CODES[status], cause
 
 
-def _outcome(current: Launch, seen: list[Event]) -> tuple[str, str]:
+def _outcome(current: Launch) -> str:
     if current.error is not None:
-        return "failed", describe(current.deaths, _failures(current.rundir), current.error)
-    if any(event.kind == "stopped" for event in seen) and seen[-1].kind != "finished":
-        return ("interrupted" if "SIGINT" in current.signals else "preempted"), ""
-    return "finished", ""
+        return "failed"
+    if current.ended and current.ended[-1].kind == "stopped":
+        return "interrupted" if "SIGINT" in current.signals else "preempted"
+    return "finished"
 
 
 def _run_agent(current: Launch) -> None:
@@ -121,13 +129,12 @@ def _elastic(current: Launch) -> None:
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
-                deaths = [_death(rundir, rank, f) for rank, f in result.failures.items()]
-                current.deaths = deaths
-                again = _worth_restarting(rundir) and self._remaining_restarts > 0
-                self._remaining_restarts = self._remaining_restarts if again else 0
-                if again:
-                    cause = describe(deaths, _failures(rundir))
-                    current.events.write("restart", cause=cause)
+                current.deaths = [_death(rundir, r, f) for r, f in result.failures.items()]
+                if not current.progressed:  # what fails at the start fails again
+                    self._remaining_restarts = 0
+                if self._remaining_restarts:
+                    time.sleep(2 * POLL_S)  # let the main thread read the workers' last words
+                    current.events.write("restart", cause=current.cause())
             return result
 
     parameters = RendezvousParameters(
@@ -141,15 +148,15 @@ def _elastic(current: Launch) -> None:
     spec = WorkerSpec(
         role="worker",
         local_world_size=plan.cluster.procs_per_node,
-        entrypoint=sys.executable,
-        args=("-m", current.worker, str(rundir.path)),
+        entrypoint=work,
+        args=(current.worker, str(rundir.path)),
         rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
         max_restarts=plan.elastic.max_restarts,
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
     logs = DefaultLogsSpecs(log_dir=str(_log_folder(rundir)), redirects=Std.ALL)
-    agent = Agent(spec=spec, logs_specs=logs, start_method="spawn", shutdown_timeout=10)
+    agent = Agent(spec=spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=10)
     try:
         result = agent.run()
     finally:
@@ -169,18 +176,6 @@ def _log_folder(rundir: RunDir) -> Path:
     folder = rundir.logs / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-
-
-def _worth_restarting(rundir: RunDir) -> bool:
-    """Not before any step was made: what fails at the start fails again."""
-    return any(event.kind == "step" for event in EventReader(rundir).poll())
-
-
-def _failures(rundir: RunDir) -> list[Event]:
-    """What the workers of the newest attempt said when they failed."""
-    newest = rundir.next_attempt() - 1
-    events = EventReader(rundir).poll()
-    return [event for event in events if event.kind == "failed" and event.attempt == newest]
 
 
 @contextmanager

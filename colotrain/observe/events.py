@@ -208,7 +208,10 @@ class EventReader:
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[Event]:
-        """New events, by time across files and in the order of writing within each file."""
+        """New events, by time across files and in the order of writing within each file.
+
+        Memory is bounded: after a long run, poll again while `behind` to have read everything.
+        """
         batches: list[list[Event]] = []
         start, self.behind = self._total(), False
         for path, rank, attempt in event_files(self._rundir, ranks=self._ranks):
@@ -217,6 +220,13 @@ class EventReader:
                 break
             batches.append(self._parse(self._take(path), rank, attempt))
         return list(heapq.merge(*batches, key=lambda event: event.t))
+
+    def drain(self) -> list[Event]:
+        """All that is new, however much: what `poll` gives until it is no longer behind."""
+        events = self.poll()
+        while self.behind:
+            events += self.poll()
+        return events
 
     def _total(self) -> int:
         return sum(self._offsets.values())

@@ -22,6 +22,12 @@ class Tolerance:
     gradient: float = 1e-6
     parameter: float = 1e-6
 
+    @staticmethod
+    def for_precision(precision: str) -> Tolerance:
+        """What rounding in the compute precision explains; weights stay in their own."""
+        limit = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 4e-3}[precision]
+        return Tolerance(loss=limit, gradient=limit, parameter=limit)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:

@@ -1,6 +1,7 @@
 """The reference: one process, plain torch, the whole global batch at once.
 
-It shares with colotrain's engine what builds the model, its initial values and its samples, and
+It computes in float64 where the model allows that: in float32 its own rounding is larger than that
+of the plugins, which sum in smaller pieces. It shares with colotrain's engine what builds the model, its initial values and its samples, and
 nothing that is under test: no accumulation, freezing, sharding, clipping or optimizer code.
 """
 
@@ -33,37 +34,54 @@ class Trajectory:
     """Name → value, before the first step and after each."""
     optimizer_steps: int
     frozen: frozenset[str]
+    dtype: str = "float32"
+    """What it was computed in."""
 
 
 def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
-    """Train the plan's model for `steps` steps in this process."""
+    """Train the plan's model for `steps` steps in this process.
+
+    Values are in the model's own dtypes. A model that cannot run in float64 (its forward makes
+    float32 tensors, say) runs as it is.
+    """
+    try:
+        return _train(plan, steps=steps, dtype=torch.float64)
+    except (RuntimeError, TypeError, ValueError):
+        return _train(plan, steps=steps, dtype=None)
+
+
+def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajectory:
     model = build_whole(plan.model, seed=plan.train.seed)
     frozen = _freeze(model, plan.freeze)
+    own = {name: p.dtype for name, p in model.named_parameters()}
+    model.to(dtype)
     optimizer = _optimizer(model, plan)
     samples = MaskedSamples(open_samples(plan.data, "train"))
     order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
     size = plan.batch.global_batch
-    losses, gradients, parameters = [], [], [_snapshot(model)]
+    losses, gradients, parameters = [], [], [_values(model, own)]
     for step in range(steps):
         ids = order.samples_at(range(step * size, (step + 1) * size))
         batch = stack({i: samples[i] for i in ids}, ids)
+        batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
         optimizer.zero_grad(set_to_none=True)
         loss = _mean_loss(model(**batch))
         loss.backward()
         losses.append(loss.item())
-        gradients.append(_gradients(model))
+        gradients.append(_gradients(model, own))
         if plan.train.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), plan.train.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = plan.optim.lr * _rate(plan, step)
         optimizer.step()
-        parameters.append(_snapshot(model))
+        parameters.append(_values(model, own))
     return Trajectory(
         losses=losses,
         gradients=gradients,
         parameters=parameters,
         optimizer_steps=steps,
         frozen=frozenset(frozen),
+        dtype=str(dtype or next(iter(own.values()))).removeprefix("torch."),
     )
 
 
@@ -112,9 +130,10 @@ def _rate(plan: RunPlan, step: int) -> float:
     return 1.0 + (optim.final_ratio - 1.0) * shape[optim.schedule]
 
 
-def _gradients(model: nn.Module) -> Tensors:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def _gradients(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.to(own[name], copy=True) for name, grad in grads.items()}
 
 
-def _snapshot(model: nn.Module) -> Tensors:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
+def _values(model: nn.Module, own: dict[str, torch.dtype]) -> Tensors:
+    return {n: p.detach().to(own[n], copy=True) for n, p in model.named_parameters()}

@@ -90,7 +90,7 @@ def write(case: RunDir, recorder: Recorder, run: loop.Run) -> None:
     for step, values in enumerate(recorder.parameters):
         tensors |= {f"parameter.{step}.{n}": t.contiguous() for n, t in values.items()}
     save_file(tensors, case.trajectory_file)
-    steps = [e for e in EventReader(case).poll() if e.kind == "step" and e.rank == 0]
+    steps = [e for e in EventReader(case).drain() if e.kind == "step" and e.rank == 0]
     facts = {
         "losses": [event.fields["loss"] for event in steps],
         "optimizer_steps": run.optimizer.steps,

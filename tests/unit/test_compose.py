@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -144,7 +145,6 @@ def test_a_recipe_builds_on_another() -> None:
         "defaults: [base, /plugin: zero2, _self_]\n",
         "defaults: [base, plugin: zero2, _self_]\n",
         "defaults: [base, _self_, override /plugin: zero2]\n",
-        "recipe: base\nplugin: zero2\n",
     ],
 )
 def test_a_group_in_a_recipe_may_be_written_in_all_these_ways(write: Write, recipe: str) -> None:
@@ -176,6 +176,17 @@ def test_a_group_file_may_build_on_another(write: Write) -> None:
     write("conf/plugin/small.yaml", "defaults: [gemini, _self_]\nchunk_size: 1MiB\n")
     plugin = compose(["plugin=small"])["plugin"]
     assert (plugin["name"], plugin["chunk_size"]) == ("gemini", "1MiB")
+
+
+@pytest.mark.usefixtures("base")
+def test_a_saved_configuration_is_a_recipe_that_stands_alone(write: Write) -> None:
+    overrides = ["recipe=base", "plugin=zero1", "~model.args.dim", "freeze.unfreeze={5:[x]}"]
+    saved = compose(overrides)
+    file = write("runs/one/config.yaml", json.dumps(saved))
+    write("recipes/base.yaml", "train: {seed: 99}\nmodel: {args: {new: 1}}\n")
+    again = compose([f"recipe={file}"])
+    assert again["recipe"] == "base"
+    assert from_plain(Config, again) == from_plain(Config, saved)
 
 
 def test_an_empty_recipe_and_empty_sections_set_nothing(write: Write) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ from colotrain.errors import ColotrainError
 from colotrain.plan import DataPlan
 
 ROOT = Path(__file__).parents[2]
+HEAD = """
+import os, sys, time
+from colotrain.data.tokens import prepare
+from colotrain.plan import DataPlan
+plan = eval(sys.argv[1])
+"""
+
+Run = Callable[[str, DataPlan], "subprocess.Popen[str]"]
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +61,23 @@ def plan_of(path: Path, tokenizer: str = "bytes", fraction: float = 0.25) -> Dat
     )
 
 
-def run(code: str, plan: DataPlan) -> subprocess.Popen[str]:
-    """A process in which `plan`, `prepare`, `os`, `time` and `sys` are at hand."""
-    head = (
-        "import os, sys, time\n"
-        "from colotrain.data.tokens import prepare\n"
-        "from colotrain.plan import DataPlan\n"
-        "plan = eval(sys.argv[1])\n"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", head + code, repr(plan)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """Start a process in which `plan`, `prepare`, `os` and `time` are at hand; it ends with us."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(code: str, plan: DataPlan) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HEAD + code, repr(plan)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def contents(prepared: Prepared) -> dict[str, bytes]:
@@ -174,7 +185,7 @@ def test_a_torn_index_is_no_error(corpus: Path, cache: Path, index: str) -> None
 
 @pytest.mark.parametrize("phase", ["reading", "training tokenizer", "tokenizing"])
 def test_after_a_kill_in_the_middle_the_result_is_that_of_a_clean_run(
-    corpus: Path, cache: Path, tmp_path: Path, phase: str
+    run: Run, corpus: Path, cache: Path, tmp_path: Path, phase: str
 ) -> None:
     plan = plan_of(corpus, "bpe-300")
     killed = run(
@@ -194,7 +205,7 @@ def test_after_a_kill_in_the_middle_the_result_is_that_of_a_clean_run(
 
 
 def test_what_a_killed_process_left_is_removed_by_another_preparation(
-    corpus: Path, cache: Path
+    run: Run, corpus: Path, cache: Path
 ) -> None:
     killed = run(
         "prepare(plan, progress=lambda what, *_: what == 'tokenizing' and os.kill(os.getpid(), 9))",
@@ -209,7 +220,7 @@ def test_what_a_killed_process_left_is_removed_by_another_preparation(
 
 
 def test_what_a_living_process_is_making_is_left_alone(
-    corpus: Path, cache: Path, tmp_path: Path
+    run: Run, corpus: Path, cache: Path, tmp_path: Path
 ) -> None:
     flag = tmp_path / "go"
     maker = run(
@@ -226,7 +237,7 @@ def test_what_a_living_process_is_making_is_left_alone(
     assert reads_of(plan_of(corpus, "bpe-300"))[1] == set()
 
 
-def test_of_several_processes_at_once_one_prepares(corpus: Path) -> None:
+def test_of_several_processes_at_once_one_prepares(run: Run, corpus: Path) -> None:
     code = (
         "seen = set()\n"
         "def note(what, done, total):\n"
@@ -243,7 +254,7 @@ def test_of_several_processes_at_once_one_prepares(corpus: Path) -> None:
 
 
 def test_waiting_ends_with_an_error_that_names_the_holder(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+    run: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     flag = tmp_path / "go"
     holder = run(

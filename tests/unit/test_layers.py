@@ -43,9 +43,10 @@ class Rule:
 
 # The first rule that names a module is its rule.
 RULES = [
-    Rule("*.__init__ colotrain.__main__", BASE, names("colotrain.cli.main")),
+    Rule("*.__init__", BASE),
+    Rule("colotrain.__main__", names("colotrain.cli.main")),
     Rule(" ".join(sorted(BASE)), BASE),
-    Rule("colotrain.config.compose", BASE | names("colotrain.config omegaconf yaml hydra")),
+    Rule("colotrain.config.compose", BASE | names("colotrain.config omegaconf hydra")),
     Rule(
         "colotrain.config.*",
         BASE

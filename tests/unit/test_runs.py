@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -358,6 +359,33 @@ def test_the_table_off_a_terminal_has_a_line_per_run(
     assert queued.split()[:7] == ["[red]x", "[31m", "starting", "zero2", "2", "0/10", "-"]
     expected = ["n" * 120, "finished", "zero2", "2", "4/10", "0.2500", "300", "1m00s"]
     assert finished.split()[:7] == expected[:7]
+
+
+@pytest.mark.parametrize(("ci", "coloured"), [("", True), ("1", False)])
+def test_the_table_has_colours_on_a_terminal_only(
+    rundir: RunDir, root: Path, monkeypatch: pytest.MonkeyPatch, ci: str, coloured: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("CI", ci)
+    list_runs(as_json=False, root=root)
+    assert ("\x1b[" in terminal.getvalue()) == coloured
+
+
+def test_a_loss_that_is_not_a_number_is_listed(
+    rundir: RunDir, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(rundir)
+    with EventWriter(rundir.event_file(rank=0, attempt=0)) as writer:
+        writer.write("step", step=1, loss=float("nan"))
+    assert row_of(rundir).loss != row_of(rundir).loss
+    assert listed(root, capsys)[0]["loss"] is None
 
 
 # Stopping

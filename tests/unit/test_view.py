@@ -207,7 +207,7 @@ def test_an_attempt_that_starts_from_nothing_forgets_everything_before() -> None
 def test_what_an_earlier_attempt_did_stays_forgotten_however_late_it_is_read() -> None:
     live = Fold().add([worker("started", 9, attempt=1, step=0)])
     assert live.view().steps == 0
-    assert live.add([worker("started", 1, step=0), step(1), step(2)]).view().loss == ()
+    assert live.add([step(1), step(2)]).view().loss == ()
     assert live.add([step(1, attempt=1, loss=5.0), step(3)]).view().loss == ((1, 5.0),)
 
 

@@ -1,0 +1,5 @@
+"""`python -m colotrain`."""
+
+from colotrain.cli.main import main
+
+main()

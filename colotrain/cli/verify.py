@@ -1,0 +1,166 @@
+"""`colotrain verify`: prove the promise on the user's own model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.cli.output import print_json, stderr_console, stdout_console
+from colotrain.cli.resolving import Setting, settle
+from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.launch.forkserver import warm_up
+from colotrain.plan import RunPlan
+from colotrain.plugins import ROWS
+
+if TYPE_CHECKING:
+    from colotrain.verify.compare import CaseResult
+
+FAILED = 4
+SGD = {
+    "name": "sgd",
+    "lr": 0.1,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.01,
+    "schedule": {"name": "linear", "warmup_steps": 1, "final_ratio": 0.5},
+}
+"""What is compared by default: AdamW hides a wrongly scaled gradient, SGD shows it."""
+
+
+def verify(
+    overrides: list[str],
+    *,
+    plugins: str,
+    world_sizes: str,
+    accumulation: str,
+    optimizer: str,
+    steps: int,
+    tolerance: float | None,
+    as_json: bool,
+) -> int:
+    """Compare plugins with one process of plain torch; 0 when all agree, 4 when one differs."""
+    from colotrain.data.tokens import prepare
+    from colotrain.observe.progress import preparation
+    from colotrain.verify.compare import Tolerance, to_json
+    from colotrain.verify.runner import verify as run_cases
+
+    warm_up()
+    setting = settle(overrides)
+    plans = _plans(
+        setting,
+        plugins=_names(plugins),
+        world_sizes=_numbers("--world-sizes", world_sizes) or [setting.plan.world_size],
+        accumulation=_numbers("--accumulation", accumulation),
+        optimizer=optimizer,
+        steps=steps,
+    )
+    limits = Tolerance.for_precision(setting.plan.train.precision)
+    if tolerance is not None:
+        limits = Tolerance(loss=tolerance, gradient=tolerance, parameter=tolerance)
+    results: list[CaseResult] = []
+    console = stderr_console()
+    with tempfile.TemporaryDirectory(prefix="colotrain-verify-") as folder:
+        with preparation(console) as progress:
+            if setting.plan.data.source != "target":
+                prepare(setting.plan.data, progress=progress)
+            for result in run_cases(plans, Path(folder), tolerance=limits, progress=progress):
+                results.append(result)
+    if as_json:
+        print_json(to_json(results, limits))
+    else:
+        stdout_console().print(_table(results))
+    wrong = [result for result in results if not result.passed]
+    for result in wrong[:1]:
+        console.print(f"error: {_describe(result)}", soft_wrap=True)
+    return FAILED if wrong else 0
+
+
+def _plans(
+    setting: Setting,
+    *,
+    plugins: Sequence[str],
+    world_sizes: Sequence[int],
+    accumulation: Sequence[int],
+    optimizer: str,
+    steps: int,
+) -> list[RunPlan]:
+    from colotrain.verify.cases import check_batch, freeze_sets, variants
+
+    global_batch = setting.plan.batch.global_batch
+    problems = list(check_batch(global_batch, world_sizes, accumulation))
+    if problems:
+        raise ConfigError(problems)
+    config = setting.config if optimizer == "recipe" else {**setting.config, "optim": SGD}
+    freeze = setting.plan.freeze
+    own = bool(freeze.patterns or freeze.unfreeze)
+    return [
+        setting.resolve(variant.apply(config, global_batch=global_batch, steps=steps))
+        for variant in variants(
+            plugins=plugins,
+            world_sizes=world_sizes,
+            accumulation=accumulation,
+            freezes=freeze_sets(setting.survey.parameters, own=own),
+        )
+    ]
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(ROWS)
+    problems = [
+        Problem(key="--plugins", value=name, expected="a plugin", fix=suggest(name, ROWS))
+        for name in names
+        if name not in ROWS
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return names
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    problems = [
+        Problem(key=option, value=part, expected="positive numbers", fix=f"for example {option} 1,2")
+        for part in parts
+        if not part.isdigit() or int(part) < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [int(part) for part in parts]
+
+
+def _table(results: Sequence[CaseResult]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("plugin", "ranks", "accumulation", "frozen by", "loss", "gradient", "parameter"):
+        table.add_column(name, justify="left" if name in ("plugin", "frozen by") else "right")
+    table.add_column("steps", justify="right")
+    table.add_column("")
+    for result in results:
+        table.add_row(*_cells(result))
+    return table
+
+
+def _cells(result: CaseResult) -> tuple[Any, ...]:
+    patterns = len(result.freeze)
+    verdict = Text("same", style="green") if result.passed else Text("DIFFERS", style="bold red")
+    return (
+        result.plugin,
+        str(result.world_size),
+        str(result.accumulation_steps),
+        f"{patterns} pattern{'s' * (patterns != 1)}" if patterns else "nothing",
+        f"{result.max_abs_loss:.1e}",
+        f"{result.max_abs_gradient:.1e}",
+        f"{result.max_abs_parameter:.1e}",
+        f"{result.optimizer_steps}/{result.expected_optimizer_steps}",
+        verdict,
+    )
+
+
+def _describe(result: CaseResult) -> str:
+    return (
+        f"{result.plugin} on {result.world_size} ranks, accumulation "
+        f"{result.accumulation_steps}: {result.difference}"
+    )

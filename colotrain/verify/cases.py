@@ -1,0 +1,96 @@
+"""Which cases a verification tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colotrain.errors import Problem
+from colotrain.plan import ParameterInfo
+
+DEFAULT_ACCUMULATION = (1, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One case: what is changed in the user's configuration."""
+
+    plugin: str
+    world_size: int
+    accumulation_steps: int
+    freeze: tuple[str, ...] | None
+    """Patterns to freeze; None leaves the user's own freeze section."""
+
+    def apply(self, config: dict[str, Any], *, global_batch: int, steps: int) -> dict[str, Any]:
+        """The configuration of this case: the user's, with plain SGD and no checkpoints."""
+        train = config.get("train") or {}
+        plugin = config.get("plugin") or {}
+        own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
+        micro_batch = global_batch // (self.accumulation_steps * self.world_size)
+        changed = {
+            "name": f"verify-{self.plugin}-{self.world_size}-{self.accumulation_steps}",
+            "plugin": own or {"name": self.plugin},
+            "train": {
+                **train,
+                "global_batch": global_batch,
+                "micro_batch": micro_batch,
+                "max_steps": steps,
+                "eval_every": None,
+                "eval_steps": 1,
+                "on_gradients": None,
+            },
+            "accumulate": {"steps": self.accumulation_steps},
+            "cluster": {**(config.get("cluster") or {}), "procs_per_node": self.world_size, "nodes": 1},
+            "checkpoint": {"every": 0},
+            "elastic": {"max_restarts": 0},
+        }
+        if self.freeze is not None:
+            changed["freeze"] = {"patterns": list(self.freeze)}
+        return {**config, **changed}
+
+
+def variants(
+    *,
+    plugins: Sequence[str],
+    world_sizes: Sequence[int],
+    accumulation: Sequence[int],
+    freezes: Sequence[tuple[str, ...] | None],
+) -> Iterator[Variant]:
+    for world_size in world_sizes:
+        for freeze in freezes:
+            for steps in accumulation:
+                for plugin in plugins:
+                    yield Variant(
+                        plugin=plugin,
+                        world_size=world_size,
+                        accumulation_steps=steps,
+                        freeze=freeze,
+                    )
+
+
+def freeze_sets(
+    parameters: Sequence[ParameterInfo], *, own: bool
+) -> list[tuple[str, ...] | None]:
+    """The user's freeze set where there is one; otherwise none, a prefix, and a scatter."""
+    if own:
+        return [None]
+    names = [p.name for p in parameters if p.frozen_by is None]
+    sets = [(), tuple(names[: len(names) // 3]), tuple(names[1::3])]
+    return list(dict.fromkeys(s for s in sets if len(s) < len(names)))
+
+
+def check_batch(
+    global_batch: int, world_sizes: Sequence[int], accumulation: Sequence[int]
+) -> Iterator[Problem]:
+    """The same global batch must divide among all ranks and micro-batches that are tried."""
+    for world_size in world_sizes:
+        for steps in accumulation:
+            if global_batch % (world_size * steps):
+                expected = f"a multiple of {world_size} ranks × {steps} micro-batches"
+                yield Problem(
+                    key="train.global_batch",
+                    value=global_batch,
+                    expected=expected,
+                    fix=f"set train.global_batch={world_size * steps}, or change --world-sizes",
+                )
