@@ -1,4 +1,4 @@
-"""The run directory: one folder holds everything a run reads and writes, and RunDir owns every path."""
+"""The run directory: all that a run reads and writes. RunDir owns every path in it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ class RunDir:
         """One more than the highest attempt that left an event file, or 0."""
         found = re.compile(r"-attempt(\d+)\.jsonl$")
         numbers = [
-            int(m[1]) for entry in self.events.glob("rank*.jsonl") if (m := found.search(entry.name))
+            int(m[1])
+            for entry in self.events.glob("rank*.jsonl")
+            if (m := found.search(entry.name))
         ]
         return max(numbers, default=-1) + 1
 
@@ -121,7 +123,9 @@ class RunDir:
         known = RunDir.all(root)
         if name is None:
             if not known:
-                raise UsageError(f"no runs under {root.absolute()}", "start one with `colotrain run`")
+                raise UsageError(
+                    f"no runs under {root.absolute()}", "start one with `colotrain run`"
+                )
             return known[-1]
         for candidate in (root / name, Path(name)):
             if (candidate / "plan.json").is_file():

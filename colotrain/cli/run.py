@@ -45,9 +45,7 @@ def resume(run: str | None, overrides: list[str], *, as_json: bool) -> int:
     return train(setting.plan, rundir, setting.config, as_json=as_json)
 
 
-def train(
-    plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_json: bool
-) -> int:
+def train(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_json: bool) -> int:
     """Write the plan, prepare the data, launch, follow, and leave `summary.json`.
 
     `config` is what a new plan was made from, so that the run can be resumed with changes; None

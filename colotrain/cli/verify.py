@@ -61,14 +61,14 @@ def verify(
     limits = Tolerance.for_precision(setting.plan.train.precision)
     if tolerance is not None:
         limits = Tolerance(loss=tolerance, gradient=tolerance, parameter=tolerance)
-    results: list[CaseResult] = []
     console = stderr_console()
-    with tempfile.TemporaryDirectory(prefix="colotrain-verify-") as folder:
-        with preparation(console) as progress:
-            if setting.plan.data.source != "target":
-                prepare(setting.plan.data, progress=progress)
-            for result in run_cases(plans, Path(folder), tolerance=limits, progress=progress):
-                results.append(result)
+    with (
+        tempfile.TemporaryDirectory(prefix="colotrain-verify-") as folder,
+        preparation(console) as progress,
+    ):
+        if setting.plan.data.source != "target":
+            prepare(setting.plan.data, progress=progress)
+        results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
     if as_json:
         print_json(to_json(results, limits))
     else:
@@ -88,12 +88,9 @@ def _plans(
     optimizer: str,
     steps: int,
 ) -> list[RunPlan]:
-    from colotrain.verify.cases import check_batch, freeze_sets, variants
+    from colotrain.verify.cases import batch_size, freeze_sets, variants
 
-    global_batch = setting.plan.batch.global_batch
-    problems = list(check_batch(global_batch, world_sizes, accumulation))
-    if problems:
-        raise ConfigError(problems)
+    global_batch = batch_size(setting.plan.batch.global_batch, world_sizes, accumulation)
     config = setting.config if optimizer == "recipe" else {**setting.config, "optim": SGD}
     freeze = setting.plan.freeze
     own = bool(freeze.patterns or freeze.unfreeze)
@@ -123,7 +120,9 @@ def _names(text: str) -> list[str]:
 def _numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     problems = [
-        Problem(key=option, value=part, expected="positive numbers", fix=f"for example {option} 1,2")
+        Problem(
+            key=option, value=part, expected="positive numbers", fix=f"for example {option} 1,2"
+        )
         for part in parts
         if not part.isdigit() or int(part) < 1
     ]

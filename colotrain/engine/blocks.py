@@ -18,16 +18,14 @@ from colotrain.engine.grouping import find_blocks
 def compile_blocks_(model: nn.Module) -> None:
     """torch.compile each repeated block (the whole model where there is none)."""
     for module in _blocks(model):
-        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+        module.forward = torch.compile(module.forward)
 
 
 def checkpoint_blocks_(model: nn.Module) -> None:
     """Recompute each block's activations in backward. Non-reentrant: the reentrant kind silently
     drops gradients of what follows a frozen prefix."""
     for module in _blocks(model):
-        module.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, module.forward, use_reentrant=False
-        )
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

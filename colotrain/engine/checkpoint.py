@@ -181,7 +181,7 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with a checkpoint's files (every `parts`-th from `part` on), or None."""
     try:
         files = json.loads((folder / MANIFEST).read_text("utf-8"))["files"]
-        for name, entry in list(sorted(files.items()))[part::parts]:
+        for name, entry in sorted(files.items())[part::parts]:
             path = folder / Path(name).name
             if not path.is_file():
                 return f"{path}: missing"

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -48,7 +49,8 @@ class JsonIndexReader(FileSystemReader):
 
 def read_index(folder: Path) -> Metadata:
     """The index of a checkpoint; ValueError or KeyError where it is not one."""
-    tensors, stored = {}, {}
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored = {}
     for name, entry in json.loads((folder / INDEX).read_text("utf-8"))["tensors"].items():
         dtype = getattr(torch, entry["dtype"])
         if not isinstance(dtype, torch.dtype):

@@ -168,7 +168,11 @@ def local_facts(state: GradientState) -> Tensor:
     Summed over all ranks it describes the whole gradients: ranks that hold replicas give zeros.
     """
     squares = torch.zeros(len(state.names), dtype=torch.float64)
-    shards = {i: shard for i, p in enumerate(_parameters(state)) if (shard := _counted(state, p)) is not None}
+    shards = {
+        i: shard
+        for i, p in enumerate(_parameters(state))
+        if (shard := _counted(state, p)) is not None
+    }
     if shards:
         norms = torch._foreach_norm(list(shards.values()))
         squares[list(shards)] = torch.stack([norm.double() for norm in norms]).cpu().square()

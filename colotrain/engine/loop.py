@@ -256,5 +256,3 @@ def record_step(
 
 def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-

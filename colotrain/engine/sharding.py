@@ -161,7 +161,7 @@ def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
 
 
 def reduce_replicated_(sharded: ShardedModel) -> None:
-    """Sum the gradients of replicated parameters over all ranks, once a step. All ranks must call."""
+    """Sum replicated parameters' gradients over all ranks, once a step. All ranks must call."""
     parameters = [p for p in replicated(sharded) if p.requires_grad and p.numel()]
     if not parameters:
         return

@@ -76,7 +76,8 @@ class StopRequest:
     """A wish to save and stop: a signal to this rank, or the run's control file."""
 
     def __init__(self, rundir: RunDir) -> None:
-        self.file, self.signal = rundir.stop_file, None
+        self.file = rundir.stop_file
+        self.signal: str | None = None
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
         for number in (signal.SIGINT, signal.SIGHUP):  # the launcher's to handle

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from colotrain.observe.events import Event
 

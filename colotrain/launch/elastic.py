@@ -127,7 +127,7 @@ def _elastic(current: Launch) -> None:
         """Tells why workers died, and gives up at once where trying again cannot help."""
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            result = super()._monitor_workers(worker_group)
+            result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
                 current.deaths = [_death(rundir, r, f) for r, f in result.failures.items()]
                 if not current.progressed:  # what fails at the start fails again

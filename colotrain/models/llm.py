@@ -95,7 +95,7 @@ class LLM(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD / scale)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward of one token: 6 per matrix weight and 12 · L · d · seq for attention.
+        """Forward and backward of a token: 6 per matrix weight, 12 · L · d · seq for attention.
 
         Source: appendix B of PaLM (Chowdhery et al. 2022); the causal half is not subtracted.
         """
@@ -157,9 +157,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def rotary_tables(
-    seq_len: int, head_dim: int, theta: float, like: Tensor
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [seq, head_dim / 2] in the device and dtype of `like`."""
     channels = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
     positions = torch.arange(seq_len, device=like.device, dtype=torch.float32)
@@ -168,6 +166,6 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + half]) of [batch, heads, seq, head_dim] by its position's angle."""
+    """Turn each pair (x[i], x[i + half]) of [batch, heads, seq, head_dim] by its angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

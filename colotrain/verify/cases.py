@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colotrain.errors import Problem
 from colotrain.plan import ParameterInfo
 
 DEFAULT_ACCUMULATION = (1, 4)
@@ -41,7 +41,11 @@ class Variant:
                 "on_gradients": None,
             },
             "accumulate": {"steps": self.accumulation_steps},
-            "cluster": {**(config.get("cluster") or {}), "procs_per_node": self.world_size, "nodes": 1},
+            "cluster": {
+                **(config.get("cluster") or {}),
+                "procs_per_node": self.world_size,
+                "nodes": 1,
+            },
             "checkpoint": {"every": 0},
             "elastic": {"max_restarts": 0},
         }
@@ -69,9 +73,7 @@ def variants(
                     )
 
 
-def freeze_sets(
-    parameters: Sequence[ParameterInfo], *, own: bool
-) -> list[tuple[str, ...] | None]:
+def freeze_sets(parameters: Sequence[ParameterInfo], *, own: bool) -> list[tuple[str, ...] | None]:
     """The user's freeze set where there is one; otherwise none, a prefix, and a scatter."""
     if own:
         return [None]
@@ -80,17 +82,11 @@ def freeze_sets(
     return list(dict.fromkeys(s for s in sets if len(s) < len(names)))
 
 
-def check_batch(
-    global_batch: int, world_sizes: Sequence[int], accumulation: Sequence[int]
-) -> Iterator[Problem]:
-    """The same global batch must divide among all ranks and micro-batches that are tried."""
-    for world_size in world_sizes:
-        for steps in accumulation:
-            if global_batch % (world_size * steps):
-                expected = f"a multiple of {world_size} ranks × {steps} micro-batches"
-                yield Problem(
-                    key="train.global_batch",
-                    value=global_batch,
-                    expected=expected,
-                    fix=f"set train.global_batch={world_size * steps}, or change --world-sizes",
-                )
+def batch_size(global_batch: int, world_sizes: Sequence[int], accumulation: Sequence[int]) -> int:
+    """Samples per step that divide among all ranks and micro-batches that are tried.
+
+    Two per micro-batch of the finest cut where the plan's global batch holds as many: more would
+    prove nothing more.
+    """
+    finest = math.lcm(*(size * steps for size in world_sizes for steps in accumulation))
+    return finest * max(1, min(2, global_batch // finest))

@@ -1,8 +1,9 @@
 """The reference: one process, plain torch, the whole global batch at once.
 
 It computes in float64 where the model allows that: in float32 its own rounding is larger than that
-of the plugins, which sum in smaller pieces. It shares with colotrain's engine what builds the model, its initial values and its samples, and
-nothing that is under test: no accumulation, freezing, sharding, clipping or optimizer code.
+of the plugins, which sum in smaller pieces. It shares with colotrain's engine what builds the
+model, its initial values and its samples, and nothing that is under test: no accumulation,
+freezing, sharding, clipping or optimizer code.
 """
 
 from __future__ import annotations

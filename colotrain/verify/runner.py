@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def verify(
     for world_size, of_size in groupby(sorted(plans, key=_world_size), key=_world_size):
         group = list(of_size)
         rundir = RunDir(folder / f"world-{world_size}")
-        _train(group, rundir, progress=lambda n, base=done: progress("training", base + n, len(plans)))
+        _train(group, rundir, progress=partial(_shift, progress, done, len(plans)))
         for index, plan in enumerate(group):
             key = _reference_key(plan)
             if key not in references:
@@ -47,6 +48,10 @@ def verify(
             found = _read(case_of(rundir, index))
             yield compare(plan, references[key], found, tolerance)
         done += len(group)
+
+
+def _shift(progress: Progress, before: int, total: int, done: int) -> None:
+    progress("training", before + done, total)
 
 
 def _world_size(plan: RunPlan) -> int:

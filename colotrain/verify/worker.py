@@ -84,7 +84,7 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write(case: RunDir, recorder: Recorder, run: loop.Run) -> None:
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for step, values in enumerate(recorder.gradients):
         tensors |= {f"gradient.{step}.{n}": t.contiguous() for n, t in values.items()}
     for step, values in enumerate(recorder.parameters):

@@ -43,6 +43,7 @@ class Rule:
 
 # The first rule that names a module is its rule.
 RULES = [
+    Rule("colotrain.__init__", BASE, names("colotrain torch")),
     Rule("*.__init__", BASE),
     Rule("colotrain.__main__", names("colotrain.cli.main")),
     Rule(" ".join(sorted(BASE)), BASE),

@@ -1,0 +1,99 @@
+"""Running colotrain as a user does: the command, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colotrain.observe.events import Event, EventReader
+from colotrain.rundir import RunDir
+
+COMMAND_TIMEOUT_S = 240
+SMALL = (
+    "recipe=llm-tiny",
+    "model.args.d_model=32",
+    "model.args.num_layers=3",
+    "model.args.num_heads=2",
+    "model.args.d_hidden=64",
+    "data.seq_len=32",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.eval_steps=1",
+    "cluster.procs_per_node=2",
+)
+"""A plan that trains in a second or two."""
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@dataclass(frozen=True)
+class Colotrain:
+    """The command line, in `cwd`."""
+
+    cwd: Path
+
+    def __call__(self, *arguments: str, env: dict[str, str] | None = None) -> Result:
+        process = self.start(*arguments, env=env)
+        out, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
+        return Result(process.returncode, out, err)
+
+    def start(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "colotrain", *arguments],
+            cwd=self.cwd,
+            env={**os.environ, "CI": "1", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *overrides: str) -> dict[str, Any]:
+        """Train to the end; the summary."""
+        result = self("run", *overrides, "--json")
+        assert result.code == 0, result.err
+        return result.json  # type: ignore[no-any-return]
+
+    def rundir(self, name: str) -> RunDir:
+        return RunDir(self.cwd / "runs" / name)
+
+    def events(self, name: str) -> list[Event]:
+        return EventReader(self.rundir(name)).drain()
+
+
+@pytest.fixture
+def colotrain(tmp_path: Path) -> Colotrain:
+    return Colotrain(tmp_path)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start processes that are ended with the test, whatever happens."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()

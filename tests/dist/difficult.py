@@ -1,0 +1,260 @@
+"""Models that break sharded training elsewhere, each as a user would write it, and their data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, CLASSES, SAMPLES = 12, 5, 96
+
+
+def samples(num: int = SAMPLES, width: int = WIDTH, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Vectors with a class each; `kind` is a number that differs between neighbours."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, width, generator=generator)
+    target = torch.randint(0, CLASSES, (num,), generator=generator)
+    return [{"x": x[i], "target": target[i], "kind": torch.tensor(i % 3)} for i in range(num)]
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.linear(self.norm(x)))
+
+
+class Stack(nn.Module):
+    """The plain case: like layers in a list, a head, the mean loss."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Any:
+        return F.cross_entropy(self.head(self.features(x)), target)
+
+
+class Unused(Stack):
+    """A layer and a bare parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = Layer()
+        self.spare_scale = nn.Parameter(torch.ones(3))
+
+
+class UnusedBlock(Stack):
+    """The last of the repeated layers is never called."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        return x
+
+
+class Router(Stack):
+    """Experts, each used by some samples only: by some ranks and micro-batches, not by others."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.experts = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        hidden = self.features(x)
+        out = torch.zeros_like(hidden)
+        for index, expert in enumerate(self.experts):
+            chosen = kind == index
+            if chosen.any():
+                out[chosen] = expert(hidden[chosen])
+        return F.cross_entropy(self.head(out), target)
+
+
+class NestedRouter(nn.Module):
+    """Experts inside each repeated block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(Layer() for _ in range(2)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        for experts in self.blocks:
+            for index, expert in enumerate(experts):
+                chosen = kind == index
+                if chosen.any():
+                    x = x + torch.zeros_like(x).masked_scatter(
+                        chosen[:, None].expand_as(x), expert(x[chosen])
+                    )
+        return F.cross_entropy(self.head(x), target)
+
+
+class CalledTwice(Stack):
+    """One layer of the list runs twice in a forward."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for index in (0, 1, 1, 2):
+            x = self.layers[index](x)
+        return x
+
+
+class Tied(Stack):
+    """One tensor under three names, two of them in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.layers[2].linear.weight = self.layers[0].linear.weight
+        self.mixer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mixer.weight = self.layers[0].linear.weight
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.mixer(super().features(x))
+
+
+class RootParameters(Stack):
+    """Parameters directly on the root: a scalar, an empty one, one smaller than the world, primes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.single = nn.Parameter(torch.full((1,), 0.3))
+        self.prime = nn.Parameter(torch.linspace(-1, 1, 13))
+        self.tall = nn.Parameter(torch.linspace(-1, 1, 7 * WIDTH).reshape(7, WIDTH))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x) * self.scale + self.single + self.nothing.sum()
+        return x + (self.tall * self.prime[:7, None]).sum(0) + self.prime[:WIDTH]
+
+
+class Buffers(Stack):
+    """A buffer that is used and one that each training forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().features(x + self.shift)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+    cache: None = None
+
+
+class LayerOfManyOutputs(Layer):
+    """Returns a dict that holds a tuple, a None and a dataclass."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        out = super().forward(x)
+        return {"pair": (out, None), "nested": Output(loss=out.mean(), logits=out), "none": None}
+
+
+class Structured(nn.Module):
+    """Blocks that return structures, and a model that returns an object with `.loss`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LayerOfManyOutputs() for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Output:
+        for layer in self.layers:
+            out = layer(x)
+            x = out["pair"][0] + out["nested"].logits
+        logits = self.head(x)
+        return Output(loss=F.cross_entropy(logits, target), logits=logits)
+
+
+class SumAndCount(Stack):
+    """Returns the summed loss and how many samples it counts, which differs between batches."""
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
+        losses = F.cross_entropy(self.head(self.features(x)), target, reduction="none")
+        counted = kind != 1
+        return (losses * counted).sum(), counted.sum()
+
+
+class Double(Stack):
+    """Weights and inputs in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        return super().forward(x.double(), target, kind)
+
+
+class OwnFreeze(Stack):
+    """The user's own code freezes a layer and one bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+
+
+class Switching(Stack):
+    """Behaves otherwise in evaluation; a forward in evaluation must leave training as it is."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        return x if self.training else self.layers[0](x)
+
+
+class OwnInit(Stack):
+    """Defines `init_weights`: built on the meta device and filled after sharding."""
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.uniform_(module.bias, -0.1, 0.1)
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+                nn.init.trunc_normal_(module.bias, std=0.02)
+
+
+MODELS = {
+    model.__name__: model
+    for model in (
+        Stack,
+        Unused,
+        UnusedBlock,
+        Router,
+        NestedRouter,
+        CalledTwice,
+        Tied,
+        RootParameters,
+        Buffers,
+        Structured,
+        SumAndCount,
+        Double,
+        OwnFreeze,
+        Switching,
+        OwnInit,
+    )
+}
+
+
+def make(name: str) -> nn.Module:
+    return MODELS[name]()

@@ -1,0 +1,184 @@
+"""The main job: any plugin trains, the same, and what it leaves can be trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import pytest
+
+from colotrain.plugins import ROWS
+from tests.dist.conftest import SMALL, Colotrain
+
+SAME_LOSS = 1e-4
+
+
+def losses(summary: dict) -> list[float]:
+    return [loss for _, loss in summary["loss"]["history"]]
+
+
+def test_every_plugin_has_the_same_loss_at_every_step(colotrain: Colotrain) -> None:
+    runs = {name: colotrain.run(*SMALL, f"plugin={name}", "train.max_steps=6") for name in ROWS}
+    reference = losses(runs["zero1"])
+    assert len(reference) == 6
+    for name, summary in runs.items():
+        assert summary["status"] == "finished"
+        assert summary["optimizer_steps"] == 6
+        assert summary["micro_batches"] == 12
+        assert losses(summary) == pytest.approx(reference, abs=SAME_LOSS), name
+
+
+def test_sample_ledger_and_losses_do_not_depend_on_the_number_of_ranks(
+    colotrain: Colotrain,
+) -> None:
+    ledgers, histories = [], []
+    for ranks in (1, 2, 4):
+        name = f"ranks-{ranks}"
+        summary = colotrain.run(
+            *SMALL,
+            f"name={name}",
+            "plugin=zero3",
+            "train.max_steps=3",
+            f"cluster.procs_per_node={ranks}",
+        )
+        histories.append(losses(summary))
+        ledger: dict[int, list[int]] = {}
+        for event in colotrain.events(name):
+            if event.kind == "step":
+                ledger.setdefault(event.fields["step"], []).extend(event.fields["samples"])
+        ledgers.append({step: sorted(ids) for step, ids in ledger.items()})
+    assert ledgers[0] == ledgers[1] == ledgers[2]
+    assert len(ledgers[0][1]) == 8
+    assert histories[1] == pytest.approx(histories[0], abs=1e-5)
+    assert histories[2] == pytest.approx(histories[0], abs=1e-5)
+
+
+def wait_for_step(colotrain: Colotrain, name: str, step: int, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        events = colotrain.events(name) if colotrain.rundir(name).events.is_dir() else []
+        if any(e.kind == "step" and e.fields["step"] >= step for e in events):
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"{name} did not reach step {step}")
+
+
+def pid_of(colotrain: Colotrain, name: str, rank: int) -> int:
+    started = [e for e in colotrain.events(name) if e.kind == "started" and e.rank == rank]
+    return int(started[-1].fields["pid"])
+
+
+TWENTY = (*SMALL, "plugin=zero2", "train.max_steps=20", "checkpoint.every=5")
+
+
+def test_a_killed_worker_is_recovered_from_with_exactly_the_same_losses(
+    colotrain: Colotrain, started: Callable[[subprocess.Popen], subprocess.Popen]
+) -> None:
+    straight = colotrain.run(*TWENTY, "name=straight")
+    process = started(colotrain.start("run", *TWENTY, "name=hurt", "--json"))
+    wait_for_step(colotrain, "hurt", 6)
+    os.kill(pid_of(colotrain, "hurt", 1), signal.SIGKILL)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    hurt = json.loads(out)
+    assert hurt["restarts"] == 1
+    assert losses(hurt) == losses(straight)
+    restart = next(e for e in colotrain.events("hurt") if e.kind == "restart")
+    assert "rank 1 was killed by SIGKILL" in restart.fields["cause"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_stops_and_resume_goes_on_exactly(
+    colotrain: Colotrain,
+    started: Callable[[subprocess.Popen], subprocess.Popen],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    straight = colotrain.run(*TWENTY, "name=straight")
+    process = started(colotrain.start("run", *TWENTY, "name=stopped"))
+    wait_for_step(colotrain, "stopped", 3)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == code
+    resumed = colotrain("resume", "stopped", "--json")
+    assert resumed.code == 0, resumed.err
+    assert losses(resumed.json) == losses(straight)
+    assert resumed.json["optimizer_steps"] == 20
+
+
+def test_workers_die_with_their_launcher(
+    colotrain: Colotrain, started: Callable[[subprocess.Popen], subprocess.Popen]
+) -> None:
+    process = started(
+        colotrain.start("run", *SMALL, "plugin=zero1", "name=orphans", "train.max_steps=5000")
+    )
+    wait_for_step(colotrain, "orphans", 1)
+    pids = [pid_of(colotrain, "orphans", rank) for rank in (0, 1)]
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline, "workers outlived their launcher"
+        time.sleep(0.05)
+    assert (
+        next(run for run in colotrain("runs", "--json").json if run["name"] == "orphans")["state"]
+        == "dead"
+    )
+
+
+def test_the_first_failing_rank_is_what_the_user_sees(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "broken.py").write_text(
+        "import os, torch\n"
+        "from torch import nn\n"
+        "class Model(nn.Linear):\n"
+        "    def __init__(self): super().__init__(2, 1); self.calls = 0\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        if os.environ['RANK'] == '1' and self.calls > 3 and self.training:\n"
+        "            raise ValueError('the reactor is too warm')\n"
+        "        return super().forward(x).square().mean()\n"
+        "def data(): return [{'x': torch.ones(2) * i} for i in range(64)]\n"
+    )
+    result = colotrain(
+        "run",
+        "model.target=broken:Model",
+        "data.target=broken:data",
+        "train.global_batch=4",
+        "train.micro_batch=2",
+        "cluster.procs_per_node=2",
+        "elastic.max_restarts=0",
+        "plugin=zero2",
+    )
+    assert result.code == 1
+    errors = [line for line in result.err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "rank 1" in errors[0]
+    assert "the reactor is too warm" in errors[0]
+    log = errors[0].split("log: ")[1].split(";")[0]
+    assert "broken.py" in open(log).read()
+
+
+def test_frozen_parameters_are_counted_and_never_change(colotrain: Colotrain) -> None:
+    import torch
+
+    from colotrain.engine.dcp_json import read_whole
+    from colotrain.models.loading import build_whole
+
+    freeze = "freeze.patterns=[embed*,blocks.0.*]"
+    plan = colotrain("plan", *SMALL, freeze, "plugin=zero1", "--json").json
+    assert plan["parameters"]["frozen"] > 0
+    assert [entry["pattern"] for entry in plan["freeze"]] == ["embed*", "blocks.0.*"]
+    for name in ROWS:
+        colotrain.run(*SMALL, freeze, f"plugin={name}", f"name={name}", "train.max_steps=3")
+        rundir = colotrain.rundir(name)
+        initial = build_whole(rundir.plan().model, seed=0)
+        saved = read_whole(rundir.checkpoint(3))
+        for key, before in initial.named_parameters():
+            after = saved[f"model.{key}"]
+            frozen = key.startswith(("embed", "blocks.0."))
+            assert torch.equal(before, after) == frozen, (name, key)
+            assert (f"optim.{key}.exp_avg" in saved) != frozen, (name, key)
