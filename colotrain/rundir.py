@@ -59,6 +59,11 @@ class RunDir:
         return self.path / "control" / "stop"
 
     @property
+    def grads_request_file(self) -> Path:
+        """Its presence asks for a gradient record of the next step."""
+        return self.path / "control" / "grads"
+
+    @property
     def config_file(self) -> Path:
         """The composed configuration, which `recipe=` takes again."""
         return self.path / "config.yaml"

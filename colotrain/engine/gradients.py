@@ -171,7 +171,7 @@ def local_facts(state: GradientState) -> Tensor:
     shards = {
         i: shard
         for i, p in enumerate(_parameters(state))
-        if (shard := _counted(state, p)) is not None
+        if (shard := counted(state, p, p.grad)) is not None
     }
     if shards:
         norms = torch._foreach_norm(list(shards.values()))
@@ -184,13 +184,17 @@ def _parameters(state: GradientState) -> list[nn.Parameter]:
     return list(state.sharded.module.parameters())
 
 
-def _counted(state: GradientState, parameter: nn.Parameter) -> Tensor | None:
-    """This rank's part of a gradient in a sum over all ranks; None where it has none."""
-    grad = parameter.grad
-    if isinstance(grad, DTensor):
-        shard = grad.to_local()
+def counted(state: GradientState, parameter: nn.Parameter, value: Tensor | None) -> Tensor | None:
+    """This rank's part of `value` (laid out like `parameter`) in a sum over all ranks.
+
+    None where it has none: replicas count once, and what every rank holds whole on rank 0.
+    """
+    if value is None:
+        return None
+    if isinstance(parameter, DTensor):
+        shard = local_shard(value)
         return shard if shard.numel() and state.sharded.counts_here else None
-    return grad if grad is not None and dist.get_rank() == 0 else None
+    return value if value.numel() and dist.get_rank() == 0 else None
 
 
 def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:

@@ -17,6 +17,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding import ShardedModel, reshard
+from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import memory_now
@@ -58,6 +59,8 @@ class StepResult:
     tokens: float
     grad_norm: float
     stop: bool
+    record: bool
+    """Statistics of every gradient are due."""
     totals: StepTotals = field(repr=False)
 
     @property
@@ -82,7 +85,12 @@ def train(run: Run) -> str:
             run.gradients, batches, num=plan.batch.accumulation_steps, totals=new_totals(run)
         )
         result = agree(run, totals)
+        recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
+        if result.record:
+            recorder.begin()
         skipped, lr = update_(run, result)
+        if result.record:
+            record_gradients(run, recorder)
         run.step += 1
         record_step(run, result, started=started, data_s=batches.seconds, lr=lr, skipped=skipped)
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
@@ -129,18 +137,20 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     """The one small all-reduce of a step: loss, targets, gradient norm, wish to stop."""
     run.phase = "reduce"
     run.stop_reason = run.stop_requested()
-    wish = torch.tensor([float(run.stop_reason is not None)], dtype=torch.float64)
+    asked = run.rank == 0 and run.rundir.grads_request_file.exists()
+    wish = torch.tensor([run.stop_reason is not None, asked], dtype=torch.float64)
     mine = torch.stack((totals.loss_sum, totals.count)).cpu()
     shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
     dist.all_reduce(shared)
-    loss_sum, count, stop = shared[:3].tolist()
+    loss_sum, count, stop, record = shared[:4].tolist()
     factor = totals.gradient_factor(count)
-    gradients.take_facts_(run.gradients, shared[3:], factor=factor)
+    gradients.take_facts_(run.gradients, shared[4:], factor=factor)
     return StepResult(
         loss=loss_sum / max(count, 1.0),
         tokens=count,
         grad_norm=run.gradients.norm,
         stop=stop > 0,
+        record=record > 0 or is_due(run.step + 1, run.plan.observe.grads_every),
         totals=totals,
     )
 
@@ -252,6 +262,15 @@ def record_step(
         peak=peak,
         **shared,
     )
+
+
+def record_gradients(run: Run, recorder: Recorder) -> None:
+    """Write the statistics of this step, which answers a request in the control folder."""
+    run.phase = "record"
+    record = recorder.finish()
+    if run.rank == 0:
+        run.rundir.grads_request_file.unlink(missing_ok=True)
+        run.events.write("gradients", step=run.step + 1, **record)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -31,6 +31,7 @@ from colotrain.engine.loop import Run, train
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding import make_mesh, materialise_, shard_
+from colotrain.engine.statistics import describe_parameters
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import matmul_peak_flops
@@ -198,6 +199,7 @@ def announce(run: Run, attempt: int) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         flops = matmul_peak_flops(run.device, dtype[run.plan.train.precision])
         what = f"measured {run.plan.train.precision} matmul"
+        run.events.write("parameters", **describe_parameters(run.sharded.module))
         run.events.write("peak_flops", flops_per_s=flops, what=what)
 
 

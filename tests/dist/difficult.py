@@ -124,7 +124,7 @@ class Tied(Stack):
 
 
 class RootParameters(Stack):
-    """Parameters directly on the root: a scalar, an empty one, one smaller than the world, primes."""
+    """Parameters directly on the root: a scalar, an empty one, a single number, prime sizes."""
 
     def __init__(self) -> None:
         super().__init__()

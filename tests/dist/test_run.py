@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -159,7 +160,7 @@ def test_the_first_failing_rank_is_what_the_user_sees(colotrain: Colotrain) -> N
     assert "rank 1" in errors[0]
     assert "the reactor is too warm" in errors[0]
     log = errors[0].split("log: ")[1].split(";")[0]
-    assert "broken.py" in open(log).read()
+    assert "broken.py" in Path(log).read_text()
 
 
 def test_frozen_parameters_are_counted_and_never_change(colotrain: Colotrain) -> None:
