@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from colotrain.engine.freezing import freeze_
+from colotrain.engine.grouping import find_blocks
+from colotrain.errors import ConfigError, Problem
 from colotrain.models.loading import build, build_on_meta
 from colotrain.plan import FreezePlan, ModelPlan, ParameterInfo, Survey
 
@@ -15,6 +19,9 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     if module is None:
         module = build(model, seed=0)
     frozen = freeze_(module, freeze)
+    problems = list(mixed_dtypes(module, model.target))
+    if problems:
+        raise ConfigError(problems)
     aliases = tied_names(module)
     parameters = tuple(
         ParameterInfo(
@@ -33,6 +40,24 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         flops_per_token=flops_per_token(module, seq_len),
         vocab_size=getattr(module, "vocab_size", None),
     )
+
+
+def mixed_dtypes(module: nn.Module, target: str) -> Iterator[Problem]:
+    """Groups whose trainable parameters are of several dtypes: they cannot be reduced together."""
+    inside = {id(p) for _, block in find_blocks(module) for p in block.parameters()}
+    rest = [(n, p) for n, p in module.named_parameters() if id(p) not in inside]
+    blocks = [list(block.named_parameters(name)) for name, block in find_blocks(module)]
+    for group in (rest, *blocks):
+        first = {p.dtype: name for name, p in reversed(group) if p.requires_grad}
+        if len(first) > 1:
+            names = ", ".join(f"{name} is {str(d)[6:]}" for d, name in first.items())
+            yield Problem(
+                key="model.target",
+                value=target,
+                expected=f"one dtype among the trainable parameters of a block ({names})",
+                fix="convert the model with .to(dtype), or freeze the parameters of one dtype",
+            )
+            return
 
 
 def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ LINE_LIMIT = 16 << 20
 """Bytes that one read takes from one file; a longer line is skipped."""
 POLL_LIMIT = 32 << 20
 """Bytes after which a poll leaves the remaining files to the next one."""
+OUTLINE_BYTES = 16 << 10
+"""An outline has the last so many bytes of a long file, and a quarter as many of its beginning."""
 
 _WORKER_FILE = re.compile(r"rank(\d{5,7})-attempt(\d{4,7})\.jsonl")
 _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -95,11 +98,13 @@ class Checkpoint:
     path: str
     seconds: float | None
     """Time it took to save; None where it was only resumed from."""
+    t: float
+    """Unix seconds: when it was saved or resumed from."""
 
     @staticmethod
     def of(event: Event) -> Checkpoint:
         step, path = event.count("step"), event.text("path")
-        return Checkpoint(step=step, path=path, seconds=event.number("seconds"))
+        return Checkpoint(step=step, path=path, seconds=event.number("seconds"), t=event.t)
 
 
 class Step(NamedTuple):
@@ -115,6 +120,11 @@ class Step(NamedTuple):
     lr: float | None
     step_s: float | None
     data_s: float | None
+    compute_s: float | None
+    """Forward and backward, with what of the collectives is inside them."""
+    reduce_s: float | None
+    """The wait for the other ranks."""
+    optimizer_s: float | None
     optimizer_steps: int
     micro_batches: int
     skipped: bool
@@ -132,6 +142,9 @@ class Step(NamedTuple):
             lr=event.number("lr"),
             step_s=event.number("step_s"),
             data_s=event.number("data_s"),
+            compute_s=event.number("compute_s"),
+            reduce_s=event.number("reduce_s"),
+            optimizer_s=event.number("optimizer_s"),
             optimizer_steps=event.count("optimizer_steps"),
             micro_batches=event.count("total_micro_batches"),
             skipped=event.fields.get("skipped") is True,
@@ -198,13 +211,19 @@ class EventWriter:
 class EventReader:
     """Reads what was added to a run's event files since the last `poll`."""
 
-    def __init__(self, rundir: RunDir, *, ranks: Collection[int] | None = None) -> None:
-        """`ranks` limits which workers' files are read; the launcher's always is."""
+    def __init__(
+        self, rundir: RunDir, *, ranks: Collection[int] | None = None, outline: bool = False
+    ) -> None:
+        """`ranks` limits which workers' files are read; the launcher's always is.
+
+        `outline`: of long files of ranks other than 0 only the beginning and the end are read,
+        so that a run of a thousand ranks opens in seconds; what is added later is read in full.
+        """
         self.skipped = 0
         """Lines that were no events."""
         self.behind = False
         """Whether the last poll stopped at its memory limit: there is more to read now."""
-        self._rundir, self._ranks = rundir, ranks
+        self._rundir, self._ranks, self._outline = rundir, ranks, outline
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[Event]:
@@ -213,12 +232,15 @@ class EventReader:
         Memory is bounded: after a long run, poll again while `behind` to have read everything.
         """
         batches: list[list[Event]] = []
-        start, self.behind = self._total(), False
+        num_bytes, self.behind = 0, False
         for path, rank, attempt in event_files(self._rundir, ranks=self._ranks):
-            if self._total() - start >= POLL_LIMIT:
+            if num_bytes >= POLL_LIMIT:
                 self.behind = True
                 break
-            batches.append(self._parse(self._take(path), rank, attempt))
+            chunk = self._take(path, outline=self._outline and rank not in (None, 0))
+            num_bytes += len(chunk)
+            if chunk:
+                batches.append(self._parse(chunk, rank, attempt))
         return list(heapq.merge(*batches, key=lambda event: event.t))
 
     def drain(self) -> list[Event]:
@@ -228,25 +250,36 @@ class EventReader:
             events += self.poll()
         return events
 
-    def _total(self) -> int:
-        return sum(self._offsets.values())
-
-    def _take(self, path: Path) -> bytes:
+    def _take(self, path: Path, *, outline: bool) -> bytes:
         """The whole lines after what was already read."""
-        start = self._offsets.get(path.name, 0)
         try:
-            with path.open("rb") as file:
-                file.seek(start)
-                chunk = file.read(LINE_LIMIT)
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if outline and path.name not in self._offsets and size > 2 * OUTLINE_BYTES:
+                    return self._take_outline(file, path.name, size)
+                return self._take_rest(file, path.name, size)
         except OSError:  # the run is being deleted, or the filesystem has a bad moment
             return b""
+
+    def _take_rest(self, file: FileIO, name: str, size: int) -> bytes:
+        start = self._offsets.get(name, 0)
+        chunk = os.pread(file.fileno(), max(0, min(LINE_LIMIT, size - start)), start)
         full = len(chunk) == LINE_LIMIT
         self.behind = self.behind or full
         end = chunk.rfind(b"\n") + 1
         if full and not end:  # no event is that long
             end = len(chunk)
-        self._offsets[path.name] = start + end
+        self._offsets[name] = start + end
         return chunk[:end]
+
+    def _take_outline(self, file: FileIO, name: str, size: int) -> bytes:
+        """The first lines and the last ones."""
+        first = os.pread(file.fileno(), OUTLINE_BYTES // 4, 0)
+        start = size - OUTLINE_BYTES
+        last = os.pread(file.fileno(), OUTLINE_BYTES, start)
+        begin, end = last.find(b"\n") + 1, last.rfind(b"\n") + 1
+        self._offsets[name] = start + end
+        return first[: first.rfind(b"\n") + 1] + last[begin:end]
 
     def _parse(self, chunk: bytes, rank: int | None, attempt: int | None) -> list[Event]:
         lines = [line for line in chunk.split(b"\n") if line.strip()]

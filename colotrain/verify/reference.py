@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
 
 def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajectory:
     model = build_whole(plan.model, seed=plan.train.seed)
-    frozen = _freeze(model, plan.freeze)
+    frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in model.named_parameters()}
     model.to(dtype)
     optimizer = _optimizer(model, plan)
@@ -65,6 +66,9 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         ids = order.samples_at(range(step * size, (step + 1) * size))
         batch = stack({i: samples[i] for i in ids}, ids)
         batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
+        if step in plan.freeze.unfreeze:
+            frozen = _freeze(model, plan.freeze, step=step)
+            _add_to(optimizer, model, plan)
         optimizer.zero_grad(set_to_none=True)
         loss = _mean_loss(model(**batch))
         loss.backward()
@@ -92,18 +96,21 @@ def _mean_loss(output: Any) -> Tensor:
     return getattr(output, "loss", output)
 
 
-def _freeze(model: nn.Module, plan: FreezePlan) -> set[str]:
+def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
     frozen = set()
+    trained = [*plan.exceptions]
+    for begin, globs in plan.unfreeze.items():
+        trained += globs if begin <= step else ()
     for name, parameter in model.named_parameters():
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
 
-        def named(globs: tuple[str, ...], names: list[str] = names) -> bool:
+        def named(globs: Sequence[str], names: list[str] = names) -> bool:
             return any(fnmatch.filter(names, glob) for glob in globs)
 
-        if named(plan.patterns) and not named(plan.exceptions):
-            parameter.requires_grad = False
-        elif named(plan.exceptions):
+        if named(trained):
             parameter.requires_grad = True
+        elif named(plan.patterns):
+            parameter.requires_grad = False
         if not parameter.requires_grad:
             frozen.add(name)
     return frozen
@@ -119,6 +126,14 @@ def _optimizer(model: nn.Module, plan: RunPlan) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=plan.optim.lr, momentum=plan.optim.betas[0])
     beta1, beta2 = plan.optim.betas
     return torch.optim.AdamW(groups, lr=plan.optim.lr, betas=(beta1, beta2), eps=plan.optim.eps)
+
+
+def _add_to(optimizer: torch.optim.Optimizer, model: nn.Module, plan: RunPlan) -> None:
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for parameter in model.parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            decay = plan.optim.weight_decay if parameter.ndim >= 2 else 0.0
+            optimizer.add_param_group({"params": [parameter], "weight_decay": decay})
 
 
 def _rate(plan: RunPlan, step: int) -> float:

@@ -193,6 +193,31 @@ class SumAndCount(Stack):
         return (losses * counted).sum(), counted.sum()
 
 
+class MeanOfTargets(nn.Module):
+    """The mean over targets that are not -100, of which a micro-batch may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return Output(loss=loss, logits=logits)
+
+
+def token_samples(num: int = SAMPLES, length: int = 5) -> list[dict[str, Tensor]]:
+    """Random tokens, each with the next as its label."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, CLASSES, (num, length + 1), generator=generator)
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+
+
 class Double(Stack):
     """Weights and inputs in float64."""
 
@@ -248,6 +273,7 @@ MODELS = {
         Buffers,
         Structured,
         SumAndCount,
+        MeanOfTargets,
         Double,
         OwnFreeze,
         Switching,

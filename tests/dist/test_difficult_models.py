@@ -12,6 +12,7 @@ from colotrain.plan import RunPlan
 from colotrain.plugins import ROWS
 from colotrain.verify.compare import CaseResult, Tolerance
 from colotrain.verify.runner import verify
+from tests.dist.conftest import Colotrain
 from tests.dist.difficult import MODELS
 
 TOLERANCE = Tolerance()
@@ -51,6 +52,42 @@ def check(plans: Sequence[RunPlan], folder: Path) -> list[CaseResult]:
     return results
 
 
+TOKENS = ("data.target=tests.dist.difficult:token_samples",)
+FINE = ("train.micro_batch=1",)
+VARIANTS = [
+    *((model, TOKENS if model == "MeanOfTargets" else ()) for model in MODELS),
+    ("MeanOfTargets", (*TOKENS, *FINE)),  # micro-batches without a single target
+    ("Switching", ("train.eval_every=1",)),
+    ("Buffers", ("train.eval_every=1", *FINE)),
+    ("Stack", ("train.activation_checkpointing=blocks", "freeze.patterns=[layers.0.*]")),
+    ("Stack", ("freeze.patterns=[layers.*]", "freeze.except=[layers.1.linear.bias]")),
+    ("Stack", ("freeze.patterns=[layers.*]", "freeze.unfreeze={1:[layers.0.*],2:[layers.2.*]}")),
+    ("Tied", ("freeze.patterns=[mixer.weight]",)),
+    ("CalledTwice", FINE),
+    ("Router", (*FINE, "train.grad_clip=0.05")),
+    ("OwnFreeze", ("freeze.except=[head.bias]",)),
+]
+
+
 @pytest.mark.parametrize("plugin", ROWS)
 def test_difficult_models_train_as_in_one_process(plugin: str, tmp_path: Path) -> None:
-    check([plan_of(model, plugin) for model in MODELS], tmp_path)
+    check([plan_of(model, plugin, *overrides) for model, overrides in VARIANTS], tmp_path)
+
+
+def test_gradients_of_two_dtypes_in_one_group_are_refused_in_one_line(
+    colotrain: Colotrain,
+) -> None:
+    (colotrain.cwd / "mixed.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1).double()\n"
+        "    def forward(self, x): return self.b(self.a(x).double()).square().mean()\n"
+        "def data(): return [{'x': torch.ones(2) * i} for i in range(64)]\n"
+    )
+    result = colotrain(
+        "run", "model.target=mixed:Model", "data.target=mixed:data", "train.global_batch=4"
+    )
+    assert result.code == 2
+    assert result.err.splitlines()[-1].startswith("error: model.target=mixed:Model: expected one")

@@ -1,0 +1,17 @@
+"""In the last micro-batch of a step, one group's gradients are not reduced over the ranks."""
+
+from colotrain.engine import accumulation
+from colotrain.verify import worker
+
+begin = accumulation.begin_micro_batch
+
+
+def begin_micro_batch(sharded, *, last):
+    begin(sharded, last=last)
+    if last:
+        sharded.groups[1].handle.set_requires_gradient_sync(False, recurse=False)
+
+
+def main(path: str) -> int:
+    accumulation.begin_micro_batch = begin_micro_batch
+    return worker.main(path)

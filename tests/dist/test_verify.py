@@ -1,0 +1,91 @@
+"""`colotrain verify` passes when the promise holds, and names what is broken when it does not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from colotrain.cli.main import guarded
+from colotrain.plugins import ROWS
+from colotrain.verify import runner
+from tests.dist.conftest import SMALL, Colotrain
+
+KEYS = {
+    "plugin",
+    "world_size",
+    "accumulation_steps",
+    "freeze",
+    "max_abs_loss",
+    "max_abs_gradient",
+    "max_abs_parameter",
+    "optimizer_steps",
+    "expected_optimizer_steps",
+    "frozen_unchanged",
+    "passed",
+}
+
+
+def test_every_plugin_equals_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    code = guarded(["verify", *SMALL, "--world-sizes", "2,3", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert document["passed"]
+    assert document["reference"] == "single process"
+    cases = document["cases"]
+    assert len(cases) == 2 * 5 * 2 * 3  # world sizes, plugins, accumulation, freeze sets
+    assert {case["plugin"] for case in cases} == set(ROWS)
+    for case in cases:
+        assert set(case) >= KEYS
+        assert case["optimizer_steps"] == case["expected_optimizer_steps"] == 3
+        assert case["frozen_unchanged"]
+        assert case["max_abs_gradient"] <= 1e-6
+        assert case["max_abs_parameter"] <= 1e-6
+
+
+@pytest.mark.parametrize("plugin", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("mutant", "says"),
+    [
+        ("skips_a_reduction", "gradient of"),
+        ("steps_every_micro_batch", "in step 1"),
+        ("weighs_micro_batches_equally", "loss of step 1"),
+        ("unfreezes_one_tensor", "blocks.1.mlp.down.weight"),
+        ("drops_the_last_micro_batch", "loss of step 1"),
+        ("clips_by_a_rank", "parameter"),
+    ],
+)
+def test_a_broken_contract_is_found_and_named(
+    mutant: str,
+    says: str,
+    plugin: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    code = guarded(
+        [
+            "verify",
+            *SMALL,
+            "freeze.patterns=[embed*,blocks.1.mlp.*]",
+            "train.grad_clip=0.3",
+            "--plugins",
+            plugin,
+            "--accumulation",
+            "4",
+            "--steps",
+            "2",
+        ]
+    )
+    error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
+    assert code == 4
+    assert f"{plugin} on 2 ranks" in error
+    assert says in error
+
+
+def test_bad_options_are_one_line_each(colotrain: Colotrain) -> None:
+    result = colotrain("verify", *SMALL, "--plugins", "zero4", "--world-sizes", "2")
+    assert result.code == 2
+    assert result.err.splitlines() == [
+        "error: --plugins=zero4: expected a plugin; did you mean zero3 or zero2 or zero1?"
+    ]
