@@ -36,7 +36,7 @@ def resolve(overrides: Sequence[str]) -> RunPlan:
 
 def read_run(name: str | None = None) -> RunView:
     """What the run `name` (a name under ./runs, or a folder; default: the newest) has done."""
-    from colotrain.observe.view import follow
+    from colotrain.observe.fold import follow
     from colotrain.rundir import RunDir
 
     return follow(RunDir.find(name))

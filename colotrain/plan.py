@@ -220,6 +220,8 @@ class ParameterInfo:
     frozen_by: str | None
     """The pattern that freezes it, "requires_grad" where the model does, or None."""
     aliases: tuple[str, ...] = ()
+    group: str = ""
+    """The block it is gathered with; empty for the root's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,21 @@ def runs(as_json: Json = False) -> int:
 
 
 @app.command()
+def dashboard(
+    name: Run = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame.")] = False,
+    as_json: Json = False,
+    svg: Annotated[str, typer.Option(metavar="FILE", help="Write a frame as a picture.")] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="Write a frame as a page.")] = "",
+    again: Annotated[bool, typer.Option("--replay", help="Play it from its beginning.")] = False,
+) -> int:
+    """Watch a run that is live, finished or dead; quitting never stops training."""
+    from colotrain.cli.dashboard import dashboard as show
+
+    return show(name, once=once, as_json=as_json, svg=svg, html=html, again=again)
+
+
+@app.command()
 def completion(
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False)],
 ) -> int:

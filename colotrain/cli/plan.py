@@ -9,16 +9,17 @@ from rich.console import Console
 from rich.table import Table
 
 from colotrain.cli.output import print_json, stdout_console
-from colotrain.cli.resolving import settle
+from colotrain.cli.resolving import Setting, settle
 from colotrain.config.model import at_peak
 from colotrain.config.sizes import format_size
 from colotrain.errors import DoesNotFit
+from colotrain.estimate.communication import Traffic, traffic
 from colotrain.estimate.memory import model_state_bytes
 from colotrain.plan import Ledger, RunPlan, Survey
 from colotrain.plugins import ROWS
 from colotrain.records import to_plain
 
-NOT_ESTIMATED = "activations, communication and time are not estimated yet"
+NOT_ESTIMATED = "activations and time are not estimated yet"
 NO_TIME = {"step_s": 0.0, "tokens_per_s": 0.0, "mfu": 0.0}
 
 
@@ -30,7 +31,7 @@ def plan(overrides: list[str], *, as_json: bool) -> int:
     if as_json:
         print_json(document)
     else:
-        _print(stdout_console(), made, document)
+        _print(stdout_console(), setting, document)
     return 0 if document["memory"]["fits"] else DoesNotFit.exit_code
 
 
@@ -55,7 +56,7 @@ def describe(plan: RunPlan, survey: Survey) -> dict[str, Any]:
             for pattern in plan.freeze.patterns
         ],
         "memory": _memory(plan.memory, plan.cluster.memory_bytes),
-        "communication": {"bytes_per_step": 0},
+        "communication": {"bytes_per_step": _traffic(plan, survey).bytes_per_step},
         "time": NO_TIME,
         "alternatives": list(_alternatives(plan, survey)),
         "warnings": [*plan.warnings, NOT_ESTIMATED],
@@ -79,21 +80,25 @@ def _alternatives(plan: RunPlan, survey: Survey) -> Iterator[dict[str, Any]]:
         yield {"plugin": name, "memory": memory, "time": NO_TIME, "fits": memory["fits"]}
 
 
-def _print(console: Console, plan: RunPlan, document: dict[str, Any]) -> None:
+def _traffic(plan: RunPlan, survey: Survey) -> Traffic:
+    return traffic(plan.plugin, survey, plan.batch, plan.train.precision)
+
+
+def _print(console: Console, setting: Setting, document: dict[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for title, text in _rows(plan):
+    for title, text in _rows(setting.plan, _traffic(setting.plan, setting.survey)):
         table.add_row(title, text)
     console.print(table)
-    if plan.freeze.patterns:
+    if setting.plan.freeze.patterns:
         console.print(_freeze_table(document))
     console.print(_memory_table(document))
     for warning in document["warnings"]:
         console.print(f"warning: {warning}", style="yellow")
 
 
-def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _rows(plan: RunPlan, sent: Traffic) -> Iterator[tuple[str, str]]:
     batch, cluster, counts = plan.batch, plan.cluster, plan.parameters
     yield "run", plan.name
     yield "plugin", f"{plan.plugin.name}: {plan.plugin.reason}"
@@ -110,6 +115,11 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield (
         "parameters",
         f"{counts.total:,}: {counts.trainable:,} trained, {counts.frozen:,} frozen",
+    )
+    yield (
+        "reduction",
+        f"gradients {sent.reduced}; each rank sends {format_size(sent.bytes_per_step)} per step "
+        f"in {sent.gathers} all-gathers and {sent.reductions} reductions",
     )
 
 

@@ -54,8 +54,9 @@ def train(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_js
     from colotrain.data.tokens import prepare
     from colotrain.launch.elastic import launch
     from colotrain.observe import liveness
+    from colotrain.observe.fold import Fold, follow
     from colotrain.observe.progress import preparation, print_summary, progress_for
-    from colotrain.observe.view import Fold, follow, summary
+    from colotrain.observe.view import summary
 
     console = stderr_console()
     rundir.create()
@@ -67,7 +68,7 @@ def train(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_js
             with preparation(console) as progress:
                 check_vocabulary(plan, prepare(plan.data, progress=progress))
         fold = Fold(max_steps=plan.train.max_steps)
-        with progress_for(console, plan) as shown:
+        with progress_for(console, plan, rundir) as shown:
 
             def show(events: list[Event]) -> None:
                 fold.add(events)

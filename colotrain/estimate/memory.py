@@ -24,14 +24,14 @@ def model_state_bytes(row: Row, survey: Survey, shard: int, optim: OptimPlan) ->
     trainable = [p for p in parameters if p.frozen_by is None]
     gradients_over = 1 if row.gradients == "whole" else shard
     return Ledger(
-        parameters=sum(_shard_numel(p, shard) * p.itemsize for p in parameters),
-        gradients=sum(_shard_numel(p, gradients_over) * p.itemsize for p in trainable),
-        optimizer=sum(_shard_numel(p, shard) for p in trainable) * _state_bytes(optim),
+        parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
+        gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
+        optimizer=sum(shard_numel(p, shard) for p in trainable) * _state_bytes(optim),
         gathered=_gathered_bytes(row, parameters),
     )
 
 
-def _shard_numel(parameter: ParameterInfo, shard: int) -> int:
+def shard_numel(parameter: ParameterInfo, shard: int) -> int:
     """Elements of the first shard; `fully_shard` cuts dimension 0 and rounds up."""
     if not parameter.shape:
         return parameter.numel

@@ -23,6 +23,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     if problems:
         raise ConfigError(problems)
     aliases = tied_names(module)
+    groups = {id(p): name for name, block in find_blocks(module) for p in block.parameters()}
     parameters = tuple(
         ParameterInfo(
             name=name,
@@ -31,6 +32,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
             itemsize=parameter.element_size(),
             frozen_by=frozen.reasons.get(name),
             aliases=aliases[name],
+            group=groups.get(id(parameter), ""),
         )
         for name, parameter in module.named_parameters()
     )

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.observe.events import event_files
-from colotrain.observe.view import ENDED, RunView, follow
+from colotrain.observe.fold import follow
+from colotrain.observe.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir, write_atomically
 

@@ -1,23 +1,23 @@
-"""What `colotrain run` shows: a live line on a terminal, greppable lines everywhere else."""
+"""What `colotrain run` shows elsewhere than on a terminal: greppable lines; and at the end."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from colotrain.observe.events import Event
-from colotrain.observe.view import ENDED, RunView, follow
+from colotrain.observe.fold import eta_s, follow
+from colotrain.observe.formats import clean, format_bytes, format_duration, quoted, shown
+from colotrain.observe.view import ENDED, RunView
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
@@ -84,56 +84,26 @@ class PlainProgress(ProgressView):
         return every > 0 and (step % every == 0 or step == self.plan.train.max_steps)
 
 
-class LiveProgress(ProgressView):
-    """A bar with the state of the run below its messages, redrawn in place."""
+def progress_for(console: Console, plan: RunPlan, rundir: RunDir) -> ProgressView:
+    """The dashboard on a terminal, plain lines elsewhere (no terminal, TERM=dumb, CI)."""
+    if not is_live(console) or not in_foreground(console):
+        return PlainProgress(console, plan)
+    from colotrain.observe.live import LiveDashboard  # which builds on this module
 
-    def __init__(self, console: Console, plan: RunPlan) -> None:
-        super().__init__(console, plan)
-        self._view = RunView()
-        self._bar = Progress(
-            SpinnerColumn("line"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            console=console,
-            expand=True,
-        )
-        self._task = self._bar.add_task(self._title("starting"), total=plan.train.max_steps)
-        self._live = Live(
-            console=console,
-            get_renderable=self._render,
-            refresh_per_second=REFRESH_PER_SECOND,
-        )
-
-    def __enter__(self) -> LiveProgress:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def update(self, view: RunView, new_events: Sequence[Event]) -> None:
-        self._view = view
-        self._bar.update(self._task, completed=view.steps, description=self._title(view.status))
-        for event in new_events:
-            if self._is_shown(event) and (message := message_of(event)):
-                self._live.console.print(message, soft_wrap=True)
-
-    def _title(self, status: str) -> str:
-        return f"{self.plan.name}: {status}"
-
-    def _render(self) -> RenderableType:
-        return Group(self._bar, Text(status_line(self._view, self.plan), no_wrap=True))
-
-
-def progress_for(console: Console, plan: RunPlan) -> ProgressView:
-    """The live view on a terminal, plain lines elsewhere (no terminal, TERM=dumb, CI)."""
-    return (LiveProgress if is_live(console) else PlainProgress)(console, plan)
+    return LiveDashboard(console, plan, rundir)
 
 
 def is_live(console: Console) -> bool:
     """Whether the console may be redrawn."""
     return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
+
+
+def in_foreground(console: Console) -> bool:
+    """Whether this process may draw: a job in the background must leave the terminal alone."""
+    try:
+        return os.tcgetpgrp(console.file.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # no terminal of this session: nobody else's either
+        return True
 
 
 @contextlib.contextmanager
@@ -199,21 +169,8 @@ def event_line(event: Event) -> str:
     return " ".join([f"event={event.kind}", *(f"{name}={quoted(values[name])}" for name in names)])
 
 
-def status_line(view: RunView, plan: RunPlan) -> str:
-    """What stands below the bar."""
-    loss = view.loss[-1][1] if view.loss else None
-    parts = [
-        f"loss {shown(loss, '.4f')}",
-        f"validation {shown(_validation_loss(view), '.4f')}",
-        f"{shown(view.tokens_per_s_smooth, ',.0f')} tokens/s",
-        f"ETA {_eta(view, plan)}",
-        f"memory {format_bytes(max(view.peak_by_rank, default=0))}",
-    ]
-    return "  ".join(parts)
-
-
 def message_of(event: Event) -> Text | None:
-    """What is printed above the bar when something happens."""
+    """What is said when something happens."""
     step, words = event.count("step"), event.text
     match event.kind:
         case "started":
@@ -233,7 +190,7 @@ def message_of(event: Event) -> Text | None:
             line = f"stopped after step {step}: {words('reason')}"
         case "note":
             line = words("text")
-        case _:  # launch, finished, done: the bar and the summary say it
+        case _:  # launch, finished, done: the summary says it
             return None
     return Text(clean(line))
 
@@ -300,54 +257,10 @@ def _validation_loss(view: RunView, step: int | None = None) -> float | None:
 
 
 def _eta(view: RunView, plan: RunPlan) -> str:
-    if view.pace_s is None or view.status in ENDED:
+    if view.status in ENDED:
         return "-"
-    return format_duration(view.pace_s * max(0, plan.train.max_steps - view.steps))
-
-
-def shown(value: Any, form: str) -> str:
-    """A number in the format `form`, `-` where there is none; "nan" and "inf" as they are."""
-    if isinstance(value, int | float):
-        return format(value, form)
-    return "-" if value is None else clean(str(value))
-
-
-def format_bytes(num_bytes: float) -> str:
-    """`512MiB`, `1.5GiB`; `-` for nothing."""
-    units = ["TiB", "GiB", "MiB", "KiB", "B"]
-    while num_bytes >= 1024 and len(units) > 1:
-        num_bytes /= 1024
-        units.pop()
-    number = f"{num_bytes:.0f}" if num_bytes >= 100 else f"{num_bytes:.1f}".removesuffix(".0")
-    return number + units[-1] if num_bytes > 0 else "-"
-
-
-def format_duration(seconds: float | None) -> str:
-    """`0.4s`, `12s`, `1m20s`, `3h05m`, `2d04h`; `-` where it is not known."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    if seconds < 9.95:
-        return f"{max(seconds, 0):.1f}".removesuffix(".0") + "s"
-    minutes, rest_s = divmod(round(seconds), 60)
-    hours, rest_minutes = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d{hours % 24:02d}h"
-    if hours:
-        return f"{hours}h{rest_minutes:02d}m"
-    return f"{minutes}m{rest_s:02d}s" if minutes else f"{rest_s}s"
-
-
-def clean(text: str) -> str:
-    """`text` as one line without control characters: causes hold whatever a worker raised."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def quoted(value: Any) -> str:
-    """A value of a `name=value` pair, in quotes where it would not be one word."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = clean(str(value))
-    return json.dumps(text, ensure_ascii=False) if set(text) & set(' "=') or not text else text
+    steps_to_go = plan.train.max_steps - view.steps
+    return format_duration(eta_s(view.pace_s, view.lost_s, view.steps, steps_to_go))
 
 
 def print_plain(console: Console, line: str) -> None:

@@ -22,10 +22,19 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
-    "colotrain.dotted colotrain.observe.events colotrain.observe.view"
+    "colotrain.dotted colotrain.observe.events colotrain.observe.gradients colotrain.observe.view "
+    "colotrain.observe.attempt colotrain.observe.fold"
 )
 TENSORS = names("torch numpy safetensors tokenizers psutil")
 LAZY_EXTRAS = names("transformers datasets tensorboard wandb pynvml")
+PURE_FACE = (
+    "colotrain.observe.formats colotrain.observe.charts colotrain.observe.scene "
+    "colotrain.observe.panes colotrain.observe.dashboard"
+)
+FACE = (
+    "colotrain.observe.progress colotrain.observe.liveness colotrain.observe.output "
+    "colotrain.observe.terminal colotrain.observe.live"
+)
 WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes")
 
 
@@ -68,7 +77,8 @@ RULES = [
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
     Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),
     Rule("colotrain.observe.trackers", BASE, LAZY_EXTRAS | names("torch")),
-    Rule("colotrain.observe.*", BASE | names("colotrain.observe.progress rich")),
+    Rule(PURE_FACE, BASE | names(PURE_FACE) | {"rich"}),
+    Rule("colotrain.observe.*", BASE | names(PURE_FACE) | names(FACE) | {"rich"}),
     Rule("colotrain.engine.*", WORKER | TENSORS | names("colotrain.engine")),
     Rule("colotrain.estimate.*", WORKER | TENSORS | names("colotrain.engine colotrain.estimate")),
     Rule("colotrain.verify.runner", WORKER | TENSORS | names("colotrain.launch colotrain.verify")),

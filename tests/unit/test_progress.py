@@ -16,9 +16,9 @@ from test_view import MIB, launcher, plan_of, restarted_run, step, worker
 
 from colotrain.observe import progress as module
 from colotrain.observe.events import Event
+from colotrain.observe.fold import Fold, fold
 from colotrain.observe.probes import matmul_peak_flops, memory_now
 from colotrain.observe.progress import (
-    LiveProgress,
     PlainProgress,
     format_bytes,
     format_duration,
@@ -26,7 +26,7 @@ from colotrain.observe.progress import (
     print_summary,
     progress_for,
 )
-from colotrain.observe.view import Fold, fold, summary
+from colotrain.observe.view import summary
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
@@ -56,7 +56,7 @@ def written(console: Console) -> str:
 def show(console: Console, events: Sequence[Event], plan: RunPlan) -> str:
     """What the console got when the events came one after the other."""
     live = Fold()
-    with progress_for(console, plan) as shown:
+    with progress_for(console, plan, RunDir("runs/none")) as shown:
         for event in events:
             shown.update(live.add([event]).view(), [event])
     return written(console)
@@ -82,7 +82,7 @@ def test_the_fields_of_a_plain_line() -> None:
 def test_several_steps_in_one_update_are_shown_with_their_own_values() -> None:
     console, events = pipe(), [step(n) for n in range(1, 11)]
     events.insert(7, worker("eval", 107.5, step=7, loss=9.0))
-    with progress_for(console, plan_of(max_steps=20)) as shown:
+    with progress_for(console, plan_of(max_steps=20), RunDir("runs/none")) as shown:
         shown.update(fold(events), events)
     first, event, second = written(console).splitlines()
     assert first.startswith("step=5/20 loss=0.2000 val=- ")
@@ -139,61 +139,8 @@ def test_a_terminal_that_cannot_be_redrawn_gets_plain_lines(
 ) -> None:
     monkeypatch.setenv(name, value)
     console = terminal()
-    assert isinstance(progress_for(console, plan_of()), PlainProgress)
+    assert isinstance(progress_for(console, plan_of(), RunDir("runs/none")), PlainProgress)
     assert "\x1b" not in show(console, run_events(), plan_of(max_steps=8))
-
-
-def test_no_color_does_not_make_a_terminal_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert isinstance(progress_for(terminal(), plan_of()), LiveProgress)
-    assert "\x1b[31m" not in show(terminal(), run_events(), plan_of(max_steps=8))
-
-
-def test_a_terminal_shows_a_bar_with_messages_above() -> None:
-    console = terminal()
-    show(console, run_events(), plan_of(max_steps=8))
-    text = console.export_text()
-    for part in (
-        "tiny: finished",
-        "8/8",
-        "loss 0.1250",
-        "validation 2.0000",
-        "100 tokens/s",
-        "memory 201MiB",
-        "step 4: validation loss 2.0000",
-        "step 8: checkpoint saved in 0.2s",
-        "restart: rank 1 was killed",
-        "resumed from step 4: /c/4",
-        "rank 1 failed in backward of step 7: E",
-    ):
-        assert part in text, part
-    assert text.index("checkpoint saved") < text.rindex("tiny: finished")
-
-
-def test_a_terminal_gets_its_cursor_back_after_an_error() -> None:
-    console = terminal()
-    with pytest.raises(KeyboardInterrupt), progress_for(console, plan_of()):
-        raise KeyboardInterrupt
-    text = written(console)
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-
-
-def test_what_a_worker_says_cannot_steer_the_terminal() -> None:
-    console = terminal(200)
-    show(console, [worker("note", 1.0, text=EVIL)], plan_of())
-    assert "[31mred [0m second line [bold]markup[/bold] :smile:" in written(console)
-
-
-@pytest.mark.parametrize("width", [20, 40, 80])
-def test_the_live_lines_fit_on_a_narrow_terminal(width: int) -> None:
-    console = terminal(width)
-    with console.capture() as capture:
-        live = LiveProgress(console, plan_of())
-        live._view = fold(run_events())
-        console.print(live._render())
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capture.get()).splitlines()
-    assert len(lines) == 2
-    assert all(len(line) <= width for line in lines)
 
 
 def test_preparation_off_a_terminal_is_throttled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,9 @@ from colotrain.cli.runs import list_runs, row_of, stop
 from colotrain.errors import UsageError
 from colotrain.observe import liveness
 from colotrain.observe.events import EventWriter
+from colotrain.observe.fold import follow
 from colotrain.observe.liveness import claim, is_alive, launcher_of, release, state
-from colotrain.observe.view import follow, summary
+from colotrain.observe.view import summary
 from colotrain.rundir import RunDir
 
 LONG_AGO = time.time() - 1000

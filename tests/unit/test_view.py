@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from colotrain.observe.events import Event, EventWriter, json_safe
-from colotrain.observe.view import Fold, RunView, fold, follow, summary
+from colotrain.observe.fold import Fold, fold, follow
+from colotrain.observe.view import RunView, summary
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -300,7 +301,14 @@ def test_speed_and_eta_come_from_the_last_steps_of_the_attempt() -> None:
     fast = [step(n, t=1000.0 + n, attempt=1, tokens_per_s=50.0) for n in range(31, 41)]
     view = view_of(*slow, *fast, max_steps=100)
     assert view.tokens_per_s_smooth == 50.0
-    assert (view.pace_s, view.eta_s) == (1.0, 60.0)
+    assert (view.pace_s, view.lost_s) == (1.0, 731.0)
+    assert view.eta_s == pytest.approx(60 * (1.0 + 731 / 40))  # restarts go on as they came
+
+
+def test_the_time_between_two_launches_is_not_lost_to_a_restart() -> None:
+    before, after = [step(n) for n in (1, 2)], [step(n, t=9000.0 + n, attempt=1) for n in (3, 4)]
+    view = view_of(*before, launcher("launch", 8000.0), *after, max_steps=10)
+    assert (view.lost_s, view.eta_s) == (0.0, 6.0)
 
 
 def test_one_step_is_enough_for_an_eta_and_none_is_not() -> None:

@@ -1,0 +1,140 @@
+"""`colotrain dashboard`: watch a run, or print or export one picture of it."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from colotrain.cli.output import is_live, print_json, stdout_console
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.observe.dashboard import KEYS, Beside, render
+from colotrain.observe.events import Event, EventReader
+from colotrain.observe.fold import Fold
+from colotrain.observe.live import FRAME_S, Screen, replay, watch
+from colotrain.observe.liveness import state
+from colotrain.observe.output import last_lines
+from colotrain.observe.progress import PlainProgress, in_foreground
+from colotrain.observe.view import RunView
+from colotrain.plan import RunPlan
+from colotrain.records import to_plain
+from colotrain.rundir import RunDir
+
+PICTURE = (140, 40)
+"""Columns and lines of an exported picture."""
+LINES_WITHOUT_TERMINAL = 40
+REPLAY_S = 20.0
+
+
+def dashboard(
+    name: str | None,
+    *,
+    once: bool = False,
+    as_json: bool = False,
+    svg: str = "",
+    html: str = "",
+    again: bool = False,
+) -> int:
+    """Show a run: live, one frame (`once`), as a document, as a picture, or once `again`."""
+    rundir = RunDir.find(name)
+    plan, console = rundir.plan(), stdout_console()
+    if as_json:
+        view = opened(rundir, plan).view()
+        now = state(rundir, view)
+        print_json({"run": rundir.name, "state": now, **to_plain(view)})
+    elif svg or html:
+        export(rundir, plan, svg=svg, html=html)
+    elif again:
+        play(console, plan, rundir)
+    elif once:
+        print_frame(console, rundir, plan, opened(rundir, plan).view())
+    elif is_live(console) and in_foreground(console):
+        watch(console, plan, rundir)
+    else:
+        follow_plainly(console, rundir, plan)
+    return 0
+
+
+def opened(rundir: RunDir, plan: RunPlan) -> Fold:
+    """All that the dashboard needs of a run's events."""
+    reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
+    fold.add(reader.poll())
+    while reader.behind:
+        fold.add(reader.poll())
+    return fold
+
+
+def print_frame(console: Console, rundir: RunDir, plan: RunPlan, view: RunView) -> None:
+    height = console.height - 1 if console.is_terminal else LINES_WITHOUT_TERMINAL
+    beside = Beside.at_once(state(rundir, view), last_lines(rundir))
+    console.print(render(view, plan, width=console.width, height=height, beside=beside))
+
+
+def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str) -> None:
+    """Write a frame as a picture, in colour whatever the terminal."""
+    width, height = PICTURE
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=width,
+        height=height,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+        legacy_windows=False,
+    )
+    view = opened(rundir, plan).view()
+    beside = Beside.at_once(state(rundir, view), last_lines(rundir))
+    console.print(render(view, plan, width=width, height=height, beside=beside))
+    for path, text in (
+        (svg, console.export_svg(title=f"colotrain {rundir.name}", clear=False) if svg else ""),
+        (html, console.export_html(clear=False) if html else ""),
+    ):
+        if path:
+            _write(path, text)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
+
+
+def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan) -> None:
+    """One line per interval and event until the run ends; a frame of a run that has ended."""
+    reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
+    view = fold.add(reader.drain()).view()
+    if state(rundir, view) not in ("starting", "running"):
+        print_frame(console, rundir, plan, view)
+        return
+    shown = PlainProgress(console, plan)
+    while state(rundir, view) in ("starting", "running"):
+        time.sleep(FRAME_S)
+        fresh = reader.drain()
+        view = fold.add(fresh).view()
+        shown.update(view, fresh)
+
+
+def play(console: Console, plan: RunPlan, rundir: RunDir) -> None:
+    """Show a run from its beginning, in `REPLAY_S` seconds; off a terminal its lines."""
+    events = sorted(EventReader(rundir, outline=True).drain(), key=lambda event: event.t)
+    if not events:
+        raise ColotrainError(f"{rundir.name}: nothing has happened yet", "start it first")
+    if not is_live(console) or not in_foreground(console):
+        PlainProgress(console, plan).update(Fold().add(events).view(), events)
+        return
+    screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit  (replay)")
+    with screen.terminal:
+
+        def show(view: RunView, fresh: Sequence[Event], now: float) -> bool:
+            screen.draw(view, now=now, state=view.status)
+            return screen.press(screen.terminal.keys(FRAME_S))
+
+        replay(plan, events, show, num_frames=int(REPLAY_S / FRAME_S))
+        view = Fold(max_steps=plan.train.max_steps).add(events).view()
+        while not screen.press(screen.terminal.keys(FRAME_S)):
+            screen.draw(view, now=events[-1].t, state=view.status)

@@ -1,0 +1,106 @@
+"""The terminal while a live view has it: a screen of its own, no cursor, keys one by one.
+
+Whatever ends the view, also SIGTERM and SIGHUP, the terminal is as it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from types import FrameType
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminal:
+    """Use as a context manager in the main thread; `leave` may be called before its end."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.active = False
+        self._keyboard = _keyboard()
+        self._settings: list[Any] | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Terminal:
+        self._enter()
+        for number in (*ENDINGS, signal.SIGTSTP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                handler = self._suspend if number == signal.SIGTSTP else self._end
+                self._handlers[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Give the terminal back."""
+        self._restore()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+    def draw(self, frame: RenderableType) -> None:
+        """Show `frame` on the whole screen."""
+        if self.active:
+            self.console.update_screen(frame)
+
+    def keys(self, timeout_s: float = 0.0) -> str:
+        """The keys that were pressed; waits for the first at most `timeout_s`."""
+        if self._keyboard is None or not self.active:
+            select.select([], [], [], timeout_s)
+            return ""
+        ready, _, _ = select.select([self._keyboard], [], [], timeout_s)
+        with contextlib.suppress(OSError):
+            return os.read(self._keyboard, 64).decode("ascii", "ignore") if ready else ""
+        return ""
+
+    def _enter(self) -> None:
+        if self._keyboard is not None:
+            self._settings = termios.tcgetattr(self._keyboard)
+            tty.setcbreak(self._keyboard, termios.TCSANOW)
+        self.console.set_alt_screen(True)
+        self.console.show_cursor(False)
+        self.active = True
+
+    def _restore(self) -> None:
+        if not self.active:
+            return
+        self.active = False
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self.console.show_cursor(True)
+            self.console.set_alt_screen(False)
+        if self._keyboard is not None and self._settings is not None:
+            with contextlib.suppress(OSError, termios.error):
+                termios.tcsetattr(self._keyboard, termios.TCSADRAIN, self._settings)
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        """Die of the signal, as without the view."""
+        self.leave()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _suspend(self, number: int, _: FrameType | None) -> None:
+        """Ctrl-Z: the shell gets its terminal back until `fg`."""
+        self._restore()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # stops here
+        signal.signal(number, self._suspend)
+        self._enter()
+
+
+def _keyboard() -> int | None:
+    """The descriptor of stdin where it is a terminal."""
+    try:
+        number = sys.stdin.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
+    return number if os.isatty(number) else None

@@ -1,0 +1,82 @@
+"""Counts and bytes of collectives, against a table counted on real runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from colotrain.estimate.communication import traffic
+from colotrain.plan import BatchPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.plugins import ROWS
+
+BLOCKS = 4
+
+
+def survey(frozen: str | None = None) -> Survey:
+    """Four blocks of 8 × 8 and a root of 4 × 8, fp32."""
+
+    def parameter(name: str, rows: int, group: str) -> ParameterInfo:
+        frozen_by = frozen if frozen and name.startswith(frozen) else None
+        return ParameterInfo(
+            name=name, shape=(rows, 8), numel=rows * 8, itemsize=4, frozen_by=frozen_by, group=group
+        )
+
+    blocks = [parameter(f"b.{i}.weight", 8, f"b.{i}") for i in range(BLOCKS)]
+    return Survey(parameters=(*blocks, parameter("head", 4, "")), matched={}, flops_per_token=1.0)
+
+
+def plugin(name: str, mesh: tuple[int, ...]) -> PluginPlan:
+    row = ROWS[name]
+    return PluginPlan(
+        name=name,
+        reason="",
+        parameters_live=row.parameters_live,
+        gradients=row.gradients,
+        mesh=mesh,
+    )
+
+
+def batch(steps: int) -> BatchPlan:
+    return BatchPlan(global_batch=steps, micro_batch=1, accumulation_steps=steps, data_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "reductions"),
+    [("zero1", 5, 5), ("zero2", 5, 20), ("zero3", 36, 20), ("gemini", 36, 20)],
+)
+def test_collectives_of_a_step_of_four_micro_batches(
+    name: str, gathers: int, reductions: int
+) -> None:
+    found = traffic(plugin(name, (2,)), survey(), batch(4), "fp32")
+    assert (found.gathers, found.reductions) == (gathers, reductions)
+
+
+def test_bytes_are_what_one_rank_of_a_ring_sends() -> None:
+    whole = (4 * 64 + 32) * 4
+    found = traffic(plugin("zero2", (4,)), survey(), batch(2), "fp32")
+    assert found.bytes_per_step == whole * 3 // 4 + 2 * whole * 3 // 4
+
+
+def test_half_precision_gathers_half_and_reduces_in_fp32() -> None:
+    whole = (4 * 64 + 32) * 4
+    found = traffic(plugin("zero2", (2,)), survey(), batch(1), "bf16")
+    assert found.bytes_per_step == whole // 2 // 2 + whole // 2
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    one, all_ = 64 * 4, (4 * 64 + 32) * 4
+    found = traffic(plugin("zero1", (2,)), survey("b.0"), batch(1), "fp32")
+    assert found.reductions == 4
+    assert found.bytes_per_step == all_ // 2 + (all_ - one) // 2
+
+
+def test_replicas_all_reduce_their_shards_once_a_step() -> None:
+    whole = (4 * 64 + 32) * 4
+    alone = traffic(plugin("zero1", (2,)), survey(), batch(1), "fp32").bytes_per_step
+    hybrid = plugin("zero1", (2, 2))
+    found = traffic(hybrid, survey(), batch(1), "fp32").bytes_per_step
+    assert found - alone == 2 * whole // 2 // 2
+
+
+def test_one_rank_sends_nothing() -> None:
+    found = traffic(plugin("zero3", (1,)), survey(), batch(4), "fp32")
+    assert (found.gathers, found.reductions, found.bytes_per_step) == (0, 0, 0)
