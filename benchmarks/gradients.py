@@ -15,7 +15,7 @@ from statistics import median
 from colotrain.observe.events import EventReader
 from colotrain.rundir import RunDir
 
-STEPS = 41
+STEPS = 23
 WARM_UP = 3
 
 
@@ -24,7 +24,12 @@ def measure(plugin: str, folder: Path) -> tuple[float, float]:
     command = [
         *(sys.executable, "-m", "colotrain", "run", "recipe=llm-25m", f"plugin={plugin}"),
         *(f"name={plugin}", f"train.max_steps={STEPS}", "train.eval_steps=1", "train.eval_every=0"),
-        *("observe.grads_every=2", "checkpoint.every=0", "cluster.procs_per_node=2"),
+        *(
+            "observe.grads_every=2",
+            "checkpoint.every=0",
+            "train.global_batch=8",
+            "cluster.procs_per_node=2",
+        ),
     ]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     events = EventReader(RunDir(folder / "runs" / plugin)).drain()

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+FINAL_EXIT = 3
+"""Exit code of a worker whose error would only come again: it is not restarted."""
+
 
 class ColotrainError(Exception):
     """A failure that a person can act on: `problem` says what, `fix` says what to do."""

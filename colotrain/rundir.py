@@ -83,6 +83,10 @@ class RunDir:
         """verify: losses, step count and frozen names of a case."""
         return self.path / "facts.json"
 
+    def tracker(self, name: str) -> Path:
+        """What a tracker writes."""
+        return self.path / "trackers" / name
+
     def event_file(self, *, rank: int, attempt: int) -> Path:
         return self.events / f"rank{rank:05d}-attempt{attempt:04d}.jsonl"
 

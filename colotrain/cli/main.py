@@ -150,6 +150,37 @@ def dashboard(
 
 
 @app.command()
+def inspect_grads(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] | KEY=VALUE",
+            help="A run (by default the newest); or settings, whose first step is run and shown.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="By default the last recorded.")] = None,
+    param: Annotated[str, typer.Option(metavar="GLOB", help="Only such parameters.")] = "",
+    sort: Annotated[str, typer.Option(help="norm, update, zero or name.")] = "",
+    top: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Ask a running job for a record.")] = False,
+    against: Annotated[str, typer.Option(metavar="RUN", help="Where two runs part.")] = "",
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Largest relative difference for --against.")
+    ] = 1e-5,
+    csv: Annotated[str, typer.Option(metavar="FILE", help="Write the rows there.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Show every parameter's gradient: norm, status, and why it has none."""
+    from colotrain.cli import inspect_grads as module
+
+    if against:
+        return module.against(words or [], against, tolerance=tolerance, as_json=as_json)
+    choice = module.Choice(param=param, sort=sort, top=top, as_json=as_json, csv=csv)
+    return module.inspect_grads(words or [], step=step, live=live, choice=choice)
+
+
+@app.command()
 def completion(
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False)],
 ) -> int:
@@ -179,7 +210,7 @@ def complete_word(word: Annotated[str, typer.Argument()] = "") -> int:
 def verbs() -> list[str]:
     """The commands that are shown, in the order of the help."""
     callbacks = [command.callback for command in app.registered_commands if not command.hidden]
-    return [callback.__name__ for callback in callbacks if callback is not None]
+    return [callback.__name__.replace("_", "-") for callback in callbacks if callback is not None]
 
 
 def main() -> None:

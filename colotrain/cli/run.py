@@ -13,6 +13,8 @@ from colotrain.plan import RunPlan
 from colotrain.rundir import RUNS, RunDir, write_atomically
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from colotrain.data.tokens import Prepared
     from colotrain.observe.events import Event
 
@@ -51,30 +53,12 @@ def train(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_js
     `config` is what a new plan was made from, so that the run can be resumed with changes; None
     where the plan is the run's own.
     """
-    from colotrain.data.tokens import prepare
-    from colotrain.launch.elastic import launch
-    from colotrain.observe import liveness
-    from colotrain.observe.fold import Fold, follow
-    from colotrain.observe.progress import preparation, print_summary, progress_for
+    from colotrain.observe.fold import follow
+    from colotrain.observe.progress import print_summary
     from colotrain.observe.view import summary
 
     console = stderr_console()
-    rundir.create()
-    with liveness.claim(rundir):
-        rundir.write_plan(plan)
-        if config is not None:  # JSON is YAML, and this file is a recipe
-            write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
-        if plan.data.source != "target":
-            with preparation(console) as progress:
-                check_vocabulary(plan, prepare(plan.data, progress=progress))
-        fold = Fold(max_steps=plan.train.max_steps)
-        with progress_for(console, plan, rundir) as shown:
-
-            def show(events: list[Event]) -> None:
-                fold.add(events)
-                shown.update(fold.view(), events)
-
-            exit_code, cause = launch(plan, rundir, follow=show)
+    exit_code, cause = carry_out(plan, rundir, config, console=console)
     view = follow(rundir)
     document = summary(view, plan, rundir)
     rundir.write_summary(document)
@@ -84,6 +68,37 @@ def train(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_js
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
     return exit_code
+
+
+def carry_out(
+    plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, console: Console
+) -> tuple[int, str]:
+    """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
+    from colotrain.data.tokens import prepare
+    from colotrain.launch.elastic import launch
+    from colotrain.observe import liveness
+    from colotrain.observe.fold import Fold
+    from colotrain.observe.progress import preparation, progress_for
+    from colotrain.observe.trackers import Trackers
+
+    rundir.create()
+    with liveness.claim(rundir):
+        rundir.write_plan(plan)
+        if config is not None:  # JSON is YAML, and this file is a recipe
+            write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
+        if plan.data.source != "target":
+            with preparation(console) as progress:
+                check_vocabulary(plan, prepare(plan.data, progress=progress))
+        fold = Fold(max_steps=plan.train.max_steps)
+        with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
+
+            def show(events: list[Event]) -> None:
+                fold.add(events)
+                shown.update(fold.view(), [*events, *trackers.take(events)])
+
+            ended = launch(plan, rundir, follow=show)
+            shown.update(fold.view(), trackers.close())
+    return ended
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:

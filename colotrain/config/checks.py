@@ -13,7 +13,7 @@ from typing import Any
 from colotrain.config.schema import Config, Data
 from colotrain.config.shipped import recipe_names
 from colotrain.dotted import FORM
-from colotrain.errors import Problem
+from colotrain.errors import Problem, suggest
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS
 
@@ -42,6 +42,7 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
     "optim.schedule.final_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
+TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 NOT_YET: dict[str, tuple[Any, str]] = {
     "model.hf": (None, "write a function that loads it and name that in model.target"),
@@ -49,7 +50,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "plugin.budget.host": ("auto", "remove it"),
     "plugin.budget.disk": ("auto", "remove it"),
     "plugin.disk_path": (None, "remove it"),
-    "observe.trackers": ([], "remove it"),
 }
 """What has a place in the schema and cannot be had so far: the only value, and what to do."""
 
@@ -74,6 +74,10 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     for key in ("model.target", "data.target", "train.on_gradients"):
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)
+    for name in settings.observe.trackers:
+        if name not in TRACKERS:
+            expected, key = f"one of {', '.join(TRACKERS)}", "observe.trackers"
+            yield Problem(key=key, value=name, expected=expected, fix=suggest(name, TRACKERS))
     for step in settings.freeze.unfreeze:
         if step < 1:
             fix = "name parameters that train from the start in freeze.except"

@@ -210,7 +210,11 @@ def _elastic(elastic: Elastic) -> ElasticPlan:
 
 
 def _observe(observe: Observe) -> ObservePlan:
-    return ObservePlan(log_every=observe.log_every, grads_every=observe.grads_every or 0)
+    return ObservePlan(
+        log_every=observe.log_every,
+        grads_every=observe.grads_every or 0,
+        trackers=tuple(observe.trackers),
+    )
 
 
 def _default_name(settings: Config, plugin: str) -> str:

@@ -198,15 +198,24 @@ class Channel:
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """`out` = parts[0] + parts[1] + …, in this order; 16-bit and smaller floats add up in fp32."""
+    """`out` = parts[0] + parts[1] + …, in this order; 16-bit and smaller floats add up in fp32.
+
+    `out` may be one of `parts`.
+    """
     narrow = out.is_floating_point() and out.dtype.itemsize < 4
-    step = SUM_BYTES // out.element_size()
+    if len(parts) == 2 and not narrow:
+        torch.add(parts[0], parts[1], out=out)
+        return
+    dtype = torch.float32 if narrow else out.dtype
+    step = SUM_BYTES // dtype.itemsize
+    scratch = torch.empty(min(step, out.numel()), dtype=dtype)
     for first in range(0, out.numel(), step):
-        pieces = [part[first : first + step] for part in parts]
-        total = pieces[0].float() + pieces[1].float() if narrow else pieces[0] + pieces[1]
-        for piece in pieces[2:]:
-            total += piece
-        out[first : first + step] = total
+        piece = out[first : first + step]
+        total = scratch[: piece.numel()]
+        total.copy_(parts[0][first : first + step])
+        for part in parts[1:]:
+            total += part[first : first + step]
+        piece.copy_(total)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from colotrain.data.loader import BatchLoader
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
 from colotrain.engine.freezing import freeze_
+from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding import ShardedModel, reshard
@@ -48,6 +50,8 @@ class Run:
     micro_batches: int = 0
     phase: str = "start"
     stop_reason: str | None = None
+    generator_state: Tensor | None = None
+    """torch's generator at the beginning of the step."""
     saved_step: int = -1
 
 
@@ -78,6 +82,7 @@ def train(run: Run) -> str:
         evaluate(run)
     while run.step < plan.train.max_steps:
         started = time.perf_counter()
+        run.generator_state = torch.get_rng_state()
         unfreeze_(run)
         gradients.clear_(run.sharded.module)
         batches = Fetch(run)
@@ -165,12 +170,8 @@ def update_(run: Run, result: StepResult) -> tuple[bool, float]:
     state = run.gradients
     run.loss_scale.update(overflow=not result.finite)
     if not result.finite:
-        if not (run.loss_scale.dynamic or run.plan.train.on_nonfinite == "skip"):
-            raise ColotrainError(
-                f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: "
-                "not finite",
-                "lower optim.lr, or set train.on_nonfinite=skip",
-            )
+        if not run.loss_scale.dynamic:
+            handle_nonfinite(run, result)
         return True, 0.0
     if run.on_gradients is not None:
         run.on_gradients(run.sharded.module, run.step)
@@ -179,6 +180,26 @@ def update_(run: Run, result: StepResult) -> tuple[bool, float]:
     lr = run.optimizer.step(factor=stored)
     state.factor = 1.0 / state.clip_ratio  # the stored gradients now hold the clipped values
     return False, lr
+
+
+def handle_nonfinite(run: Run, result: StepResult) -> None:
+    """Say where a loss or gradient stopped being finite; end the run unless the plan skips it."""
+    run.phase = "search for the first value that is not finite"
+    if run.generator_state is not None:
+        torch.set_rng_state(run.generator_state)
+    micro_batches = range(run.plan.batch.accumulation_steps)
+    ids = [run.train_data.ids(run.step, index) for index in micro_batches]
+    done = run.micro_batches
+    origin = locate(run.gradients, Fetch(run), ids, step=run.step + 1)
+    run.micro_batches, run.phase = done, "optimizer"  # the second pass is not training
+    gradients.clear_(run.sharded.module)
+    where = f"it began in {origin}" if origin else "a second pass was clean"
+    problem = f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}"
+    if run.rank == 0:
+        run.events.write("nonfinite", **(asdict(origin) if origin else {"step": run.step + 1}))
+        run.events.write("note", text=problem)
+    if run.plan.train.on_nonfinite == "stop":
+        raise ColotrainError(problem, "lower optim.lr, or set train.on_nonfinite=skip")
 
 
 def unfreeze_(run: Run) -> None:

@@ -140,8 +140,8 @@ class SharedMemory:
         """
         deadline = time.monotonic() + self.timeout_s
         while not self.heard(bell, sender, within_s=LOOK_EVERY_S):
-            lost = next((r for r in self._gone() if r == sender), int(self.header[LOST]) - 1)
-            if lost >= 0 and not self.heard(bell, sender, within_s=0.0):
+            lost = self._lost(sender)
+            if lost is not None and not self.heard(bell, sender, within_s=0.0):
                 self.header[LOST] = lost + 1
                 name = f"rank {self.ranks[lost]} (process {self.pids[lost]})"
                 raise PeerLost(f"Connection closed by peer: {name} has gone during {what}")
@@ -158,15 +158,15 @@ class SharedMemory:
             os.sched_yield()
         if within_s == 0.0:
             return False
-        until = time.time() + within_s
-        return _libc.sem_timedwait(semaphore, ctypes.byref(_timespec(until))) == 0
+        return _sleep(semaphore, within_s)
 
-    def _gone(self) -> list[int]:
+    def _lost(self, sender: int) -> int | None:
+        """The rank that another rank found gone (who then may be gone too), or else `sender`."""
+        if self.header[LOST]:
+            return int(self.header[LOST]) - 1
         poll = select.poll()
-        for fd in self.watched:
-            poll.register(fd, select.POLLIN)
-        ended = {fd for fd, _ in poll.poll(0)}
-        return [rank for rank, fd in enumerate(self.watched) if fd in ended]
+        poll.register(self.watched[sender], select.POLLIN)
+        return sender if poll.poll(0) else None
 
     def close(self) -> None:
         """Stop watching the other ranks; the memory goes with the last tensor that uses it."""
@@ -227,6 +227,15 @@ def _timeout_s(group: dist.ProcessGroup) -> float:
     everyone = dist.distributed_c10d._get_default_group()
     backends = [g._get_backend(torch.device("cpu")) for g in (group, everyone)]
     return min(float(b.options._timeout.total_seconds()) for b in backends)
+
+
+def _sleep(semaphore: ctypes.c_void_p, within_s: float) -> bool:
+    """Wait in the kernel; False after that time, or when a signal came."""
+    if hasattr(_libc, "sem_clockwait"):  # glibc 2.30; the other one jumps with the wall clock
+        until = ctypes.byref(_timespec(time.monotonic() + within_s))
+        return bool(_libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until) == 0)
+    until = ctypes.byref(_timespec(time.time() + within_s))
+    return bool(_libc.sem_timedwait(semaphore, until) == 0)
 
 
 def _timespec(at: float) -> _Timespec:

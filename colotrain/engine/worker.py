@@ -32,6 +32,7 @@ from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding import make_mesh, materialise_, shard_
 from colotrain.engine.statistics import describe_parameters
+from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import matmul_peak_flops
@@ -61,7 +62,8 @@ def main(path: str) -> int:
         events.write("failed", **where, error=f"{type(error).__name__}: {error}", traceback=text)
         sys.stderr.write(text)
         sys.stderr.flush()
-        os._exit(1)  # at once: destructors of a broken process group may wait for its peers
+        # at once: destructors of a broken process group may wait for its peers
+        os._exit(FINAL_EXIT if isinstance(error, ColotrainError) else 1)
     dist.destroy_process_group()
     return 0
 

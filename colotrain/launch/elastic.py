@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from colotrain.errors import FINAL_EXIT
 from colotrain.launch.causes import Death, describe
 from colotrain.launch.forkserver import ENTRY, warm_up, work
 from colotrain.observe.events import Event, EventReader, EventWriter
@@ -130,7 +131,8 @@ def _elastic(current: Launch) -> None:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
                 current.deaths = [_death(rundir, r, f) for r, f in result.failures.items()]
-                if not current.progressed:  # what fails at the start fails again
+                final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
+                if final or not current.progressed:  # it would fail again
                     self._remaining_restarts = 0
                 if self._remaining_restarts:
                     time.sleep(2 * POLL_S)  # let the main thread read the workers' last words

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from colotrain.observe.events import Checkpoint, Event, Failure, Step
-from colotrain.observe.gradients import Cell, GradientHistory, Heat, Nonfinite
+from colotrain.observe.events import Event
+from colotrain.observe.facts import Checkpoint, Failure, Nonfinite, Step
+from colotrain.observe.gradients import Cell, GradientHistory, Heat
 from colotrain.observe.view import SMOOTHING_STEPS, RankView
 
 SMOOTHING = 0.2

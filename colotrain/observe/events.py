@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from colotrain.rundir import RunDir
 
@@ -28,8 +28,12 @@ LINE_LIMIT = 16 << 20
 """Bytes that one read takes from one file; a longer line is skipped."""
 POLL_LIMIT = 32 << 20
 """Bytes after which a poll leaves the remaining files to the next one."""
-OUTLINE_BYTES = 16 << 10
-"""An outline has the last so many bytes of a long file, and a quarter as many of its beginning."""
+OUTLINE_BYTES = 2 << 10
+"""An outline has the first line of a long file and so many bytes of its end,"""
+OUTLINE_LINES = 4
+"""or more where these are not even so many lines."""
+FILES_PER_POLL = 256
+"""Files of ranks other than 0 that one poll of an outline looks at again, in turn."""
 
 _WORKER_FILE = re.compile(r"rank(\d{5,7})-attempt(\d{4,7})\.jsonl")
 _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -60,95 +64,6 @@ class Event:
     def text(self, name: str) -> str:
         value = self.fields.get(name)
         return "" if value is None else str(value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """How one rank failed (`failed`)."""
-
-    rank: int
-    attempt: int
-    t: float
-    phase: str
-    step: int
-    error: str
-    traceback: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}, {self.phase or 'unknown phase'}, step {self.step}: {self.error}"
-
-    @staticmethod
-    def of(event: Event) -> Failure:
-        return Failure(
-            rank=event.rank or 0,
-            attempt=event.attempt or 0,
-            t=event.t,
-            phase=event.text("phase"),
-            step=event.count("step"),
-            error=event.text("error"),
-            traceback=event.text("traceback"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint that was saved (`checkpoint`) or resumed from (`resumed`)."""
-
-    step: int
-    path: str
-    seconds: float | None
-    """Time it took to save; None where it was only resumed from."""
-    t: float
-    """Unix seconds: when it was saved or resumed from."""
-
-    @staticmethod
-    def of(event: Event) -> Checkpoint:
-        step, path = event.count("step"), event.text("path")
-        return Checkpoint(step=step, path=path, seconds=event.number("seconds"), t=event.t)
-
-
-class Step(NamedTuple):
-    """What rank 0 recorded of one step (`step`)."""
-
-    attempt: int
-    step: int
-    t: float
-    loss: float | None
-    tokens_per_s: float | None
-    grad_norm: float | None
-    clip_ratio: float | None
-    lr: float | None
-    step_s: float | None
-    data_s: float | None
-    compute_s: float | None
-    """Forward and backward, with what of the collectives is inside them."""
-    reduce_s: float | None
-    """The wait for the other ranks."""
-    optimizer_s: float | None
-    optimizer_steps: int
-    micro_batches: int
-    skipped: bool
-
-    @staticmethod
-    def of(event: Event) -> Step:
-        return Step(
-            attempt=event.attempt or 0,
-            step=event.count("step"),
-            t=event.t,
-            loss=event.number("loss"),
-            tokens_per_s=event.number("tokens_per_s"),
-            grad_norm=event.number("grad_norm"),
-            clip_ratio=event.number("clip_ratio"),
-            lr=event.number("lr"),
-            step_s=event.number("step_s"),
-            data_s=event.number("data_s"),
-            compute_s=event.number("compute_s"),
-            reduce_s=event.number("reduce_s"),
-            optimizer_s=event.number("optimizer_s"),
-            optimizer_steps=event.count("optimizer_steps"),
-            micro_batches=event.count("total_micro_batches"),
-            skipped=event.fields.get("skipped") is True,
-        )
 
 
 class EventWriter:
@@ -217,7 +132,8 @@ class EventReader:
         """`ranks` limits which workers' files are read; the launcher's always is.
 
         `outline`: of long files of ranks other than 0 only the beginning and the end are read,
-        so that a run of a thousand ranks opens in seconds; what is added later is read in full.
+        so that a run of a thousand ranks opens in seconds. What is added later is read in full,
+        but of many ranks not at every poll.
         """
         self.skipped = 0
         """Lines that were no events."""
@@ -225,6 +141,7 @@ class EventReader:
         """Whether the last poll stopped at its memory limit: there is more to read now."""
         self._rundir, self._ranks, self._outline = rundir, ranks, outline
         self._offsets: dict[str, int] = {}
+        self._polls = 0
 
     def poll(self) -> list[Event]:
         """New events, by time across files and in the order of writing within each file.
@@ -233,7 +150,7 @@ class EventReader:
         """
         batches: list[list[Event]] = []
         num_bytes, self.behind = 0, False
-        for path, rank, attempt in event_files(self._rundir, ranks=self._ranks):
+        for path, rank, attempt in self._due():
             if num_bytes >= POLL_LIMIT:
                 self.behind = True
                 break
@@ -249,6 +166,19 @@ class EventReader:
         while self.behind:
             events += self.poll()
         return events
+
+    def _due(self) -> list[tuple[Path, int | None, int | None]]:
+        """The files to look at in this poll."""
+        files = list(event_files(self._rundir, ranks=self._ranks))
+        self._polls += 1
+        num_turns = 1 + len(files) // FILES_PER_POLL if self._outline else 1
+        return [
+            file
+            for index, file in enumerate(files)
+            if file[1] in (None, 0)
+            or (index + self._polls) % num_turns == 0
+            or file[0].name not in self._offsets
+        ]
 
     def _take(self, path: Path, *, outline: bool) -> bytes:
         """The whole lines after what was already read."""
@@ -273,13 +203,15 @@ class EventReader:
         return chunk[:end]
 
     def _take_outline(self, file: FileIO, name: str, size: int) -> bytes:
-        """The first lines and the last ones."""
-        first = os.pread(file.fileno(), OUTLINE_BYTES // 4, 0)
-        start = size - OUTLINE_BYTES
-        last = os.pread(file.fileno(), OUTLINE_BYTES, start)
+        """The first line and the last ones."""
+        length, last = OUTLINE_BYTES, b""
+        while last.count(b"\n") <= OUTLINE_LINES and length < size // 2:  # a traceback may be long
+            last = os.pread(file.fileno(), length, size - length)
+            length *= 4
+        first = os.pread(file.fileno(), OUTLINE_BYTES, 0)
         begin, end = last.find(b"\n") + 1, last.rfind(b"\n") + 1
-        self._offsets[name] = start + end
-        return first[: first.rfind(b"\n") + 1] + last[begin:end]
+        self._offsets[name] = size - len(last) + end
+        return first[: first.find(b"\n") + 1] + last[begin:end]
 
     def _parse(self, chunk: bytes, rank: int | None, attempt: int | None) -> list[Event]:
         lines = [line for line in chunk.split(b"\n") if line.strip()]

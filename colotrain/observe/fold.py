@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable
 
 from colotrain.errors import ColotrainError
 from colotrain.observe.attempt import Attempt, History, heat_of, merge
-from colotrain.observe.events import Checkpoint, Event, EventReader, Failure
-from colotrain.observe.gradients import GradientRecord, Nonfinite
+from colotrain.observe.events import Event, EventReader
+from colotrain.observe.facts import Checkpoint, Failure, Nonfinite
+from colotrain.observe.gradients import GradientRecord
 from colotrain.observe.view import ENDED, RunView
 from colotrain.rundir import RunDir
 

@@ -56,30 +56,6 @@ class GradientRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nonfinite:
-    """Where numbers that are not finite began (`nonfinite`)."""
-
-    parameter: str
-    module: str
-    rank: int
-    step: int
-    micro_batch: int | None
-    phase: str
-
-    @staticmethod
-    def of(event: Event) -> Nonfinite:
-        rank, micro_batch = event.number("rank"), event.number("micro_batch")
-        return Nonfinite(
-            parameter=event.text("parameter"),
-            module=event.text("module"),
-            rank=event.count("rank") if rank is not None else event.rank or 0,
-            step=event.count("step"),
-            micro_batch=event.count("micro_batch") if micro_batch is not None else None,
-            phase=event.text("phase"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """The gradient of one layer in one step."""
 

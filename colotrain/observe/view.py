@@ -6,8 +6,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from colotrain.observe.events import Checkpoint, Failure, json_safe
-from colotrain.observe.gradients import GradientRecord, Heat, Nonfinite
+from colotrain.observe.events import json_safe
+from colotrain.observe.facts import Checkpoint, Failure, Nonfinite
+from colotrain.observe.gradients import GradientRecord, Heat
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir

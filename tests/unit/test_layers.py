@@ -22,8 +22,9 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
-    "colotrain.dotted colotrain.observe.events colotrain.observe.gradients colotrain.observe.view "
-    "colotrain.observe.attempt colotrain.observe.fold"
+    "colotrain.dotted colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
+    "colotrain.observe.difference colotrain.observe.attempt colotrain.observe.fold "
+    "colotrain.observe.view"
 )
 TENSORS = names("torch numpy safetensors tokenizers psutil")
 LAZY_EXTRAS = names("transformers datasets tensorboard wandb pynvml")

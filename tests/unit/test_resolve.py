@@ -445,7 +445,10 @@ def test_with_nothing_to_run_the_recipes_are_listed() -> None:
         ),
         ({"train.on_gradients": "x"}, "train.on_gradients=x: expected `package.module:callable`"),
         ({"checkpoint.resume": "nope"}, "checkpoint.resume=nope: expected auto, none, or the fol"),
-        ({"observe.trackers": ["wandb"]}, "observe.trackers=['wandb']: expected [] (not available"),
+        (
+            {"observe.trackers": ["wandbb"]},
+            "observe.trackers=wandbb: expected one of tensorboard, wandb; did you mean wandb?",
+        ),
         ({"elastic.min_nodes": 2}, "elastic.min_nodes=2: expected 1, as cluster.nodes"),
         ({"cluster.device": "tpu"}, "cluster.device=tpu: expected auto, cpu or cuda"),
         ({"cluster.memory": "lots"}, "cluster.memory=lots: expected auto, bytes, a size like"),

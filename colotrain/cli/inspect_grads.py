@@ -1,0 +1,286 @@
+"""`colotrain inspect-grads`: the gradients of one step, by name, whatever the plugin."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import fnmatch
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.cli.output import is_live, print_json, stderr_console, stdout_console
+from colotrain.errors import ColotrainError, UsageError, suggest
+from colotrain.observe.charts import STATUS_STYLES
+from colotrain.observe.difference import Comparison, Difference, compare
+from colotrain.observe.events import EventReader
+from colotrain.observe.facts import Nonfinite
+from colotrain.observe.fold import Fold
+from colotrain.observe.formats import clean, shown
+from colotrain.observe.gradients import GradientRecord, ParameterGradient, records
+from colotrain.observe.liveness import state
+from colotrain.plan import RunPlan
+from colotrain.records import to_plain
+from colotrain.rundir import RunDir
+
+POLL_S = 0.1
+WITHOUT_TERMINAL = 1000  # columns: a line a parameter, however long its name
+SORTS = ("norm", "update", "zero", "name")
+FIELDS = [field.name for field in dataclasses.fields(ParameterGradient)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which rows are shown, in which order, and how."""
+
+    param: str = ""
+    sort: str = ""
+    """One of `SORTS`; empty: the order of the model."""
+    top: int | None = None
+    as_json: bool = False
+    csv: str = ""
+
+
+def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice: Choice) -> int:
+    """A run's record (`words` is its name, or nothing for the newest), or one step of a plan."""
+    if choice.sort and choice.sort not in SORTS:
+        expected = f"expected one of {', '.join(SORTS)}"
+        raise UsageError(f"--sort {choice.sort}: {expected}", suggest(choice.sort, SORTS))
+    if any(_is_override(word) for word in words):
+        return of_one_step(words, choice)
+    if len(words) > 1:
+        raise UsageError(f"{words[1]}: expected one run", "compare two with --against RUN")
+    rundir = RunDir.find(words[0] if words else None)
+    record = ask(rundir) if live else recorded(rundir, step)
+    return show(rundir, record, choice)
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word or word.startswith(("~", "+"))
+
+
+def recorded(rundir: RunDir, step: int | None) -> GradientRecord:
+    """The record of `step`, or the last one."""
+    steps: list[int] = []
+    last: GradientRecord | None = None
+    for record in records(rundir):
+        if record.step == step:
+            return record
+        steps.append(record.step)
+        last = record
+    if step is None and last is not None:
+        return last
+    if not steps:
+        fix = f"ask a running one with `colotrain inspect-grads --live {rundir.name}`"
+        raise UsageError(f"{rundir.name}: has no gradient records yet", f"{fix}, or wait")
+    near = ", ".join(map(str, sorted(sorted(steps, key=lambda at: abs(at - (step or 0)))[:6])))
+    raise UsageError(f"{rundir.name}: has no record of step {step}", f"near it are {near}")
+
+
+def ask(rundir: RunDir, *, timeout_s: float = 120.0) -> GradientRecord:
+    """Ask a running job for a record of its next step, and wait for it."""
+    reader, fold = EventReader(rundir, ranks={0}), Fold()
+    before = fold.add(reader.drain()).view().gradients
+    if (now := state(rundir, fold.view())) not in ("starting", "running"):
+        raise UsageError(f"{rundir.name}: not running ({now})", "leave --live out for its last")
+    rundir.grads_request_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    rundir.grads_request_file.touch()
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        view = fold.add(reader.drain()).view()
+        if view.gradients is not None and view.gradients != before:
+            return view.gradients
+        if (now := state(rundir, view)) not in ("starting", "running"):
+            raise ColotrainError(f"{rundir.name}: {now} before it made another step", "resume it")
+        time.sleep(POLL_S)
+    raise ColotrainError(
+        f"{rundir.name}: no record after {timeout_s:.0f} s", "is it making steps? `colotrain runs`"
+    )
+
+
+def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
+    """Run the first step of a plan in a folder of its own, and show its gradients."""
+    from colotrain.cli.resolving import check_fits, settle
+    from colotrain.cli.run import carry_out
+    from colotrain.launch.forkserver import warm_up
+
+    warm_up()
+    plan = for_one_step(settle(list(overrides)).plan)
+    check_fits(plan)
+    with tempfile.TemporaryDirectory(prefix="colotrain-") as folder:
+        rundir = RunDir(Path(folder) / plan.name)
+        exit_code, cause = carry_out(plan, rundir, None, console=stderr_console())
+        found = list(records(rundir))
+        if not found:
+            raise ColotrainError(cause or "the step left no record", "try `colotrain run`")
+        show(rundir, found[-1], choice)
+    return exit_code
+
+
+def for_one_step(plan: RunPlan) -> RunPlan:
+    """The plan cut down to a step that is recorded: no evaluation, checkpoints or trackers.
+
+    Warm-up and batch are as they were, so the step is that of the whole run.
+    """
+    return dataclasses.replace(
+        plan,
+        train=dataclasses.replace(plan.train, max_steps=1, eval_every=0, eval_steps=0),
+        observe=dataclasses.replace(plan.observe, grads_every=1, trackers=()),
+        checkpoint=dataclasses.replace(plan.checkpoint, enabled=False, every=0, resume="none"),
+        elastic=dataclasses.replace(plan.elastic, max_restarts=0),
+    )
+
+
+def show(rundir: RunDir, record: GradientRecord, choice: Choice) -> int:
+    rows = chosen(record.parameters, choice)
+    if choice.csv:
+        write_csv(choice.csv, rows)
+    if choice.as_json:
+        print_json(document(rundir, record, rows, first_nonfinite(rundir)))
+    elif not choice.csv:
+        print_table(record, rows, first_nonfinite(rundir))
+    return 0
+
+
+def chosen(rows: Sequence[ParameterGradient], choice: Choice) -> list[ParameterGradient]:
+    """The rows that `choice` names. Numbers sort from the largest, what has none is last."""
+    found = [row for row in rows if not choice.param or _matches(row, choice.param)]
+    if choice.param and not found:
+        near = suggest(choice.param.strip("*"), (row.name for row in rows))
+        raise UsageError(f"--param {choice.param}: no parameter has such a name", near)
+    keys = {"norm": "norm", "update": "update_ratio", "zero": "zero_fraction"}
+    if choice.sort == "name":
+        found.sort(key=lambda row: row.name)
+    elif choice.sort:
+        found.sort(key=lambda row: _order(getattr(row, keys[choice.sort])))
+    return found[: choice.top]
+
+
+def _matches(row: ParameterGradient, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (row.name, *row.aliases))
+
+
+def _order(value: float | None) -> float:
+    """NaN first, then from the largest."""
+    if value is None:
+        return float("inf")
+    return float("-inf") if value != value else -value
+
+
+def first_nonfinite(rundir: RunDir) -> Nonfinite | None:
+    reader, fold = EventReader(rundir, outline=True), Fold()
+    return fold.add(reader.drain()).view().nonfinite
+
+
+def document(
+    rundir: RunDir,
+    record: GradientRecord,
+    rows: Sequence[ParameterGradient],
+    nonfinite: Nonfinite | None,
+) -> dict[str, Any]:
+    """The document of `inspect-grads --json`."""
+    return {
+        "run": rundir.name,
+        "step": record.step,
+        "global_norm": record.global_norm,
+        "clipped_to": record.clipped_to,
+        "parameters": to_plain(list(rows)),
+        "first_nonfinite": None if nonfinite is None else to_plain(nonfinite),
+    }
+
+
+def write_csv(path: str, rows: Sequence[ParameterGradient]) -> None:
+    try:
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            out = csv.writer(file)
+            out.writerow(FIELDS)
+            for row in rows:
+                plain = to_plain(row)
+                plain["shape"] = "x".join(map(str, row.shape))
+                plain["aliases"] = " ".join(row.aliases)
+                out.writerow([plain[field] for field in FIELDS])
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
+
+
+def print_table(
+    record: GradientRecord, rows: Sequence[ParameterGradient], nonfinite: Nonfinite | None
+) -> None:
+    console = stdout_console()
+    if not is_live(console):
+        console.width = WITHOUT_TERMINAL
+    clipped = f", clipped to {shown(record.clipped_to, '.6g')}" if record.clipped_to else ""
+    console.print(f"step {record.step}: gradient norm {shown(record.global_norm, '.6g')}{clipped}")
+    if nonfinite is not None:
+        console.print(clean(f"first not finite: {_where(nonfinite)}"), style="bold red")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("PARAMETER", overflow="fold")
+    for title in ("SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE"):
+        table.add_column(title, justify="left" if title == "STATUS" else "right", no_wrap=True)
+    table.add_column("WHY", overflow="fold")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+
+
+def _where(bad: Nonfinite) -> str:
+    what = f"{bad.module or bad.parameter} in {bad.phase} of step {bad.step}"
+    return f"{what}, rank {bad.rank}, micro-batch {shown(bad.micro_batch, 'd')}"
+
+
+def cells(row: ParameterGradient) -> list[Text]:
+    why = [row.reason] if row.reason else []
+    why += [f"{row.nonfinite} elements are not finite"] if row.nonfinite else []
+    why += [f"tied to {', '.join(row.aliases)}"] if row.aliases else []
+    return [
+        Text(clean(row.name)),
+        Text("×".join(map(str, row.shape)) or "scalar"),
+        Text(clean(row.status), STATUS_STYLES.get(row.status, "")),
+        *(Text(shown(value, ".4g")) for value in (row.norm, row.rms, row.max_abs)),
+        Text(shown(row.zero_fraction, ".1%")),
+        Text(shown(row.update_ratio, ".2e")),
+        Text(clean("; ".join(why))),
+    ]
+
+
+def against(words: Sequence[str], other: str, *, tolerance: float, as_json: bool) -> int:
+    """Say at which step and parameter two runs part first."""
+    if len(words) > 1 or any(_is_override(word) for word in words):
+        raise UsageError("--against: expected two runs that were made", "name them, not settings")
+    first, second = RunDir.find(words[0] if words else None), RunDir.find(other)
+    found = compare(first, second, tolerance=tolerance)
+    if not found.losses and not found.records:
+        raise UsageError(f"{first.name} and {second.name}: no step in common", "run them longer")
+    if as_json:
+        names = {"run": first.name, "against": second.name, "tolerance": tolerance}
+        print_json({**names, "same": found.first is None, **to_plain(found)})
+        return 0
+    for line in _report(found, first.name, second.name, tolerance):
+        sys.stdout.write(f"{clean(line)}\n")
+    return 0
+
+
+def _report(found: Comparison, first: str, second: str, tolerance: float) -> list[str]:
+    seen = f"{found.losses} losses and {found.records} gradient records"
+    if found.first is None:
+        return [f"{first} and {second}: no difference above {tolerance:g} in {seen}"]
+    parts = [part for part in (found.loss, found.gradient) if part is not None]
+    return [_part(part, first, second) for part in sorted(parts, key=lambda part: part.step)]
+
+
+def _part(part: Difference, first: str, second: str) -> str:
+    ours, theirs = (_value(value) for value in part.values)
+    what = f"{part.field} of {part.parameter}" if part.parameter else part.field
+    more = f" ({part.num_parameters} parameters differ)" if part.num_parameters > 1 else ""
+    return f"step {part.step}: {what}: {first} {ours}, {second} {theirs}{more}"
+
+
+def _value(value: float | str | None) -> str:
+    return shown(value, ".9g") if not isinstance(value, str) else value

@@ -1,0 +1,121 @@
+"""What single events say, as records: failures, checkpoints, steps, numbers that are not finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from colotrain.observe.events import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one rank failed (`failed`)."""
+
+    rank: int
+    attempt: int
+    t: float
+    phase: str
+    step: int
+    error: str
+    traceback: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.phase or 'unknown phase'}, step {self.step}: {self.error}"
+
+    @staticmethod
+    def of(event: Event) -> Failure:
+        return Failure(
+            rank=event.rank or 0,
+            attempt=event.attempt or 0,
+            t=event.t,
+            phase=event.text("phase"),
+            step=event.count("step"),
+            error=event.text("error"),
+            traceback=event.text("traceback"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was saved (`checkpoint`) or resumed from (`resumed`)."""
+
+    step: int
+    path: str
+    seconds: float | None
+    """Time it took to save; None where it was only resumed from."""
+    t: float
+    """Unix seconds: when it was saved or resumed from."""
+
+    @staticmethod
+    def of(event: Event) -> Checkpoint:
+        step, path = event.count("step"), event.text("path")
+        return Checkpoint(step=step, path=path, seconds=event.number("seconds"), t=event.t)
+
+
+class Step(NamedTuple):
+    """What rank 0 recorded of one step (`step`)."""
+
+    attempt: int
+    step: int
+    t: float
+    loss: float | None
+    tokens_per_s: float | None
+    grad_norm: float | None
+    clip_ratio: float | None
+    lr: float | None
+    step_s: float | None
+    data_s: float | None
+    compute_s: float | None
+    """Forward and backward, with what of the collectives is inside them."""
+    reduce_s: float | None
+    """The wait for the other ranks."""
+    optimizer_s: float | None
+    optimizer_steps: int
+    micro_batches: int
+    skipped: bool
+
+    @staticmethod
+    def of(event: Event) -> Step:
+        return Step(
+            attempt=event.attempt or 0,
+            step=event.count("step"),
+            t=event.t,
+            loss=event.number("loss"),
+            tokens_per_s=event.number("tokens_per_s"),
+            grad_norm=event.number("grad_norm"),
+            clip_ratio=event.number("clip_ratio"),
+            lr=event.number("lr"),
+            step_s=event.number("step_s"),
+            data_s=event.number("data_s"),
+            compute_s=event.number("compute_s"),
+            reduce_s=event.number("reduce_s"),
+            optimizer_s=event.number("optimizer_s"),
+            optimizer_steps=event.count("optimizer_steps"),
+            micro_batches=event.count("total_micro_batches"),
+            skipped=event.fields.get("skipped") is True,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nonfinite:
+    """Where numbers that are not finite began (`nonfinite`)."""
+
+    parameter: str
+    module: str
+    rank: int
+    step: int
+    micro_batch: int | None
+    phase: str
+
+    @staticmethod
+    def of(event: Event) -> Nonfinite:
+        rank, micro_batch = event.number("rank"), event.number("micro_batch")
+        return Nonfinite(
+            parameter=event.text("parameter"),
+            module=event.text("module"),
+            rank=event.count("rank") if rank is not None else event.rank or 0,
+            step=event.count("step"),
+            micro_batch=event.count("micro_batch") if micro_batch is not None else None,
+            phase=event.text("phase"),
+        )
