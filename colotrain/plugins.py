@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,3 +58,11 @@ ROWS: dict[str, Row] = {
 
 AUTO_ORDER = ("zero1", "zero2", "zero3", "gemini")
 """`plugin=auto` takes the first of these that fits: from least to most communication."""
+
+
+def expand(module: str) -> list[str]:
+    """`blocks.0-3` as the four names it stands for; any other glob as itself."""
+    found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", module)
+    if not found:
+        return [module]
+    return [f"{found[1] or ''}{index}" for index in range(int(found[2]), int(found[3]) + 1)]

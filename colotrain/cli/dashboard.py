@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from colotrain.cli.output import is_live, print_json, stdout_console
-from colotrain.errors import ColotrainError, UsageError
+from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.observe.dashboard import KEYS, Beside, render
 from colotrain.observe.events import Event, EventReader
 from colotrain.observe.fold import Fold
@@ -18,6 +18,7 @@ from colotrain.observe.live import FRAME_S, Screen, replay, watch
 from colotrain.observe.liveness import state
 from colotrain.observe.output import last_lines
 from colotrain.observe.progress import PlainProgress, in_foreground
+from colotrain.observe.scene import FOCI, Focus
 from colotrain.observe.view import RunView
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
@@ -37,8 +38,12 @@ def dashboard(
     svg: str = "",
     html: str = "",
     again: bool = False,
+    focus: str = FOCI[0],
 ) -> int:
     """Show a run: live, one frame (`once`), as a document, as a picture, or once `again`."""
+    if focus not in FOCI:
+        expected = f"expected one of {', '.join(FOCI)}"
+        raise UsageError(f"--view {focus}: {expected}", suggest(focus, FOCI))
     rundir = RunDir.find(name)
     plan, console = rundir.plan(), stdout_console()
     if as_json:
@@ -46,15 +51,15 @@ def dashboard(
         now = state(rundir, view)
         print_json({"run": rundir.name, "state": now, **to_plain(view)})
     elif svg or html:
-        export(rundir, plan, svg=svg, html=html)
+        export(rundir, plan, svg=svg, html=html, focus=focus)
     elif again:
-        play(console, plan, rundir)
+        play(console, plan, rundir, focus)
     elif once:
-        print_frame(console, rundir, plan, opened(rundir, plan).view())
+        print_frame(console, rundir, plan, opened(rundir, plan).view(), focus)
     elif is_live(console) and in_foreground(console):
-        watch(console, plan, rundir)
+        watch(console, plan, rundir, focus=focus)
     else:
-        follow_plainly(console, rundir, plan)
+        follow_plainly(console, rundir, plan, focus)
     return 0
 
 
@@ -67,13 +72,16 @@ def opened(rundir: RunDir, plan: RunPlan) -> Fold:
     return fold
 
 
-def print_frame(console: Console, rundir: RunDir, plan: RunPlan, view: RunView) -> None:
+def print_frame(
+    console: Console, rundir: RunDir, plan: RunPlan, view: RunView, focus: Focus
+) -> None:
     height = console.height - 1 if console.is_terminal else LINES_WITHOUT_TERMINAL
     beside = Beside.at_once(state(rundir, view), last_lines(rundir))
-    console.print(render(view, plan, width=console.width, height=height, beside=beside))
+    frame = render(view, plan, width=console.width, height=height, focus=focus, beside=beside)
+    console.print(frame)
 
 
-def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str) -> None:
+def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str, focus: Focus) -> None:
     """Write a frame as a picture, in colour whatever the terminal."""
     width, height = PICTURE
     console = Console(
@@ -88,7 +96,7 @@ def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str) -> None:
     )
     view = opened(rundir, plan).view()
     beside = Beside.at_once(state(rundir, view), last_lines(rundir))
-    console.print(render(view, plan, width=width, height=height, beside=beside))
+    console.print(render(view, plan, width=width, height=height, focus=focus, beside=beside))
     for path, text in (
         (svg, console.export_svg(title=f"colotrain {rundir.name}", clear=False) if svg else ""),
         (html, console.export_html(clear=False) if html else ""),
@@ -104,12 +112,12 @@ def _write(path: str, text: str) -> None:
         raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
 
 
-def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan) -> None:
+def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus) -> None:
     """One line per interval and event until the run ends; a frame of a run that has ended."""
     reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
     view = fold.add(reader.drain()).view()
     if state(rundir, view) not in ("starting", "running"):
-        print_frame(console, rundir, plan, view)
+        print_frame(console, rundir, plan, view, focus)
         return
     shown = PlainProgress(console, plan)
     while state(rundir, view) in ("starting", "running"):
@@ -119,7 +127,7 @@ def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan) -> None:
         shown.update(view, fresh)
 
 
-def play(console: Console, plan: RunPlan, rundir: RunDir) -> None:
+def play(console: Console, plan: RunPlan, rundir: RunDir, focus: Focus) -> None:
     """Show a run from its beginning, in `REPLAY_S` seconds; off a terminal its lines."""
     events = sorted(EventReader(rundir, outline=True).drain(), key=lambda event: event.t)
     if not events:
@@ -128,6 +136,7 @@ def play(console: Console, plan: RunPlan, rundir: RunDir) -> None:
         PlainProgress(console, plan).update(Fold().add(events).view(), events)
         return
     screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit  (replay)")
+    screen.focus = focus
     with screen.terminal:
 
         def show(view: RunView, fresh: Sequence[Event], now: float) -> bool:

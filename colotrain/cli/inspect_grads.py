@@ -219,7 +219,7 @@ def print_table(
     clipped = f", clipped to {shown(record.clipped_to, '.6g')}" if record.clipped_to else ""
     console.print(f"step {record.step}: gradient norm {shown(record.global_norm, '.6g')}{clipped}")
     if nonfinite is not None:
-        console.print(clean(f"first not finite: {_where(nonfinite)}"), style="bold red")
+        console.print(clean(f"first not finite: {nonfinite}"), style="bold red")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("PARAMETER", overflow="fold")
     for title in ("SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE"):
@@ -228,11 +228,6 @@ def print_table(
     for row in rows:
         table.add_row(*cells(row))
     console.print(table)
-
-
-def _where(bad: Nonfinite) -> str:
-    what = f"{bad.module or bad.parameter} in {bad.phase} of step {bad.step}"
-    return f"{what}, rank {bad.rank}, micro-batch {shown(bad.micro_batch, 'd')}"
 
 
 def cells(row: ParameterGradient) -> list[Text]:

@@ -141,12 +141,15 @@ def dashboard(
     as_json: Json = False,
     svg: Annotated[str, typer.Option(metavar="FILE", help="Write a frame as a picture.")] = "",
     html: Annotated[str, typer.Option(metavar="FILE", help="Write a frame as a page.")] = "",
+    focus: Annotated[
+        str, typer.Option("--view", help="overview, gradients, ranks or output.")
+    ] = "overview",
     again: Annotated[bool, typer.Option("--replay", help="Play it from its beginning.")] = False,
 ) -> int:
     """Watch a run that is live, finished or dead; quitting never stops training."""
     from colotrain.cli.dashboard import dashboard as show
 
-    return show(name, once=once, as_json=as_json, svg=svg, html=html, again=again)
+    return show(name, once=once, as_json=as_json, svg=svg, html=html, again=again, focus=focus)
 
 
 @app.command()

@@ -69,6 +69,10 @@ def _resolve(
 
 def check_place(plan: RunPlan, machine: Machine) -> None:
     """Refuse ranks that this machine has no device for, or absurdly many."""
+    if plan.cluster.nodes > 1:
+        expected, fix = "1: runs on several nodes are not available yet", "use `colotrain plan`"
+        key, value = "cluster.nodes", plan.cluster.nodes
+        raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
     most, why = machine.num_devices, f"{machine.num_devices} GPUs that torch can use"
     if plan.cluster.device == "cpu":
         most, why = MOST_RANKS_PER_CORE * machine.num_cores, f"{machine.num_cores} cores"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,13 +63,12 @@ def verify(
     if tolerance is not None:
         limits = Tolerance(loss=tolerance, gradient=tolerance, parameter=tolerance)
     console = stderr_console()
-    with (
-        tempfile.TemporaryDirectory(prefix="colotrain-verify-") as folder,
-        preparation(console) as progress,
-    ):
+    folder = tempfile.mkdtemp(prefix="colotrain-verify-")  # stays when the workers fail
+    with preparation(console) as progress:
         if setting.plan.data.source != "target":
             prepare(setting.plan.data, progress=progress)
         results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
+    shutil.rmtree(folder)
     if as_json:
         print_json(to_json(results, limits))
     else:
@@ -90,7 +90,7 @@ def _plans(
 ) -> list[RunPlan]:
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
-    global_batch = batch_size(setting.plan.batch.global_batch, world_sizes, accumulation)
+    global_batch = batch_size(world_sizes, accumulation)
     config = setting.config if optimizer == "recipe" else {**setting.config, "optim": SGD}
     freeze = setting.plan.freeze
     own = bool(freeze.patterns or freeze.unfreeze)

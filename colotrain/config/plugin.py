@@ -14,7 +14,7 @@ from colotrain.config.sizes import check_size, format_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.estimate.memory import model_state_bytes
 from colotrain.plan import Ledger, OptimPlan, PluginPlan, Survey
-from colotrain.plugins import AUTO_ORDER, ROWS, Row
+from colotrain.plugins import AUTO_ORDER, ROWS, Row, expand
 
 DEFAULT_CHUNK_BYTES = 64 << 20
 MOST_BLOCKS = 10_000
@@ -134,14 +134,6 @@ def check_override_names(asked: Plugin, survey: Survey) -> Iterator[Problem]:
             expected = "a block of the model, like blocks.0 or blocks.0-3"
             key = f"plugin.overrides.{module}"
             yield Problem(key=key, expected=expected, fix=suggest(module, blocks))
-
-
-def expand(module: str) -> list[str]:
-    """`blocks.0-3` as the four names it stands for; any other glob as itself."""
-    found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", module)
-    if not found:
-        return [module]
-    return [f"{found[1] or ''}{index}" for index in range(int(found[2]), int(found[3]) + 1)]
 
 
 def _blocks(survey: Survey) -> Iterator[str]:

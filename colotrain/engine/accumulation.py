@@ -69,17 +69,23 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     no_targets = count == 0
     output = model(**(_with_targets(batch) if no_targets else batch))
     if isinstance(output, tuple) and len(output) == 2 and _is_scalar(output[0]):
-        loss_sum, own_count = output
-        own_count = torch.as_tensor(own_count, device=loss_sum.device)
+        loss_sum, own_count = output[0].reshape(()), torch.as_tensor(output[1])
+        if own_count.numel() != 1:
+            raise _wrong_output(output)
+        own_count = own_count.to(loss_sum.device).reshape(())
         return (loss_sum * 0.0, own_count * 0) if no_targets else (loss_sum, own_count)
     loss = getattr(output, "loss", output)
     if not _is_scalar(loss):
-        raise ColotrainError(
-            f"model: forward returned {_describe(output)}",
-            "return the scalar mean loss, (loss_sum, count), or an object with .loss",
-        )
+        raise _wrong_output(output)
     weight = float(_num_samples(batch) if count is None else count)
-    return loss * weight, torch.tensor(weight, device=loss.device)
+    return loss.reshape(()) * weight, torch.tensor(weight, device=loss.device)
+
+
+def _wrong_output(output: Any) -> ColotrainError:
+    return ColotrainError(
+        f"model: forward returned {_describe(output)}",
+        "return the scalar mean loss, (loss_sum, count), or an object with .loss",
+    )
 
 
 def _with_targets(batch: Batch) -> Batch:

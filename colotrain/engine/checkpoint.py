@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 
 from colotrain.engine.dcp_json import JsonIndexReader, JsonIndexWriter, read_index
 from colotrain.errors import ColotrainError
@@ -39,14 +39,16 @@ def save(run: Run) -> Path:
         temporary.mkdir(parents=True, mode=0o700)
     dist.barrier()
     _dcp(dcp.save, _tensors(run), storage_writer=JsonIndexWriter(temporary))
-    listed: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(listed, _describe_files(temporary, run.rank))
+    mine = (_describe_files(temporary, run.rank), random.getstate())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
     if run.rank == 0:
-        files = {name: entry for part in listed for name, entry in part.items()}
-        manifest = {"schema": 1, "files": files, **_progress(run)}
+        files = {name: entry for part, _ in everyone for name, entry in part.items()}
+        states = [state for _, state in everyone]
+        manifest = {"schema": 1, "files": files, **_progress(run), "python_random": states}
         write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
         _replace_folder(temporary, final)
-        prune(run.rundir.checkpoints, keep=run.plan.checkpoint.keep)
+        prune(run.rundir.checkpoints, keep=run.plan.checkpoint.keep, newest=final)
     dist.barrier()
     return final
 
@@ -67,6 +69,12 @@ def restore(run: Run, path: Path) -> None:
     is missing is an error.
     """
     manifest = _read_manifest(path)
+    if manifest["global_batch"] != run.plan.batch.global_batch:
+        raise ColotrainError(
+            f"train.global_batch={run.plan.batch.global_batch}: {path} was made with "
+            f"{manifest['global_batch']}, so samples would be skipped or repeated",
+            f"set train.global_batch={manifest['global_batch']}",
+        )
     run.optimizer.prepare_state_()
     wanted, stored = _tensors(run), read_index(path).state_dict_metadata
     missing = [name for name in wanted if name.startswith("model.") and name not in stored]
@@ -77,9 +85,8 @@ def restore(run: Run, path: Path) -> None:
         )
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
     _dcp(dcp.load, wanted, storage_reader=JsonIndexReader(path))
-    rng = wanted.get(_rng_key(run.rank))
-    if rng is not None and manifest["world_size"] == dist.get_world_size():
-        torch.set_rng_state(rng)
+    if manifest["world_size"] == dist.get_world_size():
+        _set_generators(run, wanted, manifest["python_random"][run.rank])
     _take_progress(run, manifest)
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
@@ -101,12 +108,19 @@ def _tensors(run: Run) -> dict[str, Tensor]:
     state = {f"model.{n}": t for n, t in model.state_dict().items() if n not in aliases}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
-    state[_rng_key(run.rank)] = torch.get_rng_state()
+    state[f"rng.{run.rank}"] = torch.get_rng_state()
+    if run.device.type == "cuda":
+        state[f"rng.{run.rank}.cuda"] = torch.cuda.get_rng_state(run.device)
     return state
 
 
-def _rng_key(rank: int) -> str:
-    return f"rng.{rank}"
+def _set_generators(run: Run, stored: dict[str, Tensor], python: list[Any]) -> None:
+    """Set this rank's generators to where they were."""
+    version, numbers, gauss = python
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(stored[f"rng.{run.rank}"])
+    if run.device.type == "cuda" and f"rng.{run.rank}.cuda" in stored:
+        torch.cuda.set_rng_state(stored[f"rng.{run.rank}.cuda"], run.device)
 
 
 def _progress(run: Run) -> dict[str, Any]:
@@ -114,7 +128,7 @@ def _progress(run: Run) -> dict[str, Any]:
         "step": run.step,
         "optimizer_steps": run.optimizer.steps,
         "micro_batches": run.micro_batches,
-        "loss_scale": run.loss_scale.scale,
+        "loss_scale": run.loss_scale.scale if run.loss_scale.dynamic else None,
         "clean_steps": run.loss_scale.clean_steps,
         "world_size": dist.get_world_size(),
         "plugin": run.plan.plugin.name,
@@ -127,7 +141,7 @@ def _take_progress(run: Run, manifest: dict[str, Any]) -> None:
     run.step = run.saved_step = manifest["step"]
     run.optimizer.steps = manifest["optimizer_steps"]
     run.micro_batches = manifest["micro_batches"]
-    if run.loss_scale.dynamic:
+    if run.loss_scale.dynamic and manifest["loss_scale"] is not None:
         run.loss_scale.scale = manifest["loss_scale"]
         run.loss_scale.clean_steps = manifest["clean_steps"]
 
@@ -148,6 +162,7 @@ def sha256(path: Path) -> str:
 
 def _replace_folder(temporary: Path, final: Path) -> None:
     """Make `temporary` the folder `final`, durably."""
+    _sync(temporary)
     if final.exists():
         old = final.with_name(f".{final.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -156,7 +171,11 @@ def _replace_folder(temporary: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(final)
-    handle = os.open(final.parent, os.O_RDONLY)
+    _sync(final.parent)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -169,9 +188,14 @@ def complete(folder: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def prune(folder: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what unfinished writes left."""
-    for path in complete(folder)[max(keep, 1) :]:
+def prune(folder: Path, *, keep: int, newest: Path) -> None:
+    """Keep `newest` and the `keep` - 1 before it; delete the rest, and what unfinished writes left.
+
+    What is of a later step than `newest` was passed over as damaged when the run resumed.
+    """
+    known = complete(folder)
+    kept = known[known.index(newest) :][: max(keep, 1)]
+    for path in set(known) - set(kept):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -193,11 +217,13 @@ def damage(folder: Path, *, part: int = 0, parts: int = 1) -> str | None:
 
 
 def choose(folder: Path) -> Path | None:
-    """The newest intact checkpoint in `folder` (which may be one itself), or None.
+    """The newest intact checkpoint in `folder` (which may be one itself), or None without any.
 
-    All ranks must call and get the same; each checks a part of the files.
+    All ranks must call and get the same; each checks a part of the files. That there are some and
+    none is intact is an error.
     """
-    for path in _candidates(folder):
+    candidates = _candidates(folder)
+    for path in candidates:
         found = damage(path, part=dist.get_rank(), parts=dist.get_world_size())
         bad = torch.tensor(float(found is not None))
         dist.all_reduce(bad)
@@ -205,24 +231,19 @@ def choose(folder: Path) -> Path | None:
             return path
         if found is not None:
             print(f"checkpoint passed over: {found}", flush=True)
+    if candidates:
+        raise ColotrainError(
+            f"{folder}: none of {len(candidates)} checkpoints is intact (see the logs)",
+            "start again with another name, or give checkpoint.resume=PATH of an older one",
+        )
     return None
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
+def _candidates(folder: Path) -> list[Path]:
     """The same list on every rank: rank 0 looks, the others are told."""
     names: list[Any] = [None]
     if dist.get_rank() == 0:
         is_one = (folder / MANIFEST).is_file()
         names = [[str(folder)] if is_one else [str(path) for path in complete(folder)]]
     dist.broadcast_object_list(names)
-    yield from (Path(name) for name in names[0])
-
-
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Name → whole tensor of every parameter (collective: all ranks must call)."""
-    from torch.distributed.tensor import DTensor
-
-    return {
-        name: p.full_tensor() if isinstance(p, DTensor) else p.detach()
-        for name, p in model.named_parameters()
-    }
+    return [Path(name) for name in names[0]]

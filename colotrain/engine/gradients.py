@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -59,6 +58,7 @@ class GradView:
     shape: tuple[int, ...]
     """Of the whole gradient."""
     dtype: torch.dtype
+    device: torch.device
     offset: int
     """First row of dimension 0 that this rank holds."""
     local: Tensor | None
@@ -77,33 +77,31 @@ class GradView:
         Zeros for a parameter that has none.
         """
         if self._stored is None:
-            return torch.zeros(self.shape, dtype=self.dtype)
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         stored = self._stored
         whole = stored.full_tensor() if isinstance(stored, DTensor) else stored
         return whole * self._factor
 
 
-_STATES: WeakKeyDictionary[nn.Module, GradientState] = WeakKeyDictionary()
+_STATE = "_colotrain_gradients"
+"""Attribute of a model that holds its GradientState."""
 
 
 def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
     """Make the gradients of `sharded` readable by `read(sharded.module)`."""
     names = tuple(name for name, _ in sharded.module.named_parameters())
     state = GradientState(sharded=sharded, frozen=frozen, names=names)
-    for name, parameter in sharded.module.named_parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            _note(state, name, parameter)
-    _STATES[sharded.module] = state
+    sharded.module.__dict__[_STATE] = state
     return state
 
 
 def read(model: nn.Module) -> Iterator[GradView]:
     """One view per parameter, in the order of the model; tied parameters once."""
-    if model not in _STATES:
+    state = model.__dict__.get(_STATE)
+    if state is None:
         raise ColotrainError(
             "gradients can be read of a model that colotrain shards only", "use on_gradients"
         )
-    state = _STATES[model]
     aliases = _aliases(model)
     for name, parameter in model.named_parameters():
         grad = parameter.grad
@@ -112,6 +110,7 @@ def read(model: nn.Module) -> Iterator[GradView]:
             aliases=aliases[parameter],
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
+            device=parameter.device,
             offset=shard_range(parameter)[0] if isinstance(parameter, DTensor) else 0,
             local=None if grad is None else local_shard(grad) * state.factor,
             status=(verdict := _verdict(name, state))[0],
@@ -150,6 +149,10 @@ def note_use(state: GradientState) -> None:
     """
     if len(state.watched) + len(state.frozen) >= len(state.names):
         return
+    for name, parameter in state.sharded.module.named_parameters():
+        known = name in state.watched or isinstance(parameter, DTensor)
+        if not known and parameter.requires_grad:
+            _note(state, name, parameter)
     for param in state.sharded.fsdp_params():
         name, whole = str(param._param_fqn), getattr(param, "_unsharded_param", None)
         if whole is None or name in state.watched or not whole.requires_grad:

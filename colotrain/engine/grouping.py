@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,29 +20,35 @@ LARGEST_REAL_TRIAL_BYTES = 2 << 30
 
 
 def find_groups(
-    model: nn.Module, *, chunk_bytes: int | None, batch: dict[str, Tensor] | None
+    model: nn.Module,
+    *,
+    chunk_bytes: int | None,
+    batch: dict[str, Tensor] | None,
+    kind: Callable[[str], Any] = lambda name: None,
 ) -> list[tuple[str, list[nn.Module]]]:
     """The groups of `model`, in its order: name of the first module, and the modules.
 
     Each repeated block that the trial forward with `batch` calls once is a group; what is in none
-    is left to the root. With `chunk_bytes`, neighbours are packed until a group reaches that size.
-    Only names, shapes and the batch's shape decide, so every rank finds the same.
+    is left to the root. With `chunk_bytes`, neighbours of one `kind(name)` are packed until a
+    group reaches that size.
     """
     blocks = find_blocks(model)
     if batch is not None:
         blocks = [block for block in blocks if block[0] in called_once(model, blocks, batch)]
     if chunk_bytes is None:
         return [(name, [module]) for name, module in blocks]
-    return pack(blocks, chunk_bytes)
+    return pack(blocks, chunk_bytes, kind)
 
 
-def pack(blocks: list[Block], chunk_bytes: int) -> list[tuple[str, list[nn.Module]]]:
-    """Neighbouring blocks together, as many as fit into `chunk_bytes` (at least one)."""
+def pack(
+    blocks: list[Block], chunk_bytes: int, kind: Callable[[str], Any]
+) -> list[tuple[str, list[nn.Module]]]:
+    """Neighbours of one kind together, as many as fit into `chunk_bytes` (at least one)."""
     packed: list[tuple[str, list[nn.Module]]] = []
     room = 0
     for name, module in blocks:
         size = parameter_bytes(module)
-        if packed and size <= room:
+        if packed and size <= room and kind(name) == kind(packed[-1][0]):
             packed[-1][1].append(module)
             room -= size
         else:
@@ -95,14 +101,14 @@ def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor])
     neither runs, no block counts.
     """
     meta = {name: tensor.to("meta") for name, tensor in batch.items()}
-    calls = _trial(_copy_on_meta(model), blocks, meta, device="meta")
+    calls = _trial(_copy_on_meta, model, blocks, meta, device="meta")
     if calls is not None:
         return {name for name, shapes in calls.items() if len(shapes) == 1}
     real = all(not p.is_meta for p in model.parameters())
     if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
         return set()
     one = {name: tensor[:1].clone() for name, tensor in batch.items()}
-    calls = _trial(copy.deepcopy(model), blocks, one, device="cpu")
+    calls = _trial(copy.deepcopy, model, blocks, one, device="cpu")
     return _regular(blocks, calls) if calls is not None else set()
 
 
@@ -129,7 +135,12 @@ def _copy_on_meta(model: nn.Module) -> nn.Module:
 
 
 def _trial(
-    trial: nn.Module, blocks: list[Block], batch: dict[str, Tensor], *, device: str
+    make_copy: Callable[[nn.Module], nn.Module],
+    model: nn.Module,
+    blocks: list[Block],
+    batch: dict[str, Tensor],
+    *,
+    device: str,
 ) -> dict[str, list[Any]] | None:
     """Block name → shape of the first input of each call; None where the forward does not run."""
     calls: dict[str, list[Any]] = {name: [] for name, _ in blocks}
@@ -141,10 +152,11 @@ def _trial(
 
         return hook
 
-    for name, _ in blocks:
-        trial.get_submodule(name).register_forward_pre_hook(note(name))
     state = torch.get_rng_state()
     try:
+        trial = make_copy(model)
+        for name, _ in blocks:
+            trial.get_submodule(name).register_forward_pre_hook(note(name))
         with torch.no_grad(), torch.device(device):
             trial(**batch)
     except Exception:  # whatever a user's forward raises: it will be met again in training

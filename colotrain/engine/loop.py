@@ -83,6 +83,7 @@ def train(run: Run) -> str:
     while run.step < plan.train.max_steps:
         started = time.perf_counter()
         run.generator_state = torch.get_rng_state()
+        run.sharded.calls.clear()
         unfreeze_(run)
         gradients.clear_(run.sharded.module)
         batches = Fetch(run)
@@ -98,13 +99,14 @@ def train(run: Run) -> str:
             record_gradients(run, recorder)
         run.step += 1
         record_step(run, result, started=started, data_s=batches.seconds, lr=lr, skipped=skipped)
-        if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
-            evaluate(run)
-        if result.stop or is_due(run.step, plan.checkpoint.every):
+        if result.stop and run.step < plan.train.max_steps:
             save(run)
-        if result.stop:
             run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
             return "stopped"
+        if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
+            evaluate(run)
+        if is_due(run.step, plan.checkpoint.every):
+            save(run)
     save(run)
     run.events.write("finished", step=run.step)
     return "finished"
@@ -143,13 +145,21 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     run.phase = "reduce"
     run.stop_reason = run.stop_requested()
     asked = run.rank == 0 and run.rundir.grads_request_file.exists()
-    wish = torch.tensor([run.stop_reason is not None, asked], dtype=torch.float64)
+    order = run.sharded.order_of_calls()
+    wish = torch.tensor(
+        [run.stop_reason is not None, asked, order, order * order], dtype=torch.float64
+    )
     mine = torch.stack((totals.loss_sum, totals.count)).cpu()
     shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
     dist.all_reduce(shared)
-    loss_sum, count, stop, record = shared[:4].tolist()
+    loss_sum, count, stop, record, orders, squares = shared[:6].tolist()
+    if orders * orders != squares * dist.get_world_size():  # equal only if all are the same
+        raise ColotrainError(
+            f"step {run.step + 1}: ranks ran different blocks, or in another order",
+            "let every rank call every block in every forward",
+        )
     factor = totals.gradient_factor(count)
-    gradients.take_facts_(run.gradients, shared[4:], factor=factor)
+    gradients.take_facts_(run.gradients, shared[6:], factor=factor)
     return StepResult(
         loss=loss_sum / max(count, 1.0),
         tokens=count,
@@ -168,11 +178,12 @@ def update_(run: Run, result: StepResult) -> tuple[bool, float]:
     """
     run.phase = "optimizer"
     state = run.gradients
-    run.loss_scale.update(overflow=not result.finite)
     if not result.finite:
-        if not run.loss_scale.dynamic:
+        if not run.loss_scale.can_fall:
             handle_nonfinite(run, result)
+        run.loss_scale.update(overflow=True)
         return True, 0.0
+    run.loss_scale.update(overflow=False)
     if run.on_gradients is not None:
         run.on_gradients(run.sharded.module, run.step)
     state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)
@@ -225,12 +236,14 @@ def evaluate(run: Run) -> None:
     if plan.train.eval_steps == 0 or data is None:
         return
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    training = {module: module.training for module in model.modules()}
     model.eval()
     for step in range(plan.train.eval_steps):
         for index in range(plan.batch.accumulation_steps):
             batch = to_device(data.micro_batch(step, index), run.device)
             sums += torch.stack([x.double() for x in weighted_loss(model, batch)])
-    model.train()
+    for module, mode in training.items():  # parts that the user put in evaluation stay there
+        module.training = mode
     reshard(run.sharded)
     dist.all_reduce(sums)
     loss_sum, count = sums.tolist()

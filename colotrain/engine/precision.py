@@ -22,6 +22,11 @@ class LossScale:
             return LossScale(scale=INITIAL_SCALE, dynamic=True)
         return LossScale()
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether a lower scale may cure an overflow."""
+        return self.dynamic and self.scale > 1.0
+
     def update(self, *, overflow: bool) -> None:
         """After each step: halve on overflow, double after 2,000 clean steps."""
         if not self.dynamic:

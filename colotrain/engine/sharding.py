@@ -7,10 +7,11 @@ that divides is `accumulation`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from colotrain.models.loading import fills_itself, initialise_
 from colotrain.plan import PluginPlan, RunPlan
+from colotrain.plugins import expand
 
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,6 +56,15 @@ class ShardedModel:
     groups: tuple[Group, ...]
     plugin: PluginPlan
     mesh: DeviceMesh
+    calls: list[int] = field(default_factory=list)
+    """Indices of the groups in the order in which this step's forwards called them."""
+
+    def order_of_calls(self) -> int:
+        """A number that differs (almost surely) when the order does.
+
+        Of 12 bits, so that squares summed over a thousand ranks are exact in float64.
+        """
+        return zlib.crc32(repr(self.calls).encode()) >> 20
 
     def fsdp_params(self) -> Iterator[Any]:
         for group in self.groups:
@@ -93,7 +104,7 @@ def shard_(
     }
     groups = []
     for name, modules in modules_of:
-        stays = _stays_gathered(name, plan.plugin)
+        stays = stays_gathered(name, plan.plugin)
         target = modules[0] if len(modules) == 1 else modules
         fully_shard(target, reshard_after_forward=not stays, **options)  # type: ignore[call-overload]
         groups.append(Group(name=name, handle=modules[0], stays_gathered=stays))  # type: ignore[arg-type]
@@ -105,23 +116,18 @@ def shard_(
         # gloo has no PREMUL_SUM, which a divide factor would ask for
         group.handle.set_force_sum_reduction_for_comms(True)
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-    return ShardedModel(module=model, groups=tuple(groups), plugin=plan.plugin, mesh=mesh)
+    sharded = ShardedModel(module=model, groups=tuple(groups), plugin=plan.plugin, mesh=mesh)
+    for index, group in enumerate(groups):
+        module = cast(nn.Module, group.handle)
+        module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
+    return sharded
 
 
-def _stays_gathered(name: str, plugin: PluginPlan) -> bool:
+def stays_gathered(name: str, plugin: PluginPlan) -> bool:
     for pattern, reshard in plugin.reshard_overrides.items():
-        if any(fnmatchcase(name, glob) for glob in expand_range(pattern)):
+        if any(fnmatchcase(name, glob) for glob in expand(pattern)):
             return not reshard
     return plugin.parameters_live == "step"
-
-
-def expand_range(pattern: str) -> list[str]:
-    """`blocks.0-3` as `blocks.0` … `blocks.3`; any other pattern as itself."""
-    prefix, _, last = pattern.rpartition(".")
-    first, dash, end = last.partition("-")
-    if dash and first.isdigit() and end.isdigit():
-        return [f"{prefix}.{i}" for i in range(int(first), int(end) + 1)]
-    return [pattern]
 
 
 def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
@@ -181,6 +187,9 @@ def reshard(sharded: ShardedModel) -> None:
 def materialise_(sharded: ShardedModel, *, device: str, seed: int) -> None:
     """Give a model on the meta device its storage and initial weights. All ranks must call."""
     model = sharded.module
+    for parameter in replicated(sharded):  # fully_shard moves only what it shards
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(sharded.mesh.device_type)
     if any(p.is_meta for p in model.parameters()):
         ties = list(_ties(model))
         model.to_empty(device=device)

@@ -1,11 +1,10 @@
-"""The entry of a worker: `python -m colotrain.engine.worker RUN`.
+"""What runs in a worker process, from its entry to the training loop.
 
 Reads the run's plan and torchrun's variables, and nothing else.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 import random
@@ -19,7 +18,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from colotrain.data.loader import BatchLoader, SampleOrder, Split, open_samples
 from colotrain.dotted import import_target
@@ -30,8 +29,9 @@ from colotrain.engine.grouping import find_groups
 from colotrain.engine.loop import Run, train
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.precision import LossScale
-from colotrain.engine.sharding import make_mesh, materialise_, shard_
+from colotrain.engine.sharding import make_mesh, materialise_, shard_, stays_gathered
 from colotrain.engine.statistics import describe_parameters
+from colotrain.engine.transport import install
 from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
@@ -39,12 +39,9 @@ from colotrain.observe.probes import matmul_peak_flops
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
-SIGKILL_WHEN_PARENT_DIES = (1, signal.SIGKILL)  # prctl(PR_SET_PDEATHSIG, SIGKILL)
-
 
 def main(path: str) -> int:
     """Train the run in `path` as the rank that torchrun's variables name; returns the exit code."""
-    die_with_launcher()
     stop = StopRequest(RunDir(path))
     rundir, plan = RunDir(path), RunDir(path).plan()
     rank = int(os.environ["RANK"])
@@ -53,6 +50,8 @@ def main(path: str) -> int:
     events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
     run = None
     try:
+        if rank == 0:
+            announce_peak(events, plan, device)
         run = prepare(plan, rundir, device=device, events=events, stop=stop)
         announce(run, attempt)
         train(run)
@@ -61,18 +60,9 @@ def main(path: str) -> int:
         text = "".join(traceback.format_exception(error))
         events.write("failed", **where, error=f"{type(error).__name__}: {error}", traceback=text)
         sys.stderr.write(text)
-        sys.stderr.flush()
-        # at once: destructors of a broken process group may wait for its peers
-        os._exit(FINAL_EXIT if isinstance(error, ColotrainError) else 1)
+        return FINAL_EXIT if isinstance(error, ColotrainError) else 1
     dist.destroy_process_group()
     return 0
-
-
-def die_with_launcher() -> None:
-    """The kernel kills this process when its launcher is gone, however that ended."""
-    ctypes.CDLL(None, use_errno=True).prctl(*SIGKILL_WHEN_PARENT_DIES)
-    if os.getppid() == 1:
-        os._exit(1)
 
 
 class StopRequest:
@@ -124,19 +114,26 @@ def prepare(
 ) -> Run:
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
-    resumed = checkpoint.choose(where_to_resume(plan, rundir))
+    where = where_to_resume(plan, rundir)
+    resumed = checkpoint.choose(where)
+    if resumed is None and where != rundir.checkpoints:
+        raise ColotrainError(
+            f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
+            "give a run or a checkpoint folder that does",
+        )
     train_data = cast(BatchLoader, open_loader(plan, "train", rank))
     model = build(plan.model, seed=seed)
     frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
-    groups = find_groups(
-        model, chunk_bytes=plan.plugin.chunk_bytes, batch=first_micro_batch(train_data)
-    )
+    if not model.training:  # as transformers' from_pretrained leaves it
+        model.train()
+    groups = agree_on_groups(model, plan, train_data)
     if plan.train.compile:
         compile_blocks_(model)
     if plan.train.activation_checkpointing == "blocks":
         checkpoint_blocks_(model)
     mesh = make_mesh(plan.plugin, plan.cluster.device)
     sharded = shard_(model, plan, mesh, groups)
+    install(sharded)
     materialise_(sharded, device=plan.cluster.device, seed=seed)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
@@ -172,6 +169,24 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
     return BatchLoader(samples, order, plan.batch, rank=rank)
 
 
+def agree_on_groups(
+    model: nn.Module, plan: RunPlan, data: BatchLoader
+) -> list[tuple[str, list[nn.Module]]]:
+    """The groups that rank 0 finds: a user's forward may behave otherwise elsewhere."""
+    found: list[list[tuple[str, list[str]]] | None] = [None]
+    if dist.get_rank() == 0:
+        groups = find_groups(
+            model,
+            chunk_bytes=plan.plugin.chunk_bytes,
+            batch=first_micro_batch(data),
+            kind=lambda name: stays_gathered(name, plan.plugin),
+        )
+        names = {id(module): name for name, module in model.named_modules()}
+        found = [[(name, [names[id(m)] for m in modules]) for name, modules in groups]]
+    dist.broadcast_object_list(found)
+    return [(name, [model.get_submodule(m) for m in inside]) for name, inside in found[0] or []]
+
+
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
     """The first micro-batch of rank 0, the same on every rank."""
     return BatchLoader(data.samples, data.order, data.batch, rank=0).micro_batch(0, 0)
@@ -198,12 +213,12 @@ def announce(run: Run, attempt: int) -> None:
         step=run.step,
     )
     if run.rank == 0:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        flops = matmul_peak_flops(run.device, dtype[run.plan.train.precision])
-        what = f"measured {run.plan.train.precision} matmul"
         run.events.write("parameters", **describe_parameters(run.sharded.module))
-        run.events.write("peak_flops", flops_per_s=flops, what=what)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+def announce_peak(events: EventWriter, plan: RunPlan, device: torch.device) -> None:
+    """Measure what this rank's device multiplies at best, before anything else lies on it."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    flops = matmul_peak_flops(device, dtype[plan.train.precision])
+    what = f"measured {plan.train.precision} matmul"
+    events.write("peak_flops", flops_per_s=flops, what=what)

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from colotrain.observe.events import Event
 
 # What a rank says when a peer of its process group has gone.
-OF_A_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting")
+OF_A_PEER = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "Read error",
+    "Write error",
+    "Timed out waiting",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +27,8 @@ class Death:
     rank: int
     exit_code: int
     log: str
-    time: float
+    last_line: str = ""
+    """Of its log."""
 
     @property
     def killed_by(self) -> str | None:
@@ -31,21 +40,29 @@ class Death:
 def describe(
     deaths: Sequence[Death], events: Sequence[Event], error: BaseException | None = None
 ) -> str:
-    """One line: the rank that failed first, in which phase, why, and where the traceback is."""
+    """One line: the rank that failed first, in which phase, why, and where the traceback is.
+
+    A rank that was killed comes first, then one that failed by itself, then one that ended
+    without a word; ranks that only lost a peer come last.
+    """
     killed = [death for death in deaths if death.killed_by not in (None, "SIGTERM")]
     if killed:
-        death = killed[0]
-        return f"rank {death.rank} was killed by {death.killed_by}; its log: {death.log}"
-    failed = [event for event in events if event.kind == "failed"]
+        return (
+            f"rank {killed[0].rank} was killed by {killed[0].killed_by}; its log: {killed[0].log}"
+        )
+    failed = sorted((e for e in events if e.kind == "failed"), key=lambda event: event.t)
     own = [e for e in failed if not any(mark in str(e.fields["error"]) for mark in OF_A_PEER)]
-    if failed:
-        first = min(own or failed, key=lambda event: event.t)
-        rank = first.rank
-        logs = [death.log for death in deaths if death.rank == rank]
-        where = f"; its log: {logs[0]}" if logs else ""
-        what = "failed in {phase} of step {step}: {error}".format(**first.fields)
-        return f"rank {rank} {what}{where}"
-    if deaths:
-        death = min(deaths, key=lambda death: death.time)
-        return f"rank {death.rank} ended with exit code {death.exit_code}; its log: {death.log}"
-    return f"the launcher failed: {error!r}"
+    if own:
+        return _failed(own[0], deaths)
+    silent = [d for d in deaths if d.rank not in {event.rank for event in failed}]
+    if silent:
+        words = f": {silent[0].last_line}" if silent[0].last_line else ""
+        code, log = silent[0].exit_code, silent[0].log
+        return f"rank {silent[0].rank} ended with exit code {code}{words}; its log: {log}"
+    return _failed(failed[0], deaths) if failed else f"the launcher failed: {error!r}"
+
+
+def _failed(event: Event, deaths: Sequence[Death]) -> str:
+    log = next((f"; its log: {death.log}" for death in deaths if death.rank == event.rank), "")
+    what = "failed in {phase} of step {step}: {error}".format(**event.fields)
+    return f"rank {event.rank} {what}{log}"

@@ -9,10 +9,11 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,15 +67,16 @@ def launch(
 ) -> tuple[int, str]:
     """Run the plan's workers until they end; returns the exit code and the cause of a failure.
 
-    `follow` is called with new events several times a second, on this (the main) thread. The
-    first SIGINT or SIGTERM asks the workers to save and stop, the second ends everything at once.
-    `worker` is the module that the processes run.
+    `follow` is called with new events several times a second, on this (the main) thread; when it
+    fails, the run goes on unseen. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the workers to save and
+    stop; a second SIGINT ends everything at once. `worker` is the module that the processes run.
     """
     warm_up()
     rundir.stop_file.unlink(missing_ok=True)
     current = Launch(
         plan=plan, rundir=rundir, events=EventWriter(rundir.launcher_events), worker=worker
     )
+    follow = _shielded(follow)
     reader = EventReader(rundir)
     reader.drain()  # what earlier launches wrote
     current.events.write(
@@ -95,6 +97,24 @@ def launch(
     current.events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
     follow(reader.drain())
     return EXIT_CODES[status], cause
+
+
+def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
+    """`follow` until it fails: a closed pipe or a bug in showing must not leave a run headless."""
+    failed = False
+
+    def shielded(events: list[Event]) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            follow(events)
+        except Exception as error:
+            failed = True
+            with suppress(Exception):
+                print(f"warning: no longer shown ({error!r}); training goes on", file=sys.stderr)
+
+    return shielded
 
 
 def _outcome(current: Launch) -> str:
@@ -130,7 +150,7 @@ def _elastic(current: Launch) -> None:
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
-                current.deaths = [_death(rundir, r, f) for r, f in result.failures.items()]
+                current.deaths = _deaths(rundir, self._pcontext, result.failures)
                 final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
                 if final or not current.progressed:  # it would fail again
                     self._remaining_restarts = 0
@@ -151,7 +171,7 @@ def _elastic(current: Launch) -> None:
         role="worker",
         local_world_size=plan.cluster.procs_per_node,
         entrypoint=work,
-        args=(current.worker, str(rundir.path)),
+        args=(current.worker, str(rundir.path), os.getpid()),
         rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
         max_restarts=plan.elastic.max_restarts,
         monitor_interval=0.1,
@@ -167,11 +187,34 @@ def _elastic(current: Launch) -> None:
         raise RuntimeError("workers failed")
 
 
-def _death(rundir: RunDir, rank: int, failure: Any) -> Death:
-    """From torch elastic's ProcessFailure."""
-    logs = rundir.logs.glob(f"*/*/attempt_*/{failure.local_rank}/stderr.log")
+def _deaths(rundir: RunDir, processes: Any, failures: dict[int, Any]) -> list[Death]:
+    """How the workers of this machine ended, those that the agent itself terminated left out.
+
+    torch elastic reports only one of several that died within a poll; the processes tell all.
+    """
+    first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
+    ended = getattr(getattr(processes, "_pc", None), "processes", [])
+    codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
+    codes |= {rank: failure.exitcode for rank, failure in failures.items()}
+    deaths = [_death(rundir, rank, rank - first_rank, code) for rank, code in codes.items() if code]
+    return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
+
+
+def _death(rundir: RunDir, rank: int, local_rank: int, code: int) -> Death:
+    logs = rundir.logs.glob(f"*/*/attempt_*/{local_rank}/stderr.log")
     log = max(logs, key=lambda path: path.stat().st_mtime, default=rundir.logs)
-    return Death(rank=rank, exit_code=failure.exitcode, log=str(log), time=failure.timestamp)
+    lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
+    return Death(rank=rank, exit_code=code, log=str(log), last_line=lines[-1] if lines else "")
+
+
+def _end_now(current: Launch) -> None:
+    """Leave at once; the workers notice and follow."""
+    current.events.write(
+        "done", status="interrupted", exit_code=EXIT_CODES["interrupted"], cause="ended at once"
+    )
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\x1b[?25h\n")  # a live view hides the cursor
+    os._exit(EXIT_CODES["interrupted"])
 
 
 def _log_folder(rundir: RunDir) -> Path:
@@ -187,11 +230,11 @@ def _signals(current: Launch) -> Iterator[None]:
     def ask(number: int, _: Any) -> None:
         name = signal.Signals(number).name
         current.signals.append(name)
-        if len(current.signals) > 1:
-            os._exit(EXIT_CODES["interrupted"])  # the kernel kills the workers with us
+        if current.signals.count("SIGINT") > 1:
+            _end_now(current)
         current.rundir.stop_file.write_text(name)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield

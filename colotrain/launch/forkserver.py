@@ -1,7 +1,7 @@
 """Workers without the wait: a server process imports torch once, and each worker is forked from it.
 
-The server touches no device and starts no threads, so that forking is safe; it exits when the
-launcher is gone, and the workers with it (they ask the kernel for that).
+The server touches no device and starts no threads, so that forking is safe. Each worker watches
+its launcher, and ends with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import select
+import signal
+import sys
 import threading
+import time
+import traceback
 from multiprocessing import forkserver
 
 ENTRY = "colotrain.engine.worker"
@@ -23,12 +28,35 @@ ENVIRONMENT = {
 def warm_up() -> None:
     """Begin to start the server; returns at once. Called early, it hides its imports' time."""
     os.environ.update(ENVIRONMENT)  # before torch is imported here or there
-    multiprocessing.get_context("forkserver").set_forkserver_preload([ENTRY])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["colotrain.launch.serving", ENTRY])
     threading.Thread(target=forkserver.ensure_running, daemon=True).start()
 
 
-def work(module: str, rundir: str) -> None:
-    """Body of a worker process: `module.main(rundir)`, whose result is the exit code."""
-    code = importlib.import_module(module).main(rundir)
+def work(module: str, rundir: str, launcher: int) -> None:
+    """Body of a worker process: `module.main(rundir)`, whose result is the exit code.
+
+    An exception is printed to the worker's log. `launcher` is a process id.
+    """
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+    try:
+        code = importlib.import_module(module).main(rundir)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
     if code:
-        os._exit(code)
+        os._exit(code)  # destructors of a broken process group may wait for its peers
+
+
+def _end_with(launcher: int) -> None:
+    """Kill this process as soon as the launcher is gone, however that ended."""
+    try:
+        select.select([os.pidfd_open(launcher)], [], [])
+    except ProcessLookupError:
+        pass
+    except OSError:  # no pidfd here: ask once a second
+        while os.path.exists(f"/proc/{launcher}"):
+            time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)

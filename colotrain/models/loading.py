@@ -58,8 +58,10 @@ def fills_itself(model: nn.Module) -> bool:
     Models of the transformers library are excluded: they have a method of that name, and
     calling it would replace weights that the user's own code has just loaded.
     """
+    # whether a mask was filled cannot be seen: such a model is built for real
+    markable = not any(b.dtype == torch.bool or b.is_complex() for b in model.buffers())
     foreign = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
-    return callable(getattr(model, "init_weights", None)) and not foreign
+    return callable(getattr(model, "init_weights", None)) and markable and not foreign
 
 
 def initialise_(
@@ -68,15 +70,58 @@ def initialise_(
     seed: int,
     write: Callable[[Tensor, Tensor], None] | None = None,
 ) -> None:
-    """Run `model.init_weights()` so that each parameter is a function of seed and name alone.
+    """Give every parameter and buffer its initial value, a function of seed and name alone.
+
+    `model.init_weights()` comes first; what it leaves unset, its module's `reset_parameters()`
+    fills as torch would have done at construction. What is then still unset is an error.
 
     Random draws for a parameter come from a generator of its own, as a whole tensor on the CPU;
     `write(parameter, whole)` stores what this rank keeps of it (default: all of it). So the values
     are the same for every world size and plugin.
     """
     torch.manual_seed(seed)
-    with torch.no_grad(), _SeededByName(model, seed=seed, write=write or _write_whole):
-        model.init_weights()  # type: ignore[operator]
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            _local(tensor).fill_(_unset(tensor.dtype))
+        with _SeededByName(model, seed=seed, write=write or _write_whole):
+            model.init_weights()  # type: ignore[operator]
+            for module in model.modules():
+                _reset_unset(module)
+    unset = [name for name, tensor in tensors.items() if _is_unset(tensor)]
+    if unset:
+        raise ColotrainError(
+            f"model.target: init_weights() leaves {unset[0]} unset ({len(unset)} in all)",
+            "it runs on empty storage: fill every parameter and buffer in it",
+        )
+
+
+def _reset_unset(module: nn.Module) -> None:
+    """Default values for what `init_weights` did not fill; what it filled stays."""
+    own = dict(module.named_parameters(recurse=False))
+    unset = {name for name, parameter in own.items() if _is_unset(parameter)}
+    reset = getattr(module, "reset_parameters", None)
+    if not unset or not callable(reset):
+        return
+    filled = {n: _local(p).clone() for n, p in own.items() if n not in unset}
+    reset()
+    for name, value in filled.items():
+        _local(own[name]).copy_(value)
+
+
+def _unset(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    local = _local(tensor)
+    mark = torch.isnan(local) if local.dtype.is_floating_point else local == _unset(local.dtype)
+    return bool(mark.any())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _write_whole(parameter: Tensor, whole: Tensor) -> None:
@@ -120,7 +165,7 @@ class _SeededByName(TorchFunctionMode):
 
 
 def _storage_key(tensor: Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = _local(tensor)
     return local.data_ptr() if local.numel() else id(tensor)
 
 

@@ -33,7 +33,8 @@ class Attempt:
     ranks: dict[int, RankView] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     gradients: GradientHistory = field(default_factory=GradientHistory)
-    nonfinite: list[Nonfinite] = field(default_factory=list)
+    nonfinite: Nonfinite | None = None
+    """The first."""
     saves: deque[Checkpoint] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
     latest: dict[str, Event] = field(default_factory=dict)
     """Rank 0's last event of every other kind."""
@@ -48,8 +49,8 @@ class Attempt:
                 self.started[rank] = event
             case "failed":
                 self.failures.append(Failure.of(event))
-            case "nonfinite":
-                self.nonfinite.append(Nonfinite.of(event))
+            case "nonfinite" if rank == 0:
+                self.nonfinite = self.nonfinite or Nonfinite.of(event)
             case "step":
                 self._add_step(event, rank)
             case "eval" if rank == 0 and (loss := event.number("loss")) is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 from rich.text import Text
 
+from colotrain.observe.formats import clean
 from colotrain.observe.gradients import Cell, Heat
 
 BLUE, ORANGE, SKY, GREEN = "#0072B2", "#E69F00", "#56B4E9", "#009E73"
@@ -199,12 +200,14 @@ def _cell(cell: Cell, wide: int, low: float, high: float) -> tuple[str, str]:
 def _grouped_layers(layers: Sequence[str], height: int) -> list[tuple[str, list[int]]]:
     groups = _grouped(list(range(len(layers))), height)
     more = [f"+{len(part) - 1}" if len(part) > 1 else "" for part in groups]
-    return [(layers[part[0]] + plus, part) for part, plus in zip(groups, more, strict=True)]
+    return [(clean(layers[part[0]]) + plus, part) for part, plus in zip(groups, more, strict=True)]
 
 
 def _grouped(items: list[T], most: int) -> list[list[T]]:
-    size = math.ceil(len(items) / most)
-    return [items[i : i + size] for i in range(0, len(items), size)]
+    """At most so many runs of neighbours, of nearly equal length."""
+    num = min(most, len(items))
+    bounds = [i * len(items) // num for i in range(num + 1)]
+    return [items[start:end] for start, end in pairwise(bounds)]
 
 
 def _joined(cells: Sequence[Cell]) -> Cell:

@@ -204,14 +204,16 @@ class EventReader:
 
     def _take_outline(self, file: FileIO, name: str, size: int) -> bytes:
         """The first line and the last ones."""
-        length, last = OUTLINE_BYTES, b""
-        while last.count(b"\n") <= OUTLINE_LINES and length < size // 2:  # a traceback may be long
+        length = OUTLINE_BYTES
+        while length < size:
             last = os.pread(file.fileno(), length, size - length)
-            length *= 4
-        first = os.pread(file.fileno(), OUTLINE_BYTES, 0)
-        begin, end = last.find(b"\n") + 1, last.rfind(b"\n") + 1
-        self._offsets[name] = size - len(last) + end
-        return first[: first.find(b"\n") + 1] + last[begin:end]
+            if last.count(b"\n") > OUTLINE_LINES:
+                first = os.pread(file.fileno(), OUTLINE_BYTES, 0)
+                begin, end = last.find(b"\n") + 1, last.rfind(b"\n") + 1
+                self._offsets[name] = size - length + end
+                return first[: first.find(b"\n") + 1] + last[begin:end]
+            length *= 4  # a traceback may be long
+        return self._take_rest(file, name, size)
 
     def _parse(self, chunk: bytes, rank: int | None, attempt: int | None) -> list[Event]:
         lines = [line for line in chunk.split(b"\n") if line.strip()]

@@ -101,21 +101,32 @@ class Step(NamedTuple):
 class Nonfinite:
     """Where numbers that are not finite began (`nonfinite`)."""
 
-    parameter: str
-    module: str
-    rank: int
+    parameter: str | None
+    module: str | None
+    rank: int | None
+    """None: a second pass over the step was clean."""
     step: int
     micro_batch: int | None
+    """Of the step, from 1."""
     phase: str
 
     @staticmethod
     def of(event: Event) -> Nonfinite:
-        rank, micro_batch = event.number("rank"), event.number("micro_batch")
         return Nonfinite(
-            parameter=event.text("parameter"),
-            module=event.text("module"),
-            rank=event.count("rank") if rank is not None else event.rank or 0,
+            parameter=event.text("parameter") or None,
+            module=event.text("module") or None,
+            rank=event.count("rank") if event.number("rank") is not None else None,
             step=event.count("step"),
-            micro_batch=event.count("micro_batch") if micro_batch is not None else None,
+            micro_batch=event.count("micro_batch") or None,
             phase=event.text("phase"),
         )
+
+    def __str__(self) -> str:
+        """`blocks.1.mlp in backward of step 5, rank 1, micro-batch 3`."""
+        if self.rank is None:
+            return f"step {self.step}, in which a second pass met nothing"
+        what = self.module or self.parameter or "the model itself"
+        return f"{what} in {self.phase} of step {self.step}, rank {self.rank}{self._batch()}"
+
+    def _batch(self) -> str:
+        return f", micro-batch {self.micro_batch}" if self.micro_batch else ""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from colotrain.errors import ColotrainError
 from colotrain.observe.attempt import Attempt, History, heat_of, merge
 from colotrain.observe.events import Event, EventReader
-from colotrain.observe.facts import Checkpoint, Failure, Nonfinite
+from colotrain.observe.facts import Checkpoint, Failure
 from colotrain.observe.gradients import GradientRecord
 from colotrain.observe.view import ENDED, RunView
 from colotrain.rundir import RunDir
@@ -119,9 +119,7 @@ class Fold:
             ranks=tuple(a.ranks[rank] for a in working for rank in sorted(a.ranks)),
             gradients=_last_record(attempts),
             heat=heat_of(attempts),
-            nonfinite=min(
-                (bad for a in newest for bad in a.nonfinite), key=_order_of_badness, default=None
-            ),
+            nonfinite=next((a.nonfinite for a in newest), None),
             restarts=len(self._restarts),
             restart_causes=tuple(event.text("cause") for event in self._restarts),
             resumed=tuple(
@@ -184,10 +182,6 @@ def eta_s(pace_s: float | None, lost_s: float, steps: int, steps_to_go: int | No
     if pace_s is None or steps_to_go is None:
         return None
     return (pace_s + lost_s / max(steps, 1)) * max(0, steps_to_go)
-
-
-def _order_of_badness(bad: Nonfinite) -> tuple[int, int, int]:
-    return bad.step, -1 if bad.micro_batch is None else bad.micro_batch, bad.rank
 
 
 def _last_record(attempts: list[Attempt]) -> GradientRecord | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections import deque
@@ -87,10 +88,12 @@ class LiveDashboard(ProgressView):
         self._lasting: deque[Event] = deque(maxlen=MESSAGES_KEPT)
         self._stderr: TextIO = sys.stderr
         self._held = StringIO()
+        self._shown, self._yields = False, False
 
     def __enter__(self) -> LiveDashboard:
         self._stderr, sys.stderr = sys.stderr, self._held  # a warning would garble the frame
         self._screen.terminal.__enter__()
+        self._shown = True
         self._screen.draw(RunView(), state="starting")
         return self
 
@@ -99,24 +102,28 @@ class LiveDashboard(ProgressView):
 
     def update(self, view: RunView, new_events: Sequence[Event]) -> None:
         told = [event for event in new_events if self._is_shown(event)]
-        if not self._screen.terminal.active:
+        if not self._shown:
             self._print(told)
             return
+        if not self._yields:  # by now, the launch handles them
+            self._yields = True
+            self._screen.terminal.yield_to(signal.SIGINT, signal.SIGTERM)
         self._lasting += [event for event in told if event.kind in LASTING]
         self._screen.press(self._screen.terminal.keys())
         self._screen.draw(view, state=view.status)
-        if self._rundir.stop_file.exists():
+        if self._rundir.stop_file.exists() or not self._screen.terminal.active:
             self._leave()
             self.console.print("stopping after this step; Ctrl-C again ends it at once")
 
     def _leave(self) -> None:
-        if not self._screen.terminal.active:
+        if not self._shown:
             return
+        self._shown = False
         self._screen.terminal.leave()
         sys.stderr = self._stderr
         self._print(list(self._lasting))
         for line in self._held.getvalue().splitlines()[-MESSAGES_KEPT:]:
-            self.console.print(clean(line), markup=False)
+            self.console.print(clean(line), markup=False, highlight=False, soft_wrap=True)
 
     def _print(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -124,10 +131,11 @@ class LiveDashboard(ProgressView):
                 self.console.print(message, soft_wrap=True)
 
 
-def watch(console: Console, plan: RunPlan, rundir: RunDir) -> None:
+def watch(console: Console, plan: RunPlan, rundir: RunDir, *, focus: Focus = "overview") -> None:
     """Show a run until q is pressed, also after it has ended. The run itself is left alone."""
     reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
     screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit (training goes on)")
+    screen.focus = focus
     with screen.terminal:
         while True:
             screen.draw(fold.add(reader.poll()).view())

@@ -27,6 +27,9 @@ from colotrain.observe.scene import Scene, stragglers, worst_parameters
 from colotrain.observe.view import mfu
 from colotrain.records import to_plain
 
+ROOMY = 72
+"""Columns from which a pane has room for the reasons of things."""
+
 Pane = Callable[[Scene, int, int], list[Text]]
 
 STATE_STYLES = {
@@ -165,10 +168,11 @@ def ranks(scene: Scene, width: int, height: int) -> list[Text]:
     order = [rank for number in slow for rank in known if rank.rank == number]
     order += sorted((r for r in known if r.rank not in slow), key=lambda rank: -rank.busy_s)
     longest = max(rank.busy_s for rank in known)
+    bar_width = max(4, width - (44 if slow else 26))
     for rank in order[: max(0, height - 1)]:
         line = Text(f"{rank.rank:>4} ")
         style = VERMILLION if rank.rank in slow else SKY
-        line.append_text(bar(rank.busy_s, of=longest, width=max(4, width - 44), style=style))
+        line.append_text(bar(rank.busy_s, of=longest, width=bar_width, style=style))
         line.append(f" {format_duration_ms(rank.busy_s):>6} step {rank.step} ")
         lines.append(line.append(slow.get(rank.rank, ""), VERMILLION))
     if len(known) > height - 1:
@@ -191,11 +195,22 @@ def worst(scene: Scene, width: int, height: int) -> list[Text]:
     lines[0].append("  (norm, update/weight)", "dim")
     for row, why in worst_parameters(scene.view)[: max(0, height - 1)]:
         numbers = f" {shown(row.norm, '.2e'):>8} {shown(row.update_ratio, '.1e'):>7} "
-        name_width = max(8, width - len(numbers) - 16)
-        name = row.name if len(row.name) <= name_width else f"…{row.name[1 - name_width :]}"
-        lines.append(Text(f"{clean(name):<{name_width}}{numbers}"))
+        if width < ROOMY:  # the number it is here for
+            numbers = (
+                f" {shown(row.update_ratio if why.startswith('update') else row.norm, '.1e'):>7} "
+            )
+        name_width = max(8, width - len(numbers) - (26 if width >= ROOMY else 12))
+        lines.append(Text(f"{_short(clean(row.name), name_width):<{name_width}}{numbers}"))
         lines[-1].append(clean(why), STATUS_STYLES.get(row.status, "dim"))
     return lines
+
+
+def _short(name: str, width: int) -> str:
+    """Both ends of a name: `blocks.3.a…query.weight`."""
+    if len(name) <= width:
+        return name
+    front = (width - 1) // 2
+    return f"{name[:front]}…{name[front + 1 - width :]}"
 
 
 def health(scene: Scene, width: int, height: int) -> list[Text]:
@@ -203,10 +218,8 @@ def health(scene: Scene, width: int, height: int) -> list[Text]:
     view = scene.view
     lines = [_checkpoint(scene)]
     if view.nonfinite is not None:
-        bad = view.nonfinite
-        where = f"step {bad.step}, rank {bad.rank}, micro-batch {shown(bad.micro_batch, 'd')}"
-        text = f"not finite: {bad.module or bad.parameter} in {bad.phase} ({where})"
-        lines.append(Text(clean(text), f"bold {VERMILLION}"))
+        lines.append(Text("the first value that was not finite:", f"bold {VERMILLION}"))
+        lines.append(Text(clean(str(view.nonfinite)), VERMILLION))
     if view.failure is not None:
         lines.append(Text(clean(f"failed: {view.failure}"), VERMILLION))
     restarts = f"{view.restarts} restart{'' if view.restarts == 1 else 's'}"

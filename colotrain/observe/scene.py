@@ -47,7 +47,8 @@ class Scene:
         return self.view.ended_at or self.view.last_event_at or self.now
 
     def ago(self, t: float) -> str:
-        return f"{format_duration(max(0.0, self.until - t))} {'before' if self.ended else 'ago'}"
+        age = format_duration(max(0.0, self.until - t))
+        return f"{age} before the end" if self.ended else f"{age} ago"
 
 
 def stragglers(scene: Scene) -> list[tuple[RankView, str]]:

@@ -12,12 +12,15 @@ import signal
 import sys
 import termios
 import tty
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
+_Handler = Callable[[int, FrameType | None], None]
 
 
 class Terminal:
@@ -29,6 +32,7 @@ class Terminal:
         self._keyboard = _keyboard()
         self._settings: list[Any] | None = None
         self._handlers: dict[int, Any] = {}
+        self._drawing = self._asked = False
 
     def __enter__(self) -> Terminal:
         self._enter()
@@ -48,10 +52,35 @@ class Terminal:
             signal.signal(number, handler)
         self._handlers.clear()
 
+    def yield_to(self, *numbers: signal.Signals) -> None:
+        """Give the terminal back as soon as a signal comes that somebody handles.
+
+        Their handler is called then, and may end the process with no chance to do it later.
+        """
+        for number in numbers:
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not signal.default_int_handler:
+                signal.signal(number, self._before(handler))
+
+    def _before(self, handler: Callable[[int, FrameType | None], Any]) -> _Handler:
+        def leave_first(number: int, frame: FrameType | None) -> None:
+            if self._drawing and not self._asked:
+                self._asked = True  # not in the middle of a frame
+            else:
+                self._restore()
+            handler(number, frame)
+
+        return leave_first
+
     def draw(self, frame: RenderableType) -> None:
         """Show `frame` on the whole screen."""
-        if self.active:
-            self.console.update_screen(frame)
+        if not self.active:
+            return
+        self._drawing = True
+        self.console.update_screen(frame)
+        self._drawing = False
+        if self._asked:
+            self._restore()
 
     def keys(self, timeout_s: float = 0.0) -> str:
         """The keys that were pressed; waits for the first at most `timeout_s`."""

@@ -82,11 +82,9 @@ def freeze_sets(parameters: Sequence[ParameterInfo], *, own: bool) -> list[tuple
     return list(dict.fromkeys(s for s in sets if len(s) < len(names)))
 
 
-def batch_size(global_batch: int, world_sizes: Sequence[int], accumulation: Sequence[int]) -> int:
+def batch_size(world_sizes: Sequence[int], accumulation: Sequence[int]) -> int:
     """Samples per step that divide among all ranks and micro-batches that are tried.
 
-    Two per micro-batch of the finest cut where the plan's global batch holds as many: more would
-    prove nothing more.
+    One per micro-batch of the finest cut: more would prove nothing more.
     """
-    finest = math.lcm(*(size * steps for size in world_sizes for steps in accumulation))
-    return finest * max(1, min(2, global_batch // finest))
+    return math.lcm(*(size * steps for size in world_sizes for steps in accumulation))

@@ -1,7 +1,8 @@
 """The reference: one process, plain torch, the whole global batch at once.
 
-It computes in float64 where the model allows that: in float32 its own rounding is larger than that
-of the plugins, which sum in smaller pieces. It shares with colotrain's engine what builds the
+It computes in float64 where the model allows that, because in float32 its own rounding may be
+larger than that of the plugins, which sum in smaller pieces; and once more as it is, to measure
+that rounding. It shares with colotrain's engine what builds the
 model, its initial values and its samples, and nothing that is under test: no accumulation,
 freezing, sharding, clipping or optimizer code.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from colotrain.data.loader import SampleOrder, open_samples, stack
 from colotrain.models.loading import build_whole
 from colotrain.plan import FreezePlan, RunPlan
-from colotrain.verify.masks import MaskedSamples
+from colotrain.verify.masks import MaskedSamples, without_dropout_
 
 Tensors = dict[str, Tensor]
 
@@ -36,8 +37,8 @@ class Trajectory:
     """Name → value, before the first step and after each."""
     optimizer_steps: int
     frozen: frozenset[str]
-    dtype: str = "float32"
-    """What it was computed in."""
+    noise: list[dict[str, float]] = field(default_factory=list)
+    """Name → how far plain torch's own gradient, in the model's dtype, is from this one."""
 
 
 def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
@@ -46,10 +47,18 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
     Values are in the model's own dtypes. A model that cannot run in float64 (its forward makes
     float32 tensors, say) runs as it is.
     """
+    plain = _train(plan, steps=steps, dtype=None)
     try:
-        return _train(plan, steps=steps, dtype=torch.float64)
+        exact = _train(plan, steps=steps, dtype=torch.float64)
     except (RuntimeError, TypeError, ValueError):
-        return _train(plan, steps=steps, dtype=None)
+        return plain
+    pairs = zip(exact.gradients, plain.gradients, strict=True)
+    noise = [{n: _distance(a[n], b[n]) for n in a.keys() & b.keys()} for a, b in pairs]
+    return replace(exact, noise=noise)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
 
 
 def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajectory:
@@ -57,6 +66,9 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in model.named_parameters()}
     model.to(dtype)
+    without_dropout_(model)
+    if not model.training:
+        model.train()
     optimizer = _optimizer(model, plan)
     samples = MaskedSamples(open_samples(plan.data, "train"))
     order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
@@ -86,7 +98,6 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         parameters=parameters,
         optimizer_steps=steps,
         frozen=frozenset(frozen),
-        dtype=str(dtype or next(iter(own.values()))).removeprefix("torch."),
     )
 
 

@@ -19,6 +19,8 @@ from colotrain.rundir import RunDir
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.reference import Trajectory, run_reference
 
+STOPPED = (75, 130)
+"""Exit codes of a launch that was asked to stop."""
 WORKER = "colotrain.verify.worker"
 Progress = Callable[[str, int, int], None]
 
@@ -77,8 +79,13 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
         progress(finished)
 
     exit_code, cause = launch(plans[0], rundir, follow=follow, worker=WORKER)
+    if exit_code in STOPPED:
+        raise KeyboardInterrupt
     if exit_code:
-        raise ColotrainError(f"the workers of the verification ended early: {cause}", "see the log")
+        raise ColotrainError(
+            f"the workers of the verification ended early: {cause}",
+            f"its files are in {rundir.path}",
+        )
 
 
 def _read(case: RunDir) -> Trajectory:

@@ -1,44 +1,44 @@
 """A worker of `colotrain verify`: trains every case of one world size with colotrain's engine.
 
-`python -m colotrain.verify.worker RUN`: each folder RUN/cases/NAME holds a plan, and receives the
+Each folder RUN/cases/NAME holds a plan, and receives the
 trajectory as safetensors and JSON, written by rank 0.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from colotrain.data.loader import BatchLoader, SampleOrder, open_samples
 from colotrain.engine import gradients, loop
-from colotrain.engine.checkpoint import model_state
-from colotrain.engine.worker import StopRequest, connect, die_with_launcher, prepare
+from colotrain.engine.worker import StopRequest, connect, prepare
 from colotrain.observe.events import EventReader, EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
-from colotrain.verify.masks import MaskedSamples
+from colotrain.verify.masks import MaskedSamples, without_dropout_
 
 
 def main(path: str) -> int:
-    die_with_launcher()
     rundir = RunDir(path)
     stop = StopRequest(rundir)
     device = connect(rundir.plan())
     progress = EventWriter(rundir.event_file(rank=dist.get_rank(), attempt=0))
     for folder in sorted(rundir.cases.iterdir()):
-        train_case(RunDir(folder), device, stop)
+        if train_case(RunDir(folder), device, stop) == "stopped":
+            progress.write("stopped", step=0, reason="asked to stop")
+            break
         progress.write("case", name=folder.name)
     dist.destroy_process_group()
     return 0
 
 
-def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> None:
+def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
     """Train one case and write down everything that the reference is compared with."""
     plan, rank = case.plan(), dist.get_rank()
     if rank == 0:
@@ -49,11 +49,13 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> None:
     run.train_data = masked_loader(plan, rank)
     recorder = Recorder()
     run.on_gradients = recorder.record
-    loop.train(run)
+    without_dropout_(run.sharded.module)
+    outcome = loop.train(run)
     recorder.parameters.append(_whole(run.sharded.module))
     if rank == 0:
         write(case, recorder, run)
     dist.barrier()
+    return outcome
 
 
 def masked_loader(plan: RunPlan, rank: int) -> BatchLoader:
@@ -80,7 +82,11 @@ class Recorder:
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in model_state(model).items()}
+    """Name → whole value of every parameter (collective)."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def write(case: RunDir, recorder: Recorder, run: loop.Run) -> None:
@@ -97,7 +103,3 @@ def write(case: RunDir, recorder: Recorder, run: loop.Run) -> None:
         "frozen": sorted(run.gradients.frozen),
     }
     Path(case.facts_file).write_text(json.dumps(facts), "utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -139,6 +139,17 @@ class RootParameters(Stack):
         return x + (self.tall * self.prime[:7, None]).sum(0) + self.prime[:WIDTH]
 
 
+class Dropout(Stack):
+    """Drops activations: verify turns that off, here and in the reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.dropout(super().features(x))
+
+
 class Buffers(Stack):
     """A buffer that is used and one that each training forward changes."""
 
@@ -247,15 +258,21 @@ class Switching(Stack):
 
 
 class OwnInit(Stack):
-    """Defines `init_weights`: built on the meta device and filled after sharding."""
+    """Defines `init_weights`, for some of its parameters only: built on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.empty(WIDTH))
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x + self.shift)
 
     def init_weights(self) -> None:
+        self.shift.copy_(torch.linspace(0, 1, WIDTH))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.uniform_(module.bias, -0.1, 0.1)
             elif isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
                 nn.init.trunc_normal_(module.bias, std=0.02)
 
 
@@ -270,6 +287,7 @@ MODELS = {
         CalledTwice,
         Tied,
         RootParameters,
+        Dropout,
         Buffers,
         Structured,
         SumAndCount,

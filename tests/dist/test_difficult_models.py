@@ -64,6 +64,7 @@ VARIANTS = [
     ("Stack", ("freeze.patterns=[layers.*]", "freeze.unfreeze={1:[layers.0.*],2:[layers.2.*]}")),
     ("Tied", ("freeze.patterns=[mixer.weight]",)),
     ("CalledTwice", FINE),
+    ("RootParameters", ("freeze.patterns=[scale]", "freeze.unfreeze={1:[scale]}")),
     ("Router", (*FINE, "train.grad_clip=0.05")),
     ("OwnFreeze", ("freeze.except=[head.bias]",)),
 ]

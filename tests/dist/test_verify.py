@@ -48,7 +48,7 @@ def test_every_plugin_equals_one_process(capsys: pytest.CaptureFixture[str]) -> 
     ("mutant", "says"),
     [
         ("skips_a_reduction", "gradient of"),
-        ("steps_every_micro_batch", "in step 1"),
+        ("steps_every_micro_batch", "after step 1"),
         ("weighs_micro_batches_equally", "loss of step 1"),
         ("unfreezes_one_tensor", "blocks.1.mlp.down.weight"),
         ("drops_the_last_micro_batch", "loss of step 1"),

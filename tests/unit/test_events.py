@@ -250,6 +250,57 @@ def test_a_line_longer_than_any_event_is_passed_over(
     assert reader.skipped > 0
 
 
+def long_file(rundir: RunDir, rank: int, num_events: int = 500) -> EventWriter:
+    writer = EventWriter(rank_file(rundir, rank))
+    writer.write("started", t=0.5)
+    for step in range(1, num_events + 1):
+        writer.write("step", t=float(step), step=step)
+    return writer
+
+
+def test_an_outline_has_the_first_and_last_events_of_long_files(rundir: RunDir) -> None:
+    writers = [long_file(rundir, rank) for rank in range(3)]
+    reader = EventReader(rundir, outline=True)
+    found = reader.poll()
+    steps = {
+        r: [e.count("step") for e in found if e.rank == r and e.kind == "step"] for r in (0, 1)
+    }
+    assert steps[0] == list(range(1, 501))
+    assert steps[1] == list(range(steps[1][0], 501))
+    assert 5 < len(steps[1]) < 100
+    assert [event.rank for event in found if event.kind == "started"] == [0, 1, 2]
+    assert reader.skipped == 0
+    for step in (501, 502):
+        writers[1].write("step", t=float(step), step=step)
+    assert [event.count("step") for event in reader.poll()] == [501, 502]
+
+
+def test_an_outline_has_last_words_however_long(rundir: RunDir) -> None:
+    writer = long_file(rundir, 1)
+    writer.write("failed", t=900.0, traceback="x" * 20_000)
+    writer.write("note", t=901.0, text="y" * 3000)
+    found = EventReader(rundir, outline=True).poll()
+    assert kinds(found)[-2:] == ["failed", "note"]
+    assert len(found) < 400
+
+
+def test_an_outline_of_many_files_is_followed_in_turn(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "FILES_PER_POLL", 4)
+    writers = [EventWriter(rank_file(rundir, rank)) for rank in range(20)]
+    for writer in writers:
+        writer.write("started", t=1.0)
+    reader = EventReader(rundir, outline=True)
+    assert len(reader.poll()) == 20
+    for writer in writers:
+        writer.write("step", t=2.0)
+    polls = [reader.poll() for _ in range(6)]
+    assert polls[0][0].rank == 0
+    assert max(map(len, polls)) <= 5
+    assert sorted(event.rank or 0 for found in polls for event in found) == list(range(20))
+
+
 def test_fields_of_the_wrong_type_are_read_as_missing() -> None:
     event = Event(kind="x", t=0.0, fields={"a": "text", "b": None, "c": math.inf, "d": 2.0})
     assert [event.number(name) for name in "abcd"] == [None, None, math.inf, 2.0]

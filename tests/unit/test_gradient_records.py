@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_a_long_history_is_thinned_out_evenly_and_keeps_its_ends() -> None:
     view = view_of(parameters(), *events)
     steps = view.heat.steps
     assert MOST_COLUMNS // 2 <= len(steps) <= MOST_COLUMNS
-    assert {later - earlier for earlier, later in zip(steps, steps[1:], strict=False)} == {4}
+    assert {later - earlier for earlier, later in itertools.pairwise(steps)} == {4}
     assert view.gradients is not None
     assert view.gradients.step == events[-1].count("step")
 

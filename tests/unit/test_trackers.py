@@ -1,0 +1,180 @@
+"""Trackers get what the events say, and nothing they do can reach the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from generated import gradients, parameters
+from test_view import launcher, plan_of, step, worker
+
+from colotrain.config.checks import TRACKERS as KNOWN
+from colotrain.observe import trackers as module
+from colotrain.observe.events import Event
+from colotrain.observe.trackers import TRACKERS, Trackers
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+
+
+class Notebook:
+    """A tracker that remembers."""
+
+    def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.rewound: list[int] = []
+        self.closed = False
+        NOTEBOOKS.append(self)
+
+    def log(self, step: int, t: float, values: dict[str, float]) -> None:
+        self.logged.append((step, values))
+
+    def rewind(self, step: int, t: float) -> None:
+        self.rewound.append(step)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+NOTEBOOKS: list[Notebook] = []
+
+
+def plan_with(*names: str) -> RunPlan:
+    plan = plan_of()
+    return dataclasses.replace(plan, observe=dataclasses.replace(plan.observe, trackers=names))
+
+
+def track(rundir: RunDir, events: Sequence[Event], *names: str) -> list[str]:
+    """Feed the trackers and return their warnings."""
+    with Trackers(plan_with(*names), rundir) as running:
+        notes = running.take(events)
+        notes += running.close()
+    return [note.text("text") for note in notes]
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Notebook]:
+    monkeypatch.setitem(TRACKERS, "notebook", Notebook)
+    NOTEBOOKS.clear()
+    return NOTEBOOKS
+
+
+EVENTS = [
+    launcher("launch", 1.0),
+    worker("started", 2.0, step=0),
+    parameters(),
+    step(1),
+    step(1, rank=1),
+    worker("eval", 3.0, step=1, loss=2.5),
+    gradients(1),
+    worker("started", 9.0, attempt=1, step=0),
+    step(1, attempt=1, loss=math.nan),
+]
+
+
+def test_the_names_that_may_be_written_are_those_that_exist() -> None:
+    assert set(KNOWN) == set(TRACKERS)
+
+
+def test_a_tracker_gets_what_rank_0_records(tmp_path: Path, notebook: list[Notebook]) -> None:
+    assert track(RunDir(tmp_path), EVENTS, "notebook") == []
+    (found,) = notebook
+    first, evaluation, record, again = found.logged
+    assert first[0] == 1
+    assert (first[1]["train/loss"], first[1]["speed/tokens_per_s"]) == (1.0, 100.0)
+    assert evaluation == (1, {"validation/loss": 2.5})
+    assert record[1]["gradient_norm/blocks.0.mlp.weight"] == 3.0
+    assert record[1]["update_ratio/blocks.0.mlp.weight"] == pytest.approx(0.03)
+    assert not [tag for tag in record[1] if "embed" in tag]  # frozen
+    assert math.isnan(again[1]["train/loss"])
+    assert (found.rewound, found.closed) == ([0], True)
+
+
+def test_no_tracker_is_no_work(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with Trackers(plan_with(), RunDir(tmp_path)) as running:
+        assert running.take(EVENTS) == []
+        assert threading.active_count() == threads
+
+
+def test_a_tracker_that_is_not_installed_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: list[Notebook]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (warning,) = track(RunDir(tmp_path), EVENTS, "wandb", "notebook")
+    assert "wandb is not installed" in warning
+    assert "pip install 'colotrain[wandb]'" in warning
+    assert len(notebook[0].logged) == 4
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notebook: list[Notebook]
+) -> None:
+    class Broken(Notebook):
+        def log(self, step: int, t: float, values: dict[str, float]) -> None:
+            raise OSError("disk full")
+
+    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    (warning,) = track(RunDir(tmp_path), EVENTS, "broken", "notebook")
+    assert "broken failed and is left out from here on (disk full)" in warning
+    assert len(notebook[1].logged) == 4
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    class Stuck(Notebook):
+        def log(self, step: int, t: float, values: dict[str, float]) -> None:
+            release.wait(60)
+
+    monkeypatch.setitem(TRACKERS, "stuck", Stuck)
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(module, "MOST_WAITING", 3)
+    with Trackers(plan_with("stuck"), RunDir(tmp_path)) as running:
+        told = [note.text("text") for _ in range(20) for note in running.take(EVENTS)]
+        told += [note.text("text") for note in running.close()]
+    release.set()
+    assert [text for text in told if "cannot keep up" in text] == [told[0]]
+    assert "left behind" in told[1]
+
+
+def test_wandb_is_used_offline_and_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    run = SimpleNamespace(
+        log=lambda values: calls.append(("log", values)),
+        define_metric=lambda *names, **options: None,
+        finish=lambda: calls.append(("finish", None)),
+    )
+
+    def init(**options: Any) -> SimpleNamespace:
+        calls.append(("init", options))
+        return run
+
+    fake = SimpleNamespace(init=init, Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert track(RunDir(tmp_path), EVENTS, "wandb") == []
+    (_, options), *logged, (last, _) = calls
+    assert (options["mode"], options["settings"]["silent"]) == ("offline", True)
+    assert Path(options["dir"]) == tmp_path / "trackers" / "wandb"
+    assert logged[0][1]["step"] == 1
+    assert last == "finish"
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = [*EVENTS[:-1], step(1, attempt=1, loss=7.0), step(2, attempt=1, loss=6.0)]
+    assert track(RunDir(tmp_path), events, "tensorboard") == []
+    found = EventAccumulator(str(tmp_path / "trackers" / "tensorboard")).Reload()
+    losses = [(point.step, point.value) for point in found.Scalars("train/loss")]
+    assert losses == [(1, 7.0), (2, 6.0)]  # the restart's
+    assert "gradient_norm/blocks.0.mlp.weight" in found.Tags()["scalars"]
