@@ -28,10 +28,18 @@ def is_live(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+class _Console(Console):
+    """A console whose reader may go away (`| head`) without ending what it reports on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def _console(file: IO[str]) -> Console:
     """NO_COLOR and TERM=dumb are rich's own; under CI nothing moves and nothing is coloured."""
     plain = bool(os.environ.get("CI")) or not file.isatty()
-    return Console(
+    return _Console(
         file=file,
         force_terminal=False if plain else None,
         width=_width() if plain else None,

@@ -109,7 +109,7 @@ def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], 
             return
         try:
             follow(events)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failed = True
             with suppress(Exception):
                 print(f"warning: no longer shown ({error!r}); training goes on", file=sys.stderr)
@@ -240,4 +240,5 @@ def _signals(current: Launch) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # once stopped, a second signal must not spoil the exit code on the way out
+            signal.signal(number, signal.SIG_IGN if current.signals else handler)

@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing import forkserver
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 
 ENTRY = "colotrain.engine.worker"
 ENVIRONMENT = {
@@ -30,7 +32,23 @@ def warm_up() -> None:
     os.environ.update(ENVIRONMENT)  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["colotrain.launch.serving", ENTRY])
+    with _group_signals_ignored():
+        resource_tracker.ensure_running()
     threading.Thread(target=forkserver.ensure_running, daemon=True).start()
+
+
+@contextmanager
+def _group_signals_ignored() -> Iterator[None]:
+    """What is started meanwhile outlives signals to the whole group; ignoring them is inherited."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGUSR1, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def work(module: str, rundir: str, launcher: int) -> None:

@@ -54,7 +54,9 @@ class Colotrain:
         out, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
         return Result(process.returncode, out, err)
 
-    def start(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, env: dict[str, str] | None = None, new_session: bool = False
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "colotrain", *arguments],
             cwd=self.cwd,
@@ -63,6 +65,7 @@ class Colotrain:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=new_session,
         )
 
     def run(self, *overrides: str) -> dict[str, Any]:

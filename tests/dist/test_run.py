@@ -183,3 +183,48 @@ def test_frozen_parameters_are_counted_and_never_change(colotrain: Colotrain) ->
             frozen = key.startswith(("embed", "blocks.0."))
             assert torch.equal(before, after) == frozen, (name, key)
             assert (f"optim.{key}.exp_avg" in saved) != frozen, (name, key)
+
+
+def test_signals_to_the_whole_process_group_save_once(
+    colotrain: Colotrain, started: Callable[[subprocess.Popen], subprocess.Popen]
+) -> None:
+    process = started(
+        colotrain.start("run", *SMALL, "name=group", "train.max_steps=5000", new_session=True)
+    )
+    wait_for_step(colotrain, "group", 3)
+    os.killpg(process.pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 75, err
+    rundir = colotrain.rundir("group")
+    assert len(list(rundir.checkpoints.glob("step-*/manifest.json"))) == 1
+    assert not [e for e in colotrain.events("group") if e.kind == "restart"]
+
+
+def test_a_reader_that_goes_away_does_not_stop_training(
+    colotrain: Colotrain, started: Callable[[subprocess.Popen], subprocess.Popen]
+) -> None:
+    process = started(colotrain.start("run", *SMALL, "name=piped", "train.max_steps=30"))
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.stderr.close()
+    process.wait(timeout=120)
+    assert json.loads(colotrain.rundir("piped").summary_file.read_text())["status"] == "finished"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_never_kept_for_a_good_one(
+    colotrain: Colotrain,
+) -> None:
+    run = ("name=hurt", "plugin=zero2", "checkpoint.every=1", "optim.schedule.name=constant")
+    straight = colotrain.run(*SMALL, *run[1:], "name=straight", "train.max_steps=4")
+    colotrain.run(*SMALL, *run, "train.max_steps=3", "checkpoint.keep=3")
+    rundir = colotrain.rundir("hurt")
+    shard = next(rundir.checkpoint(3).glob("__1_*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    resumed = colotrain("resume", "hurt", "train.max_steps=4", "checkpoint.keep=1", "--json")
+    assert resumed.code == 0, resumed.err
+    assert losses(resumed.json) == losses(straight)
+    assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-00000004"]
