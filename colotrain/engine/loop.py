@@ -19,6 +19,7 @@ from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding import ShardedModel, reshard
+from colotrain.engine.spikes import LossSpikes
 from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
@@ -50,6 +51,7 @@ class Run:
     micro_batches: int = 0
     phase: str = "start"
     stop_reason: str | None = None
+    spikes: LossSpikes = field(default_factory=LossSpikes)
     generator_state: Tensor | None = None
     """torch's generator at the beginning of the step."""
     saved_step: int = -1
@@ -81,7 +83,7 @@ def train(run: Run) -> str:
     if run.step == 0:
         evaluate(run)
     while run.step < plan.train.max_steps:
-        started = time.perf_counter()
+        clock = Clock()
         run.generator_state = torch.get_rng_state()
         run.sharded.calls.clear()
         unfreeze_(run)
@@ -90,15 +92,19 @@ def train(run: Run) -> str:
         totals = accumulate(
             run.gradients, batches, num=plan.batch.accumulation_steps, totals=new_totals(run)
         )
+        clock.lap("compute_s", less=batches.seconds)
         result = agree(run, totals)
+        clock.lap("reduce_s")
         recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
         if result.record:
             recorder.begin()
         skipped, lr = update_(run, result)
         if result.record:
             record_gradients(run, recorder)
+        clock.lap("optimizer_s")
         run.step += 1
-        record_step(run, result, started=started, data_s=batches.seconds, lr=lr, skipped=skipped)
+        times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps}
+        record_step(run, result, times=times, lr=lr, skipped=skipped)
         if result.stop and run.step < plan.train.max_steps:
             save(run)
             run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
@@ -110,6 +116,21 @@ def train(run: Run) -> str:
     save(run)
     run.events.write("finished", step=run.step)
     return "finished"
+
+
+class Clock:
+    """Seconds of a step's parts, one after the other."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str, *, less: float = 0.0) -> None:
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last - less, now
+
+    def total(self) -> float:
+        return time.perf_counter() - self.started
 
 
 class Fetch:
@@ -265,11 +286,10 @@ def save(run: Run) -> None:
 
 
 def record_step(
-    run: Run, result: StepResult, *, started: float, data_s: float, lr: float, skipped: bool
+    run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
 ) -> None:
     """One event per rank and step; rank 0 adds what all ranks agreed on."""
     rss, peak = memory_now()
-    step_s = time.perf_counter() - started
     indices = range(run.plan.batch.accumulation_steps)
     samples = [i for index in indices for i in run.train_data.ids(run.step - 1, index)]
     shared = {}
@@ -277,7 +297,7 @@ def record_step(
         shared = {
             "loss": result.loss,
             "tokens": result.tokens,
-            "tokens_per_s": result.tokens / step_s,
+            "tokens_per_s": result.tokens / times["step_s"],
             "grad_norm": result.grad_norm,
             "clip_ratio": run.gradients.clip_ratio,
             "lr": lr,
@@ -288,14 +308,15 @@ def record_step(
     run.events.write(
         "step",
         step=run.step,
-        step_s=step_s,
-        data_s=data_s,
+        **times,
         micro_batches=result.totals.micro_batches,
         samples=samples,
         rss=rss,
         peak=peak,
         **shared,
     )
+    if run.rank == 0 and (warning := run.spikes.look(result.loss)):
+        run.events.write("note", text=f"step {run.step}: {warning}")
 
 
 def record_gradients(run: Run, recorder: Recorder) -> None:

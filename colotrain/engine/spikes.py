@@ -1,0 +1,32 @@
+"""Noticing a loss that leaves its recent range."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+WINDOW = 128
+SIGMAS = 6.0
+FEWEST = 32
+"""Steps before the range is known well enough."""
+
+
+@dataclass(slots=True)
+class LossSpikes:
+    """The losses of the last 128 steps."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def look(self, loss: float) -> str | None:
+        """A warning where `loss` lies more than 6 σ above the window's mean; then take it in."""
+        warning = None
+        if len(self.recent) >= FEWEST:
+            mean, sigma = statistics.fmean(self.recent), statistics.pstdev(self.recent)
+            if loss > mean + SIGMAS * sigma > mean:
+                warning = (
+                    f"loss {loss:.4f} is {(loss - mean) / sigma:.0f} σ above the last "
+                    f"{len(self.recent)} steps' {mean:.4f}"
+                )
+        self.recent.append(loss)
+        return warning

@@ -1,0 +1,27 @@
+"""A loss spike is noticed once the range is known, and ordinary noise is not."""
+
+import random
+
+from colotrain.engine.spikes import FEWEST, LossSpikes
+
+
+def test_noise_around_a_falling_loss_is_no_spike() -> None:
+    draw = random.Random()
+    spikes = LossSpikes()
+    losses = [3.0 - step / 1000 + draw.uniform(-0.05, 0.05) for step in range(500)]
+    assert [spikes.look(loss) for loss in losses] == [None] * 500
+
+
+def test_a_jump_is_named_with_its_size() -> None:
+    spikes = LossSpikes()
+    for step in range(FEWEST):
+        spikes.look(2.0 + 0.01 * (step % 2))
+    warning = spikes.look(5.0)
+    assert warning is not None
+    assert warning.startswith("loss 5.0000 is ")
+    assert spikes.look(2.0) is None
+
+
+def test_nothing_is_said_before_the_range_is_known() -> None:
+    spikes = LossSpikes()
+    assert [spikes.look(loss) for loss in (1.0, 1.0, 50.0)] == [None, None, None]
