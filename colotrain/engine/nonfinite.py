@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients import GradientState, clear_
+from colotrain.engine.sharding import local_shard
 
 PHASES = ("forward", "backward", "reduce")
 
@@ -136,7 +137,7 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> O
     bad = [
         name
         for name, parameter in state.sharded.module.named_parameters()
-        if parameter.grad is not None and not is_finite(_local(parameter.grad))
+        if parameter.grad is not None and not is_finite(local_shard(parameter.grad))
     ]
     if not bad:
         return _first_of_all_ranks(None)
@@ -161,10 +162,6 @@ def _whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
 
 def is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
