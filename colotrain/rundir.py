@@ -13,6 +13,8 @@ from colotrain.errors import UsageError, suggest
 from colotrain.plan import RunPlan
 
 RUNS = Path("runs")
+NOISE = "noise"
+"""In a request for a gradient record: measure the gradient noise, too."""
 
 
 class RunDir:
@@ -62,6 +64,18 @@ class RunDir:
     def grads_request_file(self) -> Path:
         """Its presence asks for a gradient record of the next step."""
         return self.path / "control" / "grads"
+
+    def request_grads(self, *, noise: bool = False) -> None:
+        """Ask a running job for a gradient record of its next step."""
+        self.grads_request_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(self.grads_request_file, NOISE if noise else "")
+
+    def grads_request(self) -> str | None:
+        """What was asked for: "" or `NOISE`; None where nothing was."""
+        try:
+            return self.grads_request_file.read_text("utf-8").strip()
+        except OSError:
+            return None
 
     @property
     def config_file(self) -> Path:

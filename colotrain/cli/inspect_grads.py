@@ -24,7 +24,12 @@ from colotrain.observe.events import EventReader
 from colotrain.observe.facts import Nonfinite
 from colotrain.observe.fold import Fold
 from colotrain.observe.formats import clean, shown
-from colotrain.observe.gradients import GradientRecord, ParameterGradient, records
+from colotrain.observe.gradients import (
+    GradientRecord,
+    NoiseRecord,
+    ParameterGradient,
+    records,
+)
 from colotrain.observe.liveness import state
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
@@ -44,6 +49,7 @@ class Choice:
     sort: str = ""
     """One of `SORTS`; empty: the order of the model."""
     top: int | None = None
+    noise: bool = False
     as_json: bool = False
     csv: str = ""
 
@@ -58,8 +64,23 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
     if len(words) > 1:
         raise UsageError(f"{words[1]}: expected one run", "compare two with --against RUN")
     rundir = RunDir.find(words[0] if words else None)
-    record = ask(rundir) if live else recorded(rundir, step)
+    if choice.noise:
+        check_noise(rundir.plan())
+    record = ask(rundir, noise=choice.noise) if live else recorded(rundir, step)
+    if choice.noise and record.noise is None:
+        fix = f"ask a running one with `colotrain inspect-grads --live --noise {rundir.name}`"
+        raise UsageError(f"{rundir.name}: the noise of step {record.step} was not measured", fix)
     return show(rundir, record, choice)
+
+
+def check_noise(plan: RunPlan) -> None:
+    """Noise is between micro-batches: one has none."""
+    batch = plan.batch
+    if batch.accumulation_steps * batch.data_parallel < 2:
+        raise UsageError(
+            f"--noise: a step is one micro-batch of {batch.micro_batch}, and none to compare it to",
+            "lower train.micro_batch, or take more ranks",
+        )
 
 
 def _is_override(word: str) -> bool:
@@ -84,19 +105,19 @@ def recorded(rundir: RunDir, step: int | None) -> GradientRecord:
     raise UsageError(f"{rundir.name}: has no record of step {step}", f"near it are {near}")
 
 
-def ask(rundir: RunDir, *, timeout_s: float = 120.0) -> GradientRecord:
+def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> GradientRecord:
     """Ask a running job for a record of its next step, and wait for it."""
     reader, fold = EventReader(rundir, ranks={0}), Fold()
     before = fold.add(reader.drain()).view().gradients
     if (now := state(rundir, fold.view())) not in ("starting", "running"):
         raise UsageError(f"{rundir.name}: not running ({now})", "leave --live out for its last")
-    rundir.grads_request_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    rundir.grads_request_file.touch()
+    rundir.request_grads(noise=noise)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         view = fold.add(reader.drain()).view()
-        if view.gradients is not None and view.gradients != before:
-            return view.gradients
+        found = view.gradients
+        if found is not None and found != before and not (noise and found.noise is None):
+            return found
         if (now := state(rundir, view)) not in ("starting", "running"):
             raise ColotrainError(f"{rundir.name}: {now} before it made another step", "resume it")
         time.sleep(POLL_S)
@@ -114,8 +135,12 @@ def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
     warm_up()
     plan = for_one_step(settle(list(overrides)).plan)
     check_fits(plan)
+    if choice.noise:
+        check_noise(plan)
     with tempfile.TemporaryDirectory(prefix="colotrain-") as folder:
         rundir = RunDir(Path(folder) / plan.name)
+        if choice.noise:
+            rundir.request_grads(noise=True)
         exit_code, cause = carry_out(plan, rundir, None, console=stderr_console())
         found = list(records(rundir))
         if not found:
@@ -186,6 +211,7 @@ def document(
     nonfinite: Nonfinite | None,
 ) -> dict[str, Any]:
     """The document of `inspect-grads --json`."""
+    noise = {} if record.noise is None else {"noise": to_plain(record.noise)}
     return {
         "run": rundir.name,
         "step": record.step,
@@ -193,6 +219,7 @@ def document(
         "clipped_to": record.clipped_to,
         "parameters": to_plain(list(rows)),
         "first_nonfinite": None if nonfinite is None else to_plain(nonfinite),
+        **noise,
     }
 
 
@@ -220,17 +247,24 @@ def print_table(
     console.print(f"step {record.step}: gradient norm {shown(record.global_norm, '.6g')}{clipped}")
     if nonfinite is not None:
         console.print(clean(f"first not finite: {nonfinite}"), style="bold red")
+    if (noise := record.noise) is not None:
+        scale = f"{shown(noise.scale, ',.1f')} samples" if noise.scale is not None else "unknown"
+        between = f"{noise.micro_batches} micro-batches of {noise.samples}"
+        console.print(f"noise scale {scale}, cosine {shown(noise.cosine, '.3f')} between {between}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("PARAMETER", overflow="fold")
     for title in ("SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE"):
         table.add_column(title, justify="left" if title == "STATUS" else "right", no_wrap=True)
+    for title in ("NOISE", "COSINE") if noise else ():
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("WHY", overflow="fold")
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row, noise))
     console.print(table)
 
 
-def cells(row: ParameterGradient) -> list[Text]:
+def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
+    of_row = None if noise is None else noise.parameters.get(row.name)
     why = [row.reason] if row.reason else []
     why += [f"{row.nonfinite} elements are not finite"] if row.nonfinite else []
     why += [f"tied to {', '.join(row.aliases)}"] if row.aliases else []
@@ -241,6 +275,7 @@ def cells(row: ParameterGradient) -> list[Text]:
         *(Text(shown(value, ".4g")) for value in (row.norm, row.rms, row.max_abs)),
         Text(shown(row.zero_fraction, ".1%")),
         Text(shown(row.update_ratio, ".2e")),
+        *([Text(shown(of_row.scale, ".4g")), Text(shown(of_row.cosine, ".3f"))] if of_row else []),
         Text(clean("; ".join(why))),
     ]
 

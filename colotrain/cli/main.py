@@ -167,6 +167,9 @@ def inspect_grads(
     sort: Annotated[str, typer.Option(help="norm, update, zero or name.")] = "",
     top: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask a running job for a record.")] = False,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Noise scale, and cosine between micro-batches.")
+    ] = False,
     against: Annotated[str, typer.Option(metavar="RUN", help="Where two runs part.")] = "",
     tolerance: Annotated[
         float, typer.Option(min=0, help="Largest relative difference for --against.")
@@ -179,7 +182,7 @@ def inspect_grads(
 
     if against:
         return module.against(words or [], against, tolerance=tolerance, as_json=as_json)
-    choice = module.Choice(param=param, sort=sort, top=top, as_json=as_json, csv=csv)
+    choice = module.Choice(param=param, sort=sort, top=top, noise=noise, as_json=as_json, csv=csv)
     return module.inspect_grads(words or [], step=step, live=live, choice=choice)
 
 

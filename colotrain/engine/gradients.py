@@ -149,15 +149,22 @@ def note_use(state: GradientState) -> None:
     """
     if len(state.watched) + len(state.frozen) >= len(state.names):
         return
-    for name, parameter in state.sharded.module.named_parameters():
-        known = name in state.watched or isinstance(parameter, DTensor)
-        if not known and parameter.requires_grad:
+    for name, parameter in whole_parameters(state):
+        if name not in state.watched:
             _note(state, name, parameter)
+
+
+def whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
+    """The trainable tensors on which autograd works, as far as they exist yet."""
+    found = {
+        name: parameter
+        for name, parameter in state.sharded.module.named_parameters()
+        if not isinstance(parameter, DTensor)
+    }
     for param in state.sharded.fsdp_params():
-        name, whole = str(param._param_fqn), getattr(param, "_unsharded_param", None)
-        if whole is None or name in state.watched or not whole.requires_grad:
-            continue
-        _note(state, name, whole)
+        if (whole := getattr(param, "_unsharded_param", None)) is not None:
+            found[str(param._param_fqn)] = whole
+    yield from ((name, whole) for name, whole in found.items() if whole.requires_grad)
 
 
 def _note(state: GradientState, name: str, parameter: Tensor) -> None:
@@ -214,6 +221,11 @@ def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:
     state.used = {name for name, n in zip(state.names, used.tolist(), strict=True) if n}
     total = squares.sum().item()
     state.norm = math.sqrt(total) * factor if total >= 0 else math.nan
+    drop_unused_(state)
+
+
+def drop_unused_(state: GradientState) -> None:
+    """Forget gradients that no backward of the step made: collectives fill them with zeros."""
     for name, parameter in state.sharded.module.named_parameters():
         if name not in state.used:
             parameter.grad = None

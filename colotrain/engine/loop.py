@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.loader import BatchLoader
-from colotrain.engine import checkpoint, gradients
+from colotrain.engine import checkpoint, gradients, noise
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.nonfinite import locate
@@ -25,7 +27,7 @@ from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import memory_now
 from colotrain.plan import RunPlan
-from colotrain.rundir import RunDir
+from colotrain.rundir import NOISE, RunDir
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class StepResult:
     stop: bool
     record: bool
     """Statistics of every gradient are due."""
+    noise: bool
+    """Gradient noise was asked for, too."""
     totals: StepTotals = field(repr=False)
 
     @property
@@ -95,12 +99,13 @@ def train(run: Run) -> str:
         clock.lap("compute_s", less=batches.seconds)
         result = agree(run, totals)
         clock.lap("reduce_s")
+        extra = measure_noise(run) if result.noise and result.finite else {}
         recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
         if result.record:
             recorder.begin()
         skipped, lr = update_(run, result)
         if result.record:
-            record_gradients(run, recorder)
+            record_gradients(run, recorder, **extra)
         clock.lap("optimizer_s")
         run.step += 1
         times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps}
@@ -165,28 +170,30 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     """The one small all-reduce of a step: loss, targets, gradient norm, wish to stop."""
     run.phase = "reduce"
     run.stop_reason = run.stop_requested()
-    asked = run.rank == 0 and run.rundir.grads_request_file.exists()
+    asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
     wish = torch.tensor(
-        [run.stop_reason is not None, asked, order, order * order], dtype=torch.float64
+        [run.stop_reason is not None, asked is not None, asked == NOISE, order, order * order],
+        dtype=torch.float64,
     )
     mine = torch.stack((totals.loss_sum, totals.count)).cpu()
     shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
     dist.all_reduce(shared)
-    loss_sum, count, stop, record, orders, squares = shared[:6].tolist()
+    loss_sum, count, stop, record, with_noise, orders, squares = shared[:7].tolist()
     if orders * orders != squares * dist.get_world_size():  # equal only if all are the same
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.take_facts_(run.gradients, shared[6:], factor=factor)
+    gradients.take_facts_(run.gradients, shared[7:], factor=factor)
     return StepResult(
         loss=loss_sum / max(count, 1.0),
         tokens=count,
         grad_norm=run.gradients.norm,
         stop=stop > 0,
         record=record > 0 or is_due(run.step + 1, run.plan.observe.grads_every),
+        noise=with_noise > 0,
         totals=totals,
     )
 
@@ -216,14 +223,10 @@ def update_(run: Run, result: StepResult) -> tuple[bool, float]:
 
 def handle_nonfinite(run: Run, result: StepResult) -> None:
     """Say where a loss or gradient stopped being finite; end the run unless the plan skips it."""
-    run.phase = "search for the first value that is not finite"
-    if run.generator_state is not None:
-        torch.set_rng_state(run.generator_state)
     micro_batches = range(run.plan.batch.accumulation_steps)
     ids = [run.train_data.ids(run.step, index) for index in micro_batches]
-    done = run.micro_batches
-    origin = locate(run.gradients, Fetch(run), ids, step=run.step + 1)
-    run.micro_batches, run.phase = done, "optimizer"  # the second pass is not training
+    with again(run, phase="search for the first value that is not finite") as batches:
+        origin = locate(run.gradients, batches, ids, step=run.step + 1)
     gradients.clear_(run.sharded.module)
     where = f"it began in {origin}" if origin else "a second pass was clean"
     problem = f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}"
@@ -232,6 +235,32 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
         run.events.write("note", text=problem)
     if run.plan.train.on_nonfinite == "stop":
         raise ColotrainError(problem, "lower optim.lr, or set train.on_nonfinite=skip")
+
+
+def measure_noise(run: Run) -> dict[str, Any]:
+    """What a gradient record says of the noise between the micro-batches of this step."""
+    batch = run.plan.batch
+    with again(run, phase="gradient noise") as batches:
+        found = noise.measure(
+            run.gradients,
+            batches,
+            num=batch.accumulation_steps,
+            totals=new_totals(run),
+            samples=batch.micro_batch,
+        )
+    return {"noise": found}
+
+
+@contextmanager
+def again(run: Run, *, phase: str) -> Iterator[Fetch]:
+    """The micro-batches of this step once more, with the weights and random numbers they met."""
+    before, done, run.phase = run.phase, run.micro_batches, phase
+    if run.generator_state is not None:
+        torch.set_rng_state(run.generator_state)
+    gradients.clear_(run.sharded.module)
+    yield Fetch(run)
+    gradients.drop_unused_(run.gradients)
+    run.phase, run.micro_batches = before, done  # the second pass is not training
 
 
 def unfreeze_(run: Run) -> None:
@@ -319,10 +348,10 @@ def record_step(
         run.events.write("note", text=f"step {run.step}: {warning}")
 
 
-def record_gradients(run: Run, recorder: Recorder) -> None:
+def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
     """Write the statistics of this step, which answers a request in the control folder."""
     run.phase = "record"
-    record = recorder.finish()
+    record = recorder.finish() | extra
     if run.rank == 0:
         run.rundir.grads_request_file.unlink(missing_ok=True)
         run.events.write("gradients", step=run.step + 1, **record)

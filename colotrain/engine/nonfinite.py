@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
-from colotrain.engine.gradients import GradientState, clear_
+from colotrain.engine.gradients import GradientState, whole_parameters
 from colotrain.engine.sharding import local_shard
 
 PHASES = ("forward", "backward", "reduce")
@@ -67,7 +67,7 @@ class Watch:
             module.register_forward_hook(self._after_forward(name))
             for name, module in model.named_modules()
         ]
-        for name, whole in _whole_parameters(self.state):
+        for name, whole in whole_parameters(self.state):
             handles.append(whole.register_hook(self._on_gradient(name)))
         try:
             yield
@@ -98,7 +98,6 @@ def locate(
     All ranks must call and get the same; None where the second pass was clean (a transient
     fault). `ids` are this rank's samples by micro-batch, `step` counts from 1.
     """
-    clear_(state.sharded.module)
     watch, seen = Watch(state), []
 
     def noted() -> Iterator[Batch]:
@@ -151,13 +150,6 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> O
         samples=tuple(i for batch in ids for i in batch),
     )
     return _first_of_all_ranks(own)
-
-
-def _whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
-    for param in state.sharded.fsdp_params():
-        whole = getattr(param, "_unsharded_param", None)
-        if whole is not None and whole.requires_grad:
-            yield str(param._param_fqn), whole
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,27 @@ class ParameterGradient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How far gradients of single micro-batches agree; None where that cannot be told."""
+
+    scale: float | None
+    """Gradient noise scale in samples: up to about this batch, more samples a step pay."""
+    cosine: float | None
+    """Mean cosine between two of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseRecord(Noise):
+    """The noise of a step, of all parameters together and of each."""
+
+    micro_batches: int
+    """Of all ranks."""
+    samples: int
+    """In each of them."""
+    parameters: dict[str, Noise]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRecord:
     """All gradients of one step, before clipping."""
 
@@ -53,6 +74,8 @@ class GradientRecord:
     """The norm after clipping; None where nothing was clipped."""
     parameters: tuple[ParameterGradient, ...]
     """In the order of the model."""
+    noise: NoiseRecord | None = None
+    """Where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +176,25 @@ def record_of(names: Event, event: Event) -> GradientRecord:
         global_norm=event.number("global_norm"),
         clipped_to=event.number("clipped_to"),
         parameters=tuple(_parameter(row, reasons, aliases) for row in rows),
+        noise=_noise(event, known),
+    )
+
+
+def _noise(event: Event, names: list[str]) -> NoiseRecord | None:
+    if not isinstance(event.fields.get("noise"), dict):
+        return None
+    found = replace(event, fields=event.fields["noise"])
+    columns = (_numbers(found, column, len(names)) for column in ("scales", "cosines"))
+    pairs = zip(*columns, strict=True)
+    return NoiseRecord(
+        scale=found.number("scale"),
+        cosine=found.number("cosine"),
+        micro_batches=found.count("micro_batches"),
+        samples=found.count("samples"),
+        parameters={
+            name: Noise(scale=scale, cosine=cosine)
+            for name, (scale, cosine) in zip(names, pairs, strict=True)
+        },
     )
 
 
