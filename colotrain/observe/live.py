@@ -40,7 +40,9 @@ class Screen:
         self.plan, self.rundir, self.footer = plan, rundir, footer
         self.terminal = Terminal(console)
         self.focus: Focus = "overview"
-        self._drawn_at = self._looked_at = -FRAME_S
+        self._drawn_at = self._looked_at = -LOOK_S
+        self._news: tuple[float | None, str] | None = None
+        """What the last frame was of: without news, only the clocks in it go on."""
         self._output: tuple[str, ...] = ()
         self._state = ""
 
@@ -51,15 +53,16 @@ class Screen:
                 self.focus = FOCI[(FOCI.index(self.focus) + 1) % len(FOCI)]
             elif key in "1234":
                 self.focus = FOCI[int(key) - 1]
-            self._drawn_at = -FRAME_S
+            self._drawn_at = -LOOK_S
         return "q" in keys.lower()
 
     def draw(self, view: RunView, *, now: float | None = None, state: str | None = None) -> None:
         """Draw a frame, unless the last one is fresh. `now` and `state` are those of a replay."""
         clock = time.monotonic()
-        if clock - self._drawn_at < FRAME_S * 0.9:
+        news = view.last_event_at, view.status
+        if clock - self._drawn_at < (LOOK_S if news == self._news else FRAME_S * 0.9):
             return
-        self._drawn_at = clock
+        self._drawn_at, self._news = clock, news
         if clock - self._looked_at >= LOOK_S or view.status in ENDED:
             self._looked_at, self._output = clock, last_lines(self.rundir)
             self._state = state or liveness.state(self.rundir, view)
