@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE_INDEX = -100
+from colotrain.models.loss import IGNORE_INDEX, Head
+
 INIT_STD = 0.02
 
 
@@ -59,7 +60,7 @@ class LLM(nn.Module):
             Block(d_model, num_heads, num_kv_heads, d_hidden, norm_eps) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(d_model, eps=norm_eps)
-        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        self.head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.head.weight = self.embed.weight
 
@@ -73,16 +74,8 @@ class LLM(nn.Module):
         rope = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, x)
         for block in self.blocks:
             x = block(x, *rope)
-        logits = self.head(self.norm(x))
-        if labels is None:
-            return logits
-        loss = F.cross_entropy(
-            logits.float().flatten(0, 1),
-            labels.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-        )
-        return loss, (labels != IGNORE_INDEX).sum()
+        output: Tensor = self.head(self.norm(x), labels)
+        return output if labels is None else (output, (labels != IGNORE_INDEX).sum())
 
     def init_weights(self) -> None:
         """Normal weights (σ 0.02), the residual outputs scaled down by √(2 · layers)."""

@@ -1,0 +1,107 @@
+"""The chunked cross-entropy is torch's, in value and gradients, with only a chunk of logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colotrain.models import loss
+from colotrain.models.loss import Head, cross_entropy
+
+ROWS, WIDTH, VOCAB = 37, 16, 101
+
+
+def case(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, WIDTH, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    labels[torch.rand(ROWS, generator=generator) < 0.3] = -100
+    return x, weight, labels
+
+
+def exact(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's own, in float64."""
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    total = F.cross_entropy(x @ weight.T, labels, ignore_index=-100, reduction="sum")
+    (total / 7).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return total.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk", [VOCAB, 5 * VOCAB, 1000 * VOCAB])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)],
+)
+def test_value_and_gradients_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, chunk: int
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    x, weight, labels = case(dtype, seed=chunk)
+    total = cross_entropy(x, weight, labels)
+    (total / 7).backward()
+    assert total.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for found, right in zip((total, x.grad, weight.grad), exact(x, weight, labels), strict=True):
+        assert found is not None
+        scale = right.abs().max().item()
+        assert (found.double() - right).abs().max().item() <= tolerance * scale
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+
+
+def test_rows_without_a_target_have_no_part_in_it() -> None:
+    x, weight, labels = case(torch.float32)
+    cross_entropy(x, weight, labels).backward()
+    assert x.grad is not None
+    assert not x.grad[labels == -100].any()
+    nothing = cross_entropy(x, weight, torch.full_like(labels, -100))
+    assert nothing.item() == 0.0
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_has_no_gradient(frozen: int) -> None:
+    tensors = case(torch.float32)
+    tensors[frozen].requires_grad_(False)
+    cross_entropy(*tensors).backward()
+    assert tensors[frozen].grad is None
+    assert tensors[1 - frozen].grad is not None
+
+
+def test_nothing_is_kept_for_a_backward_that_never_comes() -> None:
+    head = Head(WIDTH, VOCAB, bias=False)
+    x, _, labels = case(torch.float32)
+    with torch.no_grad():
+        value = head(x, labels)
+    assert not value.requires_grad
+    torch.testing.assert_close(value, head(x, labels).detach())
+
+
+def test_large_logits_do_not_overflow() -> None:
+    x, weight, labels = case(torch.float32)
+    total = cross_entropy(x * 1e4, weight, labels)
+    right = F.cross_entropy(x * 1e4 @ weight.T, labels, ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(total, right)
+
+
+def test_only_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor of the loss is far smaller than all logits."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                Largest.numel = max(Largest.numel, out.untyped_storage().nbytes() // 4)
+            return out
+
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 4 * VOCAB)
+    x, weight, labels = case(torch.float32)
+    with Largest():
+        cross_entropy(x, weight, labels).backward()
+    assert Largest.numel <= max(4 * VOCAB, weight.numel(), x.numel())
