@@ -92,7 +92,7 @@ def carry_out(
                 shards = prepare_all(plan.data, progress=progress)
             for shard in shards:
                 check_vocabulary(plan, shard)
-            tell_bad(shards, console)
+            tell_losses(plan, shards, console)
         fold = Fold(max_steps=plan.train.max_steps)
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
 
@@ -105,13 +105,21 @@ def carry_out(
     return ended
 
 
-def tell_bad(shards: Sequence[Prepared], console: Console) -> None:
-    """Say how many records were left out, and the first of them."""
+def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
+    """Say what of the data is not trained on: bad records, and the ends of long documents."""
+    from colotrain.data.packing import packing_of
+
     num_bad = sum(shard.num_bad for shard in shards)
     if num_bad:
         first = next(line for shard in shards for line in shard.bad)
         line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
         console.print(line, style="yellow", soft_wrap=True)
+    if packing_of(shards, plan.data) != "stream":
+        seq_len = plan.data.seq_len
+        num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
+        if num_cut:
+            line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
+            console.print(line, style="yellow", soft_wrap=True)
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:

@@ -64,6 +64,12 @@ def check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
         fix = "remove it, or set data.target"
         expected = "nothing without data.target, whose arguments they are"
         yield Problem(key="data.args", value=data.args, expected=expected, fix=fix)
+    if data.mixture and data.tokenizer.startswith("bpe-"):
+        expected = "one tokenizer for all parts of data.mixture (bpe-SIZE is made from one corpus)"
+        fix = (
+            "prepare the largest part alone, and name its tokenizer.json (`colotrain data inspect`)"
+        )
+        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
     yield from _check_columns("data.columns", data.columns)
     for index, part in enumerate(data.mixture):
         yield from _check_columns(f"data.mixture[{index}].columns", part.columns)

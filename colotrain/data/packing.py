@@ -93,8 +93,6 @@ class DocumentSamples:
         self._tokens, self._targets = prepared.tokens(split), prepared.targets(split)
         self._ends = ends
         self._first = _rows(ends, seq_len, most)
-        self.num_cut = int((_lengths(ends) > seq_len).sum())
-        """Documents that are longer than a sample."""
 
     def __len__(self) -> int:
         return len(self._first) - 1

@@ -72,6 +72,11 @@ class Prepared:
         path = beside(self.train if split == "train" else self.validation, "ends")
         return _map(path, "<i8", start=0, count=path.stat().st_size // 8)
 
+    def count_longer(self, split: Split, seq_len: int) -> int:
+        """Documents of more than `seq_len` tokens; 0 where documents are not known."""
+        ends = self.document_ends(split)
+        return 0 if ends is None else int((np.diff(ends, prepend=0) > seq_len).sum())
+
     def targets(self, split: Split) -> np.ndarray[Any, Any] | None:
         """1 for every token that is learned, as a label, and 0 for the others; None: all are."""
         if not self.has_targets:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,8 +46,8 @@ class Encoded:
     """Tokens of each document."""
     targets: dict[str, bytes]
     num_bytes: dict[str, int]
-    bad: list[str] = field(default_factory=list)
-    """`FILE:LINE: what is wrong`."""
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    """`FILE:LINE`, and what is wrong there."""
     file: str
     done: int
 
@@ -82,7 +81,7 @@ def write_records(
             if piece.bad and plan.on_bad == "stop":
                 raise _bad_records(piece.bad)
             num_bad += len(piece.bad)
-            bad += piece.bad[: BAD_SHOWN - len(bad)]
+            bad += [f"{place}: {why}" for place, why in piece.bad[: BAD_SHOWN - len(bad)]]
             for split, writer in writers.items():
                 writer.add(piece, split)
             report("tokenizing", min(before[piece.file] + piece.done, total), total)
@@ -168,7 +167,7 @@ def encode(block: Block) -> Encoded:
                 raise record
             text = _task.renderer.render(record)
         except BadRecord as error:
-            bad.append(f"{block.file}:{number}: {error}")
+            bad.append((f"{block.file}:{number}", str(error)))
             continue
         if text is not None:
             rendered[split_of(block, number, _task.fraction)].append(text)
@@ -254,7 +253,11 @@ def _training_texts(
         report("training tokenizer", min(before[block.file] + block.done, total), total)
 
 
-def _bad_records(bad: Sequence[str]) -> ConfigError:
-    make = partial(Problem, expected="records that can be used", key="data")
+def _bad_records(bad: Sequence[tuple[str, str]]) -> ConfigError:
     fix = "correct it, or set data.on_bad=skip"
-    return ConfigError([make(value=line, fix=fix) for line in bad[:BAD_SHOWN]])
+    return ConfigError(
+        [
+            Problem(key=place, expected=f"a record that can be used ({why})", fix=fix)
+            for place, why in bad[:BAD_SHOWN]
+        ]
+    )
