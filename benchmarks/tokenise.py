@@ -2,7 +2,7 @@
 
     python benchmarks/tokenise.py --documents 1000000 --workers 1,2
 
-Documents are JSON lines of 20 to 400 made-up words, written shard by shard; the tokenizer is
+Documents are JSON lines of 10 to 100 made-up words, written shard by shard; the tokenizer is
 byte-level BPE that was trained on some of them before. Memory is the sum of the proportional set
 sizes of this process and those below it, looked at ten times a second; the corpus's size stands
 beside it.
@@ -32,7 +32,7 @@ def write_corpus(folder: Path, documents: int) -> int:
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(20_000)]
     lines = []
     for _ in range(2_000):
-        text = " ".join(draw.choices(words, k=draw.randint(20, 400)))
+        text = " ".join(draw.choices(words, k=draw.randint(10, 100)))
         lines.append(text)
     folder.mkdir()
     per_shard = -(-documents // SHARDS)
@@ -102,12 +102,10 @@ def main() -> None:
             with Memory() as memory:
                 made = prepare(plan, cache=place / f"cache-{workers}")
             seconds = time.perf_counter() - began
-            tokens = made.num_train + made.num_validation
-            print(
-                f"workers={workers}: {seconds:.0f} s, {options.documents / seconds:,.0f} documents/s, "
-                f"{tokens / seconds / 1e6:.2f} M tokens/s, peak memory {memory.peak / 2**20:,.0f} MiB",
-                flush=True,
-            )
+            rate = (made.num_train + made.num_validation) / seconds
+            facts = f"{seconds:.0f} s, {options.documents / seconds:,.0f} documents/s"
+            facts += f", {rate / 1e6:.2f} M tokens/s, peak memory {memory.peak / 2**20:,.0f} MiB"
+            print(f"workers={workers}: {facts}", flush=True)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,8 @@ def test_a_model_that_cannot_keep_documents_apart_is_told_before_training(
     )
     (folder / "recipes").mkdir()
     (folder / "recipes" / "mine.yaml").write_text(
-        "model: {target: 'mine:M'}\ndata: {path: chat.jsonl, isolate: true, chat_template: chatml}\n"
+        "model: {target: 'mine:M'}\n"
+        "data: {path: chat.jsonl, isolate: true, chat_template: chatml}\n"
         "train: {global_batch: 8, micro_batch: 2}\n"
     )
     assert guarded(["plan", "recipe=mine"]) == 2
