@@ -40,14 +40,35 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlan:
+    """A part of a mixture; `weight` is relative to the other parts'."""
+
+    paths: tuple[str, ...]
+    weight: float
+    format: str = "auto"
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
-    source: Literal["corpus", "path", "target"]
+    source: Literal["corpus", "path", "target", "mixture"]
     corpus: str | None = None
     paths: tuple[str, ...] = ()
+    format: str = "auto"
+    mixture: tuple[PartPlan, ...] = ()
     target: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     seq_len: int
     tokenizer: str
+    columns: dict[str, str] = field(default_factory=dict)
+    """Meaning (text, prompt, completion, messages) → the name that records have for it."""
+    chat_template: str | None = None
+    loss_on: Literal["answers", "last", "all"] = "answers"
+    packing: Literal["auto", "stream", "whole", "none"] = "auto"
+    isolate: bool = False
+    on_bad: Literal["stop", "skip"] = "stop"
+    workers: int = 0
+    """0: one per core."""
     shuffle: bool
     validation_fraction: float
 
@@ -233,3 +254,5 @@ class Survey:
     """Freeze pattern → how many parameters it names."""
     flops_per_token: float
     vocab_size: int | None = None
+    isolates: bool = False
+    """The model takes `document_ids` and keeps documents apart."""

@@ -186,6 +186,32 @@ def inspect_grads(
     return module.inspect_grads(words or [], step=step, live=live, choice=choice)
 
 
+data_app = typer.Typer(
+    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+)
+app.add_typer(data_app, name="data", no_args_is_help=True)
+
+
+@data_app.callback()
+def data() -> None:
+    """Look at data before training on them."""
+
+
+@data_app.command("inspect")
+def inspect_data(
+    overrides: Overrides = None,
+    sample: Annotated[
+        int, typer.Option(min=0, help="Which sample to show: its place in the run's order.")
+    ] = 0,
+    split: Annotated[str, typer.Option(help="train or validation.")] = "train",
+    as_json: Json = False,
+) -> int:
+    """Show counts, lengths, and a sample with what is learned of it."""
+    from colotrain.cli.data import inspect
+
+    return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
+
+
 @app.command()
 def completion(
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False)],
@@ -216,7 +242,8 @@ def complete_word(word: Annotated[str, typer.Argument()] = "") -> int:
 def verbs() -> list[str]:
     """The commands that are shown, in the order of the help."""
     callbacks = [command.callback for command in app.registered_commands if not command.hidden]
-    return [callback.__name__.replace("_", "-") for callback in callbacks if callback is not None]
+    names = [callback.__name__.replace("_", "-") for callback in callbacks if callback is not None]
+    return [*names, *(str(group.name) for group in app.registered_groups)]
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from colotrain.cli.output import print_json, stderr_console
@@ -74,7 +75,7 @@ def carry_out(
     plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, console: Console
 ) -> tuple[int, str]:
     """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
-    from colotrain.data.tokens import prepare
+    from colotrain.data.tokens import prepare_all
     from colotrain.launch.elastic import launch
     from colotrain.observe import liveness
     from colotrain.observe.fold import Fold
@@ -88,7 +89,10 @@ def carry_out(
             write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
         if plan.data.source != "target":
             with preparation(console) as progress:
-                check_vocabulary(plan, prepare(plan.data, progress=progress))
+                shards = prepare_all(plan.data, progress=progress)
+            for shard in shards:
+                check_vocabulary(plan, shard)
+            tell_losses(plan, shards, console)
         fold = Fold(max_steps=plan.train.max_steps)
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
 
@@ -99,6 +103,23 @@ def carry_out(
             ended = launch(plan, rundir, follow=show)
             shown.update(fold.view(), trackers.close())
     return ended
+
+
+def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
+    """Say what of the data is not trained on: bad records, and the ends of long documents."""
+    from colotrain.data.packing import packing_of
+
+    num_bad = sum(shard.num_bad for shard in shards)
+    if num_bad:
+        first = next(line for shard in shards for line in shard.bad)
+        line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
+        console.print(line, style="yellow", soft_wrap=True)
+    if packing_of(shards, plan.data) != "stream":
+        seq_len = plan.data.seq_len
+        num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
+        if num_cut:
+            line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
+            console.print(line, style="yellow", soft_wrap=True)
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:

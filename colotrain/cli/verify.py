@@ -44,7 +44,7 @@ def verify(
     as_json: bool,
 ) -> int:
     """Compare plugins with one process of plain torch; 0 when all agree, 4 when one differs."""
-    from colotrain.data.tokens import prepare
+    from colotrain.data.tokens import prepare_all
     from colotrain.observe.progress import preparation
     from colotrain.verify.compare import Tolerance, to_json
     from colotrain.verify.runner import verify as run_cases
@@ -66,7 +66,7 @@ def verify(
     folder = tempfile.mkdtemp(prefix="colotrain-verify-")  # stays when the workers fail
     with preparation(console) as progress:
         if setting.plan.data.source != "target":
-            prepare(setting.plan.data, progress=progress)
+            prepare_all(setting.plan.data, progress=progress)
         results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
     shutil.rmtree(folder)
     if as_json:

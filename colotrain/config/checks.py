@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from colotrain.config.schema import Config, Data
+from colotrain.config.data import check_data
+from colotrain.config.schema import Config
 from colotrain.config.shipped import recipe_names
 from colotrain.dotted import FORM
 from colotrain.errors import Problem, suggest
@@ -19,6 +20,7 @@ from colotrain.rundir import RUNS
 
 AT_LEAST: dict[str, float] = {
     "data.seq_len": 1,
+    "data.workers": 1,
     "train.max_steps": 1,
     "train.global_batch": 1,
     "train.micro_batch": 1,
@@ -68,7 +70,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
             expected = f"{'null' if only is None else only} (not available yet)"
             yield Problem(key=key, value=values[key], expected=expected, fix=fix)
     yield from _check_model(settings, is_whole=is_whole)
-    yield from _check_data(settings.data, is_whole=is_whole and settings.model.target is not None)
+    yield from check_data(settings.data, is_whole=is_whole and settings.model.target is not None)
     yield from _check_optim(settings)
     yield from _check_nodes(settings)
     for key in ("model.target", "data.target", "train.on_gradients"):
@@ -122,26 +124,6 @@ def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     else:
         fix = "set model.target, or build on a recipe that does: `defaults: [llm-tiny, _self_]`"
         yield Problem(key="model.target", expected="a model", fix=fix)
-
-
-def _check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
-    given = {
-        f"data.{key}": value
-        for key, value in (("corpus", data.corpus), ("path", data.path), ("target", data.target))
-        if value is not None and value != []
-    }
-    if len(given) > 1:
-        value = ", ".join(f"{key}={value}" for key, value in given.items())
-        fix = f"set all but one of them to null, as in {next(iter(given))}=null"
-        expected = f"one source of data (there is {value})"
-        yield Problem(key="data", expected=expected, fix=fix)
-    if not given and is_whole:
-        expected = "data.corpus, data.path or data.target"
-        yield Problem(key="data", expected=expected, fix="for example data.corpus=stdlib")
-    if data.args and data.target is None:
-        fix = "remove it, or set data.target"
-        expected = "nothing without data.target, whose arguments they are"
-        yield Problem(key="data.args", value=data.args, expected=expected, fix=fix)
 
 
 def _check_optim(settings: Config) -> Iterator[Problem]:

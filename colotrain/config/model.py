@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
+from colotrain.config.data import holds_tokens
 from colotrain.config.scale import touches
 from colotrain.config.schema import Config, Data, Freeze
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
@@ -38,6 +39,7 @@ def look(
         problems += _check_freeze(settings.freeze, found)
     if not touches(problems, ("data",)):
         problems += _check_vocabulary(settings.data, found)
+        problems += _check_isolation(settings, found)
     return found
 
 
@@ -72,9 +74,7 @@ def _nearest(glob: str, names: list[str]) -> str:
 
 def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:
     """Token files bring their own vocabulary, which is checked when they are read."""
-    paths = [data.path] if isinstance(data.path, str) else data.path or []
-    has_tokens = data.target is not None or any(path.endswith(".bin") for path in paths)
-    if has_tokens or survey.vocab_size is None:
+    if data.target is not None or survey.vocab_size is None or holds_tokens(data):
         return
     from colotrain.data.tokens import vocab_size_of
 
@@ -83,6 +83,13 @@ def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:
         expected = f"at most model.args.vocab_size={survey.vocab_size} tokens, not {size}"
         fix = f"set model.args.vocab_size={size}, or another data.tokenizer"
         yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+
+
+def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
+    if settings.data.isolate and settings.data.target is None and not survey.isolates:
+        expected = f"a model that takes document_ids ({settings.model.target} does not)"
+        fix = "let its forward take document_ids, or set data.isolate=false"
+        yield Problem(key="data.isolate", value=True, expected=expected, fix=fix)
 
 
 def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from glob import iglob
 from pathlib import Path
 from typing import Any, cast
 
 from colotrain.config.batch import Batch
 from colotrain.config.checks import check, find_resume
+from colotrain.config.data import data_plan
 from colotrain.config.machine import Machine
 from colotrain.config.model import SurveyModel, at_peak, count, look
 from colotrain.config.plugin import check_override_names, check_plugin, decide
 from colotrain.config.scale import Scale, ranks_here, scale_out
-from colotrain.config.schema import Config, Data, Elastic, Freeze, Observe, Optim, Train
+from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
 from colotrain.plan import (
     BatchPlan,
@@ -55,7 +55,7 @@ def resolve(
     scale, batch = scale_out(settings, machine, problems)
     plugin_problems = list(check_plugin(settings.plugin, scale))
     problems += plugin_problems
-    data = _data(settings.data, problems)
+    data = data_plan(settings.data, problems)
     freeze = _freeze(settings.freeze)
     model = ModelPlan(target=settings.model.target or "", args=settings.model.args)
     looked = look(model, freeze, settings, survey, problems)
@@ -91,48 +91,6 @@ def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
     """Whether model or data may be missing because of what is known already."""
     others = set(sections(Config)) - {"model", "data"}
     return any(problem.key.partition(".")[0] not in others for problem in problems)
-
-
-def _data(data: Data, problems: list[Problem]) -> DataPlan | None:
-    """The data section, its paths made absolute."""
-    paths = [data.path] if isinstance(data.path, str) else list(data.path or ())
-    absolute = [str(Path(path).expanduser().absolute()) for path in paths]
-    for path, place in zip(paths, absolute, strict=True):
-        if not path or not (Path(place).exists() or any(iglob(place, recursive=True))):
-            expected = "a folder, file or glob of files that exist"
-            fix = f"correct the path (now in {Path.cwd()})"
-            problems.append(Problem(key="data.path", value=path, expected=expected, fix=fix))
-    if data.target is None:
-        problems += _check_tokenizer(data)
-    source = "corpus" if data.corpus else "path" if paths else "target"
-    if source == "target" and data.target is None:
-        return None
-    return DataPlan(
-        source=source,  # type: ignore[arg-type]  # one of three literals
-        corpus=data.corpus,
-        paths=tuple(absolute),
-        target=data.target,
-        args=data.args,
-        seq_len=data.seq_len,
-        tokenizer=_absolute_tokenizer(data.tokenizer),
-        shuffle=data.shuffle,
-        validation_fraction=data.validation_fraction,
-    )
-
-
-def _check_tokenizer(data: Data) -> Iterator[Problem]:
-    from colotrain.data.tokens import check_tokenizer
-
-    wrong = check_tokenizer(data.tokenizer)
-    if wrong is not None:
-        expected = f"bytes, bpe-SIZE or a tokenizer.json file ({wrong})"
-        fix = "for example data.tokenizer=bytes"
-        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
-
-
-def _absolute_tokenizer(tokenizer: str) -> str:
-    file = Path(tokenizer).expanduser()
-    return str(file.absolute()) if file.is_file() else tokenizer
 
 
 def _freeze(freeze: Freeze) -> FreezePlan:

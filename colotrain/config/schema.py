@@ -54,13 +54,32 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a mixture."""
+
+    path: str | list[str]
+    """Files as in `data.path`."""
+    weight: float = 1.0
+    """Its share of the samples, relative to the other parts'."""
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"] = "auto"
+    """As `data.format`."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """As `data.columns`, and added to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The data: text to tokenize (`corpus`, `path`) or a dataset of your own (`target`)."""
+    """The data: files (`path`, `mixture`), a corpus, or a dataset of your own (`target`)."""
 
     corpus: Literal["stdlib"] | None = None
     """A corpus that is on every machine: `stdlib`, the Python standard library's source files."""
     path: str | list[str] | None = None
-    """A folder, file or glob of text files, or `.bin` token files (nanoGPT's layout)."""
+    """A folder, file or glob of text, JSONL, Parquet, Arrow or token files, or a Hugging Face
+    dataset's folder."""
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"] = "auto"
+    """What the files are; auto: told from their names and contents."""
+    mixture: list[Part] = field(default_factory=list)
+    """Several sources instead of one: `[{path: a.jsonl, weight: 3}, {path: b/, weight: 1}]`."""
     target: str | None = None
     """`package.module:callable` that returns a dataset of dicts of tensors."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -68,11 +87,30 @@ class Data:
     seq_len: int = 256
     """Tokens per sample."""
     tokenizer: str = "bytes"
-    """`bytes`, `bpe-SIZE` (trained once on the corpus and cached), or a tokenizer.json file."""
+    """`bytes`, `bpe-SIZE` (trained once on the corpus and cached), a tokenizer.json file, or a
+    folder that has one (then its chat template and end-of-text token are used, too)."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """What records call their fields, where not `text`, `prompt`, `completion`, `messages`:
+    `{prompt: question, completion: answer}`."""
+    chat_template: str | None = None
+    """`chatml`, or a file with a Jinja template; by default the tokenizer's own."""
+    loss_on: Literal["answers", "last", "all"] = "answers"
+    """Which tokens of prompt/completion and chat records are learned: those of answers, of the
+    last answer, or all."""
+    packing: Literal["auto", "stream", "whole", "none"] = "auto"
+    """How documents become samples: `stream` runs them on and cuts windows; `whole` puts whole
+    documents side by side and pads; `none` pads each. auto: none where answers are learned,
+    otherwise stream."""
+    isolate: bool = False
+    """Documents in one sample do not attend to one another, and positions start anew in each."""
+    on_bad: Literal["stop", "skip"] = "stop"
+    """What a record that cannot be used does: end the preparation, or be counted and left out."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes that tokenize records; auto: one per core, at most 16."""
     shuffle: bool = True
     """Draw samples in an order made from the seed; otherwise in file order."""
     validation_fraction: float = 0.05
-    """Share of the files (or of the samples of one file) kept for validation."""
+    """Share of the files, of the records, or of the tokens of one file kept for validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,12 @@ def list_files(plan: DataPlan) -> list[CorpusFile]:
     """The files that may be text, found without opening any of them."""
     if plan.source == "corpus":
         return _standard_library(plan)
-    found = {file.path: file for path in plan.paths for file in _expand(path)}
+    return expand(plan.paths)
+
+
+def expand(paths: Sequence[str]) -> list[CorpusFile]:
+    """The files that the entries of `data.path` name, each once; none at all is an error."""
+    found = {file.path: file for path in paths for file in _expand(path)}
     return list(found.values())
 
 
@@ -64,24 +69,8 @@ def text_files(files: Sequence[CorpusFile]) -> list[CorpusFile]:
     found = [file for file in files if _is_text(file.path)]
     if not found:
         names = ", ".join(str(file.path) for file in files[:3])
-        raise _wrong_path(names, "text files (these are binary)", "convert them to UTF-8 text")
+        raise wrong_path(names, "text files (these are binary files)", "convert them to UTF-8 text")
     return found
-
-
-def token_files(plan: DataPlan) -> list[Path]:
-    """The token files (nanoGPT's layout) `data.path` names: none, `[single]`, or `[train, val]`."""
-    for path in plan.paths:
-        folder = Path(path).expanduser()
-        for ending in (".bin", ".u32.bin"):
-            pair = [folder / f"{split}{ending}" for split in ("train", "val")]
-            if len(plan.paths) == 1 and all(file.is_file() for file in pair):
-                return pair
-    named = [Path(name) for path in plan.paths for name in _matches(path)]
-    tokens = [path for path in named if path.name.endswith(".bin") and path.is_file()]
-    if tokens and len(named) > 1:
-        fix = "join them (`cat a.bin b.bin > all.bin`)"
-        raise _wrong_path(", ".join(plan.paths), "one .bin file, or a folder of two", fix)
-    return tokens
 
 
 def is_validation(relative_name: str, fraction: float) -> bool:
@@ -172,7 +161,7 @@ def _expand(path: str) -> list[CorpusFile]:
     """The files one entry of `data.path` names, sorted; a glob's names are relative to its root."""
     found: list[CorpusFile] = []
     root = _root(path)
-    for match in map(Path, _matches(path)):
+    for match in map(Path, matches(path)):
         if match.is_file():
             found.append(CorpusFile(name=match.relative_to(root).as_posix(), path=match))
         else:
@@ -182,13 +171,12 @@ def _expand(path: str) -> list[CorpusFile]:
             ]
     if not found:
         fix = f"correct the path (now in {Path.cwd()})"
-        raise _wrong_path(path, "a folder, file or glob of text files that exist", fix)
-    if len(found) == 1 and not _is_text(found[0].path):
-        raise _wrong_path(path, "text (this is a binary file)", "convert it to UTF-8 text")
+        raise wrong_path(path, "a folder, file or glob of text files that exist", fix)
     return sorted(found, key=lambda file: file.name)
 
 
-def _matches(path: str) -> list[str]:
+def matches(path: str) -> list[str]:
+    """What one entry of `data.path` names: itself, or what the glob finds, sorted."""
     literal = str(Path(path).expanduser())
     if os.path.exists(literal):
         return [literal]
@@ -240,5 +228,6 @@ def _cut(span: Span, fraction: float) -> int:
     return target + inside  # past the continuation bytes of a character
 
 
-def _wrong_path(value: str, expected: str, fix: str) -> ConfigError:
+def wrong_path(value: str, expected: str, fix: str) -> ConfigError:
+    """What is said of an entry of `data.path`."""
     return ConfigError([Problem(key="data.path", value=value, expected=expected, fix=fix)])

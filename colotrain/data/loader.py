@@ -5,20 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from colotrain.data.mixtures import Mixture, MixtureOrder
+from colotrain.data.packing import IGNORE_INDEX, TokenSamples, pack
+from colotrain.data.prepared import Split
 from colotrain.data.samples import user_samples
-from colotrain.data.tokens import NUMPY_DTYPES, Prepared, prepare
+from colotrain.data.tokens import parts_of, prepare_shards
 from colotrain.errors import ConfigError, Problem
 from colotrain.plan import BatchPlan, DataPlan
 
-IGNORE_INDEX = -100
-
-Split = Literal["train", "validation"]
+__all__ = [
+    "IGNORE_INDEX",
+    "BatchLoader",
+    "SampleOrder",
+    "Samples",
+    "Split",
+    "TokenSamples",
+    "count_targets",
+    "open_samples",
+    "order_of",
+    "stack",
+]
 
 
 class Samples(Protocol):
@@ -29,38 +41,8 @@ class Samples(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class TokenSamples:
-    """Windows of `seq_len` tokens, side by side, each with the next tokens as labels.
-
-    Sample i is `{"input_ids": int64[seq_len], "labels": int64[seq_len]}`, read from a memory map.
-    Labels are already shifted: a model does not shift them again.
-    """
-
-    def __init__(self, prepared: Prepared, split: Split, seq_len: int) -> None:
-        is_train = split == "train"
-        count = prepared.num_train if is_train else prepared.num_validation
-        start = prepared.train_start if is_train else prepared.validation_start
-        path = prepared.train if is_train else prepared.validation
-        dtype = np.dtype(NUMPY_DTYPES[prepared.dtype])
-        self.seq_len = seq_len
-        self._tokens = np.empty(0, dtype)
-        if count:  # an empty file cannot be mapped
-            offset = start * dtype.itemsize
-            self._tokens = np.memmap(path, dtype, mode="r", offset=offset, shape=(count,))
-
-    def __len__(self) -> int:
-        return max(0, (len(self._tokens) - 1) // self.seq_len)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        start = index * self.seq_len
-        window = torch.from_numpy(self._tokens[start : start + self.seq_len + 1].astype(np.int64))
-        return {"input_ids": window[:-1], "labels": window[1:]}
-
-
 def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> Samples:
-    """The samples of a split: windows of tokens, or what the user's `data.target` returns.
+    """The samples of a split: of the plan's files, or what the user's `data.target` returns.
 
     A split that holds nothing is empty, never an error here. An iterable-style dataset with
     `state_dict` becomes `data.samples.StreamSamples`: its order is its own, and resuming reads
@@ -68,7 +50,20 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
     """
     if plan.source == "target":
         return user_samples(plan, split)
-    return TokenSamples(prepare(plan, cache=cache), split, plan.seq_len)
+    parts = parts_of(plan)
+    opened = [pack(prepare_shards(part, cache=cache), part, split) for part in parts]
+    if plan.source != "mixture":
+        return opened[0]
+    return Mixture(opened, [part.weight for part in plan.mixture])
+
+
+def order_of(samples: Samples, *, seed: int, shuffle: bool) -> SampleOrder | MixtureOrder:
+    """The order that samples come in."""
+    if isinstance(samples, Mixture):
+        return MixtureOrder(
+            samples.sizes, samples.weights, seed=seed, shuffle=shuffle, order=SampleOrder
+        )
+    return SampleOrder(len(samples), seed=seed, shuffle=shuffle)
 
 
 class SampleOrder:
@@ -112,7 +107,9 @@ class BatchLoader:
     the samples of a step are the same for every split of the same global batch.
     """
 
-    def __init__(self, samples: Samples, order: SampleOrder, batch: BatchPlan, rank: int) -> None:
+    def __init__(
+        self, samples: Samples, order: SampleOrder | MixtureOrder, batch: BatchPlan, rank: int
+    ) -> None:
         if len(samples) == 0:
             fix = "give more data, or lower data.seq_len or data.validation_fraction"
             raise ConfigError([Problem(key="data", expected="at least one sample", fix=fix)])

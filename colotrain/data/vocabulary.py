@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from colotrain.data import corpora
-from colotrain.data.corpora import Progress, Span
 from colotrain.errors import ColotrainError
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ class Encoder:
     """The token between documents; None where a tokenizer.json has none that is known."""
     encode: Callable[[list[str]], list[Any]]
     """Texts → a sequence of tokens for each."""
+    encode_with_ends: Callable[[list[str]], list[tuple[Any, Any]]]
+    """Texts → tokens, and for each token the number of characters up to its end."""
 
 
 def check_tokenizer(spec: str) -> str | None:
@@ -42,10 +43,11 @@ def check_tokenizer(spec: str) -> str | None:
     if (size := _bpe_size(spec)) is not None:
         wanted = f"bpe- needs a size from {BPE_SIZES[0]} to {BPE_SIZES[-1]}"
         return None if size in BPE_SIZES else wanted
-    if not Path(spec).expanduser().is_file():
-        return "it is neither `bytes`, nor `bpe-SIZE`, nor a tokenizer.json file that exists"
+    file = tokenizer_file(spec)
+    if file is None or not file.is_file():
+        return "it is neither `bytes`, nor `bpe-SIZE`, nor a tokenizer.json or a folder with one"
     try:
-        load(Path(spec))
+        load(file)
     except ColotrainError as error:
         return error.problem
     return None
@@ -57,40 +59,86 @@ def vocab_size_of(tokenizer: str) -> int | None:
         return None
     if tokenizer == "bytes":
         return 256
-    return _bpe_size(tokenizer) or _vocab_size(load(Path(tokenizer)))
+    file = tokenizer_file(tokenizer)
+    return _bpe_size(tokenizer) or (_vocab_size(load(file)) if file else None)
 
 
 def tokenizer_file(spec: str) -> Path | None:
-    """The file a tokenizer is read from, where it is one."""
-    is_file = spec != "bytes" and _bpe_size(spec) is None
-    return Path(spec).expanduser().absolute() if is_file else None
+    """The file a tokenizer is read from, where it is one; a folder's is its tokenizer.json."""
+    if spec == "bytes" or _bpe_size(spec) is not None:
+        return None
+    path = Path(spec).expanduser().absolute()
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
-def make_encoder(spec: str, file: Path, train: Sequence[Span], report: Progress) -> Encoder:
-    """The encoder of a tokenizer, which `check_tokenizer` accepts, for the documents `train`.
+def settings_beside(spec: str) -> dict[str, Any]:
+    """What tokenizer_config.json beside a tokenizer says: its special tokens, its chat template.
 
-    A subword tokenizer is left in `file`. For `bpe-SIZE` the vocabulary is SIZE, however many
-    tokens were learned, so that a model's shape never depends on the corpus.
+    A template in a file of its own (chat_template.jinja) comes first. Tokens are plain texts.
+    """
+    file = tokenizer_file(spec)
+    if file is None:
+        return {}
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            found |= json.loads((file.parent / name).read_text("utf-8"))
+        except (OSError, ValueError, TypeError):
+            continue
+    for name, value in found.items():
+        if name.endswith("_token") and isinstance(value, dict):
+            found[name] = value.get("content")
+    template = file.parent / "chat_template.jinja"
+    if template.is_file():
+        found["chat_template"] = template.read_text("utf-8")
+    return found
+
+
+def make_encoder(spec: str, file: Path, texts: Iterable[str]) -> Encoder:
+    """The encoder of a tokenizer that `check_tokenizer` accepts; `bpe-SIZE` learns from `texts`.
+
+    A subword tokenizer is left in `file`.
+    """
+    size, source = _bpe_size(spec), tokenizer_file(spec)
+    if size is not None:
+        _train_bpe(size, texts).save(str(file))
+    elif source is not None:
+        shutil.copyfile(source, file)
+    return open_encoder(spec, file)
+
+
+def open_encoder(spec: str, file: Path) -> Encoder:
+    """The encoder of a tokenizer that `make_encoder` has left in `file`.
+
+    For `bpe-SIZE` the vocabulary is SIZE, however many tokens were learned, so that a model's
+    shape never depends on the corpus.
     """
     if spec == "bytes":
-        return Encoder(vocab_size=256, separator=0, encode=_encode_bytes)
-    size = _bpe_size(spec)
-    if size is None:
-        shutil.copyfile(Path(spec).expanduser(), file)
-    else:
-        _train_bpe(size, train, report).save(str(file))
+        return Encoder(
+            vocab_size=256, separator=0, encode=_encode_bytes, encode_with_ends=_bytes_with_ends
+        )
     tokenizer = load(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    known = [tokenizer.token_to_id(token) for token in SEPARATORS]
     return Encoder(
-        vocab_size=size or _vocab_size(tokenizer),
-        separator=next((number for number in known if number is not None), None),
+        vocab_size=_bpe_size(spec) or _vocab_size(tokenizer),
+        separator=separator_of(spec, tokenizer),
         encode=lambda texts: [
             encoding.ids
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ],
+        encode_with_ends=lambda texts: [
+            (encoding.ids, [end for _, end in encoding.offsets])
+            for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
+        ],
     )
+
+
+def separator_of(spec: str, tokenizer: Tokenizer) -> int | None:
+    """The token that ends a document, or None where a tokenizer has none that is known."""
+    names = [settings_beside(spec).get("eos_token"), *SEPARATORS]
+    known = [tokenizer.token_to_id(name) for name in names if isinstance(name, str)]
+    return next((number for number in known if number is not None), None)
 
 
 def load(path: Path) -> Tokenizer:
@@ -111,7 +159,7 @@ def _load_version(path: Path, size: int, mtime_ns: int) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def _train_bpe(size: int, spans: Sequence[Span], report: Progress) -> Tokenizer:
+def _train_bpe(size: int, texts: Iterable[str]) -> Tokenizer:
     """Byte-level BPE as in GPT-2 (Radford et al., 2019). The same text gives the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -125,21 +173,17 @@ def _train_bpe(size: int, spans: Sequence[Span], report: Progress) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_text(spans, report), trainer=trainer)
+    tokenizer.train_from_iterator(texts, trainer=trainer)
     return tokenizer
-
-
-def _training_text(spans: Sequence[Span], report: Progress) -> Iterator[str]:
-    total, done = sum(span.size_bytes for span in spans), 0
-    for span in spans:
-        for piece in corpora.read_pieces(span):
-            done = min(done + len(piece.encode()), total)
-            report("training tokenizer", done, total)
-            yield piece
 
 
 def _encode_bytes(texts: list[str]) -> list[Any]:
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+def _bytes_with_ends(texts: list[str]) -> list[tuple[Any, Any]]:
+    # every byte but a continuation byte begins a character
+    return [(ids, np.cumsum((ids & 0xC0) != 0x80)) for ids in _encode_bytes(texts)]
 
 
 def _bpe_size(spec: str) -> int | None:

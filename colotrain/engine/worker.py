@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.loader import BatchLoader, SampleOrder, Split, open_samples
+from colotrain.data.loader import BatchLoader, Split, open_samples, order_of
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
@@ -165,7 +165,7 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
     samples = open_samples(plan.data, split)
     if split == "validation" and len(samples) == 0:
         return None
-    order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
+    order = order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
     return BatchLoader(samples, order, plan.batch, rank=rank)
 
 

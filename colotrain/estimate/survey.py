@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from torch import nn
@@ -41,6 +42,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         matched=frozen.matched,
         flops_per_token=flops_per_token(module, seq_len),
         vocab_size=getattr(module, "vocab_size", None),
+        isolates="document_ids" in inspect.signature(module.forward).parameters,
     )
 
 

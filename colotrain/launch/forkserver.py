@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
+
+from colotrain.lifeline import end_with
 
 ENTRY = "colotrain.engine.worker"
 ENVIRONMENT = {
@@ -56,7 +56,7 @@ def work(module: str, rundir: str, launcher: int) -> None:
 
     An exception is printed to the worker's log. `launcher` is a process id.
     """
-    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+    end_with(launcher)
     try:
         code = importlib.import_module(module).main(rundir)
     except BaseException:
@@ -66,15 +66,3 @@ def work(module: str, rundir: str, launcher: int) -> None:
     sys.stderr.flush()
     if code:
         os._exit(code)  # destructors of a broken process group may wait for its peers
-
-
-def _end_with(launcher: int) -> None:
-    """Kill this process as soon as the launcher is gone, however that ended."""
-    try:
-        select.select([os.pidfd_open(launcher)], [], [])
-    except ProcessLookupError:
-        pass
-    except OSError:  # no pidfd here: ask once a second
-        while os.path.exists(f"/proc/{launcher}"):
-            time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -64,16 +64,27 @@ class LLM(nn.Module):
         if tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | tuple:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor | tuple:
         """Logits [batch, seq, vocab], or with `labels` the pair (summed loss, number of targets).
 
-        `input_ids` and `labels` are int64 [batch, seq]; `labels[:, t]` is the token after
-        `input_ids[:, t]`, and -100 is no target.
+        All arguments are int64 [batch, seq]; `labels[:, t]` is the token after `input_ids[:, t]`,
+        and -100 is no target. Tokens attend to those before them with the same `document_ids`,
+        in which a document is one piece; its positions begin at 0.
         """
         x = self.embed(input_ids)
-        rope = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, x)
+        positions = torch.arange(input_ids.shape[1], device=x.device)
+        mask = None
+        if document_ids is not None:
+            positions = positions_within(document_ids)
+            mask = document_mask(document_ids)
+        rope = rotary_tables(positions, self.head_dim, self.rope_theta, x)
         for block in self.blocks:
-            x = block(x, *rope)
+            x = block(x, *rope, mask)
         output: Tensor = self.head(self.norm(x), labels)
         return output if labels is None else (output, (labels != IGNORE_INDEX).sum())
 
@@ -108,8 +119,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.mlp = SwiGLU(d_model, d_hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -126,7 +137,9 @@ class Attention(nn.Module):
         self.value = nn.Linear(d_model, d_kv, bias=False)
         self.output = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask`, bool [batch, 1, seq, seq], says what each token attends to; None: causal."""
+
         def heads(projected: Tensor, num_heads: int) -> Tensor:
             return projected.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
 
@@ -134,7 +147,12 @@ class Attention(nn.Module):
         key = rotate(heads(self.key(x), self.num_kv_heads), cos, sin)
         value = heads(self.value(x), self.num_kv_heads)
         mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self.num_kv_heads != self.num_heads
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.num_kv_heads != self.num_heads,
         )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -150,11 +168,33 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [seq, head_dim / 2] in the device and dtype of `like`."""
+def positions_within(document_ids: Tensor) -> Tensor:
+    """How far each token of [batch, seq] is from the beginning of its document."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return index - torch.cummax(torch.where(begins, index, 0), dim=1).values
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """True [batch, 1, seq, seq] where a token may attend: not later, and in the same document."""
+    seq_len = document_ids.shape[1]
+    causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document_ids.device).tril()
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same & causal
+
+
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines in the device and dtype of `like`.
+
+    [seq, head_dim / 2] for positions [seq], [batch, 1, seq, head_dim / 2] for [batch, seq].
+    """
     channels = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
-    positions = torch.arange(seq_len, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, theta ** (-channels / head_dim))
+    angles = positions.float().unsqueeze(-1) * theta ** (-channels / head_dim)
+    if positions.ndim > 1:
+        angles = angles.unsqueeze(1)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.loader import SampleOrder, open_samples, stack
+from colotrain.data.loader import open_samples, order_of, stack
 from colotrain.models.loading import build_whole
 from colotrain.plan import FreezePlan, RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout_
@@ -71,7 +71,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         model.train()
     optimizer = _optimizer(model, plan)
     samples = MaskedSamples(open_samples(plan.data, "train"))
-    order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
+    order = order_of(samples.samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
     size = plan.batch.global_batch
     losses, gradients, parameters = [], [], [_values(model, own)]
     for step in range(steps):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.data.loader import BatchLoader, SampleOrder, open_samples
+from colotrain.data.loader import BatchLoader, open_samples, order_of
 from colotrain.engine import gradients, loop
 from colotrain.engine.worker import StopRequest, connect, prepare
 from colotrain.observe.events import EventReader, EventWriter
@@ -60,7 +60,7 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
 
 def masked_loader(plan: RunPlan, rank: int) -> BatchLoader:
     samples = MaskedSamples(open_samples(plan.data, "train"))
-    order = SampleOrder(len(samples), seed=plan.train.seed, shuffle=plan.data.shuffle)
+    order = order_of(samples.samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
     return BatchLoader(samples, order, plan.batch, rank=rank)
 
 

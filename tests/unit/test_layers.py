@@ -22,7 +22,8 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
-    "colotrain.dotted colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
+    "colotrain.dotted colotrain.lifeline "
+    "colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
     "colotrain.observe.difference colotrain.observe.attempt colotrain.observe.fold "
     "colotrain.observe.view"
 )
@@ -36,6 +37,13 @@ FACE = (
     "colotrain.observe.progress colotrain.observe.liveness colotrain.observe.output "
     "colotrain.observe.terminal colotrain.observe.live"
 )
+TOKENISING = (
+    "colotrain.data.cache colotrain.data.corpora colotrain.data.vocabulary colotrain.data.formats "
+    "colotrain.data.records colotrain.data.conversations colotrain.data.pool "
+    "colotrain.data.prepared colotrain.data.megatron colotrain.data.token_files "
+    "colotrain.data.tokenising colotrain.data.tokens"
+)
+"""The part of `data` that makes token files: no torch, as other processes load it."""
 WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes")
 
 
@@ -62,7 +70,8 @@ RULES = [
         "colotrain.config.*",
         BASE
         | names(
-            "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.estimate.memory"
+            "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.data.formats "
+            "colotrain.estimate.memory"
         ),
     ),
     Rule(
@@ -72,7 +81,11 @@ RULES = [
         | names("colotrain.observe.trackers colotrain.data.tokens psutil"),
         names("torch"),
     ),
-    Rule("colotrain.data.tokens", BASE | names("colotrain.data numpy tokenizers")),
+    Rule(
+        TOKENISING,
+        BASE | names(TOKENISING) | names("numpy"),
+        names("tokenizers pyarrow jinja2"),
+    ),
     Rule("colotrain.estimate.memory", BASE | names("psutil")),
     Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
@@ -217,7 +230,7 @@ except SystemExit as stop:
 
 WITHOUT_TORCH = [
     *(m for m in MODULES if m.startswith(("colotrain.config.", "colotrain.launch."))),
-    "colotrain.data.tokens",
+    *TOKENISING.split(),
     "colotrain.estimate.memory",
 ]
 

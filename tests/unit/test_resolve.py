@@ -433,7 +433,10 @@ def test_with_nothing_to_run_the_recipes_are_listed() -> None:
         ({"model.target": None}, "model.target: expected a model; set model.target, or build on"),
         ({"model.target": None, "model.hf": "x"}, "model.hf=x: expected null (not available yet)"),
         ({"model.target": "a.b.c"}, "model.target=a.b.c: expected `package.module:callable`; did"),
-        ({"data.corpus": None}, "data: expected data.corpus, data.path or data.target"),
+        (
+            {"data.corpus": None},
+            "data: expected data.corpus, data.path, data.mixture or",
+        ),
         ({"data.target": "a:b"}, "data: expected one source of data (there is data.corpus=stdlib"),
         ({"data.args": {"x": 1}}, "expected nothing without data.target"),
         ({"data.path": "/no/such", "data.corpus": None}, "data.path=/no/such: expected a folder"),

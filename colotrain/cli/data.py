@@ -1,0 +1,154 @@
+"""`colotrain data inspect`: what the data are, and what the model will see of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.cli.output import is_live, print_json, stderr_console, stdout_console
+from colotrain.cli.resolving import plan_from
+from colotrain.config.sizes import format_size
+from colotrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from colotrain.data.inspection import Token
+
+SPLITS = ("train", "validation")
+BAR_WIDTH = 40
+
+
+def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> int:
+    """Prepare the data of the plan that the overrides describe, and show them with a sample."""
+    from colotrain.data.inspection import describe, sample_tokens
+    from colotrain.observe.progress import preparation
+
+    if split not in SPLITS:
+        raise UsageError(f"--split={split}: expected one of {', '.join(SPLITS)}")
+    plan = plan_from(overrides, here=False)
+    with preparation(stderr_console()) as progress:
+        document = describe(plan.data, progress)
+    index, tokens = sample_tokens(plan.data, sample, seed=plan.train.seed, split=split)  # type: ignore[arg-type]
+    document["sample"] = _sample_document(index, sample, split, tokens)
+    if as_json:
+        print_json(document)
+        return 0
+    console = stdout_console()
+    for part in document["parts"]:
+        _print_part(console, part)
+    counts = ", ".join(f"{split} {count:,}" for split, count in document["samples"].items())
+    console.print(f"samples of {document['seq_len']} tokens: {counts}")
+    _print_sample(console, document["sample"], tokens)
+    return 0
+
+
+def _sample_document(index: int, position: int, split: str, tokens: list[Token]) -> dict[str, Any]:
+    return {
+        "position": position,
+        "index": index,
+        "split": split,
+        "learned": sum(token.learned for token in tokens),
+        "padding": sum(token.document == -1 for token in tokens),
+        "segments": [
+            {"text": text, "learned": learned, "document": document}
+            for text, learned, document in _segments(tokens)
+        ],
+    }
+
+
+def _segments(tokens: list[Token]) -> Iterator[tuple[str, bool, int | None]]:
+    """Neighbours that share their fate, as one text; padding is left out."""
+    text, fate = "", (False, None)
+    for token in tokens:
+        if token.document == -1:
+            continue
+        if (token.learned, token.document) != fate:
+            if text:
+                yield text, *fate
+            text, fate = "", (token.learned, token.document)  # type: ignore[assignment]
+        text += token.text
+    if text:
+        yield text, *fate
+
+
+def _print_part(console: Console, part: dict[str, Any]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(part):
+        table.add_row(name, value)
+    console.print(table)
+    if part["lengths"]:
+        _print_lengths(console, part["lengths"])
+
+
+def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "data", ", ".join(map(str, part["paths"]))
+    shards = f", {part['shards']} shards" if part["shards"] > 1 else ""
+    yield "format", part["format"] + shards
+    if part["weight"] is not None:
+        yield "weight", f"{part['weight']:g}"
+    yield "tokenizer", f"{part['tokenizer']}, {part['vocab_size']:,} tokens"
+    isolated = ", documents kept apart" if part["isolate"] else ""
+    yield "packing", part["packing"] + isolated
+    for split in SPLITS:
+        yield split, _counts(part, split)
+    share = part["learned"] / max(part["tokens"]["train"], 1)
+    yield "learned", f"{part['learned']:,} tokens of train ({share:.1%})"
+    if part["bad"]["count"]:
+        yield (
+            "bad records",
+            f"{part['bad']['count']:,} left out: " + "; ".join(part["bad"]["first"]),
+        )
+
+
+def _counts(part: dict[str, Any], split: str) -> str:
+    found = [f"{part['tokens'][split]:,} tokens"]
+    if part["documents"][split] is not None:
+        found.insert(0, f"{part['documents'][split]:,} documents")
+    if part["bytes"][split] is not None:
+        found.append(f"{format_size(part['bytes'][split])} of text")
+    return ", ".join(found)
+
+
+def _print_lengths(console: Console, lengths: dict[str, Any]) -> None:
+    console.print(
+        f"tokens per document: {lengths['min']:,} to {lengths['max']:,}, "
+        f"median {lengths['median']:,.0f}, mean {lengths['mean']:,.1f}; "
+        f"{lengths['longer_than_seq_len']:,} longer than data.seq_len"
+    )
+    most = max(row["count"] for row in lengths["bins"])
+    for row in lengths["bins"]:
+        bar = "█" * max(round(BAR_WIDTH * row["count"] / most), int(row["count"] > 0))
+        console.print(f"  up to {row['up_to']:>9,}  {row['count']:>11,}  {bar}", highlight=False)
+
+
+def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token]) -> None:
+    """The sample as text: learned tokens green, others dim; in brackets where nothing is drawn."""
+    padding = f", {sample['padding']} of padding" if sample["padding"] else ""
+    console.print(
+        f"sample {sample['position']} of {sample['split']} (number {sample['index']}): "
+        f"{len(tokens)} tokens, {sample['learned']} learned{padding}"
+    )
+    coloured, text, last = is_live(console), Text(), None
+    for segment in sample["segments"]:
+        if segment["document"] not in (None, last):
+            text.append(f"\n── document {segment['document']} ──\n", style="cyan")
+            last = segment["document"]
+        shown = _visible(segment["text"])
+        if coloured:
+            text.append(shown, style="green" if segment["learned"] else "dim")
+        else:
+            text.append(f"[[{shown}]]" if segment["learned"] else shown)
+    console.print(text, soft_wrap=True)
+    meaning = "green" if coloured else "between [[ and ]]"
+    console.print(f"({meaning}: learned)", style="dim")
+
+
+def _visible(text: str) -> str:
+    """Control characters as pictures of themselves: nothing in data may steer a terminal."""
+    table = {number: 0x2400 + number for number in range(32) if chr(number) not in "\n\t"}
+    return text.translate({**table, 127: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)})

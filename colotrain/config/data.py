@@ -1,0 +1,161 @@
+"""The data section: what can be told about it without reading the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from glob import iglob
+from pathlib import Path
+from typing import Any
+
+from colotrain.config.schema import Data, Part
+from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.plan import DataPlan, PartPlan
+
+MEANINGS = ("text", "prompt", "completion", "messages")
+
+
+def data_plan(data: Data, problems: list[Problem]) -> DataPlan | None:
+    """The data section, its paths made absolute; None where there is no source of data."""
+    paths = _absolute(data.path, "data.path", problems)
+    parts = [_part(part, f"data.mixture[{i}]", problems) for i, part in enumerate(data.mixture)]
+    source = "corpus" if data.corpus else "path" if paths else "mixture" if parts else "target"
+    if data.target is None:
+        problems += _check_tokenizer(data)
+        problems += _check_template(data)
+    if source == "target" and data.target is None:
+        return None
+    plan = DataPlan(
+        source=source,  # type: ignore[arg-type]  # one of four literals
+        corpus=data.corpus,
+        paths=paths,
+        format=data.format,
+        mixture=tuple(parts),
+        target=data.target,
+        args=data.args,
+        seq_len=data.seq_len,
+        tokenizer=_absolute_place(data.tokenizer),
+        columns=data.columns,
+        chat_template=_absolute_place(data.chat_template) if data.chat_template else None,
+        loss_on=data.loss_on,
+        packing=data.packing,
+        isolate=data.isolate,
+        on_bad=data.on_bad,
+        workers=0 if data.workers == "auto" else data.workers,
+        shuffle=data.shuffle,
+        validation_fraction=data.validation_fraction,
+    )
+    problems += _check_formats(plan)
+    return plan
+
+
+def check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
+    """Sources that exclude one another, and settings that only make sense with some of them."""
+    sources = ("corpus", "path", "mixture", "target")
+    given = {f"data.{key}": v for key in sources if (v := getattr(data, key)) not in (None, [])}
+    if len(given) > 1:
+        value = ", ".join(key if isinstance(v, list) else f"{key}={v}" for key, v in given.items())
+        first = next(iter(given))
+        fix = f"set all but one of them to null, as in {first}=null"
+        yield Problem(key="data", expected=f"one source of data (there is {value})", fix=fix)
+    if not given and is_whole:
+        expected = "data.corpus, data.path, data.mixture or data.target"
+        yield Problem(key="data", expected=expected, fix="for example data.corpus=stdlib")
+    if data.args and data.target is None:
+        fix = "remove it, or set data.target"
+        expected = "nothing without data.target, whose arguments they are"
+        yield Problem(key="data.args", value=data.args, expected=expected, fix=fix)
+    if data.mixture and data.tokenizer.startswith("bpe-"):
+        expected = "one tokenizer for all parts of data.mixture (bpe-SIZE is made from one corpus)"
+        fix = (
+            "prepare the largest part alone, and name its tokenizer.json (`colotrain data inspect`)"
+        )
+        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+    yield from _check_columns("data.columns", data.columns)
+    for index, part in enumerate(data.mixture):
+        yield from _check_columns(f"data.mixture[{index}].columns", part.columns)
+        if not 0 < part.weight < float("inf"):
+            key = f"data.mixture[{index}].weight"
+            yield Problem(key=key, value=part.weight, expected="a number above 0", fix="remove it")
+
+
+def holds_tokens(data: Data) -> bool:
+    """Whether the data are tokens already: these bring a vocabulary, told when they are read."""
+    paths = [data.path] if isinstance(data.path, str) else list(data.path or [])
+    kinds = [data.format]
+    for part in data.mixture:
+        paths += [part.path] if isinstance(part.path, str) else part.path
+        kinds.append(part.format)
+    named = any(path.endswith((".bin", ".idx")) for path in paths)
+    found = any(any(Path(path).expanduser().glob("*.bin")) for path in paths if path)
+    prefix = any(Path(f"{path}.idx").exists() for path in paths)
+    return named or found or prefix or bool({"nanogpt", "megatron"} & set(kinds))
+
+
+def _part(part: Part, key: str, problems: list[Problem]) -> PartPlan:
+    return PartPlan(
+        paths=_absolute(part.path, f"{key}.path", problems),
+        weight=part.weight,
+        format=part.format,
+        columns=part.columns,
+    )
+
+
+def _absolute(
+    path: str | Sequence[str] | None, key: str, problems: list[Problem]
+) -> tuple[str, ...]:
+    """Paths as absolute ones; one that does not exist is a problem."""
+    written = [path] if isinstance(path, str) else list(path or ())
+    found = [str(Path(place).expanduser().absolute()) for place in written]
+    for value, place in zip(written, found, strict=True):
+        exists = Path(place).exists() or Path(f"{place}.idx").exists()
+        if not value or not (exists or any(iglob(place, recursive=True))):
+            expected = "a folder, file or glob of files that exist"
+            fix = f"correct the path (now in {Path.cwd()})"
+            problems.append(Problem(key=key, value=value, expected=expected, fix=fix))
+    return tuple(found)
+
+
+def _absolute_place(text: str) -> str:
+    place = Path(text).expanduser()
+    return str(place.absolute()) if place.exists() else text
+
+
+def _check_formats(plan: DataPlan) -> Iterator[Problem]:
+    """Files of several formats under one path."""
+    from colotrain.data.formats import recognise
+    from colotrain.data.tokens import parts_of
+
+    if plan.source not in ("path", "mixture"):
+        return
+    for part in parts_of(plan):
+        try:
+            recognise(part)
+        except ConfigError as error:
+            yield from error.problems
+        except OSError:  # told when the data are read
+            continue
+
+
+def _check_tokenizer(data: Data) -> Iterator[Problem]:
+    from colotrain.data.tokens import check_tokenizer
+
+    wrong = check_tokenizer(data.tokenizer)
+    if wrong is not None:
+        expected = f"bytes, bpe-SIZE or a tokenizer.json file ({wrong})"
+        fix = "for example data.tokenizer=bytes"
+        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+
+
+def _check_template(data: Data) -> Iterator[Problem]:
+    template = data.chat_template
+    if template not in (None, "chatml") and not Path(str(template)).expanduser().is_file():
+        expected = "chatml, or a file with a Jinja template"
+        fix = f"correct the path (now in {Path.cwd()})"
+        yield Problem(key="data.chat_template", value=template, expected=expected, fix=fix)
+
+
+def _check_columns(key: str, columns: Mapping[str, Any]) -> Iterator[Problem]:
+    for name in columns:
+        if name not in MEANINGS:
+            expected = f"one of {', '.join(MEANINGS)}"
+            yield Problem(key=f"{key}.{name}", expected=expected, fix=suggest(name, MEANINGS))

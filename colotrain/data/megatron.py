@@ -1,0 +1,97 @@
+"""Megatron-LM's pair of files: tokens in `.bin`, and in `.idx` where sequences and documents are.
+
+The index (its source: megatron/core/datasets/indexed_dataset.py): a magic, a version, a code of
+the tokens' type, the numbers of sequences and of document marks; then every sequence's length
+(int32) and first byte (int64), and at which sequence each document begins (int64).
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colotrain.data import corpora
+from colotrain.data.formats import MEGATRON_MAGIC, is_megatron, megatron_prefix
+from colotrain.data.prepared import NUMPY_DTYPES, Prepared, count_tokens
+from colotrain.plan import DataPlan
+
+DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
+HEADER = struct.Struct("<9sQBQQ")
+
+
+def files(plan: DataPlan) -> list[Path]:
+    """The `.bin` files that `data.path` names by a prefix, either file, a folder or a glob."""
+    found: dict[Path, None] = {}
+    for path in plan.paths:
+        if is_megatron(Path(path).expanduser()):
+            found[_bin(Path(path).expanduser())] = None
+            continue
+        for place in map(Path, corpora.matches(path)):
+            inside = sorted(place.rglob("*.idx")) if place.is_dir() else [place]
+            found |= dict.fromkeys(_bin(file) for file in inside if is_megatron(file))
+    if not found:
+        fix = "name PREFIX of PREFIX.bin and PREFIX.idx"
+        raise corpora.wrong_path(", ".join(plan.paths), "a Megatron pair that exists", fix)
+    return list(found)
+
+
+def _bin(place: Path) -> Path:
+    prefix = megatron_prefix(place)
+    return prefix.with_name(f"{prefix.name}.bin").absolute()
+
+
+def open_pair(file: Path) -> Prepared:
+    """The whole pair as training tokens; a pair that does not fit together is a `ConfigError`."""
+    index = file.with_suffix(".idx")
+    code, lengths, starts, _ = _read(index)
+    if code not in DTYPES:
+        known = ", ".join(f"{number} {name}" for number, name in DTYPES.items())
+        raise corpora.wrong_path(str(index), f"a known type of token ({known})", f"it has {code}")
+    dtype = DTYPES[code]
+    width = np.dtype(NUMPY_DTYPES[dtype]).itemsize
+    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if not file.is_file() or count_tokens(file, dtype) != before[-1]:
+        expected = f"{before[-1]} tokens of {dtype}, as {index.name} says"
+        raise corpora.wrong_path(str(file), expected, "copy both files of the pair again")
+    if not np.array_equal(starts, before[:-1] * width):
+        expected = "sequences that follow one another without gaps"
+        raise corpora.wrong_path(str(index), expected, "write the pair again")
+    return Prepared(
+        train=file,
+        validation=file,
+        dtype=dtype,
+        vocab_size=0,
+        num_train=int(before[-1]),
+        num_validation=0,
+        index=index,
+    )
+
+
+def document_ends(index: Path) -> np.ndarray[Any, Any]:
+    """Where each document of the `.bin` ends, in tokens."""
+    _, lengths, _, marks = _read(index)
+    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    ends: np.ndarray[Any, Any] = before[marks[1:]]
+    return np.unique(ends[ends > 0])
+
+
+def _read(index: Path) -> tuple[int, Any, Any, Any]:
+    """The token type's code, the sequences' lengths and first bytes, the documents' marks."""
+    data = index.read_bytes()
+    try:
+        magic, version, code, num_sequences, num_marks = HEADER.unpack_from(data)
+        lengths = np.frombuffer(data, "<i4", num_sequences, HEADER.size)
+        at = HEADER.size + lengths.nbytes
+        starts = np.frombuffer(data, "<i8", num_sequences, at)
+        marks = np.frombuffer(data, "<i8", num_marks, at + starts.nbytes)
+        whole = magic == MEGATRON_MAGIC and version == 1
+        whole = whole and (marks[-1:] <= num_sequences).all() and (lengths >= 0).all()
+    except (struct.error, ValueError):
+        whole = False
+    if not whole:
+        expected = "an index of Megatron's, version 1, that is whole"
+        raise corpora.wrong_path(str(index), expected, "copy it again")
+    return code, lengths, starts, marks

@@ -1,0 +1,25 @@
+"""A process that must not outlive another one."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+
+
+def end_with(pid: int) -> None:
+    """Kill this process as soon as `pid` is gone, however that ended. Returns at once."""
+    threading.Thread(target=_wait_and_end, args=(pid,), daemon=True).start()
+
+
+def _wait_and_end(pid: int) -> None:
+    try:
+        select.select([os.pidfd_open(pid)], [], [])
+    except ProcessLookupError:
+        pass
+    except OSError:  # no pidfd here: ask once a second
+        while os.path.exists(f"/proc/{pid}"):
+            time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,102 @@
+"""Data of people's own formats, through the real launcher: the same samples after a resume."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.dist.conftest import SMALL, Colotrain
+
+
+def write_chat(path: Path, count: int) -> None:
+    rows = []
+    for i in range(count):
+        turns = random.randint(1, 3)
+        rows.append(
+            {
+                "messages": [
+                    {"role": role, "content": f"{role} {i} " + "ab" * random.randint(1, 9)}
+                    for _ in range(turns)
+                    for role in ("user", "assistant")
+                ]
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def losses(summary: dict) -> list[float]:
+    return [loss for _, loss in summary["loss"]["history"]]
+
+
+def samples(colotrain: Colotrain, name: str) -> dict[int, list[int]]:
+    """Step → the samples that all ranks used, of the attempt that counts."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for event in colotrain.events(name):
+        if event.kind == "step":
+            found.setdefault(event.fields["step"], {})[event.rank or 0] = event.fields["samples"]
+    return {step: sorted(i for ids in ranks.values() for i in ids) for step, ranks in found.items()}
+
+
+def test_a_run_on_chats_goes_on_exactly_where_it_was_stopped(colotrain: Colotrain) -> None:
+    write_chat(colotrain.cwd / "chat.jsonl", 60)
+    settings = (
+        *SMALL,
+        "plugin=zero3",
+        "data.corpus=null",
+        "data.path=chat.jsonl",
+        "data.chat_template=chatml",
+        "data.packing=whole",
+        "data.isolate=true",
+        "data.seq_len=128",
+        "optim.schedule.name=constant",
+    )
+    straight = colotrain.run(*settings, "train.max_steps=8", "name=straight")
+    colotrain.run(*settings, "train.max_steps=3", "name=part")
+    result = colotrain("resume", "part", "train.max_steps=8", "cluster.procs_per_node=1", "--json")
+    assert result.code == 0, result.err
+    assert samples(colotrain, "part") == samples(colotrain, "straight")
+    assert losses(result.json) == pytest.approx(losses(straight), abs=1e-5)
+    assert straight["loss"]["last"] < straight["loss"]["first"]
+
+
+def test_a_mixture_gives_every_number_of_ranks_the_same_samples(colotrain: Colotrain) -> None:
+    write_chat(colotrain.cwd / "chat.jsonl", 40)
+    np.random.default_rng(1).integers(0, 256, 9000).astype(np.uint16).tofile(
+        colotrain.cwd / "tokens.bin"
+    )
+    (colotrain.cwd / "text").mkdir()
+    (colotrain.cwd / "text" / "a.txt").write_text("some text of mine " * 300)
+    mixture = "[{path:chat.jsonl,weight:2},{path:tokens.bin,weight:1},{path:text,weight:1}]"
+    found = []
+    for ranks in (1, 2):
+        colotrain.run(
+            *SMALL,
+            "plugin=zero2",
+            "data.corpus=null",
+            f"data.mixture={mixture}",
+            "data.chat_template=chatml",
+            f"cluster.procs_per_node={ranks}",
+            "train.max_steps=4",
+            f"name=ranks-{ranks}",
+        )
+        found.append(samples(colotrain, f"ranks-{ranks}"))
+    assert found[0] == found[1]
+    assert len(found[0][4]) == 8
+
+
+def test_bad_records_and_cut_documents_are_told_at_the_start(colotrain: Colotrain) -> None:
+    write_chat(colotrain.cwd / "chat.jsonl", 30)
+    with (colotrain.cwd / "chat.jsonl").open("a") as file:
+        file.write("nothing\n")
+    settings = (*SMALL, "data.corpus=null", "data.path=chat.jsonl", "data.chat_template=chatml")
+    stopped = colotrain("run", *settings, "train.max_steps=1")
+    assert stopped.code == 2
+    assert "chat.jsonl:31: expected a record that can be used (not JSON" in stopped.err
+    result = colotrain("run", *settings, "train.max_steps=1", "data.on_bad=skip")
+    assert result.code == 0, result.err
+    assert "warning: 1 bad records are left out" in result.err
+    assert "documents are cut at data.seq_len=32" in result.err
