@@ -22,6 +22,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
+    "colotrain.tiers colotrain.packing "
     "colotrain.dotted colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
     "colotrain.observe.difference colotrain.observe.attempt colotrain.observe.fold "
     "colotrain.observe.view"
@@ -62,7 +63,8 @@ RULES = [
         "colotrain.config.*",
         BASE
         | names(
-            "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.estimate.memory"
+            "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.estimate.memory "
+            "colotrain.estimate.offload"
         ),
     ),
     Rule(
@@ -74,6 +76,7 @@ RULES = [
     ),
     Rule("colotrain.data.tokens", BASE | names("colotrain.data numpy tokenizers")),
     Rule("colotrain.estimate.memory", BASE | names("psutil")),
+    Rule("colotrain.estimate.offload", BASE | names("colotrain.estimate.memory")),
     Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
     Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),
@@ -219,6 +222,7 @@ WITHOUT_TORCH = [
     *(m for m in MODULES if m.startswith(("colotrain.config.", "colotrain.launch."))),
     "colotrain.data.tokens",
     "colotrain.estimate.memory",
+    "colotrain.estimate.offload",
 ]
 
 
