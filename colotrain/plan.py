@@ -13,6 +13,7 @@ from typing import Any, Literal
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.plugins import Gradients, ParametersLive
 from colotrain.records import from_plain, to_plain
+from colotrain.tiers import Budget
 
 SCHEMA = 1
 
@@ -29,8 +30,12 @@ class PluginPlan:
     """(shard,) or (replicate, shard): sizes of the device mesh."""
     chunk_bytes: int | None = None
     """gemini: modules are packed into groups of about this size."""
+    split_blocks: bool = False
+    """gemini: blocks larger than that are cut into their modules."""
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
     """Module glob → whether its group is freed after use."""
+    budget: Budget | None = None
+    """gemini: bytes per tier and rank; None keeps everything on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,10 +48,6 @@ TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 NOT_YET: dict[str, tuple[Any, str]] = {
     "model.hf": (None, "write a function that loads it and name that in model.target"),
-    "plugin.budget.device": ("auto", "remove it"),
-    "plugin.budget.host": ("auto", "remove it"),
-    "plugin.budget.disk": ("auto", "remove it"),
-    "plugin.disk_path": (None, "remove it"),
 }
 """What has a place in the schema and cannot be had so far: the only value, and what to do."""
 

@@ -30,6 +30,8 @@ class Machine:
     """All of it, or what a container may use."""
     device_memory_bytes: int
     """Of the smallest GPU; 0 on a CPU machine."""
+    host_free_bytes: int = 0
+    """Of the host's memory, what is not in use now; 0 where that is not known."""
 
 
 def this_machine() -> Machine:
@@ -41,6 +43,7 @@ def this_machine() -> Machine:
         num_cores=_num_cores(),
         host_memory_bytes=_host_memory_bytes(),
         device_memory_bytes=min(gpus, default=0),
+        host_free_bytes=_host_free_bytes(),
     )
 
 
@@ -110,6 +113,22 @@ def _host_memory_bytes() -> int:
     limits = [int(text) for text in found if text.isdigit()]
     total: int = psutil.virtual_memory().total
     return min([total, *limits])
+
+
+def _host_free_bytes() -> int:
+    """What could be had now: page cache that can be dropped counts as free."""
+    free: int = psutil.virtual_memory().available
+    for folder in _cgroups("memory"):
+        limits = [_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+        limit = next((int(text) for text in limits if text.isdigit()), None)
+        words = [line.split() for line in _text(folder / "memory.stat").splitlines()]
+        stat = {name: int(value) for name, value in words}
+        used = stat.get("anon", stat.get("total_rss", 0)) + stat.get(
+            "shmem", stat.get("total_shmem", 0)
+        )
+        if limit is not None:
+            free = min(free, max(0, limit - used))
+    return free
 
 
 def _cpu_quota(folder: Path) -> float | None:

@@ -8,28 +8,45 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+from colotrain.config.budget import check_budget, check_space, find_budget
+from colotrain.config.machine import Machine
 from colotrain.config.scale import Scale
 from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, format_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.estimate.memory import model_state_bytes
+from colotrain.estimate.offload import least_bytes, predict, tiered
+from colotrain.packing import choose_chunk_bytes, units_of
 from colotrain.plan import Ledger, OptimPlan, PluginPlan, Survey
 from colotrain.plugins import AUTO_ORDER, ROWS, Row, expand
 
-DEFAULT_CHUNK_BYTES = 64 << 20
 MOST_BLOCKS = 10_000
 
 
 def decide(
-    asked: Plugin, scale: Scale, survey: Survey, optim: OptimPlan
+    asked: Plugin,
+    scale: Scale,
+    survey: Survey,
+    optim: OptimPlan,
+    *,
+    machine: Machine,
+    split: bool,
 ) -> tuple[PluginPlan, Ledger]:
-    """The plan of a plugin that `check_plugin` accepts, and its model state in bytes per rank."""
+    """The plan of a plugin that `check_plugin` accepts, and its model state in bytes per rank.
+
+    `split`: blocks may be cut into their modules to reach the chunk size.
+    """
+
+    def lay_out(name: str, reason: str) -> tuple[PluginPlan, Ledger]:
+        plugin = _lay_out(name, asked, scale, survey, machine, reason=reason, split=split)
+        ledger = state_of(name, asked, scale, survey, optim)
+        return plugin, tiered(ledger, plugin, survey, optim, scale.device)
+
     if asked.name != "auto":
-        plugin = _lay_out(asked.name, asked, scale, reason="asked for")
-        return plugin, state_of(asked.name, asked, scale, survey, optim)
+        return lay_out(asked.name, "asked for")
     too_large = []
     for name in AUTO_ORDER:
-        ledger = state_of(name, asked, scale, survey, optim)
+        _, ledger = lay_out(name, "")
         if ledger.total <= scale.memory_bytes:
             break
         too_large.append(f"{name} needs {format_size(ledger.total)}")
@@ -40,7 +57,7 @@ def decide(
         reason = f"none fits: even {name} needs {need} of model state per rank, of {room}"
     elif too_large:
         reason = f"{reason} ({', '.join(too_large)})"
-    return _lay_out(name, asked, scale, reason=reason), ledger
+    return lay_out(name, reason)
 
 
 def state_of(name: str, asked: Plugin, scale: Scale, survey: Survey, optim: OptimPlan) -> Ledger:
@@ -62,13 +79,24 @@ def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
     return (scale.world // shard, shard)
 
 
-def _lay_out(name: str, asked: Plugin, scale: Scale, *, reason: str) -> PluginPlan:
+def _lay_out(
+    name: str,
+    asked: Plugin,
+    scale: Scale,
+    survey: Survey,
+    machine: Machine,
+    *,
+    reason: str,
+    split: bool,
+) -> PluginPlan:
     row = _row(name, asked.reshard)
+    overrides = {module: bool(o["reshard"]) for module, o in asked.overrides.items()}
     chunk_bytes = None
     if row.packed:
-        automatic = asked.chunk_size == "auto"
-        chunk_bytes = DEFAULT_CHUNK_BYTES
-        if not automatic:
+        if asked.chunk_size == "auto":
+            units = units_of(survey.parameters, split=split)
+            chunk_bytes = choose_chunk_bytes(units)
+        else:
             chunk_bytes = parse_size(asked.chunk_size, whole=scale.memory_bytes)
     return PluginPlan(
         name=name,
@@ -77,11 +105,13 @@ def _lay_out(name: str, asked: Plugin, scale: Scale, *, reason: str) -> PluginPl
         gradients=row.gradients,
         mesh=_mesh(name, asked, scale),
         chunk_bytes=chunk_bytes,
-        reshard_overrides={module: bool(o["reshard"]) for module, o in asked.overrides.items()},
+        split_blocks=row.packed and split,
+        reshard_overrides=overrides,
+        budget=find_budget(asked, scale, machine) if row.packed else None,
     )
 
 
-def check_plugin(asked: Plugin, scale: Scale) -> Iterator[Problem]:
+def check_plugin(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:
     """What is wrong with the plugin's settings, before the model is looked at."""
     row = ROWS.get(asked.name)
     if row is None and asked.name != "auto":
@@ -101,8 +131,44 @@ def check_plugin(asked: Plugin, scale: Scale) -> Iterator[Problem]:
             yield _only_for("plugin.chunk_size", asked.chunk_size, "gemini")
         else:
             yield from check_size("plugin.chunk_size", asked.chunk_size, scale.memory_bytes)
+    yield from _check_tiers(asked, row, scale, machine)
     for module, override in asked.overrides.items():
         yield from _check_override(module, override)
+
+
+def _check_tiers(
+    asked: Plugin, row: Row | None, scale: Scale, machine: Machine
+) -> Iterator[Problem]:
+    written = {
+        f"plugin.budget.{f.name}": getattr(asked.budget, f.name)
+        for f in dataclasses.fields(asked.budget)
+    }
+    given = {key: value for key, value in written.items() if value != "auto"}
+    if asked.disk_path is not None:
+        given["plugin.disk_path"] = asked.disk_path
+    if row is None or row.packed:  # `auto` may end at gemini
+        yield from check_budget(asked, scale, machine)
+    else:
+        yield from (_only_for(key, value, "gemini") for key, value in given.items())
+
+
+def check_room(
+    plugin: PluginPlan, survey: Survey, optim: OptimPlan, scale: Scale
+) -> Iterator[Problem]:
+    """Whether the budgets can hold one group at work, and the disk what is left to it."""
+    if plugin.budget is None:
+        return
+    sizes, placement = predict(plugin, survey, optim, Ledger(), scale.device)
+    top = "host" if scale.device == "cpu" else "device"
+    room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
+    least = least_bytes(sizes, plugin)
+    if room < least:
+        expected = f"at least {format_size(least)} for the largest group at work"
+        fix = f"raise plugin.budget.{top}, or lower plugin.chunk_size"
+        yield Problem(
+            key=f"plugin.budget.{top}", value=format_size(room), expected=expected, fix=fix
+        )
+    yield from check_space(plugin.budget, placement.need["disk"], scale)
 
 
 def _only_for(key: str, value: Any, plugin: str) -> Problem:

@@ -13,7 +13,7 @@ from colotrain.config.checks import check, find_resume
 from colotrain.config.data import data_plan
 from colotrain.config.machine import Machine
 from colotrain.config.model import SurveyModel, at_peak, count, look
-from colotrain.config.plugin import check_override_names, check_plugin, decide
+from colotrain.config.plugin import check_override_names, check_plugin, check_room, decide
 from colotrain.config.scale import Scale, ranks_here, scale_out
 from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
@@ -53,7 +53,7 @@ def resolve(
         raise ConfigError(problems)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     scale, batch = scale_out(settings, machine, problems)
-    plugin_problems = list(check_plugin(settings.plugin, scale))
+    plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
     data = data_plan(settings.data, problems)
     freeze = _freeze(settings.freeze)
@@ -64,7 +64,17 @@ def resolve(
     if problems or looked is None or batch is None or data is None:
         raise ConfigError(list({str(problem): problem for problem in problems}.values()))
     optim = _optim(settings.optim)
-    plugin, memory = decide(settings.plugin, scale, at_peak(looked, freeze), optim)
+    plugin, memory = decide(
+        settings.plugin,
+        scale,
+        at_peak(looked, freeze),
+        optim,
+        machine=machine,
+        split=can_split(settings.train),
+    )
+    problems += check_room(plugin, at_peak(looked, freeze), optim, scale)
+    if problems:
+        raise ConfigError(problems)
     return RunPlan(
         name=run_name(name or settings.name or _default_name(settings, plugin.name)),
         recipe=settings.recipe,
@@ -85,6 +95,11 @@ def resolve(
         flops_per_token=looked.flops_per_token,
         warnings=tuple(_warnings(settings, scale, machine)),
     )
+
+
+def can_split(train: Train) -> bool:
+    """Whether blocks may be cut up: not where a block's forward is replaced as a whole."""
+    return train.activation_checkpointing == "none" and not train.compile
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:

@@ -11,12 +11,12 @@ Size = int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How many bytes each tier may hold, per rank (not available yet: all stay `auto`)."""
+    """gemini: what a rank may use of each tier. `auto` is what is free, less a tenth."""
 
     device: Size = "auto"
-    """Device memory: `auto` is what is free, less a margin."""
+    """Device memory; on CPU it is the host's."""
     host: Size = "auto"
-    """Host memory."""
+    """Host memory, everything of the process included."""
     disk: Size = "auto"
     """Space under `plugin.disk_path`."""
 
@@ -34,11 +34,11 @@ class Plugin:
     shard_size: int | None = None
     """fsdp-hybrid: ranks that share one copy of the model; by default the ranks of a node."""
     chunk_size: Size = "auto"
-    """gemini: bytes a group of modules is packed to."""
+    """gemini: bytes that small modules are packed and large ones split to; auto: by search."""
     budget: Budget = field(default_factory=Budget)
-    """gemini: bytes per tier."""
+    """gemini: what a rank may use of each tier."""
     disk_path: str | None = None
-    """gemini: the folder of the disk tier (not available yet)."""
+    """gemini: the folder of the disk tier, on a disk of its own; null: there is no such tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

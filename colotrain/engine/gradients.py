@@ -183,8 +183,13 @@ def local_facts(state: GradientState) -> Tensor:
         for i, p in enumerate(_parameters(state))
         if (shard := counted(state, p, p.grad)) is not None
     }
+    known = state.sharded.norms
+    norms_of = {i: known[state.names[i]] for i in shards if state.names[i] in known}
+    rest = [i for i in shards if i not in norms_of]
+    if rest:
+        norms_of |= zip(rest, torch._foreach_norm([shards[i] for i in rest]), strict=True)
     if shards:
-        norms = torch._foreach_norm(list(shards.values()))
+        norms = [norms_of[i].to(norms_of[next(iter(shards))].device) for i in shards]
         squares[list(shards)] = torch.stack([norm.double() for norm in norms]).cpu().square()
     used = torch.tensor([float(name in state.used_here) for name in state.names])
     return torch.cat((squares, used.double()))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain.packing import Unit, pack
+
 Block = tuple[str, nn.Module]
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LARGEST_REAL_TRIAL_BYTES = 2 << 30
@@ -25,36 +27,59 @@ def find_groups(
     chunk_bytes: int | None,
     batch: dict[str, Tensor] | None,
     kind: Callable[[str], Any] = lambda name: None,
+    split: bool = False,
 ) -> list[tuple[str, list[nn.Module]]]:
-    """The groups of `model`, in its order: name of the first module, and the modules.
+    """The groups of `model`: name of the first module, and the modules.
 
     Each repeated block that the trial forward with `batch` calls once is a group; what is in none
     is left to the root. With `chunk_bytes`, neighbours of one `kind(name)` are packed until a
-    group reaches that size.
+    group reaches that size, and with `split` larger blocks are cut into modules that are called
+    once. They are in the model's order, but for modules inside others, which come before those.
     """
     blocks = find_blocks(model)
-    if batch is not None:
-        blocks = [block for block in blocks if block[0] in called_once(model, blocks, batch)]
     if chunk_bytes is None:
+        if batch is not None:
+            blocks = [block for block in blocks if block[0] in called_once(model, blocks, batch)]
         return [(name, [module]) for name, module in blocks]
-    return pack(blocks, chunk_bytes, kind)
+    inside = [part for block in blocks for part in _parts(*block)] if split else []
+    callable_ = {name for name, _ in (*blocks, *inside)}
+    if batch is not None:
+        callable_ = called_once(model, [*blocks, *inside], batch)
+    units = [_unit(*block, callable_, split=split) for block in blocks if block[0] in callable_]
+    return [
+        (chunk.names[0], [model.get_submodule(name) for name in chunk.names])
+        for chunk in pack(units, chunk_bytes, kind)
+    ]
 
 
-def pack(
-    blocks: list[Block], chunk_bytes: int, kind: Callable[[str], Any]
-) -> list[tuple[str, list[nn.Module]]]:
-    """Neighbours of one kind together, as many as fit into `chunk_bytes` (at least one)."""
-    packed: list[tuple[str, list[nn.Module]]] = []
-    room = 0
-    for name, module in blocks:
-        size = parameter_bytes(module)
-        if packed and size <= room and kind(name) == kind(packed[-1][0]):
-            packed[-1][1].append(module)
-            room -= size
-        else:
-            packed.append((name, [module]))
-            room = chunk_bytes - size
-    return packed
+def _parts(name: str, module: nn.Module) -> Iterator[Block]:
+    """Modules inside a block that hold parameters which nothing else in it holds."""
+    owners = Counter(p for child in module.children() for p in set(child.parameters()))
+    for key, child in module.named_children():
+        own = set(child.parameters())
+        if own and all(owners[p] == 1 and p not in module._parameters.values() for p in own):
+            yield f"{name}.{key}", child
+            yield from _parts(f"{name}.{key}", child)
+
+
+def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> Unit:
+    """A block as `pack` takes it; parts that cannot be groups are left to what is around them."""
+
+    def parts(name: str, module: nn.Module) -> Iterator[Unit]:
+        for part, child in _parts(name, module):
+            if part.count(".") != name.count(".") + 1:
+                continue  # inside another part
+            if part in callable_:
+                yield _unit(part, child, callable_, split=True)
+            else:
+                yield from parts(part, child)
+
+    return Unit(
+        name=name,
+        num_bytes=parameter_bytes(module),
+        trained=any(p.requires_grad for p in module.parameters()),
+        parts=tuple(parts(name, module)) if split else (),
+    )
 
 
 def find_blocks(model: nn.Module) -> list[Block]:

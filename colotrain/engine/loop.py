@@ -19,13 +19,14 @@ from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighte
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding import ShardedModel, reshard
 from colotrain.engine.spikes import LossSpikes
 from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
-from colotrain.observe.probes import memory_now
+from colotrain.observe.probes import highest_peak, memory_now
 from colotrain.plan import RunPlan
 from colotrain.rundir import NOISE, RunDir
 
@@ -40,6 +41,8 @@ class Run:
     device: torch.device
     sharded: ShardedModel
     optimizer: ShardOptimizer
+    tiers: Tiers | None
+    """Where model data rests; None where everything stays on the device."""
     gradients: gradients.GradientState
     train_data: BatchLoader
     validation_data: BatchLoader | None
@@ -69,6 +72,8 @@ class StepResult:
     stop: bool
     record: bool
     """Statistics of every gradient are due."""
+    settle: bool
+    """A rank is short of memory, or the first step has shown what is needed beside model data."""
     noise: bool
     """Gradient noise was asked for, too."""
     totals: StepTotals = field(repr=False)
@@ -99,11 +104,13 @@ def train(run: Run) -> str:
         clock.lap("compute_s", less=batches.seconds)
         result = agree(run, totals)
         clock.lap("reduce_s")
+        if result.settle:
+            settle_(run)
         extra = measure_noise(run) if result.noise and result.finite else {}
         recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
         if result.record:
             recorder.begin()
-        skipped, lr = update_(run, result)
+        skipped, lr = update_(run, result, recorder if result.record else None)
         if result.record:
             record_gradients(run, recorder, **extra)
         clock.lap("optimizer_s")
@@ -172,21 +179,20 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     run.stop_reason = run.stop_requested()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
-    wish = torch.tensor(
-        [run.stop_reason is not None, asked is not None, asked == NOISE, order, order * order],
-        dtype=torch.float64,
-    )
+    short = run.tiers is not None and run.tiers.is_short()
+    wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short]
+    wish = torch.tensor([*wishes, order, order * order], dtype=torch.float64)
     mine = torch.stack((totals.loss_sum, totals.count)).cpu()
     shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
     dist.all_reduce(shared)
-    loss_sum, count, stop, record, with_noise, orders, squares = shared[:7].tolist()
+    loss_sum, count, stop, record, with_noise, settle, orders, squares = shared[:8].tolist()
     if orders * orders != squares * dist.get_world_size():  # equal only if all are the same
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.take_facts_(run.gradients, shared[7:], factor=factor)
+    gradients.take_facts_(run.gradients, shared[8:], factor=factor)
     return StepResult(
         loss=loss_sum / max(count, 1.0),
         tokens=count,
@@ -194,11 +200,21 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
         stop=stop > 0,
         record=record > 0 or is_due(run.step + 1, run.plan.observe.grads_every),
         noise=with_noise > 0,
+        settle=settle > 0,
         totals=totals,
     )
 
 
-def update_(run: Run, result: StepResult) -> tuple[bool, float]:
+def settle_(run: Run) -> None:
+    """Decide anew where model data rests, by what was needed so far. All ranks must call."""
+    assert run.tiers is not None
+    run.phase = "placement"
+    first = not run.tiers.settled
+    if (run.tiers.settle(run.optimizer) or first) and run.rank == 0:
+        run.events.write("tiers", step=run.step, **run.tiers.describe())
+
+
+def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> tuple[bool, float]:
     """Clip and step the optimizer once; returns whether the step was skipped, and its rate.
 
     A step that is not finite is skipped on every rank where fp16 or the plan says so, and
@@ -216,8 +232,9 @@ def update_(run: Run, result: StepResult) -> tuple[bool, float]:
         run.on_gradients(run.sharded.module, run.step)
     state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)
     stored = state.factor * state.clip_ratio
-    lr = run.optimizer.step(factor=stored)
-    state.factor = 1.0 / state.clip_ratio  # the stored gradients now hold the clipped values
+    lr = run.optimizer.step(factor=stored, watch=recorder)
+    if not run.optimizer.streams:
+        state.factor = 1.0 / state.clip_ratio  # the stored gradients now hold the clipped values
     return False, lr
 
 
@@ -318,7 +335,7 @@ def record_step(
     run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
 ) -> None:
     """One event per rank and step; rank 0 adds what all ranks agreed on."""
-    rss, peak = memory_now()
+    rss, peak = memory_now()[0], highest_peak()
     indices = range(run.plan.batch.accumulation_steps)
     samples = [i for index in indices for i in run.train_data.ids(run.step - 1, index)]
     shared = {}

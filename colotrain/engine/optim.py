@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.placement import Tiers
 from colotrain.engine.sharding import local_shard
 from colotrain.plan import OptimPlan
+
+
+class Watch(Protocol):
+    """Sees the shards of some parameters just before and just after their update."""
+
+    def before_update(self, names: list[str]) -> None: ...
+
+    def after_update(self, names: list[str]) -> None: ...
 
 
 class ShardOptimizer:
     """Steps every trainable parameter once per step, on plain local tensors.
 
     The optimizer never sees a DTensor: updates are elementwise, so that a shard's update is the
-    shard of the update. `steps` counts what the optimizer itself did.
+    shard of the update. `steps` counts what the optimizer itself did. With `tiers` whose placement
+    streams, parameters are updated group by group while their state is at hand.
     """
 
-    def __init__(self, plan: OptimPlan, *, max_steps: int) -> None:
-        self.plan, self.max_steps, self.steps = plan, max_steps, 0
+    def __init__(self, plan: OptimPlan, *, max_steps: int, tiers: Tiers | None = None) -> None:
+        self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
+        self._calls = 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, nn.Parameter] = {}
         self.torch: torch.optim.Optimizer | None = None
@@ -41,24 +53,54 @@ class ShardOptimizer:
                 self.torch.register_step_post_hook(self._count)
             else:
                 self.torch.add_param_group(group)
+        if self.tiers is not None:
+            self.tiers.watch_gradients()
 
-    def step(self, *, factor: float) -> float:
+    @property
+    def streams(self) -> bool:
+        """Whether the update goes group by group. Stored gradients are not scaled then."""
+        return self.tiers is not None and self.tiers.placement.streams
+
+    def step(self, *, factor: float, watch: Watch | None = None) -> float:
         """One update with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
         lr = self.plan.lr * schedule(self.plan, self.steps, self.max_steps)
         for group in self.torch.param_groups:
             group["lr"] = lr
-        for name, shard in self.shards.items():
-            grad = self.parameters[name].grad
-            shard.grad = None if grad is None else local_shard(grad)
-        scale_([s.grad for s in self.shards.values() if s.grad is not None], factor)
-        self.torch.step()
-        for shard in self.shards.values():
-            shard.grad = None
+        self._calls, visits = 0, 0
+        for names in self._visits():
+            visits += 1
+            if watch is not None:
+                watch.before_update(names)
+            self._update(names, factor)
+            if watch is not None:
+                watch.after_update(names)
+        self.steps += self._calls // max(visits, 1)
         return lr
 
+    def _visits(self) -> Iterable[list[str]]:
+        """All names at once, or as their groups come by."""
+        if self.tiers is not None and self.streams:
+            return self.tiers.visit(self)
+        return [list(self.shards)]
+
+    def _update(self, names: list[str], factor: float) -> None:
+        """Step `names` alone: torch's optimizers pass over parameters without a gradient."""
+        assert self.torch is not None
+        grads = {n: local_shard(g) for n in names if (g := self.parameters[n].grad) is not None}
+        if not self.streams:
+            scale_(list(grads.values()), factor)
+        elif factor != 1.0 and grads:  # what was stored below stays as it is there
+            scaled = torch._foreach_mul(list(grads.values()), factor)
+            grads = dict(zip(grads, scaled, strict=True))
+        for name, grad in grads.items():
+            self.shards[name].grad = grad
+        self.torch.step()
+        for name in grads:
+            self.shards[name].grad = None
+
     def _count(self, *_: object) -> None:
-        self.steps += 1
+        self._calls += 1
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Name → state tensors; those of the parameter's shape are DTensors laid out like it."""
@@ -76,10 +118,9 @@ class ShardOptimizer:
     def prepare_state_(self) -> None:
         """Make zeroed state for every parameter, so that a checkpoint can be read into it."""
         assert self.torch is not None
-        for shard in self.shards.values():
-            if self.torch.state[shard]:
-                continue
-            self.torch.state[shard] = _blank_state(self.plan, shard)
+        for shard in (self.shards[name] for names in self._visits() for name in names):
+            if not self.torch.state[shard]:
+                self.torch.state[shard] = _blank_state(self.plan, shard)
 
 
 def _make(plan: OptimPlan, groups: list[dict]) -> torch.optim.Optimizer:
@@ -87,6 +128,16 @@ def _make(plan: OptimPlan, groups: list[dict]) -> torch.optim.Optimizer:
         betas = (plan.betas[0], plan.betas[1])
         return torch.optim.AdamW(groups, lr=plan.lr, betas=betas, eps=plan.eps, fused=True)
     return torch.optim.SGD(groups, lr=plan.lr, momentum=plan.betas[0], fused=True)
+
+
+def state_ratio(plan: OptimPlan) -> float:
+    """Bytes of optimizer state per byte of parameter, as one step on a small matrix shows."""
+    matrix = nn.Parameter(torch.zeros(64, 64))
+    matrix.grad = torch.zeros_like(matrix)
+    small = _make(plan, [{"params": [matrix]}])
+    small.step()
+    tensors = [t for t in small.state[matrix].values() if isinstance(t, Tensor) and t.ndim]
+    return sum(t.numel() * t.itemsize for t in tensors) / (matrix.numel() * matrix.itemsize)
 
 
 def _blank_state(plan: OptimPlan, shard: nn.Parameter) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ that divides is `accumulation`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -58,6 +58,9 @@ class ShardedModel:
     mesh: DeviceMesh
     calls: list[int] = field(default_factory=list)
     """Indices of the groups in the order in which this step's forwards called them."""
+
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    """Parameter name → norm of its sharded gradient, where that was measured when it came."""
 
     def order_of_calls(self) -> int:
         """A number that differs (almost surely) when the order does.
@@ -124,8 +127,11 @@ def shard_(
 
 
 def stays_gathered(name: str, plugin: PluginPlan) -> bool:
+    """Whether a group is kept whole; a part of a block is told by the block's name as well."""
+    parts = name.split(".")
+    known_as = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
     for pattern, reshard in plugin.reshard_overrides.items():
-        if any(fnmatchcase(name, glob) for glob in expand(pattern)):
+        if any(fnmatchcase(own, glob) for own in known_as for glob in expand(pattern)):
             return not reshard
     return plugin.parameters_live == "step"
 
@@ -184,8 +190,19 @@ def reshard(sharded: ShardedModel) -> None:
         group.handle.reshard()
 
 
-def materialise_(sharded: ShardedModel, *, device: str, seed: int) -> None:
-    """Give a model on the meta device its storage and initial weights. All ranks must call."""
+def materialise_(
+    sharded: ShardedModel,
+    *,
+    device: str,
+    seed: int,
+    house: Callable[[bool], None] = lambda fresh: None,
+    release: Callable[[Tensor], None] = lambda tensor: None,
+) -> None:
+    """Give a model on the meta device its storage and initial weights. All ranks must call.
+
+    `house(fresh)` may move the parameters' storage before it is filled (fresh) or after;
+    `release(parameter)` is called whenever one was filled or looked through.
+    """
     model = sharded.module
     for parameter in replicated(sharded):  # fully_shard moves only what it shards
         if not parameter.is_meta:
@@ -195,8 +212,11 @@ def materialise_(sharded: ShardedModel, *, device: str, seed: int) -> None:
         model.to_empty(device=device)
         for owner, name, other, other_name in ties:  # to_empty makes two of a tied parameter
             setattr(other, other_name, getattr(owner, name))
+        house(True)
         if fills_itself(model):
-            initialise_(model, seed=seed, write=write_shard)
+            initialise_(model, seed=seed, write=write_shard, release=release)
+    else:
+        house(False)
     sharded.groups[-1].handle._get_fsdp_state()._lazy_init()  # settles where the shards live
 
 

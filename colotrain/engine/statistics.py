@@ -19,12 +19,13 @@ DIGITS = 8
 
 @dataclass(slots=True, kw_only=True)
 class Recorder:
-    """Measures one step: begin before the optimizer's update, finish after it."""
+    """Measures one step: begin before the optimizer's update, watch it, finish after it."""
 
     state: GradientState
     optimizer: ShardOptimizer
     before: dict[str, Tensor] = field(default_factory=dict)
-    """Copies of this rank's shards before the update."""
+    """Copies of this rank's shards before the update, of the parameters it is at."""
+    rows: dict[str, int] = field(default_factory=dict)
     columns: Tensor | None = None
     """float64 [parameters, 5] of this rank."""
 
@@ -39,20 +40,28 @@ class Recorder:
                 row[ZEROS] = shard.numel() - torch.count_nonzero(shard)
                 if not math.isfinite(row[LARGEST]):
                     row[NONFINITE] = shard.numel() - torch.isfinite(shard).sum()
-        self.before = {name: s.detach().clone() for name, s in self.optimizer.shards.items()}
+        self.rows = {name: i for i, name in enumerate(self.state.names)}
 
     @torch.no_grad()
+    def before_update(self, names: list[str]) -> None:
+        shards = self.optimizer.shards
+        self.before = {name: shards[name].detach().clone() for name in names}
+
+    @torch.no_grad()
+    def after_update(self, names: list[str]) -> None:
+        assert self.columns is not None
+        for name in names:
+            old, shard = self.before.pop(name), self.optimizer.shards[name]
+            parameter = self.optimizer.parameters[name]
+            if counted(self.state, parameter, parameter) is None:
+                continue
+            row = self.columns[self.rows[name]]
+            row[UPDATE] = torch.linalg.vector_norm(shard - old).square()
+            row[WEIGHT] = torch.linalg.vector_norm(old).square()
+
     def finish(self) -> dict[str, Any]:
         """The `gradients` event, the same on every rank. All ranks must call."""
         assert self.columns is not None
-        for row, (name, parameter) in zip(
-            self.columns, self.state.sharded.module.named_parameters(), strict=True
-        ):
-            old = self.before.pop(name, None)
-            if old is None or counted(self.state, parameter, parameter) is None:
-                continue
-            row[UPDATE] = torch.linalg.vector_norm(self.optimizer.shards[name] - old).square()
-            row[WEIGHT] = torch.linalg.vector_norm(old).square()
         return _event(self.state, _over_all_ranks(self.columns, self.state))
 
 

@@ -27,7 +27,8 @@ from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.loop import Run, train
-from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.optim import ShardOptimizer, state_ratio
+from colotrain.engine.placement import Tiers, guess, weigh
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding import make_mesh, materialise_, shard_, stays_gathered
 from colotrain.engine.statistics import describe_parameters
@@ -132,10 +133,19 @@ def prepare(
     if plan.train.activation_checkpointing == "blocks":
         checkpoint_blocks_(model)
     mesh = make_mesh(plan.plugin, plan.cluster.device)
+    tiers = None
+    if plan.plugin.budget is not None:
+        sizes = weigh(model, groups, plan, state_ratio(plan.optim))
+        tiers = Tiers(plan, sizes, guess(plan, sizes))
     sharded = shard_(model, plan, mesh, groups)
     install(sharded)
-    materialise_(sharded, device=plan.cluster.device, seed=seed)
-    optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps)
+    if tiers is None:
+        materialise_(sharded, device=plan.cluster.device, seed=seed)
+    else:
+        tiers.attach(sharded)
+        house, release = tiers.house_parameters, tiers.release
+        materialise_(sharded, device=plan.cluster.device, seed=seed, house=house, release=release)
+    optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
     run = Run(
         plan=plan,
@@ -144,6 +154,7 @@ def prepare(
         device=device,
         sharded=sharded,
         optimizer=optimizer,
+        tiers=tiers,
         gradients=gradients.watch(sharded, frozen=frozen.reasons),
         train_data=train_data,
         validation_data=open_loader(plan, "validation", rank),
@@ -180,6 +191,7 @@ def agree_on_groups(
             chunk_bytes=plan.plugin.chunk_bytes,
             batch=first_micro_batch(data),
             kind=lambda name: stays_gathered(name, plan.plugin),
+            split=plan.plugin.split_blocks,
         )
         names = {id(module): name for name, module in model.named_modules()}
         found = [[(name, [names[id(m)] for m in modules]) for name, modules in groups]]
@@ -214,6 +226,8 @@ def announce(run: Run, attempt: int) -> None:
     )
     if run.rank == 0:
         run.events.write("parameters", **describe_parameters(run.sharded.module))
+        if run.tiers is not None:
+            run.events.write("tiers", step=run.step, **run.tiers.describe())
 
 
 def announce_peak(events: EventWriter, plan: RunPlan, device: torch.device) -> None:

@@ -69,6 +69,7 @@ def initialise_(
     *,
     seed: int,
     write: Callable[[Tensor, Tensor], None] | None = None,
+    release: Callable[[Tensor], None] = lambda tensor: None,
 ) -> None:
     """Give every parameter and buffer its initial value, a function of seed and name alone.
 
@@ -77,18 +78,23 @@ def initialise_(
 
     Random draws for a parameter come from a generator of its own, as a whole tensor on the CPU;
     `write(parameter, whole)` stores what this rank keeps of it (default: all of it). So the values
-    are the same for every world size and plugin.
+    are the same for every world size and plugin. `release(tensor)` is told when one is done with
+    for the moment.
     """
     torch.manual_seed(seed)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for tensor in tensors.values():
             _local(tensor).fill_(_unset(tensor.dtype))
-        with _SeededByName(model, seed=seed, write=write or _write_whole):
+            release(tensor)
+        with _SeededByName(model, seed=seed, write=write or _write_whole, release=release):
             model.init_weights()  # type: ignore[operator]
             for module in model.modules():
                 _reset_unset(module)
-    unset = [name for name, tensor in tensors.items() if _is_unset(tensor)]
+    unset = []
+    for name, tensor in tensors.items():
+        unset += [name] if _is_unset(tensor) else []
+        release(tensor)
     if unset:
         raise ColotrainError(
             f"model.target: init_weights() leaves {unset[0]} unset ({len(unset)} in all)",
@@ -134,10 +140,15 @@ class _SeededByName(TorchFunctionMode):
     RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
 
     def __init__(
-        self, model: nn.Module, *, seed: int, write: Callable[[Tensor, Tensor], None]
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        write: Callable[[Tensor, Tensor], None],
+        release: Callable[[Tensor], None],
     ) -> None:
         super().__init__()
-        self.write = write
+        self.write, self.release = write, release
         self.generators: dict[int, torch.Generator] = {}
         for name, parameter in model.named_parameters():
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -161,6 +172,7 @@ class _SeededByName(TorchFunctionMode):
             kwargs["generator"] = generator
         whole = torch.empty(target.shape, dtype=target.dtype)
         self.write(target, func(whole, *args[1:], **kwargs))
+        self.release(target)
         return target
 
 

@@ -7,6 +7,8 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -22,13 +24,35 @@ _BUDGET_S = 0.2
 def memory_now() -> tuple[int, int]:
     """(resident, peak) bytes of this process; well under 50 µs.
 
-    The peak is the highest resident size so far, or on CUDA the highest allocation on the current
-    device (`torch.cuda.max_memory_allocated`).
+    The peak is the highest resident size so far (or since `reset_peak`), or on CUDA the highest
+    allocation on the current device (`torch.cuda.max_memory_allocated`).
     """
     resident, peak = _from_status() or _from_psutil()
     if torch.cuda.is_initialized():
         return resident, torch.cuda.max_memory_allocated()
     return resident, peak
+
+
+def highest_peak() -> int:
+    """The peak of `memory_now` over the whole life of the process, whoever reset it."""
+    return max(_earlier.highest, memory_now()[1])
+
+
+class _Earlier:
+    highest = 0
+
+
+_earlier = _Earlier()
+
+
+def reset_peak() -> None:
+    """Let the peak of `memory_now` begin again at what is resident now."""
+    _earlier.highest = highest_peak()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):  # where the system cannot, peaks stay those of the whole life
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _from_status() -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
+    "colotrain.tiers colotrain.packing "
     "colotrain.dotted colotrain.lifeline "
     "colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
     "colotrain.observe.difference colotrain.observe.attempt colotrain.observe.fold "
@@ -71,7 +72,7 @@ RULES = [
         BASE
         | names(
             "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.data.formats "
-            "colotrain.estimate.memory"
+            "colotrain.estimate.memory colotrain.estimate.offload"
         ),
     ),
     Rule(
@@ -87,6 +88,7 @@ RULES = [
         names("tokenizers pyarrow jinja2"),
     ),
     Rule("colotrain.estimate.memory", BASE | names("psutil")),
+    Rule("colotrain.estimate.offload", BASE | names("colotrain.estimate.memory")),
     Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
     Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),
@@ -232,6 +234,7 @@ WITHOUT_TORCH = [
     *(m for m in MODULES if m.startswith(("colotrain.config.", "colotrain.launch."))),
     *TOKENISING.split(),
     "colotrain.estimate.memory",
+    "colotrain.estimate.offload",
 ]
 
 

@@ -1,0 +1,130 @@
+"""gemini's budgets: how many bytes of each tier a rank may use, and whether the disk will do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from colotrain.config.machine import Machine
+from colotrain.config.scale import Scale
+from colotrain.config.schema import Plugin
+from colotrain.config.sizes import check_size, parse_size
+from colotrain.errors import Problem
+from colotrain.tiers import Budget
+
+AUTOMATIC_SHARE = 0.9
+"""Of what is free, when a budget is `auto`."""
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+def find_budget(asked: Plugin, scale: Scale, machine: Machine) -> Budget | None:
+    """The budget of a plugin that `check_budget` accepts; None where nothing can be lowered.
+
+    On CPU that is so unless a folder or a limit is given: device and host are one memory there.
+    """
+    budget = asked.budget
+    if scale.device == "cpu" and asked.disk_path is None and budget.host == "auto":
+        return None
+    whole = host_bytes(scale, machine)
+    free = min(whole, (machine.host_free_bytes or whole) // scale.procs_per_node)
+    folder, room = None, 0
+    if asked.disk_path is not None:
+        folder = str(Path(asked.disk_path).expanduser().absolute())
+        room = shutil.disk_usage(existing(Path(folder))).free // scale.procs_per_node
+    device = 0
+    if scale.device != "cpu":
+        device = _size(budget.device, scale.memory_bytes, scale.memory_bytes)
+    return Budget(
+        device_bytes=device,
+        host_bytes=_size(budget.host, whole, free),
+        disk_bytes=_size(budget.disk, room, room) if folder else 0,
+        disk_path=folder,
+    )
+
+
+def _size(asked: float | str, whole: int, free: int) -> int:
+    return int(free * AUTOMATIC_SHARE) if asked == "auto" else parse_size(asked, whole=whole)
+
+
+def host_bytes(scale: Scale, machine: Machine) -> int:
+    """One rank's part of the host's memory."""
+    if scale.device == "cpu":
+        return scale.memory_bytes
+    return machine.host_memory_bytes // scale.procs_per_node
+
+
+def check_budget(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:
+    """What is wrong with budgets and folder, before the model is looked at."""
+    budget = asked.budget
+    if budget.device != "auto" and scale.device == "cpu":
+        fix = "set plugin.budget.host"
+        expected = "auto: on CPU the device's memory is the host's"
+        yield Problem(key="plugin.budget.device", value=budget.device, expected=expected, fix=fix)
+    elif budget.device != "auto":
+        yield from check_size("plugin.budget.device", budget.device, scale.memory_bytes)
+    if budget.host != "auto":
+        yield from check_size("plugin.budget.host", budget.host, host_bytes(scale, machine))
+    if budget.disk != "auto":
+        if asked.disk_path is None:
+            fix = "name a folder in plugin.disk_path"
+            expected = "auto without plugin.disk_path"
+            yield Problem(key="plugin.budget.disk", value=budget.disk, expected=expected, fix=fix)
+        else:
+            yield from check_size("plugin.budget.disk", budget.disk, 1 << 40)
+    if asked.disk_path is not None:
+        yield from _check_folder(asked.disk_path)
+
+
+def _check_folder(text: str) -> Iterator[Problem]:
+    key, fix = "plugin.disk_path", "name a folder on a local disk"
+    folder = Path(text).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        yield Problem(key=key, value=text, expected="a folder", fix=fix)
+        return
+    where = existing(folder)
+    kind = file_system(where)
+    if kind in IN_MEMORY:
+        expected = f"a file system on disk ({where} is {kind}, which is memory itself)"
+        yield Problem(key=key, value=text, expected=expected, fix=fix)
+        return
+    try:
+        with tempfile.TemporaryFile(dir=where):
+            pass
+    except OSError as error:
+        expected = f"a folder that can be written ({where}: {error.strerror})"
+        yield Problem(key=key, value=text, expected=expected, fix=fix)
+
+
+def existing(folder: Path) -> Path:
+    """`folder`, or the nearest above it that exists."""
+    return next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
+
+
+def file_system(place: Path) -> str:
+    """The type of the file system that `place` is on; empty where the system does not tell."""
+    try:
+        device = place.stat().st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    rows = [line.partition(" - ") for line in lines]
+    found = [after.split()[0] for before, _, after in rows if before.split()[2] == wanted]
+    return found[-1] if found else ""
+
+
+def check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
+    """Whether what the plan puts on disk fits there, and within its budget."""
+    if budget.disk_path is None or need == 0:
+        return
+    free = shutil.disk_usage(existing(Path(budget.disk_path))).free
+    whole = need * scale.procs_per_node
+    if whole > free:
+        expected = (
+            f"a folder with {whole:,} bytes free for {scale.procs_per_node} ranks, not {free:,}"
+        )
+        fix = "free some space, name another folder, or raise plugin.budget.host"
+        yield Problem(key="plugin.disk_path", value=budget.disk_path, expected=expected, fix=fix)

@@ -1,0 +1,101 @@
+"""What gemini's groups weigh and where they would rest, before a run. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from colotrain.estimate.memory import model_state_bytes, shard_numel
+from colotrain.packing import Chunk, pack, units_of
+from colotrain.plan import Ledger, OptimPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.plugins import ROWS
+from colotrain.tiers import GroupBytes, Other, Placement, place, streaming_bytes
+
+PROCESS_BYTES = 350 << 20
+"""A worker on CPU with torch loaded, before it has a model."""
+
+
+def chunks_of(plugin: PluginPlan, survey: Survey) -> list[Chunk]:
+    """The groups that `plugin` packs, were every module called once in each forward."""
+    assert plugin.chunk_bytes is not None
+    return pack(units_of(survey.parameters, split=plugin.split_blocks), plugin.chunk_bytes)
+
+
+def members(chunks: Sequence[Chunk], survey: Survey) -> list[list[ParameterInfo]]:
+    """The parameters of each chunk, and last of the root, which holds the rest."""
+    owner = {name: index for index, chunk in enumerate(chunks) for name in chunk.names}
+    found: list[list[ParameterInfo]] = [[] for _ in range(len(chunks) + 1)]
+    for parameter in survey.parameters:
+        parts = parameter.name.split(".")
+        above = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
+        index = next((owner[name] for name in above if name in owner), len(chunks))
+        found[index if parameter.group else len(chunks)].append(parameter)
+    return found
+
+
+def weigh(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
+    """What each group weighs on a rank, the root's last; padding included."""
+    ranks, chunks = plugin.mesh[-1], chunks_of(plugin, survey)
+    names = [chunk.names[0] for chunk in chunks] + [""]
+    sizes = []
+    for name, inside in zip(names, members(chunks, survey), strict=True):
+        trained = [p for p in inside if p.frozen_by is None]
+        gradients = sum(shard_numel(p, ranks) * p.itemsize for p in trained)
+        only = Survey(parameters=tuple(trained), matched={}, flops_per_token=0.0)
+        state = model_state_bytes(ROWS["zero3"], only, ranks, optim).optimizer
+        parameters = sum(shard_numel(p, ranks) * p.itemsize for p in inside)
+        sizes.append(
+            GroupBytes(name=name, parameters=parameters, gradients=gradients, optimizer=state)
+        )
+    return sizes
+
+
+def predict(
+    plugin: PluginPlan, survey: Survey, optim: OptimPlan, ledger: Ledger, device: str
+) -> tuple[list[GroupBytes], Placement]:
+    """The placement that a run begins with, as far as it can be told."""
+    assert plugin.budget is not None
+    sizes = weigh(plugin, survey, optim)
+    process = PROCESS_BYTES if device == "cpu" else 0
+    other = Other(compute=process + passing_bytes(sizes, plugin, ledger), update=process)
+    return sizes, place(sizes, plugin.budget, other, device=device)
+
+
+def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan, ledger: Ledger) -> int:
+    """Beside the model's own: parameters gathered and gradients not yet reduced, activations.
+
+    Gathered are the root and two groups; of one group the whole gradients exist, and once more as
+    the input of their reduction.
+    """
+    ranks = plugin.mesh[-1]
+    blocks = sorted(size.parameters for size in sizes[:-1])
+    gathered = ranks * (sizes[-1].parameters + sum(blocks[-2:]))
+    reduced = 2 * ranks * max(size.gradients for size in sizes)
+    return gathered + reduced + ledger.activations
+
+
+def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
+    """Less than this cannot do: the root and the largest group whole, and one group's update."""
+    whole = max((size.parameters for size in sizes[:-1]), default=0) + sizes[-1].parameters
+    update = max(size.parameters + size.gradients + size.optimizer for size in sizes)
+    return max(plugin.mesh[-1] * whole, update)
+
+
+def tiered(
+    ledger: Ledger, plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str
+) -> Ledger:
+    """`ledger` with only what stays in the uppermost tier, and the buffers of streaming."""
+    if plugin.budget is None:
+        return ledger
+    sizes, placement = predict(plugin, survey, optim, ledger, device)
+    top = "host" if device == "cpu" else "device"
+    left = {
+        kind: sum(
+            getattr(size, kind)
+            for size, placed in zip(sizes, placement.groups, strict=True)
+            if getattr(placed, kind) == top
+        )
+        for kind in ("parameters", "gradients", "optimizer")
+    }
+    window = streaming_bytes(sizes, placement.groups, top)  # type: ignore[arg-type]
+    return dataclasses.replace(ledger, **left, buffers=ledger.buffers + window)

@@ -1,0 +1,206 @@
+"""Which tier each group's bytes rest in: pure arithmetic, the same on every rank.
+
+What cannot stay in memory goes down one tier, in the order of what that costs per byte freed.
+Optimizer state is read and written once a step. Sharded gradients are written and read once per
+micro-batch. Parameters are read for every forward, every backward and the update. Among groups
+the first of the model go first: where memory peaks, at the turn from forward to backward, they
+are the ones used furthest ahead. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["device", "host", "disk"]
+Kind = Literal["optimizer", "gradients", "parameters"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Bytes that one rank may use of each tier, everything included."""
+
+    device_bytes: int
+    """0 on CPU, where the device's memory is the host's."""
+    host_bytes: int
+    disk_bytes: int
+    """0 without a folder for it."""
+    disk_path: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBytes:
+    """What a group weighs on the rank that holds most of it."""
+
+    name: str
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The tiers of one group."""
+
+    parameters: Tier
+    gradients: Tier
+    optimizer: Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """Bytes that are not model data (parameters, gradients, optimizer state), at their peak."""
+
+    compute: int
+    """In forward and backward: activations, gathered parameters, buffers, the process itself."""
+    update: int
+    """While the optimizer works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where everything is, in the order of the groups."""
+
+    groups: tuple[Placed, ...]
+    fits: bool
+    """Whether the budget holds it."""
+    need: dict[Tier, int]
+    """Bytes that each tier holds at its peak."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything rests below the uppermost tier in use."""
+        return len({tier for placed in self.groups for tier in dataclasses.astuple(placed)}) > 1
+
+    @property
+    def uses_disk(self) -> bool:
+        return any("disk" in dataclasses.astuple(placed) for placed in self.groups)
+
+
+def place(groups: Sequence[GroupBytes], budget: Budget, other: Other, *, device: str) -> Placement:
+    """The placement that keeps most in the upper tiers within `budget`.
+
+    On CPU the tiers are host and disk. On CUDA what leaves the device goes to the host first;
+    gradients are where the parameters are, because that is where `fully_shard` puts them.
+    """
+    top: Tier = "host" if device == "cpu" else "device"
+    placed = [Placed(parameters=top, gradients=top, optimizer=top) for _ in groups]
+    for upper, lower in itertools.pairwise(TIERS):
+        if (upper == "device" and device == "cpu") or (lower == "disk" and not budget.disk_bytes):
+            continue
+        room = budget.device_bytes if upper == "device" else budget.host_bytes
+        for index, kinds in _moves(groups, placed, upper, device):
+            if _need(groups, placed, other, upper, device) <= room:
+                break
+            changes = dict.fromkeys(kinds, lower)
+            placed[index] = dataclasses.replace(placed[index], **changes)
+    used = TIERS[1:] if device == "cpu" else TIERS
+    need = {tier: _need(groups, placed, other, tier, device) for tier in used}
+    limits = dict(
+        zip(TIERS, (budget.device_bytes, budget.host_bytes, budget.disk_bytes), strict=True)
+    )
+    fits = all(need[tier] <= limits[tier] for tier in used)
+    return Placement(groups=tuple(placed), fits=fits, need=need)
+
+
+def lowest(placement: Placement, other: Placement) -> Placement:
+    """`placement`, but for what rests lower in `other`: nothing is brought up again."""
+    groups = tuple(
+        Placed(
+            parameters=_lower(mine.parameters, its.parameters),
+            gradients=_lower(mine.gradients, its.gradients),
+            optimizer=_lower(mine.optimizer, its.optimizer),
+        )
+        for mine, its in zip(placement.groups, other.groups, strict=True)
+    )
+    return dataclasses.replace(placement, groups=groups)
+
+
+def _lower(one: Tier, two: Tier) -> Tier:
+    return max(one, two, key=TIERS.index)
+
+
+def _moves(
+    groups: Sequence[GroupBytes], placed: Sequence[Placed], upper: Tier, device: str
+) -> Iterator[tuple[int, tuple[Kind, ...]]]:
+    """Everything in `upper` that may go down, cheapest first."""
+    together: tuple[tuple[Kind, ...], ...] = (("optimizer",), ("gradients",), ("parameters",))
+    if device != "cpu" and upper == "device":
+        together = (("optimizer",), ("parameters", "gradients"))
+    for kinds in together:
+        for index, group in enumerate(groups):
+            if getattr(placed[index], kinds[0]) != upper:
+                continue
+            if any(getattr(group, kind) for kind in kinds):
+                yield index, kinds
+
+
+def _need(
+    groups: Sequence[GroupBytes],
+    placed: Sequence[Placed],
+    other: Other,
+    tier: Tier,
+    device: str,
+) -> int:
+    """Bytes in `tier` at its peak."""
+    resting = sum(
+        getattr(group, field.name)
+        for group, its in zip(groups, placed, strict=True)
+        for field in dataclasses.fields(its)
+        if getattr(its, field.name) == tier
+    )
+    if tier == "disk":
+        return resting
+    window = streaming_bytes(groups, placed, tier)
+    if tier == "host" and device != "cpu":
+        return resting + window
+    return resting + max(other.compute, other.update + window)
+
+
+def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[Placed], tier: Tier) -> int:
+    """Most of what comes up to `tier` for an update: the group at work and the one after it."""
+    passing = [
+        sum(
+            getattr(group, field.name)
+            for field in dataclasses.fields(its)
+            if TIERS.index(getattr(its, field.name)) > TIERS.index(tier)
+        )
+        for group, its in zip(groups, placed, strict=True)
+    ]
+    return max((a + b for a, b in zip(passing, [*passing[1:], 0], strict=True)), default=0)
+
+
+def bytes_by_tier(groups: Iterable[GroupBytes], placement: Placement) -> dict[str, dict[str, int]]:
+    """Kind → tier → bytes."""
+    found: dict[str, dict[str, int]] = {k: {} for k in ("parameters", "gradients", "optimizer")}
+    for group, placed in zip(groups, placement.groups, strict=True):
+        for kind, tiers in found.items():
+            tier, size = getattr(placed, kind), getattr(group, kind)
+            if size:
+                tiers[tier] = tiers.get(tier, 0) + size
+    return found
+
+
+def moved_bytes(
+    groups: Iterable[GroupBytes], placement: Placement, *, top: Tier, micro_batches: int
+) -> int:
+    """Bytes that a step reads from and writes to the lower tiers.
+
+    Optimizer state and parameters are read and written for the update, parameters read once more
+    per forward and per backward; gradients are written by the first micro-batch, read and
+    written by the others, and read for the update.
+    """
+    moved = 0
+    for group, placed in zip(groups, placement.groups, strict=True):
+        if placed.optimizer != top:
+            moved += 2 * group.optimizer
+        if placed.gradients != top:
+            moved += 2 * micro_batches * group.gradients
+        if placed.parameters != top:
+            trained = 2 * group.gradients  # as many bytes as their parameters have
+            moved += 2 * micro_batches * group.parameters + trained
+    return moved
