@@ -150,6 +150,7 @@ class CheckpointPlan:
     """0: only at the end."""
     keep: int
     resume: str
+    content: Literal["all", "trained"] = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
