@@ -64,6 +64,14 @@ class RunDir:
         return self.path / "control" / "grads"
 
     @property
+    def heartbeats(self) -> Path:
+        """The ranks' signs of life."""
+        return self.path / "control" / "heartbeats"
+
+    def heartbeat_file(self, rank: int) -> Path:
+        return self.heartbeats / f"rank{rank:05d}.json"
+
+    @property
     def config_file(self) -> Path:
         """The composed configuration, which `recipe=` takes again."""
         return self.path / "config.yaml"

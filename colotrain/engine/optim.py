@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,16 @@ class ShardOptimizer:
                 self.torch.register_step_post_hook(self._count)
             else:
                 self.torch.add_param_group(group)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Cease to train parameters, and forget their state."""
+        assert self.torch is not None
+        dropped = {self.shards.pop(name) for name in names}
+        self.parameters = {n: p for n, p in self.parameters.items() if n in self.shards}
+        for shard in dropped:
+            self.torch.state.pop(shard, None)
+        for group in self.torch.param_groups:
+            group["params"] = [shard for shard in group["params"] if shard not in dropped]
 
     def step(self, *, factor: float) -> float:
         """One update with the gradients times `factor`; returns the learning rate used."""
