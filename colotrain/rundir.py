@@ -54,6 +54,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def launcher_log(self) -> Path:
+        """What the launcher of a detached run prints."""
+        return self.logs / "launcher.log"
+
+    @property
     def stop_file(self) -> Path:
         """Its presence asks every rank to save and stop after the step it is in."""
         return self.path / "control" / "stop"

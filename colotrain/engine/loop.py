@@ -14,6 +14,7 @@ from torch import Tensor
 from colotrain.data.loader import BatchLoader
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
+from colotrain.engine.guard import Guard
 from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.precision import LossScale
@@ -49,6 +50,7 @@ class Run:
     """A reason to stop that reached this rank, or None."""
     saver: Saver
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    guard: Guard = field(default_factory=Guard)
     on_gradients: Callable | None = None
     step: int = 0
     """Steps done."""
@@ -130,6 +132,9 @@ def train(run: Run) -> str:
         run.heartbeat.patience_s = plan.elastic.hang_timeout_s  # nothing is new from here on
         times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps}
         record_step(run, result, times=times, lr=lr, skipped=skipped)
+        if is_due(run.step, plan.elastic.check_every):
+            run.at("search for corruption")
+            run.guard.after_update(run)
         if result.stop and run.step < plan.train.max_steps:
             save(run)
             finish_saving(run)
@@ -232,6 +237,7 @@ def update_(run: Run, result: StepResult) -> tuple[bool, float]:
         run.loss_scale.update(overflow=True)
         return True, 0.0
     run.loss_scale.update(overflow=False)
+    run.guard.before_update(run)
     if run.on_gradients is not None:
         run.on_gradients(run.sharded.module, run.step)
     state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)

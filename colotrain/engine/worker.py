@@ -98,9 +98,12 @@ class StopRequest:
 
 
 def connect(plan: RunPlan) -> torch.device:
-    """Join the process group; every wait in it is bounded by the plan's hang timeout."""
+    """Join the process group; every wait in it is bounded.
+
+    The launcher notices a rank that hangs earlier, and can say which.
+    """
     torch.set_num_threads(plan.cluster.threads_per_rank)
-    timeout = datetime.timedelta(seconds=plan.elastic.hang_timeout_s)
+    timeout = datetime.timedelta(seconds=start_patience(plan) + plan.elastic.hang_timeout_s)
     if plan.cluster.device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
