@@ -128,7 +128,8 @@ class TrainPlan:
     eval_every: int
     """0: only before the first and after the last step."""
     eval_steps: int
-    on_nonfinite: Literal["stop", "skip"]
+    on_nonfinite: Literal["stop", "skip", "rollback"]
+    max_rollbacks: int = 3
     on_gradients: str | None = None
 
 
@@ -167,6 +168,9 @@ class ClusterPlan:
 class ElasticPlan:
     max_restarts: int
     hang_timeout_s: float
+    grace_s: float = 300.0
+    check_every: int = 0
+    """0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +181,7 @@ class CheckpointPlan:
     keep: int
     resume: str
     content: Literal["all", "trained"] = "all"
+    async_: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +244,12 @@ class RunPlan:
     flops_per_token: float
     """Forward and backward, per trained token."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What a checkpoint that is written while training goes on takes of each rank's memory."""
+        needed = self.checkpoint.enabled and self.checkpoint.async_
+        return self.memory.parameters + self.memory.optimizer if needed else 0
 
     def to_json(self) -> str:
         return json.dumps(to_plain(self), indent=2) + "\n"

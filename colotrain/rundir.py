@@ -56,6 +56,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def launcher_log(self) -> Path:
+        """What the launcher of a detached run prints."""
+        return self.logs / "launcher.log"
+
+    @property
     def stop_file(self) -> Path:
         """Its presence asks every rank to save and stop after the step it is in."""
         return self.path / "control" / "stop"
@@ -76,6 +81,14 @@ class RunDir:
             return self.grads_request_file.read_text("utf-8").strip()
         except OSError:
             return None
+
+    @property
+    def heartbeats(self) -> Path:
+        """The ranks' signs of life."""
+        return self.path / "control" / "heartbeats"
+
+    def heartbeat_file(self, rank: int) -> Path:
+        return self.heartbeats / f"rank{rank:05d}.json"
 
     @property
     def config_file(self) -> Path:

@@ -59,11 +59,18 @@ def about(
 
 
 @app.command()
-def run(overrides: Overrides = None, as_json: Json = False, force: Force = False) -> int:
+def run(
+    overrides: Overrides = None,
+    as_json: Json = False,
+    force: Force = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Train in the background; print the run's folder.")
+    ] = False,
+) -> int:
     """Train, and follow the run until it ends."""
     from colotrain.cli.run import run as start
 
-    return start(overrides or [], as_json=as_json, force=force)
+    return start(overrides or [], as_json=as_json, force=force, detach=detach)
 
 
 @app.command()
@@ -166,6 +173,20 @@ def export(
         shard_size=shard_size,
         as_json=as_json,
     )
+
+
+@app.command()
+def checkpoints(
+    name: Run = None,
+    as_json: Json = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and compare it with its checksum.")
+    ] = False,
+) -> int:
+    """List a run's checkpoints, and say which are complete and intact."""
+    from colotrain.cli.checkpoints import list_checkpoints
+
+    return list_checkpoints(name, as_json=as_json, verify=verify)
 
 
 @app.command()

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from colotrain.observe.events import Event
 
 
-def run(overrides: list[str], *, as_json: bool, force: bool = False) -> int:
-    """Resolve the overrides, write the run directory and train."""
-    warm_up()
+def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: bool = False) -> int:
+    """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere."""
+    if not detach:
+        warm_up()
     setting = settle(overrides)
     plan = setting.plan
     if not force:
@@ -33,6 +34,10 @@ def run(overrides: list[str], *, as_json: bool, force: bool = False) -> int:
             f"name={plan.name}: {rundir.path} exists",
             "choose another name, or checkpoint.resume=auto to go on with it",
         )
+    if detach:
+        from colotrain.cli.detach import detach as start
+
+        return start(plan, rundir, setting.config, as_json=as_json)
     return train(plan, rundir, setting.config, as_json=as_json)
 
 
@@ -84,9 +89,7 @@ def carry_out(
 
     rundir.create()
     with liveness.claim(rundir):
-        rundir.write_plan(plan)
-        if config is not None:  # JSON is YAML, and this file is a recipe
-            write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
+        write_down(plan, rundir, config)
         if plan.data.source != "target":
             with preparation(console) as progress:
                 shards = prepare_all(plan.data, progress=progress)
@@ -120,6 +123,13 @@ def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> 
         if num_cut:
             line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
             console.print(line, style="yellow", soft_wrap=True)
+
+
+def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
+    """Leave the plan, and what it was made from, in the run directory."""
+    rundir.write_plan(plan)
+    if config is not None:  # JSON is YAML, and this file is a recipe
+        write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:

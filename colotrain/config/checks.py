@@ -34,13 +34,21 @@ AT_LEAST: dict[str, float] = {
     "plugin.shard_size": 1,
     "cluster.nodes": 1,
     "cluster.procs_per_node": 1,
+    "train.max_rollbacks": 1,
     "elastic.max_restarts": 0,
+    "elastic.check_every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "observe.log_every": 1,
     "observe.grads_every": 0,
 }
-ABOVE_ZERO = ("optim.lr", "optim.eps", "train.grad_clip", "elastic.hang_timeout_s")
+ABOVE_ZERO = (
+    "optim.lr",
+    "optim.eps",
+    "train.grad_clip",
+    "elastic.hang_timeout_s",
+    "elastic.grace_s",
+)
 SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
     "optim.schedule.final_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
@@ -73,6 +81,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     for key in ("model.target", "data.target", "train.on_gradients"):
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)
+    yield from _check_rollback(settings)
     for name in settings.observe.trackers:
         if name not in TRACKERS:
             expected, key = f"one of {', '.join(TRACKERS)}", "observe.trackers"
@@ -166,6 +175,13 @@ def _check_resume(resume: str) -> Iterator[Problem]:
         expected = "auto, none, or the folder of a run or checkpoint"
         fix = f"correct the path (now in {Path.cwd()})"
         yield Problem(key="checkpoint.resume", value=resume, expected=expected, fix=fix)
+
+
+def _check_rollback(settings: Config) -> Iterator[Problem]:
+    if settings.train.on_nonfinite == "rollback" and not settings.checkpoint.every:
+        key, value = "checkpoint.every", settings.checkpoint.every
+        expected = "steps between checkpoints, for train.on_nonfinite=rollback to go back to"
+        yield Problem(key=key, value=value, expected=expected, fix="for example 100")
 
 
 def find_resume(resume: str) -> Path | None:

@@ -197,13 +197,19 @@ def _checkpoint(settings: Config) -> CheckpointPlan:
         enabled=checkpoint.every != 0,
         every=checkpoint.every or 0,
         keep=checkpoint.keep,
+        async_=checkpoint.async_,
         resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,
         content=checkpoint.content,
     )
 
 
 def _elastic(elastic: Elastic) -> ElasticPlan:
-    return ElasticPlan(max_restarts=elastic.max_restarts, hang_timeout_s=elastic.hang_timeout_s)
+    return ElasticPlan(
+        max_restarts=elastic.max_restarts,
+        hang_timeout_s=elastic.hang_timeout_s,
+        grace_s=elastic.grace_s,
+        check_every=elastic.check_every or 0,
+    )
 
 
 def _observe(observe: Observe) -> ObservePlan:

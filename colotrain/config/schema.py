@@ -156,8 +156,11 @@ class Train:
     """Steps between evaluations; 0 or null turns them off but for the first and last."""
     eval_steps: int = 8
     """Global batches per evaluation."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does to the run."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What a loss or gradient that is not finite does: end the run, leave out the step, or go back
+    to the last checkpoint and past the batches since then."""
+    max_rollbacks: int = 3
+    """How often `train.on_nonfinite=rollback` may go back before the run ends."""
     on_gradients: str | None = None
     """`package.module:callable`, called with the gradients of each step before clipping."""
 
@@ -231,13 +234,18 @@ class Elastic:
     """What happens when something dies."""
 
     max_restarts: int = 3
-    """Restarts of the workers before the run fails."""
+    """Restarts of the workers before the run fails; 0: none."""
     min_nodes: int | None = None
     """Fewest machines the run goes on with; so far this can only be `cluster.nodes`."""
     max_nodes: int | None = None
     """Most machines the run takes; so far this can only be `cluster.nodes`."""
     hang_timeout_s: float = 600.0
-    """Seconds without progress of a collective after which the run is restarted."""
+    """Seconds without a sign of life from a rank after which the run is restarted; before the end
+    of the first step at least 600 (1800 with `train.compile`)."""
+    grace_s: float = 300.0
+    """Seconds from the wish to stop until the run is ended, saved or not."""
+    check_every: int | None = 100
+    """Steps between searches for silent data corruption; 0 or null turns them off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +256,8 @@ class Checkpoint:
     """Steps between checkpoints; null: only at the end; 0: none at all."""
     keep: int = 2
     """How many are kept; the last good one always is."""
+    async_: bool = True
+    """Train on while a copy of the state is written (written `async`); costs that copy's memory."""
     resume: str = "auto"
     """auto (go on from this run's newest checkpoint), none, or a run or checkpoint folder."""
     content: Literal["all", "trained"] = "all"

@@ -16,16 +16,19 @@ from torch import Tensor
 from colotrain.data.loader import BatchLoader
 from colotrain.engine import checkpoint, gradients, noise
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
-from colotrain.engine.freezing import freeze_
+from colotrain.engine.guard import Guard
 from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
+from colotrain.engine.rollback import freeze_as_of, roll_back_
+from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import ShardedModel, reshard
 from colotrain.engine.spikes import LossSpikes
 from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
+from colotrain.observe.heartbeats import Heartbeat
 from colotrain.observe.probes import highest_peak, memory_now
 from colotrain.plan import RunPlan
 from colotrain.rundir import NOISE, RunDir
@@ -50,6 +53,9 @@ class Run:
     loss_scale: LossScale
     stop_requested: Callable[[], str | None]
     """A reason to stop that reached this rank, or None."""
+    saver: Saver
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    guard: Guard = field(default_factory=Guard)
     on_gradients: Callable | None = None
     step: int = 0
     """Steps done."""
@@ -62,6 +68,21 @@ class Run:
     saved_step: int = -1
     restored: set[str] = field(default_factory=set)
     """Parameters that came from a checkpoint."""
+    skipped_batches: int = 0
+    """Global batches that rollbacks passed over."""
+    rollbacks: int = 0
+    must_roll_back: bool = False
+    """The step that was just made was not finite, and the plan is to go back then."""
+
+    def at(self, phase: str) -> None:
+        """Say what this rank does now: for the event of a failure, and as a sign of life."""
+        self.phase = phase
+        self.heartbeat.beat(self.step + 1, phase)
+
+    @property
+    def batch_index(self) -> int:
+        """Which global batch of the data's order the next step reads."""
+        return self.step + self.skipped_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +114,8 @@ def train(run: Run) -> str:
     plan = run.plan
     if run.step == 0:
         evaluate(run)
+        if plan.train.on_nonfinite == "rollback":
+            save(run)  # there must always be something to go back to
     while run.step < plan.train.max_steps:
         clock = Clock()
         run.generator_state = torch.get_rng_state()
@@ -113,14 +136,22 @@ def train(run: Run) -> str:
         if result.record:
             recorder.begin()
         skipped, lr = update_(run, result, recorder if result.record else None)
+        if run.must_roll_back:
+            roll_back_(run)
+            continue
         if result.record:
             record_gradients(run, recorder, **extra)
         clock.lap("optimizer_s")
         run.step += 1
+        run.heartbeat.patience_s = plan.elastic.hang_timeout_s  # nothing is new from here on
         times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps}
         record_step(run, result, times=times, lr=lr, skipped=skipped)
+        if is_due(run.step, plan.elastic.check_every):
+            run.at("search for corruption")
+            run.guard.after_update(run)
         if result.stop and run.step < plan.train.max_steps:
             save(run)
+            finish_saving(run)
             run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
@@ -128,6 +159,7 @@ def train(run: Run) -> str:
         if is_due(run.step, plan.checkpoint.every):
             save(run)
     save(run)
+    finish_saving(run)
     run.events.write("finished", step=run.step)
     return "finished"
 
@@ -156,11 +188,11 @@ class Fetch:
     def __iter__(self) -> Iterator[Batch]:
         run = self.run
         for index in range(run.plan.batch.accumulation_steps):
-            run.phase = "data"
+            run.at("data")
             started = time.perf_counter()
-            batch = to_device(run.train_data.micro_batch(run.step, index), run.device)
+            batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
             self.seconds += time.perf_counter() - started
-            run.phase = "forward or backward"
+            run.at("forward or backward")
             run.micro_batches += 1
             yield batch
 
@@ -177,7 +209,7 @@ def new_totals(run: Run) -> StepTotals:
 
 def agree(run: Run, totals: StepTotals) -> StepResult:
     """The one small all-reduce of a step: loss, targets, gradient norm, wish to stop."""
-    run.phase = "reduce"
+    run.at("reduce")
     run.stop_reason = run.stop_requested()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
@@ -222,7 +254,7 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
     A step that is not finite is skipped on every rank where fp16 or the plan says so, and
     otherwise ends the run before it can harm the weights.
     """
-    run.phase = "optimizer"
+    run.at("optimizer")
     state = run.gradients
     if not result.finite:
         if not run.loss_scale.can_fall:
@@ -230,6 +262,7 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
         run.loss_scale.update(overflow=True)
         return True, 0.0
     run.loss_scale.update(overflow=False)
+    run.guard.before_update(run)
     if run.on_gradients is not None:
         run.on_gradients(run.sharded.module, run.step)
     state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)
@@ -243,7 +276,7 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
 def handle_nonfinite(run: Run, result: StepResult) -> None:
     """Say where a loss or gradient stopped being finite; end the run unless the plan skips it."""
     micro_batches = range(run.plan.batch.accumulation_steps)
-    ids = [run.train_data.ids(run.step, index) for index in micro_batches]
+    ids = [run.train_data.ids(run.batch_index, index) for index in micro_batches]
     with again(run, phase="search for the first value that is not finite") as batches:
         origin = locate(run.gradients, batches, ids, step=run.step + 1)
     gradients.clear_(run.sharded.module)
@@ -252,8 +285,9 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
     if run.rank == 0:
         run.events.write("nonfinite", **(asdict(origin) if origin else {"step": run.step + 1}))
         run.events.write("note", text=problem)
+    run.must_roll_back = run.plan.train.on_nonfinite == "rollback"
     if run.plan.train.on_nonfinite == "stop":
-        raise ColotrainError(problem, "lower optim.lr, or set train.on_nonfinite=skip")
+        raise ColotrainError(problem, "lower optim.lr, or set train.on_nonfinite=skip or rollback")
 
 
 def measure_noise(run: Run) -> dict[str, Any]:
@@ -273,34 +307,27 @@ def measure_noise(run: Run) -> dict[str, Any]:
 @contextmanager
 def again(run: Run, *, phase: str) -> Iterator[Fetch]:
     """The micro-batches of this step once more, with the weights and random numbers they met."""
-    before, done, run.phase = run.phase, run.micro_batches, phase
+    before, done = run.phase, run.micro_batches
+    run.at(phase)
     if run.generator_state is not None:
         torch.set_rng_state(run.generator_state)
     gradients.clear_(run.sharded.module)
     yield Fetch(run)
     gradients.drop_unused_(run.gradients)
-    run.phase, run.micro_batches = before, done  # the second pass is not training
+    run.micro_batches = done  # the second pass is not training
+    run.at(before)
 
 
 def unfreeze_(run: Run) -> None:
     """Begin to train what the schedule unfreezes in this step."""
-    if run.step not in run.plan.freeze.unfreeze or run.step == 0:
-        return
-    reshard(run.sharded)
-    model = run.sharded.module
-    frozen = freeze_(model, run.plan.freeze, step=run.step)
-    run.gradients.frozen = frozen.reasons
-    known = run.optimizer.parameters
-    fresh = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in known}
-    run.optimizer.add(fresh)
-    for group in run.sharded.groups:
-        group.refresh_dtypes()
+    if run.step in run.plan.freeze.unfreeze and run.step > 0:
+        freeze_as_of(run, run.step)
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
     """Mean loss over `train.eval_steps` global batches of the validation split."""
-    run.phase = "evaluation"
+    run.at("evaluation")
     plan, model, data = run.plan, run.sharded.module, run.validation_data
     if plan.train.eval_steps == 0 or data is None:
         return
@@ -321,16 +348,29 @@ def evaluate(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the steps done so far, once."""
+    """Begin to write a checkpoint of the steps done so far, once."""
     if not run.plan.checkpoint.enabled or run.saved_step == run.step:
         return
-    run.phase = "checkpoint"
-    started = time.perf_counter()
-    path = checkpoint.save(run)
+    run.at("checkpoint")
+    # what rests on disk is not copied to memory: it is written before training goes on
+    copy = run.tiers is None or not run.tiers.placement.streams
+    run.saver.begin(checkpoint.pieces(run), checkpoint.manifest_of(run), copy=copy)
     run.saved_step = run.step
-    if run.rank == 0:
-        seconds = time.perf_counter() - started
-        run.events.write("checkpoint", step=run.step, path=str(path), seconds=seconds)
+
+
+def finish_saving(run: Run) -> None:
+    """Wait until the last checkpoint is written. All ranks must call.
+
+    That it could not be is an error here: the run ends, and would be taken for saved.
+    """
+    run.at("checkpoint")
+    error = run.saver.wait()
+    dist.barrier()  # rank 0, which keeps the store, stays until all know
+    if error is not None:
+        raise ColotrainError(
+            f"checkpoint of step {run.saved_step}: {error}",
+            f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
+        )
 
 
 def record_step(
@@ -369,7 +409,7 @@ def record_step(
 
 def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
     """Write the statistics of this step, which answers a request in the control folder."""
-    run.phase = "record"
+    run.at("record")
     record = recorder.finish() | extra
     if run.rank == 0:
         run.rundir.grads_request_file.unlink(missing_ok=True)

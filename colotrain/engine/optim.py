@@ -61,6 +61,16 @@ class ShardOptimizer:
         """Whether the update goes group by group. Stored gradients are not scaled then."""
         return self.tiers is not None and self.tiers.placement.streams
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Cease to train parameters, and forget their state."""
+        assert self.torch is not None
+        dropped = {self.shards.pop(name) for name in names}
+        self.parameters = {n: p for n, p in self.parameters.items() if n in self.shards}
+        for shard in dropped:
+            self.torch.state.pop(shard, None)
+        for group in self.torch.param_groups:
+            group["params"] = [shard for shard in group["params"] if shard not in dropped]
+
     def step(self, *, factor: float, watch: Watch | None = None) -> float:
         """One update with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None

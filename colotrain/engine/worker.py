@@ -6,6 +6,7 @@ Reads the run's plan and torchrun's variables, and nothing else.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
 import random
 import signal
@@ -27,18 +28,23 @@ from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.loop import Run, train
+from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
 from colotrain.engine.placement import Tiers, guess, weigh
 from colotrain.engine.precision import LossScale
+from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import make_mesh, materialise_, shard_, stays_gathered
 from colotrain.engine.statistics import describe_parameters
 from colotrain.engine.transport import install
 from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
+from colotrain.observe.heartbeats import Heartbeat
 from colotrain.observe.probes import matmul_peak_flops
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
+
+STARTING_S, COMPILING_S = 600.0, 1800.0
 
 
 def main(path: str) -> int:
@@ -46,6 +52,9 @@ def main(path: str) -> int:
     stop = StopRequest(RunDir(path))
     rundir, plan = RunDir(path), RunDir(path).plan()
     rank = int(os.environ["RANK"])
+    heartbeat = Heartbeat(rundir.heartbeat_file(rank), rank=rank, patience_s=start_patience(plan))
+    heartbeat.beat(0, "start")
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the launcher asks a silent rank
     device = connect(plan)
     attempt = agree_on_attempt(rundir)
     events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
@@ -53,7 +62,7 @@ def main(path: str) -> int:
     try:
         if rank == 0:
             announce_peak(events, plan, device)
-        run = prepare(plan, rundir, device=device, events=events, stop=stop)
+        run = prepare(plan, rundir, device=device, events=events, stop=stop, heartbeat=heartbeat)
         announce(run, attempt)
         train(run)
     except Exception as error:
@@ -64,6 +73,11 @@ def main(path: str) -> int:
         return FINAL_EXIT if isinstance(error, ColotrainError) else 1
     dist.destroy_process_group()
     return 0
+
+
+def start_patience(plan: RunPlan) -> float:
+    """Seconds that a rank may be silent until it has done a step: imports, building, compiling."""
+    return max(plan.elastic.hang_timeout_s, COMPILING_S if plan.train.compile else STARTING_S)
 
 
 class StopRequest:
@@ -85,9 +99,12 @@ class StopRequest:
 
 
 def connect(plan: RunPlan) -> torch.device:
-    """Join the process group; every wait in it is bounded by the plan's hang timeout."""
+    """Join the process group; every wait in it is bounded.
+
+    The launcher notices a rank that hangs earlier, and can say which.
+    """
     torch.set_num_threads(plan.cluster.threads_per_rank)
-    timeout = datetime.timedelta(seconds=plan.elastic.hang_timeout_s)
+    timeout = datetime.timedelta(seconds=start_patience(plan) + plan.elastic.hang_timeout_s)
     if plan.cluster.device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
@@ -112,11 +129,15 @@ def prepare(
     device: torch.device,
     events: EventWriter,
     stop: Callable[[], str | None],
+    heartbeat: Heartbeat | None = None,
 ) -> Run:
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
+    if rank == 0:
+        tidy(rundir.checkpoints)
+    dist.barrier()
     where = where_to_resume(plan, rundir)
-    resumed = checkpoint.choose(where)
+    resumed = checkpoint.choose(where, events)
     if resumed is None and where != rundir.checkpoints:
         raise ColotrainError(
             f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
@@ -161,7 +182,10 @@ def prepare(
         events=events,
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
+        saver=Saver(plan=plan, rundir=rundir, events=events),
+        heartbeat=heartbeat or Heartbeat(),
     )
+    run.saver.beat = lambda: run.at(run.phase)
     if plan.train.on_gradients:
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
@@ -207,7 +231,7 @@ def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
 def where_to_resume(plan: RunPlan, rundir: RunDir) -> Path:
     """The run's own checkpoints, or before there are any, those that the plan names."""
     asked = plan.checkpoint.resume
-    if asked in ("auto", "none") or checkpoint.complete(rundir.checkpoints):
+    if asked in ("auto", "none") or complete(rundir.checkpoints):
         return rundir.checkpoints
     inside = Path(asked) / "checkpoints"
     return inside if inside.is_dir() else Path(asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from colotrain.observe.events import Event
 
@@ -29,6 +30,8 @@ class Death:
     log: str
     last_line: str = ""
     """Of its log."""
+    out_of_memory: bool = False
+    """The kernel has ended processes for want of memory since the launch."""
 
     @property
     def killed_by(self) -> str | None:
@@ -42,23 +45,26 @@ def describe(
 ) -> str:
     """One line: the rank that failed first, in which phase, why, and where the traceback is.
 
+    `events` are the last words of the ranks: failed, finished or stopped.
+
     A rank that was killed comes first, then one that failed by itself, then one that ended
     without a word; ranks that only lost a peer come last.
     """
     killed = [death for death in deaths if death.killed_by not in (None, "SIGTERM")]
     if killed:
-        return (
-            f"rank {killed[0].rank} was killed by {killed[0].killed_by}; its log: {killed[0].log}"
-        )
+        rank, by, log = killed[0].rank, killed[0].killed_by, killed[0].log
+        why = " (the kernel ended it for want of memory)" if killed[0].out_of_memory else ""
+        return f"rank {rank} was killed by {by}{why}; its log: {log}"
     failed = sorted((e for e in events if e.kind == "failed"), key=lambda event: event.t)
     own = [e for e in failed if not any(mark in str(e.fields["error"]) for mark in OF_A_PEER)]
     if own:
         return _failed(own[0], deaths)
-    silent = [d for d in deaths if d.rank not in {event.rank for event in failed}]
+    silent = [d for d in deaths if d.rank not in {event.rank for event in events}]
     if silent:
         words = f": {silent[0].last_line}" if silent[0].last_line else ""
         code, log = silent[0].exit_code, silent[0].log
-        return f"rank {silent[0].rank} ended with exit code {code}{words}; its log: {log}"
+        early = " before the run was over" if code == 0 else ""
+        return f"rank {silent[0].rank} ended with exit code {code}{early}{words}; its log: {log}"
     return _failed(failed[0], deaths) if failed else f"the launcher failed: {error!r}"
 
 
@@ -66,3 +72,12 @@ def _failed(event: Event, deaths: Sequence[Death]) -> str:
     log = next((f"; its log: {death.log}" for death in deaths if death.rank == event.rank), "")
     what = "failed in {phase} of step {step}: {error}".format(**event.fields)
     return f"rank {event.rank} {what}{log}"
+
+
+def num_killed_for_memory() -> int:
+    """Processes of this machine that the kernel has ended for want of memory since it booted."""
+    try:
+        lines = Path("/proc/vmstat").read_text("ascii").splitlines()
+    except OSError:  # not Linux
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from colotrain.errors import FINAL_EXIT
-from colotrain.launch.causes import Death, describe
+from colotrain.launch.causes import Death, describe, num_killed_for_memory
 from colotrain.launch.forkserver import ENTRY, warm_up, work
+from colotrain.launch.watch import Watch
 from colotrain.observe.events import Event, EventReader, EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
@@ -38,6 +39,13 @@ class Launch:
     events: EventWriter
     worker: str
     """Module that each worker process runs."""
+    watch: Watch
+    killed_for_memory: int = field(default_factory=num_killed_for_memory)
+    """Processes that the kernel had ended for want of memory when this began."""
+    attempt_before: int = -1
+    """The newest attempt that has been restarted."""
+    causes: list[str] = field(default_factory=list)
+    """Why earlier attempts failed, the first one first."""
     deaths: list[Death] = field(default_factory=list)
     """How the workers of the newest attempt that failed ended."""
     ended: list[Event] = field(default_factory=list)
@@ -53,9 +61,35 @@ class Launch:
 
     def cause(self) -> str:
         """Why the newest attempt failed."""
-        failed = [event for event in self.ended if event.kind == "failed"]
-        newest = max((event.attempt or 0 for event in failed), default=0)
-        return describe(self.deaths, [e for e in failed if e.attempt == newest], self.error)
+        if self.watch.verdict is not None:
+            return self.watch.verdict
+        return describe(self.deaths, self.last_words(), self.error)
+
+    def last_words(self) -> list[Event]:
+        """What the workers of the newest attempt said last."""
+        newest = max((event.attempt or 0 for event in self.ended), default=0)
+        return [e for e in self.ended if e.attempt == newest and newest > self.attempt_before]
+
+    def has_failed(self, deaths: list[Death]) -> None:
+        """Take how this machine's workers ended."""
+        starved = num_killed_for_memory() > self.killed_for_memory
+        self.deaths = [replace(d, out_of_memory=starved and d.exit_code == -9) for d in deaths]
+
+    def restarts(self) -> None:
+        """Tell why, and look at the next attempt with fresh eyes."""
+        self.causes.append(self.cause())
+        self.events.write("restart", cause=self.causes[-1])
+        self.watch.begin()
+        self.attempt_before = max((event.attempt or 0 for event in self.ended), default=-1)
+
+    def whole_cause(self) -> str:
+        """Why the run failed in the end: the first cause, where restarting did not help."""
+        last = self.cause()
+        if not self.causes:
+            return last
+        again = "" if last == self.causes[0] else f", in the end: {last}"
+        num = len(self.causes)
+        return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
 
 
 def launch(
@@ -74,7 +108,11 @@ def launch(
     warm_up()
     rundir.stop_file.unlink(missing_ok=True)
     current = Launch(
-        plan=plan, rundir=rundir, events=EventWriter(rundir.launcher_events), worker=worker
+        plan=plan,
+        rundir=rundir,
+        events=EventWriter(rundir.launcher_events),
+        worker=worker,
+        watch=Watch(plan=plan, rundir=rundir),
     )
     follow = _shielded(follow)
     reader = EventReader(rundir)
@@ -91,9 +129,11 @@ def launch(
             fresh = reader.drain()
             current.take(fresh)
             follow(fresh)
+            current.watch.look(asked_to_stop=rundir.stop_file.exists())
             agent.join(POLL_S)
+    current.watch.close()
     status = _outcome(current)
-    cause = current.cause() if status == "failed" else ""
+    cause = current.whole_cause() if status == "failed" else ""
     current.events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
     follow(reader.drain())
     return EXIT_CODES[status], cause
@@ -122,7 +162,10 @@ def _outcome(current: Launch) -> str:
         return "failed"
     if current.ended and current.ended[-1].kind == "stopped":
         return "interrupted" if "SIGINT" in current.signals else "preempted"
-    return "finished"
+    if any(event.kind == "finished" for event in current.ended):
+        return "finished"
+    current.error = RuntimeError("every worker ended early, with exit code 0 and without a word")
+    return "failed"
 
 
 def _run_agent(current: Launch) -> None:
@@ -150,13 +193,13 @@ def _elastic(current: Launch) -> None:
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.is_failed():
-                current.deaths = _deaths(rundir, self._pcontext, result.failures)
+                current.has_failed(_deaths(rundir, self._pcontext, result.failures))
                 final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
-                if final or not current.progressed:  # it would fail again
+                if final or current.watch.is_final or not current.progressed:  # it would fail again
                     self._remaining_restarts = 0
                 if self._remaining_restarts:
                     time.sleep(2 * POLL_S)  # let the main thread read the workers' last words
-                    current.events.write("restart", cause=current.cause())
+                    current.restarts()
             return result
 
     parameters = RendezvousParameters(
@@ -179,6 +222,7 @@ def _elastic(current: Launch) -> None:
     )
     logs = DefaultLogsSpecs(log_dir=str(_log_folder(rundir)), redirects=Std.ALL)
     agent = Agent(spec=spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=10)
+    current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
     try:
         result = agent.run()
     finally:
@@ -196,7 +240,11 @@ def _deaths(rundir: RunDir, processes: Any, failures: dict[int, Any]) -> list[De
     ended = getattr(getattr(processes, "_pc", None), "processes", [])
     codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
     codes |= {rank: failure.exitcode for rank, failure in failures.items()}
-    deaths = [_death(rundir, rank, rank - first_rank, code) for rank, code in codes.items() if code]
+    deaths = [
+        _death(rundir, rank, rank - first_rank, code)
+        for rank, code in codes.items()
+        if code is not None
+    ]
     return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
 
 

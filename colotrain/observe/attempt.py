@@ -55,12 +55,35 @@ class Attempt:
                 self._add_step(event, rank)
             case "eval" if rank == 0 and (loss := event.number("loss")) is not None:
                 self.evals[event.count("step")] = loss
+            case "resumed" if rank == 0:
+                self.latest[event.kind] = event
+                self._forget(event.count("step"))
             case "parameters" | "gradients" if rank == 0:
                 self.gradients.add(event)
             case _ if rank == 0:
                 self.latest[event.kind] = event
                 if event.kind == "checkpoint":
                     self.saves.append(Checkpoint.of(event))
+
+    def _forget(self, step: int) -> None:
+        """A rollback: what came after `step` is done again."""
+        self.steps = {n: done for n, done in self.steps.items() if n <= step}
+        self.evals = {n: loss for n, loss in self.evals.items() if n <= step}
+
+    def saving(self) -> tuple[int, float] | None:
+        """(step, since when) of the checkpoint that is being written."""
+        started = self.latest.get("checkpoint_started")
+        ended = [e.t for k in ("checkpoint", "checkpoint_failed") if (e := self.latest.get(k))]
+        if started is None or max(ended, default=-math.inf) >= started.t:
+            return None
+        return started.count("step"), started.t
+
+    def save_failure(self) -> str | None:
+        """Why the last save failed; None where it did not."""
+        failed, saved = self.latest.get("checkpoint_failed"), self.latest.get("checkpoint")
+        if failed is None or (saved is not None and saved.t > failed.t):
+            return None
+        return f"checkpoint of step {failed.count('step')} failed: {failed.text('error')}"
 
     def _add_step(self, event: Event, rank: int) -> None:
         self.peaks[rank] = max(self.peaks.get(rank, 0), event.count("peak"))
@@ -155,7 +178,7 @@ class History:
         )
         whole = sum(step.step_s or 0.0 for step in steps)
         start = self.recent[0].t
-        saving = sum(save.seconds or 0.0 for save in saves if start < save.t <= self.last.t)
+        saving = sum(save.stall_s or 0.0 for save in saves if start < save.t <= self.last.t)
         between = max(0.0, (self.pace_s() or 0.0) * len(steps) - whole - saving)
         seconds = {
             "data": data,

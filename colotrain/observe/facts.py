@@ -44,13 +44,17 @@ class Checkpoint:
     path: str
     seconds: float | None
     """Time it took to save; None where it was only resumed from."""
+    stall_s: float | None = None
+    """Of it, the time that training stood still."""
     t: float
     """Unix seconds: when it was saved or resumed from."""
 
     @staticmethod
     def of(event: Event) -> Checkpoint:
         step, path = event.count("step"), event.text("path")
-        return Checkpoint(step=step, path=path, seconds=event.number("seconds"), t=event.t)
+        seconds, stall_s = event.number("seconds"), event.number("stall_s")
+        stall_s = seconds if stall_s is None else stall_s
+        return Checkpoint(step=step, path=path, seconds=seconds, stall_s=stall_s, t=event.t)
 
 
 class Step(NamedTuple):

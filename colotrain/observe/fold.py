@@ -126,6 +126,8 @@ class Fold:
                 a.latest["resumed"].count("step") for a in attempts if "resumed" in a.latest
             ),
             checkpoint=_last_checkpoint(attempts),
+            saving=next((a.saving() for a in newest if done is None), None),
+            save_failure=next((a.save_failure() for a in newest), None),
             launched_at=_finite(launched_at),
             first_step_at=_finite(self._first_step_at),
             last_event_at=_finite(self._last_event_at),

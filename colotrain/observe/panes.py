@@ -217,6 +217,8 @@ def health(scene: Scene, width: int, height: int) -> list[Text]:
     """Checkpoints, restarts with their causes, and the first thing that went wrong."""
     view = scene.view
     lines = [_checkpoint(scene)]
+    if view.save_failure is not None:
+        lines.append(Text(clean(view.save_failure), f"bold {VERMILLION}"))
     if view.nonfinite is not None:
         lines.append(Text("the first value that was not finite:", f"bold {VERMILLION}"))
         lines.append(Text(clean(str(view.nonfinite)), VERMILLION))
@@ -233,9 +235,13 @@ def health(scene: Scene, width: int, height: int) -> list[Text]:
 
 
 def _checkpoint(scene: Scene) -> Text:
-    saved = scene.view.checkpoint
+    saved, saving = scene.view.checkpoint, scene.view.saving
     if not scene.plan.checkpoint.enabled:
         return Text("checkpoints are off", ORANGE)
+    if saving is not None and not scene.ended:
+        since = format_duration(scene.until - saving[1])
+        before = f"; step {saved.step} is saved" if saved is not None else ""
+        return Text(f"writing the checkpoint of step {saving[0]} for {since}{before}")
     if saved is None:
         return Text("no checkpoint yet", "dim")
     behind = scene.view.steps - saved.step

@@ -36,6 +36,7 @@ _LINES = {
     "resumed": ("step", "path"),
     "eval": ("step", "loss"),
     "checkpoint": ("step", "seconds", "path"),
+    "checkpoint_failed": ("step", "error"),
     "restart": ("attempt", "cause"),
     "note": ("text",),
     "failed": ("rank", "attempt", "phase", "step", "error"),
@@ -181,6 +182,9 @@ def message_of(event: Event) -> Text | None:
             line = f"step {step}: validation loss {shown(event.number('loss'), '.4f')}"
         case "checkpoint":
             line = f"step {step}: checkpoint saved in {format_duration(event.number('seconds'))}"
+        case "checkpoint_failed":
+            line = f"warning: step {step}: no checkpoint: {words('error')}; training goes on"
+            return Text(clean(line), style="yellow")
         case "restart":
             return Text(clean(f"restart: {words('cause')}"), style="yellow")
         case "failed":

@@ -92,6 +92,10 @@ class RunView:
     resumed: tuple[int, ...] = ()
     """The steps that attempts resumed from."""
     checkpoint: Checkpoint | None = None
+    saving: tuple[int, float] | None = None
+    """(step, since when) of the checkpoint that is being written."""
+    save_failure: str | None = None
+    """What went wrong with the last save, if anything did."""
     launched_at: float | None = None
     first_step_at: float | None = None
     last_event_at: float | None = None

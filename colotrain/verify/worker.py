@@ -34,6 +34,8 @@ def main(path: str) -> int:
             progress.write("stopped", step=0, reason="asked to stop")
             break
         progress.write("case", name=folder.name)
+    else:
+        progress.write("finished", step=0)
     dist.destroy_process_group()
     return 0
 

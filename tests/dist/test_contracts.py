@@ -10,8 +10,7 @@ import torch
 
 from colotrain.engine.dcp_json import read_whole
 from colotrain.plugins import ROWS
-from tests.dist.conftest import SMALL, Colotrain
-from tests.dist.test_run import losses
+from tests.running import SMALL, Colotrain, losses
 
 CONSTANT = "optim.schedule.name=constant"
 WATCH = """

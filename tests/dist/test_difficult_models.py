@@ -12,8 +12,8 @@ from colotrain.plan import RunPlan
 from colotrain.plugins import ROWS
 from colotrain.verify.compare import CaseResult, Tolerance
 from colotrain.verify.runner import verify
-from tests.dist.conftest import Colotrain
 from tests.dist.difficult import MODELS
+from tests.running import Colotrain
 
 TOLERANCE = Tolerance()
 

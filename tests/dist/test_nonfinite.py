@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.conftest import Colotrain
+from tests.running import Colotrain
 
 # Two ranks, four micro-batches a step; the data's `index` tells a model where it is.
 PLANTS = """

@@ -13,13 +13,9 @@ from pathlib import Path
 import pytest
 
 from colotrain.plugins import ROWS
-from tests.dist.conftest import SMALL, Colotrain
+from tests.running import SMALL, Colotrain, losses, pid_of, wait_for_step
 
 SAME_LOSS = 1e-4
-
-
-def losses(summary: dict) -> list[float]:
-    return [loss for _, loss in summary["loss"]["history"]]
 
 
 def test_every_plugin_has_the_same_loss_at_every_step(colotrain: Colotrain) -> None:
@@ -56,21 +52,6 @@ def test_sample_ledger_and_losses_do_not_depend_on_the_number_of_ranks(
     assert len(ledgers[0][1]) == 8
     assert histories[1] == pytest.approx(histories[0], abs=1e-5)
     assert histories[2] == pytest.approx(histories[0], abs=1e-5)
-
-
-def wait_for_step(colotrain: Colotrain, name: str, step: int, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        events = colotrain.events(name) if colotrain.rundir(name).events.is_dir() else []
-        if any(e.kind == "step" and e.fields["step"] >= step for e in events):
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"{name} did not reach step {step}")
-
-
-def pid_of(colotrain: Colotrain, name: str, rank: int) -> int:
-    started = [e for e in colotrain.events(name) if e.kind == "started" and e.rank == rank]
-    return int(started[-1].fields["pid"])
 
 
 TWENTY = (*SMALL, "plugin=zero2", "train.max_steps=20", "checkpoint.every=5")

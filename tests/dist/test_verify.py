@@ -9,7 +9,7 @@ import pytest
 from colotrain.cli.main import guarded
 from colotrain.plugins import ROWS
 from colotrain.verify import runner
-from tests.dist.conftest import SMALL, Colotrain
+from tests.running import SMALL, Colotrain
 
 KEYS = {
     "plugin",

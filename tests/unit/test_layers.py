@@ -26,7 +26,7 @@ BASE = names(
     "colotrain.dotted colotrain.lifeline "
     "colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
     "colotrain.observe.difference colotrain.observe.attempt colotrain.observe.fold "
-    "colotrain.observe.view"
+    "colotrain.observe.view colotrain.observe.heartbeats"
 )
 TENSORS = names("torch numpy safetensors tokenizers psutil")
 LAZY_EXTRAS = names("transformers datasets tensorboard wandb pynvml")

@@ -1,0 +1,191 @@
+"""Silent data corruption: values that change between two updates, or differ where they must not.
+
+Every `elastic.check_every` steps three things are compared, as checksums of bits:
+
+- memory: this rank's parameters and optimizer state after an update, and before the next one;
+- replicas: what several ranks hold alike (shards of a hybrid mesh, parameters that stay whole);
+- gathered: the whole parameters of each group, which all ranks of a shard group copy together.
+
+What differs is looked at again at once: a fault that is gone then was transient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.sharding import ShardedModel, local_shard
+
+if TYPE_CHECKING:
+    from colotrain.engine.loop import Run
+
+
+class Corruption(RuntimeError):
+    """Values that are wrong and stay so. The run is restarted from its last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is not what it must be."""
+
+    check: str
+    """memory, replicas or gathered."""
+    name: str
+    ranks: tuple[int, ...]
+    """Those that are wrong, or all that disagree where no majority tells."""
+
+    def __str__(self) -> str:
+        who = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        if self.check == "memory":
+            return f"{self.name} on {who} changed between two updates"
+        what = "copies of" if self.check == "replicas" else "gathered"
+        return f"{what} {self.name} differ: {who}"
+
+
+@dataclass(slots=True)
+class Guard:
+    """Finds corruption in a run; all ranks must make the same calls."""
+
+    noted: dict[str, int] = field(default_factory=dict)
+    """Checksums of this rank's state after the last update that was due."""
+
+    def after_update(self, run: Run) -> None:
+        """Note what must not change, and compare what ranks hold alike."""
+        self.noted = dict(_sums(_state(run)))
+        found = _differing_replicas(run) + _differing_gathered(run.sharded)
+        if found:
+            _judge(run, found, _differing_replicas(run) + _differing_gathered(run.sharded))
+
+    def before_update(self, run: Run) -> None:
+        """Compare this rank's memory with what was noted, if anything was."""
+        if not self.noted:
+            return
+        first = _agree(_changed(self.noted, run))
+        second = _agree(_changed(self.noted, run)) if first else []
+        self.noted = {}
+        if first:
+            _judge(run, first, second)
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that any single flipped bit changes: the sum of the bits as integers."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    total = flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
+    return int(total.item())
+
+
+def _sums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
+    return ((name, checksum(tensor)) for name, tensor in tensors if tensor.numel())
+
+
+def _state(run: Run) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters and optimizer state."""
+    for name, parameter in run.sharded.module.named_parameters():
+        yield name, local_shard(parameter)
+    for name, values in run.optimizer.state().items():
+        yield from ((f"{key} of {name}", local_shard(value)) for key, value in values.items())
+
+
+def _changed(noted: dict[str, int], run: Run) -> list[Finding]:
+    now = dict(_sums((n, t) for n, t in _state(run) if n in noted))
+    rank = dist.get_rank()
+    return [
+        Finding(check="memory", name=name, ranks=(rank,))
+        for name, before in noted.items()
+        if now.get(name, before) != before
+    ]
+
+
+def _agree(mine: list[Finding]) -> list[Finding]:
+    """What any rank found; costs one small all-reduce where nobody did."""
+    any_found = torch.tensor(float(bool(mine)))
+    dist.all_reduce(any_found)
+    if not any_found.item():
+        return []
+    everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return [finding for found in everyone for finding in found]
+
+
+def _differing_replicas(run: Run) -> list[Finding]:
+    whole = {n for n, p in run.sharded.module.named_parameters() if local_shard(p) is p}
+    held = list(_state(run))
+    world = range(dist.get_world_size())
+    found = _compare(
+        "replicas", [(n, t) for n, t in held if n.rpartition(" of ")[2] in whole], None, list(world)
+    )
+    mesh = run.sharded.mesh
+    if mesh.ndim == 2:
+        group = mesh.get_group(0)
+        shards = [(n, t) for n, t in held if n.rpartition(" of ")[2] not in whole]
+        found += _compare("replicas", shards, group, dist.get_process_group_ranks(group))
+    return _agree(found)
+
+
+def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
+    group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+    if group.size() == 1:
+        return []
+    ranks, found = dist.get_process_group_ranks(group), []
+    for part in sharded.groups:
+        part.handle.unshard()
+        whole = [
+            (str(param._param_fqn), param._unsharded_param.detach())
+            for param in part.params
+            if getattr(param, "_unsharded_param", None) is not None
+        ]
+        found += _compare("gathered", whole, group, ranks)
+        part.handle.reshard()
+    return _agree(found)
+
+
+def _compare(
+    check: str, held: list[tuple[str, Tensor]], group: Any, ranks: list[int]
+) -> list[Finding]:
+    """Compare checksums among `ranks`, which are those of `group` (None: all). They must call."""
+    if not held or len(ranks) == 1:
+        return []
+    device = held[0][1].device
+    mine = torch.tensor([checksum(tensor) for _, tensor in held], device=device)
+    every = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(every, mine, group=group)
+    table = torch.stack(every).tolist()
+    found = []
+    for column, (name, _) in enumerate(held):
+        values = [row[column] for row in table]
+        if len(set(values)) == 1:
+            continue
+        wrong = minority(values)
+        if dist.get_rank() == ranks[0]:  # one of them tells
+            found.append(Finding(check=check, name=name, ranks=tuple(ranks[i] for i in wrong)))
+    return found
+
+
+def minority(values: list[int]) -> list[int]:
+    """Who holds another value than the majority does; all, where there is no majority."""
+    most = max(set(values), key=values.count)
+    if values.count(most) * 2 <= len(values):
+        return list(range(len(values)))
+    return [index for index, value in enumerate(values) if value != most]
+
+
+def _judge(run: Run, first: list[Finding], second: list[Finding]) -> None:
+    """Tell what was found; what was found twice ends this attempt."""
+    what = "; ".join(str(finding) for finding in (second or first)[:4])
+    if run.rank == 0:
+        run.events.write(
+            "corruption",
+            step=run.step,
+            persistent=bool(second),
+            found=[str(finding) for finding in (second or first)],
+        )
+        if not second:
+            run.events.write("note", text=f"warning: corrupt for a moment, then not: {what}")
+    if second:
+        raise Corruption(f"silent data corruption, and persistent: {what}")

@@ -1,0 +1,187 @@
+"""The manifest of a checkpoint: what it is, and every file in it with size and checksum.
+
+It is written last, is sealed by a checksum of its own, and is all that is needed to tell whether a
+checkpoint is complete and intact. No torch is needed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from colotrain.errors import ColotrainError, ConfigError
+from colotrain.records import from_plain, to_plain
+from colotrain.rundir import write_atomically
+
+MANIFEST = "manifest.json"
+SCHEMA = 2
+SEAL = "sha256"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """A file as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself, beside its tensors."""
+
+    schema: int = SCHEMA
+    step: int
+    optimizer_steps: int
+    micro_batches: int
+    loss_scale: float | None
+    """Of fp16; None in other precisions."""
+    clean_steps: int
+    world_size: int
+    plugin: str
+    global_batch: int
+    skipped_batches: int = 0
+    """Global batches that rollbacks passed over: step k reads batch k + this many."""
+    rollbacks: int = 0
+    frozen: dict[str, str] = field(default_factory=dict)
+    """Parameters that do not train in the next step, and the patterns that froze them."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """The run's plan, as data."""
+    versions: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """Parameters that are not in it: they never trained, and are what the run began with."""
+    began_with: dict[str, Any] = field(default_factory=dict)
+    """What decides the values of those."""
+    written_at: float
+    """Unix seconds."""
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    plain = to_plain(manifest)
+    write_atomically(folder / MANIFEST, json.dumps({**plain, SEAL: seal(plain)}, indent=1))
+
+
+def seal(plain: dict[str, Any]) -> str:
+    """The checksum of a manifest's content, however it is laid out."""
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; a `ColotrainError` where it is missing, damaged or forged."""
+    path = folder / MANIFEST
+    try:
+        plain = json.loads(path.read_text("utf-8"))
+        if not isinstance(plain, dict) or plain.pop(SEAL, None) != seal(plain):
+            raise ValueError("its content is not what was written")
+        if plain.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is {plain.get('schema')!r}, not {SCHEMA}")
+        manifest = from_plain(Manifest, plain)
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
+        raise ColotrainError(f"{path}: {error}", "use another checkpoint") from error
+    named = re.fullmatch(r"step-(\d+)", folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise ColotrainError(f"{path}: is that of step {manifest.step}", "use another checkpoint")
+    return manifest
+
+
+def damage(folder: Path, *, part: int = 0, parts: int = 1, read_all: bool = True) -> str | None:
+    """What is wrong with a checkpoint (of its files, every `parts`-th from `part` on), or None.
+
+    Without `read_all` a look at the files' sizes has to do.
+    """
+    try:
+        files = read_manifest(folder).files
+        return next(_damages(folder, files, part, parts, read_all), None)
+    except ColotrainError as error:
+        return error.problem
+    except OSError as error:
+        return f"{folder}: {error}"
+
+
+def _damages(
+    folder: Path, files: dict[str, FileEntry], part: int, parts: int, read_all: bool
+) -> Iterator[str]:
+    for name, entry in sorted(files.items())[part::parts]:
+        path = folder / Path(name).name
+        if path.name != name or not path.is_file():
+            yield f"{folder / name}: missing"
+        elif path.stat().st_size != entry.bytes:
+            yield f"{path}: {path.stat().st_size} bytes instead of {entry.bytes}"
+        elif read_all and sha256(path) != entry.sha256:
+            yield f"{path}: its content is not what was written"
+    if part == 0:
+        extra = sorted(f.name for f in folder.iterdir() if f.name not in files)
+        yield from (f"{folder / name}: not part of it" for name in extra if name != MANIFEST)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def complete(folder: Path) -> list[Path]:
+    """Checkpoints under `folder` that were written to the end, newest first."""
+    found = [path.parent for path in folder.glob(f"step-*/{MANIFEST}")]
+    return sorted(found, reverse=True)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Make `temporary` the folder `final`, durably; another one of this name gives way to it."""
+    sync(temporary)
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    sync(final.parent)
+
+
+def sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def tidy(folder: Path) -> None:
+    """Put back what a `publish` that was cut off took away; remove what unfinished writes left.
+
+    Only while nothing is being written to `folder`.
+    """
+    for old in folder.glob(".step-*.old"):
+        final = folder / old.name.removeprefix(".").removesuffix(".old")
+        if not (final / MANIFEST).is_file() and (old / MANIFEST).is_file():
+            shutil.rmtree(final, ignore_errors=True)
+            old.rename(final)
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(folder: Path, *, keep: int, newest: Path) -> None:
+    """Keep `newest` and the `keep` - 1 before it; delete the rest.
+
+    `newest` was just written and is good. What is of a later step was passed over as damaged
+    when the run resumed.
+    """
+    known = complete(folder)
+    kept = known[known.index(newest) :][: max(keep, 1)]
+    for path in set(known) - set(kept):
+        grave = path.with_name(f".{path.name}.gone")
+        shutil.rmtree(grave, ignore_errors=True)
+        path.rename(grave)  # a deletion that is cut off leaves no half of a checkpoint
+        shutil.rmtree(grave, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""Going back: to the last good checkpoint, and on past the batches that led to trouble.
+
+As for PaLM (Chowdhery et al. 2022, section 5.1), which went back about 100 steps before a loss
+spike and left out the batches around it: what comes again is not the same weights on the same
+data, so that it need not end the same way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from colotrain.engine import checkpoint, gradients
+from colotrain.engine.freezing import BY_MODEL, freeze_
+from colotrain.engine.manifest import read_manifest
+from colotrain.engine.sharding import reshard
+from colotrain.errors import ColotrainError
+
+if TYPE_CHECKING:
+    from colotrain.engine.loop import Run
+
+
+def roll_back_(run: Run) -> None:
+    """Take the newest good checkpoint up again, and pass over every batch since. All ranks call.
+
+    The step that was not finite has not touched the weights. Going back more often than
+    `train.max_rollbacks` is an error, and so is having nothing to go back to.
+    """
+    run.at("rollback")
+    run.must_roll_back = False
+    offending, most = run.batch_index, run.plan.train.max_rollbacks
+    if run.rollbacks >= most:
+        raise ColotrainError(
+            f"step {run.step + 1}: not finite again after {most} rollbacks",
+            "lower optim.lr or clip harder (train.grad_clip); train.max_rollbacks allows more",
+        )
+    run.saver.wait()
+    path = checkpoint.choose(run.rundir.checkpoints, run.events)
+    if path is None:
+        raise ColotrainError(
+            f"step {run.step + 1}: no checkpoint to go back to", "set checkpoint.every lower"
+        )
+    left_at = run.step
+    gradients.clear_(run.sharded.module)
+    manifest = read_manifest(path)
+    for name, parameter in run.sharded.module.named_parameters():
+        if manifest.frozen.get(name) == BY_MODEL:
+            parameter.requires_grad_(False)
+    freeze_as_of(run, manifest.step)
+    checkpoint.restore(run, path)
+    run.guard.noted.clear()
+    run.rollbacks += 1
+    run.skipped_batches = offending + 1 - run.step
+    if run.rank == 0:
+        text = (
+            f"rollback {run.rollbacks} of at most {most}: back from step {left_at + 1} to step "
+            f"{run.step}; {left_at + 1 - run.step} batches are passed over"
+        )
+        run.events.write("rollback", step=run.step, left_at=left_at + 1, text=text)
+        run.events.write("note", text=text)
+
+
+def freeze_as_of(run: Run, step: int) -> None:
+    """Let exactly those parameters train that the plan's schedule has train in `step`."""
+    reshard(run.sharded)
+    model, optimizer = run.sharded.module, run.optimizer
+    run.gradients.frozen = freeze_(model, run.plan.freeze, step=step).reasons
+    training = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer.drop([name for name in optimizer.parameters if name not in training])
+    optimizer.add({n: p for n, p in training.items() if n not in optimizer.parameters})
+    for group in run.sharded.groups:
+        group.refresh_dtypes()

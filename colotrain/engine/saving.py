@@ -1,0 +1,246 @@
+"""Saving behind training's back: a snapshot, then a thread that writes it, one at a time.
+
+No collective is used, which could meet one of training's: each rank writes its own file and tells
+the outcome through the process group's store; rank 0 publishes the checkpoint once all have. Into
+a temporary folder, every file synced and in the manifest with its checksum; then it is renamed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.dcp_json import INDEX, describe, join
+from colotrain.engine.manifest import FileEntry, Manifest, prune, publish, sha256, write_manifest
+from colotrain.engine.shard_file import NotFinite, Piece, write_pieces
+from colotrain.engine.shared_memory import available_bytes
+from colotrain.errors import ColotrainError
+from colotrain.observe.events import EventWriter
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir, write_atomically
+
+SLOWEST_BYTES_PER_S = 10e6
+"""A disk slower than this is taken for one that hangs."""
+POLL_S = 0.02
+NICENESS = 10
+"""Of the writing thread: training comes first."""
+SHARE_OF_FREE_MEMORY = 0.9
+
+_numbers = itertools.count()
+"""Of saves in this process, the same on every rank: names in the store and on the disk."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Save:
+    """One checkpoint that is being written."""
+
+    number: int
+    final: Path
+    temporary: Path
+    pieces: list[Piece]
+    manifest: Manifest
+    started: float
+    deadline: float
+    stall_s: float = 0.0
+    """Time that training stood still for it."""
+    error: str | None = None
+    thread: threading.Thread | None = None
+
+    def part(self, rank: int) -> Path:
+        """What a rank wrote, for rank 0 to put together."""
+        return self.temporary / f"__{rank}.json"
+
+
+@dataclass(slots=True, kw_only=True)
+class Saver:
+    """Writes the checkpoints of a run. All ranks must have one and make the same calls."""
+
+    plan: RunPlan
+    rundir: RunDir
+    events: EventWriter
+    beat: Callable[[], None] = lambda: None
+    """Called again and again while training waits for the disk."""
+    current: Save | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """The snapshot's memory: made once, and as large as parameters and optimizer state here."""
+
+    def begin(self, pieces: list[Piece], manifest: Manifest, *, copy: bool = True) -> None:
+        """Save the state that `pieces` describe; they may change as soon as this returns.
+
+        Without `copy` it returns when the checkpoint is written.
+
+        Waits for the save before. A save that fails is announced and otherwise without effect.
+        """
+        started = time.perf_counter()
+        self.wait()
+        save = self._new(pieces, manifest)
+        if dist.get_rank() == 0:
+            num_bytes = sum(piece.local.nbytes for piece in pieces)
+            self.events.write("checkpoint_started", step=manifest.step, bytes=num_bytes)
+        snapshot = self._snapshot(pieces) if copy and self.plan.checkpoint.async_ else None
+        self.current = save
+        if snapshot is None:
+            self._carry_out(save, self.beat)
+            return
+        save.pieces, save.stall_s = snapshot, time.perf_counter() - started
+        save.thread = threading.Thread(
+            target=self._in_background, args=(save,), name="checkpoint", daemon=True
+        )
+        save.thread.start()
+
+    def wait(self) -> str | None:
+        """Wait for the save in flight; returns what went wrong with the last one, or None."""
+        save = self.current
+        if save is None or save.thread is None:
+            return save.error if save else None
+        while save.thread.is_alive():
+            save.thread.join(POLL_S)
+            self.beat()
+            if time.monotonic() > save.deadline:
+                raise ColotrainError(
+                    f"checkpoint of step {save.manifest.step}: not written within "
+                    f"{save.deadline - save.started:.0f} s",
+                    f"see that {self.rundir.checkpoints} is on a disk that answers",
+                )
+        return save.error
+
+    def _new(self, pieces: list[Piece], manifest: Manifest) -> Save:
+        number, final = next(_numbers), self.rundir.checkpoint(manifest.step)
+        num_bytes, now = sum(piece.local.nbytes for piece in pieces), time.monotonic()
+        # of this attempt alone: nobody has to wait until an old one of the name is removed
+        label = f".{final.name}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{number}.tmp"
+        return Save(
+            number=number,
+            final=final,
+            temporary=final.with_name(label),
+            pieces=pieces,
+            manifest=manifest,
+            started=now,
+            deadline=now
+            + self.plan.elastic.hang_timeout_s
+            + 60
+            + num_bytes * dist.get_world_size() / SLOWEST_BYTES_PER_S,
+        )
+
+    def _snapshot(self, pieces: list[Piece]) -> list[Piece] | None:
+        """Copies of the pieces; None where there is no memory for them."""
+        fresh = sum(p.local.nbytes for p in pieces if not self._fits(p))
+        ranks_here = self.plan.cluster.procs_per_node
+        if fresh * ranks_here > SHARE_OF_FREE_MEMORY * available_bytes():
+            self.buffers.clear()
+            return None
+        copies = []
+        for piece in pieces:
+            if not self._fits(piece):
+                pinned = piece.local.device.type == "cuda"
+                self.buffers[piece.name] = torch.empty(
+                    piece.local.shape, dtype=piece.local.dtype, pin_memory=pinned
+                )
+            copies.append(replace(piece, local=self.buffers[piece.name].copy_(piece.local)))
+        return copies
+
+    def _fits(self, piece: Piece) -> bool:
+        buffer = self.buffers.get(piece.name)
+        same = buffer is not None and buffer.shape == piece.local.shape
+        return same and buffer is not None and buffer.dtype == piece.local.dtype
+
+    def _in_background(self, save: Save) -> None:
+        with suppress(OSError, AttributeError):  # training has the processor first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        self._carry_out(save, lambda: None)
+
+    def _carry_out(self, save: Save, beat: Callable[[], None]) -> None:
+        """Write this rank's part and learn the outcome of all. Never raises."""
+        rank, store = dist.get_rank(), _store()
+        try:
+            try:
+                self._write_part(save, rank, beat)
+            except (OSError, NotFinite) as error:
+                save.error = f"rank {rank}: {error}"
+            store.set(f"checkpoint/{save.number}/{rank}", save.error or "")
+            if rank == 0:
+                save.error = _outcomes(store, save, beat) or self._publish(save)
+                store.set(f"checkpoint/{save.number}", save.error or "")
+                self._tell(save)
+            else:
+                save.error = _await(store, f"checkpoint/{save.number}", save, beat)
+        except Exception as error:  # a bug, or the store has gone with its rank
+            save.error = f"rank {rank}: {type(error).__name__}: {error}"
+            traceback.print_exc(file=sys.stderr)
+
+    def _write_part(self, save: Save, rank: int, beat: Callable[[], None]) -> None:
+        save.temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = save.temporary / f"__{rank}_0.distcp"
+        written = write_pieces(file, save.pieces, report=lambda _: beat())
+        entry = {"bytes": written.num_bytes, "sha256": written.sha256}
+        part = {"files": {file.name: entry}, "tensors": describe(save.pieces, written, file.name)}
+        write_atomically(save.part(rank), json.dumps(part))
+
+    def _publish(self, save: Save) -> str | None:
+        """Rank 0: put the parts together and rename; returns what went wrong."""
+        try:
+            ranks = range(dist.get_world_size())
+            parts = [json.loads(save.part(rank).read_text("utf-8")) for rank in ranks]
+            index = save.temporary / INDEX
+            write_atomically(index, json.dumps(join([part["tensors"] for part in parts])))
+            for rank in ranks:
+                save.part(rank).unlink()
+            files = {n: FileEntry(**entry) for part in parts for n, entry in part["files"].items()}
+            files[INDEX] = FileEntry(bytes=index.stat().st_size, sha256=sha256(index))
+            write_manifest(save.temporary, replace(save.manifest, files=files))
+            publish(save.temporary, save.final)
+        except OSError as error:
+            return f"rank 0: {error}"
+        with suppress(OSError):  # what cannot be deleted now will be after the next save
+            prune(self.rundir.checkpoints, keep=self.plan.checkpoint.keep, newest=save.final)
+        return None
+
+    def _tell(self, save: Save) -> None:
+        step, seconds = save.manifest.step, time.monotonic() - save.started
+        if save.error is not None:
+            shutil.rmtree(save.temporary, ignore_errors=True)
+            self.events.write("checkpoint_failed", step=step, error=save.error, seconds=seconds)
+            return
+        stall_s = save.stall_s if save.thread else seconds
+        self.events.write(
+            "checkpoint", step=step, path=str(save.final), seconds=seconds, stall_s=stall_s
+        )
+
+
+def _store() -> Any:
+    """A connection of its own: another thread's wait must not hold up this one's."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
+
+
+def _outcomes(store: Any, save: Save, beat: Callable[[], None]) -> str | None:
+    """The first error of any rank, once all have told."""
+    told = [
+        _await(store, f"checkpoint/{save.number}/{rank}", save, beat)
+        for rank in range(dist.get_world_size())
+    ]
+    return next((error for error in told if error), None)
+
+
+def _await(store: Any, key: str, save: Save, beat: Callable[[], None]) -> str | None:
+    while not store.check([key]):
+        beat()
+        time.sleep(POLL_S)
+        if time.monotonic() > save.deadline:
+            return f"{key}: no rank has told the outcome in time"
+    return bytes(store.get(key)).decode() or None

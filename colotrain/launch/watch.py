@@ -1,0 +1,195 @@
+"""Watching this machine's ranks: who has fallen silent, why, and what is done about it.
+
+All ranks of a group fall silent when one of them hangs: they wait for it. So each is asked for its
+stack, and the one that does not wait in a collective is the one to name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from colotrain.observe.heartbeats import Beat, read_beats
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+
+LOOK_EVERY_S = 0.5
+DUMP_S = 1.0
+"""How long a rank may take to write its stack."""
+DEPTH = 4
+"""Frames from the innermost among which a collective's shows that a rank waits for others."""
+COLLECTIVES = ("torch/distributed/", "colotrain/engine/shared_memory.py")
+MAIN = ("colotrain/engine/worker.py", "colotrain/verify/worker.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    """A rank that has given no sign of life for longer than it asked for."""
+
+    beat: Beat
+    state: str
+    """Of its process, as /proc says: R, S, D, T, Z or empty where it is gone."""
+    stack: tuple[str, ...]
+    """Frames of its training thread, the innermost first; empty where it gave none."""
+    log: Path
+
+    @property
+    def waits_for_others(self) -> bool:
+        inner = self.stack[:DEPTH]
+        return self.state not in "TtZ" and any(c in frame for frame in inner for c in COLLECTIVES)
+
+    def __str__(self) -> str:
+        silent_s = time.monotonic() - self.beat.t
+        where = f"in {self.beat.phase} of step {self.beat.step}"
+        head = f"rank {self.beat.rank} (process {self.beat.pid})"
+        if self.state in ("", "Z"):
+            return f"{head} was gone without a word {where}"
+        what = "was stopped (SIGSTOP)" if self.state in "Tt" else "hung"
+        at = f" at {self.stack[0]}" if self.stack and self.state not in "Tt" else ""
+        return f"{head} {what} {where}, silent for {silent_s:.0f} s{at}; its log: {self.log}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """What the launcher knows of its workers beside how they ended."""
+
+    plan: RunPlan
+    rundir: RunDir
+    pids: Callable[[], dict[int, int]] = lambda: {}
+    """Local rank → process id of the workers of this machine."""
+    verdict: str | None = None
+    """Why the newest attempt was ended from here."""
+    is_final: bool = False
+    """The run is not to be restarted after that."""
+    stop_asked_at: float | None = None
+    looked_at: float = field(default_factory=time.monotonic)
+    seen: set[int] = field(default_factory=set)
+    """Process ids of all workers so far."""
+
+    def begin(self) -> None:
+        """A new attempt begins."""
+        self.verdict = None
+
+    def look(self, *, asked_to_stop: bool) -> None:
+        """End the ranks that hang, or all once the grace of a stop is over. Call often."""
+        now = time.monotonic()
+        if now - self.looked_at < LOOK_EVERY_S or self.verdict is not None:
+            return
+        self.looked_at = now
+        pids = self.pids()
+        self.seen.update(pids.values())
+        beats = {b.pid: b for b in read_beats(self.rundir.heartbeats)}
+        here = {local: beats[pid] for local, pid in pids.items() if pid in beats}
+        self._look_at_stop(here, asked_to_stop, now)
+        silent = {local: b for local, b in here.items() if now - b.t > b.patience_s}
+        if silent and self.verdict is None:
+            self._examine(here, silent)
+
+    def _look_at_stop(self, here: dict[int, Beat], asked: bool, now: float) -> None:
+        if not asked:
+            self.stop_asked_at = None
+            return
+        self.stop_asked_at = self.stop_asked_at or now
+        grace_s = self.plan.elastic.grace_s
+        if now - self.stop_asked_at <= grace_s or not here:
+            return
+        last = min(here.values(), key=lambda beat: beat.t)
+        self.is_final = True
+        self._end(
+            here,
+            f"asked to stop, and ended after elastic.grace_s={grace_s:g}: "
+            f"rank {last.rank} was in {last.phase} of step {last.step}",
+        )
+
+    def _examine(self, here: dict[int, Beat], silent: dict[int, Beat]) -> None:
+        offsets = {local: _size(self._log(local)) for local in here}
+        for beat in here.values():
+            _signal(beat.pid, signal.SIGUSR2)  # faulthandler's, in the worker
+        time.sleep(DUMP_S)
+        found = [
+            Silent(
+                beat=beat,
+                state=_state(beat.pid),
+                stack=_stack(self._log(local), offsets[local]),
+                log=self._log(local),
+            )
+            for local, beat in silent.items()
+        ]
+        guilty = [rank for rank in found if not rank.waits_for_others]
+        if not guilty and self.plan.cluster.nodes > 1:
+            longest = max(2 * rank.beat.patience_s for rank in found)
+            if time.monotonic() - min(rank.beat.t for rank in found) < longest:
+                return  # they wait for a rank of another machine, which its launcher sees to
+        guilty = guilty or sorted(found, key=lambda rank: rank.beat.t)
+        culprits = {local: b for local, b in silent.items() if b in [g.beat for g in guilty]}
+        self._end(culprits, "; ".join(str(rank) for rank in guilty[:4]))
+
+    def _end(self, ranks: dict[int, Beat], verdict: str) -> None:
+        self.verdict = verdict
+        for beat in ranks.values():
+            _signal(beat.pid, signal.SIGKILL)
+
+    def _log(self, local_rank: int) -> Path:
+        """The newest log of a worker of this machine, where its stack goes."""
+        logs = self.rundir.logs.glob(f"*/*/attempt_*/{local_rank}/stderr.log")
+        return max(logs, key=_modified_at, default=self.rundir.logs)
+
+    def close(self) -> None:
+        """Remove the signs of life: nobody gives any from now on."""
+        for beat in read_beats(self.rundir.heartbeats):
+            if beat.pid in self.seen:
+                self.rundir.heartbeat_file(beat.rank).unlink(missing_ok=True)
+
+
+def _stack(log: Path, offset: int) -> tuple[str, ...]:
+    """`file:line in function` of the training thread, from what was added to a log."""
+    frames: list[str] = []
+    threads: list[list[str]] = []
+    for line in _text(log, offset).splitlines():
+        if "most recent call first" in line:
+            frames = []
+            threads.append(frames)
+        elif line.startswith('  File "'):
+            path, _, rest = line.removeprefix('  File "').partition('", line ')
+            number, _, function = rest.partition(" in ")
+            frames.append(f"{path}:{number} in {function}")
+    main = [t for t in threads if any(name in frame for frame in t for name in MAIN)]
+    return tuple(main[-1]) if main else ()
+
+
+def _text(path: Path, offset: int = 0) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(1 << 20).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _state(pid: int) -> str:
+    """The process's state letter, or nothing where it is gone."""
+    return _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].strip()[:1]
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

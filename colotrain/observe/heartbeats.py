@@ -1,0 +1,72 @@
+"""Signs of life: a small file per rank, in which it says when, and in what, it was last seen.
+
+Written by the ranks, read by the launcher of the same machine. Times are of the monotonic clock,
+which all processes of a machine share and nobody sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from colotrain.errors import ConfigError
+from colotrain.records import from_plain, to_plain
+
+LINE_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a rank said last."""
+
+    rank: int
+    pid: int
+    step: int
+    """The step it is in, from 1."""
+    phase: str
+    t: float
+    """Seconds of the monotonic clock."""
+    patience_s: float
+    """How long it may stay silent from then on."""
+
+
+class Heartbeat:
+    """A rank's own; without a path it is silent. Costs microseconds and never raises."""
+
+    def __init__(self, path: Path | None = None, *, rank: int = 0, patience_s: float = 0.0) -> None:
+        self.rank, self.patience_s, self._handle = rank, patience_s, -1
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                self._handle = os.open(path, flags, 0o600)
+
+    def beat(self, step: int, phase: str) -> None:
+        if self._handle < 0:
+            return
+        beat = Beat(
+            rank=self.rank,
+            pid=os.getpid(),
+            step=step,
+            phase=phase[:64],
+            t=time.monotonic(),
+            patience_s=self.patience_s,
+        )
+        line = json.dumps(to_plain(beat)).encode()[:LINE_BYTES].ljust(LINE_BYTES)
+        with contextlib.suppress(OSError):  # a full disk must not end training
+            os.pwrite(self._handle, line, 0)
+
+
+def read_beats(folder: Path) -> list[Beat]:
+    """The last signs of life in `folder`, by rank; what cannot be read is left out."""
+    found = []
+    for path in folder.glob("rank*.json"):
+        try:
+            found.append(from_plain(Beat, json.loads(path.read_text("ascii"))))
+        except (OSError, ValueError, RecursionError, ConfigError):
+            continue
+    return sorted(found, key=lambda beat: beat.rank)

@@ -1,0 +1,107 @@
+"""Faults that `train.on_gradients=tests.faults.plant:nothing` plants in a worker.
+
+The environment's PLANT is JSON: {"what": ..., "rank": 1, "step": 3} or, for kills at a file
+operation, {"what": "kill", "whom": "self" | "launcher", "rank": 0, "operation": 7}. Everything
+happens once: a file beside the run says that it did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ORDER: dict[str, Any] = json.loads(os.environ.get("PLANT", "{}"))
+MINE = ORDER.get("rank") == int(os.environ.get("RANK", "-1"))
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+seen = 0
+
+
+def once() -> bool:
+    """Whether it is to happen now, for the first time."""
+    try:
+        os.close(os.open(ORDER.get("marker", "planted"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return ORDER.get("always", False)
+    return True
+
+
+def nothing(model: Any, step: int) -> None:
+    """Called with the gradients of every step; `step` counts from 0."""
+    if MINE and ORDER.get("step") == step + 1 and ORDER["what"] in FAULTS and once():
+        FAULTS[ORDER["what"]](model)
+
+
+def kill(model: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(model: Any) -> None:
+    time.sleep(3600)
+
+
+def stop(model: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave(model: Any) -> None:
+    os._exit(0)
+
+
+def refuse(model: Any) -> None:
+    raise ValueError("the reactor is too warm")
+
+
+def terminate(model: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def allocate(model: Any) -> None:
+    limit, kept = ORDER.get("limit", ""), []
+    if limit:  # a memory cgroup, which this process joins
+        with open(limit, "w") as tasks:
+            tasks.write(str(os.getpid()))
+    while True:
+        kept.append(bytearray(os.urandom(1 << 20) * 32))
+
+
+def flip(model: Any) -> None:
+    """One bit of the first weight that this rank holds."""
+    import torch
+
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if local.numel():
+            local.detach().view(-1).view(torch.int32)[0] ^= 1 << 20
+            return
+
+
+FAULTS = {f.__name__: f for f in (kill, hang, stop, leave, refuse, terminate, allocate, flip)}
+
+
+def at_file_operation(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: ends a process before the n-th change of the checkpoints' folder."""
+    global seen
+    if event == "open":
+        path, flags = arguments[0], arguments[2]
+        if not isinstance(flags, int) or not flags & WRITES:
+            return
+    elif event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
+        path = arguments[0]
+    else:
+        return
+    if "/checkpoints/" not in os.fsdecode(path if isinstance(path, str | bytes) else ""):
+        return
+    seen += 1
+    if seen == ORDER["operation"] and once():
+        launcher = int(Path("launcher.pid").read_text())
+        os.kill(launcher if ORDER["whom"] == "launcher" else os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # who kills its launcher goes with it
+
+
+if MINE and "operation" in ORDER:
+    sys.addaudithook(at_file_operation)

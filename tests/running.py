@@ -1,0 +1,98 @@
+"""Running colotrain as a user does: the command, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colotrain.observe.events import Event, EventReader
+from colotrain.rundir import RunDir
+
+COMMAND_TIMEOUT_S = 240
+SMALL = (
+    "recipe=llm-tiny",
+    "model.args.d_model=32",
+    "model.args.num_layers=3",
+    "model.args.num_heads=2",
+    "model.args.d_hidden=64",
+    "data.seq_len=32",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.eval_steps=1",
+    "cluster.procs_per_node=2",
+)
+"""A plan that trains in a second or two."""
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@dataclass(frozen=True)
+class Colotrain:
+    """The command line, in `cwd`."""
+
+    cwd: Path
+
+    def __call__(self, *arguments: str, env: dict[str, str] | None = None) -> Result:
+        process = self.start(*arguments, env=env)
+        out, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
+        return Result(process.returncode, out, err)
+
+    def start(
+        self, *arguments: str, env: dict[str, str] | None = None, new_session: bool = False
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "colotrain", *arguments],
+            cwd=self.cwd,
+            env={**os.environ, "CI": "1", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=new_session,
+        )
+
+    def run(self, *overrides: str) -> dict[str, Any]:
+        """Train to the end; the summary."""
+        result = self("run", *overrides, "--json")
+        assert result.code == 0, result.err
+        return result.json  # type: ignore[no-any-return]
+
+    def rundir(self, name: str) -> RunDir:
+        return RunDir(self.cwd / "runs" / name)
+
+    def events(self, name: str) -> list[Event]:
+        return EventReader(self.rundir(name)).drain()
+
+
+def losses(summary: dict) -> list[float]:
+    return [loss for _, loss in summary["loss"]["history"]]
+
+
+def wait_for_step(colotrain: Colotrain, name: str, step: int, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        events = colotrain.events(name) if colotrain.rundir(name).events.is_dir() else []
+        if any(e.kind == "step" and e.fields["step"] >= step for e in events):
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"{name} did not reach step {step}")
+
+
+def pid_of(colotrain: Colotrain, name: str, rank: int) -> int:
+    started = [e for e in colotrain.events(name) if e.kind == "started" and e.rank == rank]
+    return int(started[-1].fields["pid"])
