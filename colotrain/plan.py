@@ -114,6 +114,9 @@ class ClusterPlan:
 class ElasticPlan:
     max_restarts: int
     hang_timeout_s: float
+    min_nodes: int = 1
+    max_nodes: int = 1
+    """Other than `cluster.nodes`: nodes may come and go, the global batch stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,11 @@ class RunDir:
         return self.path / "control" / "grads"
 
     @property
+    def meeting_file(self) -> Path:
+        """The secret by which the launchers of a run's nodes know one another."""
+        return self.path / "control" / "meeting.json"
+
+    @property
     def config_file(self) -> Path:
         """The composed configuration, which `recipe=` takes again."""
         return self.path / "config.yaml"
@@ -93,6 +98,10 @@ class RunDir:
     @property
     def launcher_events(self) -> Path:
         return self.events / "launcher.jsonl"
+
+    def node_events(self, node: int) -> Path:
+        """What the launcher of a node other than 0 writes."""
+        return self.events / f"node{node:05d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"

@@ -13,9 +13,11 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,13 +39,16 @@ from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import matmul_peak_flops
 from colotrain.plan import RunPlan
+from colotrain.resizing import resize
 from colotrain.rundir import RunDir
 
 
 def main(path: str) -> int:
     """Train the run in `path` as the rank that torchrun's variables name; returns the exit code."""
     stop = StopRequest(RunDir(path))
-    rundir, plan = RunDir(path), RunDir(path).plan()
+    rundir = RunDir(path)
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    plan = resize(rundir.plan(), nodes)
     rank = int(os.environ["RANK"])
     device = connect(plan)
     attempt = agree_on_attempt(rundir)
@@ -86,6 +91,7 @@ class StopRequest:
 def connect(plan: RunPlan) -> torch.device:
     """Join the process group; every wait in it is bounded by the plan's hang timeout."""
     torch.set_num_threads(plan.cluster.threads_per_rank)
+    choose_interface()
     timeout = datetime.timedelta(seconds=plan.elastic.hang_timeout_s)
     if plan.cluster.device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
@@ -95,6 +101,26 @@ def connect(plan: RunPlan) -> torch.device:
     backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
+
+
+def choose_interface() -> None:
+    """Let gloo use the network interface by which the store is reached, unless a user chose one.
+
+    By itself it takes the address of the host's own name, which may be 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError):
+        with socket.socket(_family(os.environ["MASTER_ADDR"]), socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], 9))  # a datagram socket sends nothing here
+            address = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(a.address.partition("%")[0] == address for a in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, None)[0][0]
 
 
 def agree_on_attempt(rundir: RunDir) -> int:

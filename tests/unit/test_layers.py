@@ -22,6 +22,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
+    "colotrain.resizing "
     "colotrain.dotted colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
     "colotrain.observe.difference colotrain.observe.attempt colotrain.observe.fold "
     "colotrain.observe.view"
