@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,23 @@ def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
     return settle(overrides, here=here).plan
 
 
-def settle(overrides: Sequence[str], *, here: bool = True, several: bool = False) -> Setting:
+def settle(
+    overrides: Sequence[str],
+    *,
+    here: bool = True,
+    several: bool = False,
+    adjust: Callable[[dict[str, Any]], None] = lambda config: None,
+) -> Setting:
     """Compose the arguments and resolve them; raises `ConfigError` with all problems.
 
     `here`: the plan is to run on this machine, so its ranks must find a place on it; `several`:
-    on others too.
+    on others too. `adjust` changes the composed configuration in place.
     """
     from colotrain.config.compose import gather
     from colotrain.config.machine import this_machine
 
     config, problems = gather(overrides)
+    adjust(config)
     machine = this_machine()
     plan, survey = _resolve(config, machine, found=problems)
     if here:

@@ -37,6 +37,7 @@ from colotrain.engine.transport import install
 from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
+from colotrain.observe.logs import own_log
 from colotrain.observe.probes import matmul_peak_flops
 from colotrain.plan import RunPlan
 from colotrain.resizing import resize
@@ -236,6 +237,7 @@ def announce(run: Run, attempt: int) -> None:
         pid=os.getpid(),
         host=socket.gethostname(),
         device=str(run.device),
+        log=own_log(),
         step=run.step,
     )
     if run.rank == 0:

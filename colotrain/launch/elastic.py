@@ -217,7 +217,7 @@ def _elastic(current: Launch) -> None:
             if result.state == WorkerState.SUCCEEDED and interrupted(rendezvous):
                 return RunResult(state=WorkerState.HEALTHY)  # and then it asks who waits
             if result.is_failed():
-                current.has_failed(_deaths(rundir, self._pcontext, result.failures))
+                current.has_failed(_deaths(folder, self._pcontext, result.failures))
                 final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
                 if final or not current.progressed:  # it would fail again
                     self._remaining_restarts = 0
@@ -231,6 +231,7 @@ def _elastic(current: Launch) -> None:
                 current.begins_again(rendezvous.regroup())
             super()._restart_workers(worker_group)
 
+    folder = _log_folder(current)
     spec = WorkerSpec(
         role="worker",
         local_world_size=plan.cluster.procs_per_node,
@@ -241,7 +242,7 @@ def _elastic(current: Launch) -> None:
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
-    logs = DefaultLogsSpecs(log_dir=str(_log_folder(rundir)), redirects=Std.ALL)
+    logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
     agent = Agent(spec=spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=10)
     failed: BaseException | None = None
     try:
@@ -255,7 +256,7 @@ def _elastic(current: Launch) -> None:
         rendezvous.end(current.cause() if ends_all else "")
 
 
-def _deaths(rundir: RunDir, processes: Any, failures: dict[int, Any]) -> list[Death]:
+def _deaths(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:
     """How the workers of this machine ended, those that the agent itself terminated left out.
 
     torch elastic reports only one of several that died within a poll; the processes tell all.
@@ -264,13 +265,13 @@ def _deaths(rundir: RunDir, processes: Any, failures: dict[int, Any]) -> list[De
     ended = getattr(getattr(processes, "_pc", None), "processes", [])
     codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
     codes |= {rank: failure.exitcode for rank, failure in failures.items()}
-    deaths = [_death(rundir, rank, rank - first_rank, code) for rank, code in codes.items() if code]
+    deaths = [_death(logs, rank, rank - first_rank, code) for rank, code in codes.items() if code]
     return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
 
 
-def _death(rundir: RunDir, rank: int, local_rank: int, code: int) -> Death:
-    logs = rundir.logs.glob(f"*/*/attempt_*/{local_rank}/stderr.log")
-    log = max(logs, key=lambda path: path.stat().st_mtime, default=rundir.logs)
+def _death(folder: Path, rank: int, local_rank: int, code: int) -> Death:
+    logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
+    log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
     lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
     return Death(rank=rank, exit_code=code, log=str(log), last_line=lines[-1] if lines else "")
 
@@ -285,8 +286,9 @@ def _end_now(current: Launch) -> None:
     os._exit(EXIT_CODES["interrupted"])
 
 
-def _log_folder(rundir: RunDir) -> Path:
-    folder = rundir.logs / time.strftime("%Y%m%d-%H%M%S")
+def _log_folder(current: Launch) -> Path:
+    of_node = f"-node{current.node.rank}" if current.plan.elastic.max_nodes > 1 else ""
+    folder = current.rundir.logs / (time.strftime("%Y%m%d-%H%M%S") + of_node)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

@@ -66,6 +66,7 @@ RULES = [
             "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.estimate.memory"
         ),
     ),
+    Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema")),
     Rule(
         "colotrain.launch.*",
         BASE
