@@ -37,8 +37,8 @@ def sources(rundir: RunDir, *, rank: int | None = None) -> list[Source]:
         for stream in ("stdout", "stderr"):
             path = Path(log).with_name(f"{stream}.log")
             if path.is_file():
-                found.append(Source(name=f"rank {number}", path=path))
-    return [Source(name=f"{s.name} {s.path.stem}", path=s.path) for s in found]
+                found.append(Source(name=f"rank {number} {stream}", path=path))
+    return found
 
 
 def _of_job(rundir: RunDir) -> Iterator[Source]:
