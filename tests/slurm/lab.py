@@ -113,7 +113,9 @@ class Lab:
 
     def wait_idle(self, timeout_s: float = START_S) -> None:
         deadline = time.monotonic() + timeout_s
-        while self("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split().count("idle") < self.nodes:
+        while (
+            self("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split().count("idle") < self.nodes
+        ):
             if time.monotonic() > deadline:
                 raise TimeoutError(self("sinfo", "-N", "-l") + self("squeue"))
             time.sleep(0.2)
@@ -138,7 +140,9 @@ def running(folder: Path, *, nodes: int = 2, requeue_exit: bool = True) -> Itera
         (folder / name).mkdir(parents=True)
     for number in range(4):
         os.mknod(folder / f"fakegpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu File={folder}/fakegpu[0-3]\n")
+    (folder / "gres.conf").write_text(
+        f"NodeName=n[1-{nodes}] Name=gpu File={folder}/fakegpu[0-3]\n"
+    )
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     base = _free_ports(nodes + 1)
     lab = Lab(folder, nodes)
