@@ -258,6 +258,21 @@ def inspect_grads(
 
 
 @app.command()
+def doctor(
+    overrides: Overrides = None,
+    all_nodes: Annotated[
+        bool, typer.Option("--all-nodes", help="On every node of an allocation, and between them.")
+    ] = False,
+    only: Annotated[str, typer.Option(metavar="NAMES", help="Only these checks: name,runs.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Find what could keep a run from starting or from going fast, with the fix for each."""
+    from colotrain.cli.doctor import doctor as examine
+
+    return examine(overrides or [], as_json=as_json, all_nodes=all_nodes, only=only)
+
+
+@app.command()
 def completion(
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False)],
 ) -> int:

@@ -92,7 +92,7 @@ class StopRequest:
 def connect(plan: RunPlan) -> torch.device:
     """Join the process group; every wait in it is bounded by the plan's hang timeout."""
     torch.set_num_threads(plan.cluster.threads_per_rank)
-    choose_interface()
+    choose_interface(os.environ["MASTER_ADDR"])
     timeout = datetime.timedelta(seconds=plan.elastic.hang_timeout_s)
     if plan.cluster.device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
@@ -104,16 +104,16 @@ def connect(plan: RunPlan) -> torch.device:
     return device
 
 
-def choose_interface() -> None:
-    """Let gloo use the network interface by which the store is reached, unless a user chose one.
+def choose_interface(store: str) -> None:
+    """Let gloo use the interface by which the store's host is reached, unless a user chose one.
 
     By itself it takes the address of the host's own name, which may be 127.0.1.1.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError):
-        with socket.socket(_family(os.environ["MASTER_ADDR"]), socket.SOCK_DGRAM) as probe:
-            probe.connect((os.environ["MASTER_ADDR"], 9))  # a datagram socket sends nothing here
+        with socket.socket(_family(store), socket.SOCK_DGRAM) as probe:
+            probe.connect((store, 9))  # a datagram socket sends nothing here
             address = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if any(a.address.partition("%")[0] == address for a in addresses):

@@ -84,6 +84,8 @@ RULES = [
     Rule("colotrain.observe.*", BASE | names(PURE_FACE) | names(FACE) | {"rich"}),
     Rule("colotrain.engine.*", WORKER | TENSORS | names("colotrain.engine")),
     Rule("colotrain.estimate.*", WORKER | TENSORS | names("colotrain.engine colotrain.estimate")),
+    Rule("colotrain.doctor.exchange", BASE | names("colotrain.doctor"), names("colotrain torch")),
+    Rule("colotrain.doctor.*", BASE | names("colotrain.doctor psutil"), names("torch")),
     Rule("colotrain.verify.runner", WORKER | TENSORS | names("colotrain.launch colotrain.verify")),
     Rule("colotrain.verify.*", WORKER | TENSORS | names("colotrain.engine colotrain.verify")),
     Rule(
