@@ -171,6 +171,9 @@ class ElasticPlan:
     grace_s: float = 300.0
     check_every: int = 0
     """0: never."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    """Other than `cluster.nodes`: nodes may come and go, the global batch stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

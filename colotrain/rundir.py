@@ -91,6 +91,41 @@ class RunDir:
         return self.heartbeats / f"rank{rank:05d}.json"
 
     @property
+    def meeting_file(self) -> Path:
+        """The secret by which the launchers of a run's nodes know one another."""
+        return self.path / "control" / "meeting.json"
+
+    @property
+    def cancel_file(self) -> Path:
+        """Its presence keeps the run's job from being queued again."""
+        return self.path / "control" / "cancel"
+
+    @property
+    def finished_file(self) -> Path:
+        """Left by a job whose run has finished: queued again, it would have nothing to do."""
+        return self.path / "control" / "finished"
+
+    @property
+    def job_file(self) -> Path:
+        """The number of the SLURM job that runs it."""
+        return self.path / "job.json"
+
+    @property
+    def script_file(self) -> Path:
+        """What was submitted; of a sweep, in the sweep's folder."""
+        return self.path / "job.sbatch"
+
+    @property
+    def sweep_file(self) -> Path:
+        """In the folder of a sweep: its elements' runs and overrides."""
+        return self.path / "sweep.json"
+
+    @property
+    def code(self) -> Path:
+        """A copy of the working tree that the run was submitted from."""
+        return self.path / "code"
+
+    @property
     def config_file(self) -> Path:
         """The composed configuration, which `recipe=` takes again."""
         return self.path / "config.yaml"
@@ -120,6 +155,10 @@ class RunDir:
     @property
     def launcher_events(self) -> Path:
         return self.events / "launcher.jsonl"
+
+    def node_events(self, node: int) -> Path:
+        """What the launcher of a node other than 0 writes."""
+        return self.events / f"node{node:05d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"

@@ -58,6 +58,12 @@ def about(
     """Distributed PyTorch training: change the plugin, and nothing else changes."""
 
 
+Sweep = Annotated[
+    bool,
+    typer.Option("--sweep", help="A run for every combination of values: optim.lr=1e-3,3e-4."),
+]
+
+
 @app.command()
 def run(
     overrides: Overrides = None,
@@ -66,8 +72,13 @@ def run(
     detach: Annotated[
         bool, typer.Option("--detach", help="Train in the background; print the run's folder.")
     ] = False,
+    sweep: Sweep = False,
 ) -> int:
     """Train, and follow the run until it ends."""
+    if sweep:
+        from colotrain.cli.sweeps import run_sweep
+
+        return run_sweep(overrides or [], as_json=as_json, force=force)
     from colotrain.cli.run import run as start
 
     return start(overrides or [], as_json=as_json, force=force, detach=detach)
@@ -126,6 +137,58 @@ def resume(name: Run = None, overrides: Overrides = None, as_json: Json = False)
 
 
 @app.command()
+def submit(
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script.")] = False,
+    test_only: Annotated[
+        bool, typer.Option("--test-only", help="Ask SLURM whether it would take the job.")
+    ] = False,
+    sweep: Sweep = False,
+    max_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> int:
+    """Hand a run, or a sweep of runs, to SLURM."""
+    from colotrain.cli import submit as module
+
+    what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
+    if sweep:
+        return module.submit_sweep(overrides or [], max_parallel=max_parallel, **what)
+    if max_parallel is not None:
+        raise UsageError("--max-parallel: expected --sweep beside it", "add --sweep")
+    return module.submit(overrides or [], **what)
+
+
+@app.command(hidden=True)
+def node(
+    path: Annotated[str, typer.Argument(metavar="RUN_DIR")],
+    head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "127.0.0.1:0",
+) -> int:
+    """A node's part of a run: what the script of a job starts."""
+    from colotrain.cli.node import node as take_part
+
+    return take_part(path, head)
+
+
+@app.command()
+def logs(
+    name: Run = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Of this rank only.", show_default=False)
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines per log.")] = 40,
+    as_json: Json = False,
+) -> int:
+    """Show what the job and the workers of a run print."""
+    from colotrain.cli.logs import logs as show
+
+    return show(name, follows=follow, rank=rank, lines=lines, as_json=as_json)
+
+
+@app.command()
 def stop(name: Run = None) -> int:
     """Ask a run to save and stop after the step it is in."""
     from colotrain.cli.runs import stop as ask
@@ -134,8 +197,15 @@ def stop(name: Run = None) -> int:
 
 
 @app.command()
-def runs(as_json: Json = False) -> int:
+def runs(
+    sweep: Annotated[str, typer.Option(metavar="NAME", help="The results of a sweep.")] = "",
+    as_json: Json = False,
+) -> int:
     """List the runs under ./runs."""
+    if sweep:
+        from colotrain.cli.sweeps import print_sweep
+
+        return print_sweep(sweep, as_json=as_json)
     from colotrain.cli.runs import list_runs
 
     return list_runs(as_json=as_json)
@@ -265,6 +335,21 @@ def inspect_data(
     from colotrain.cli.data import inspect
 
     return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    all_nodes: Annotated[
+        bool, typer.Option("--all-nodes", help="On every node of an allocation, and between them.")
+    ] = False,
+    only: Annotated[str, typer.Option(metavar="NAMES", help="Only these checks: name,runs.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Find what could keep a run from starting or from going fast, with the fix for each."""
+    from colotrain.cli.doctor import doctor as examine
+
+    return examine(overrides or [], as_json=as_json, all_nodes=all_nodes, only=only)
 
 
 @app.command()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colotrain.config.checks import split_address
 from colotrain.config.machine import Machine
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem
+from colotrain.launch.rendezvous import Node
 from colotrain.plan import FreezePlan, ModelPlan, RunPlan, Survey
 
 MOST_RANKS_PER_CORE = 16
@@ -34,19 +36,27 @@ def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
     return settle(overrides, here=here).plan
 
 
-def settle(overrides: Sequence[str], *, here: bool = True) -> Setting:
+def settle(
+    overrides: Sequence[str],
+    *,
+    here: bool = True,
+    several: bool = False,
+    adjust: Callable[[dict[str, Any]], None] = lambda config: None,
+) -> Setting:
     """Compose the arguments and resolve them; raises `ConfigError` with all problems.
 
-    `here`: the plan is to run on this machine, so its ranks must find a place on it.
+    `here`: the plan is to run on this machine, so its ranks must find a place on it; `several`:
+    on others too. `adjust` changes the composed configuration in place.
     """
     from colotrain.config.compose import gather
     from colotrain.config.machine import this_machine
 
     config, problems = gather(overrides)
+    adjust(config)
     machine = this_machine()
     plan, survey = _resolve(config, machine, found=problems)
     if here:
-        check_place(plan, machine)
+        check_place(plan, machine, several=several)
     return Setting(config=config, plan=plan, survey=survey, machine=machine)
 
 
@@ -67,10 +77,10 @@ def _resolve(
     return plan, surveys[-1]
 
 
-def check_place(plan: RunPlan, machine: Machine) -> None:
+def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
     """Refuse ranks that this machine has no device for, or absurdly many."""
-    if plan.cluster.nodes > 1:
-        expected, fix = "1: runs on several nodes are not available yet", "use `colotrain plan`"
+    if plan.cluster.nodes > 1 and not several:
+        expected, fix = "1: this verb uses one machine", "set cluster.nodes=1"
         key, value = "cluster.nodes", plan.cluster.nodes
         raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
     most, why = machine.num_devices, f"{machine.num_devices} GPUs that torch can use"
@@ -82,6 +92,27 @@ def check_place(plan: RunPlan, machine: Machine) -> None:
         fix = "lower it, or use `colotrain plan` to plan for another machine"
         key = "cluster.procs_per_node"
         raise ConfigError([Problem(key=key, value=procs, expected=expected, fix=fix)])
+
+
+def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
+    """Which of the run's nodes this machine is; raises `ConfigError` where that is not said."""
+    cluster = config["cluster"]
+    if plan.elastic.max_nodes == 1:
+        return Node()
+    wanted = {
+        "name": (config["name"], "name=NAME, the same on every node"),
+        "cluster.rank": (cluster["rank"], "cluster.rank=0 on the first node, 1 on the next"),
+        "cluster.head": (cluster["head"], "cluster.head=HOST:PORT of node 0 on every node"),
+    }
+    problems = [
+        Problem(key=key, expected="a value, in a run on several nodes", fix=f"add {fix}")
+        for key, (value, fix) in wanted.items()
+        if value is None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    host, port = split_address(cluster["head"]) or ("", 0)
+    return Node(rank=cluster["rank"], host=host, port=port)
 
 
 def check_fits(plan: RunPlan) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from colotrain.cli.output import print_json, stderr_console
-from colotrain.cli.resolving import check_fits, settle
+from colotrain.cli.resolving import check_fits, place_of, settle
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.launch.forkserver import warm_up
+from colotrain.launch.rendezvous import Node
 from colotrain.plan import RunPlan
 from colotrain.rundir import RUNS, RunDir, write_atomically
 
@@ -19,17 +21,20 @@ if TYPE_CHECKING:
     from colotrain.data.tokens import Prepared
     from colotrain.observe.events import Event
 
+ALONE = Node()
+
 
 def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: bool = False) -> int:
     """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere."""
     if not detach:
         warm_up()
-    setting = settle(overrides)
+    setting = settle(overrides, several=True)
     plan = setting.plan
+    node = place_of(setting.config, plan)
     if not force:
         check_fits(plan)
     rundir = RunDir(RUNS / plan.name)
-    if rundir.plan_file.exists() and plan.checkpoint.resume == "none":
+    if node.is_head and rundir.plan_file.exists() and plan.checkpoint.resume == "none":
         raise UsageError(
             f"name={plan.name}: {rundir.path} exists",
             "choose another name, or checkpoint.resume=auto to go on with it",
@@ -38,33 +43,44 @@ def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: boo
         from colotrain.cli.detach import detach as start
 
         return start(plan, rundir, setting.config, as_json=as_json)
-    return train(plan, rundir, setting.config, as_json=as_json)
+    return train(plan, rundir, setting.config, node=node, as_json=as_json)
 
 
 def resume(run: str | None, overrides: list[str], *, as_json: bool) -> int:
     """Go on with a run from its newest checkpoint; with overrides its plan is made anew."""
     rundir = RunDir.find(run)
     warm_up()
-    if not overrides:
+    if not overrides and rundir.plan().elastic.max_nodes == 1:
         return train(rundir.plan(), rundir, None, as_json=as_json)
     if not rundir.config_file.is_file():
         raise UsageError(f"{rundir.path}: has no {rundir.config_file.name}", "resume it unchanged")
-    setting = settle([f"recipe={rundir.config_file}", *overrides, f"name={rundir.name}"])
-    return train(setting.plan, rundir, setting.config, as_json=as_json)
+    arguments = [f"recipe={rundir.config_file}", *overrides, f"name={rundir.name}"]
+    setting = settle(arguments, several=True)
+    node = place_of(setting.config, setting.plan)
+    return train(setting.plan, rundir, setting.config, node=node, as_json=as_json)
 
 
-def train(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_json: bool) -> int:
+def train(
+    plan: RunPlan,
+    rundir: RunDir,
+    config: dict[str, Any] | None,
+    *,
+    node: Node = ALONE,
+    as_json: bool,
+) -> int:
     """Write the plan, prepare the data, launch, follow, and leave `summary.json`.
 
     `config` is what a new plan was made from, so that the run can be resumed with changes; None
-    where the plan is the run's own.
+    where the plan is the run's own. A node other than the first only helps.
     """
     from colotrain.observe.fold import follow
     from colotrain.observe.progress import print_summary
     from colotrain.observe.view import summary
 
     console = stderr_console()
-    exit_code, cause = carry_out(plan, rundir, config, console=console)
+    if not node.is_head:
+        return help_out(plan, rundir, node, console=console)
+    exit_code, cause = carry_out(plan, rundir, config, node=node, console=console)
     view = follow(rundir)
     document = summary(view, plan, rundir)
     rundir.write_summary(document)
@@ -76,26 +92,39 @@ def train(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, as_js
     return exit_code
 
 
+def help_out(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> int:
+    """Run this node's workers of a run that node 0 leads: it writes the plan and the summary."""
+    from colotrain.launch.elastic import launch
+
+    rundir.create()
+    prepare_data(plan, console)
+    where = f"node 0 at {node.host}:{node.port}"
+    print(f"node {node.rank} of {rundir.name}: with {where}", file=sys.stderr, flush=True)
+    exit_code, cause = launch(plan, rundir, node=node)
+    if exit_code == ColotrainError.exit_code:
+        raise ColotrainError(f"node {node.rank}: {cause}", "see what node 0 says")
+    return exit_code
+
+
 def carry_out(
-    plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None, *, console: Console
+    plan: RunPlan,
+    rundir: RunDir,
+    config: dict[str, Any] | None,
+    *,
+    node: Node = ALONE,
+    console: Console,
 ) -> tuple[int, str]:
     """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
-    from colotrain.data.tokens import prepare_all
     from colotrain.launch.elastic import launch
     from colotrain.observe import liveness
     from colotrain.observe.fold import Fold
-    from colotrain.observe.progress import preparation, progress_for
+    from colotrain.observe.progress import progress_for
     from colotrain.observe.trackers import Trackers
 
     rundir.create()
     with liveness.claim(rundir):
         write_down(plan, rundir, config)
-        if plan.data.source != "target":
-            with preparation(console) as progress:
-                shards = prepare_all(plan.data, progress=progress)
-            for shard in shards:
-                check_vocabulary(plan, shard)
-            tell_losses(plan, shards, console)
+        prepare_data(plan, console)
         fold = Fold(max_steps=plan.train.max_steps)
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
 
@@ -103,9 +132,23 @@ def carry_out(
                 fold.add(events)
                 shown.update(fold.view(), [*events, *trackers.take(events)])
 
-            ended = launch(plan, rundir, follow=show)
+            ended = launch(plan, rundir, follow=show, node=node)
             shown.update(fold.view(), trackers.close())
     return ended
+
+
+def prepare_data(plan: RunPlan, console: Console) -> None:
+    """Tokenize what the plan trains on, unless the user's own code gives the samples."""
+    from colotrain.data.tokens import prepare_all
+    from colotrain.observe.progress import preparation
+
+    if plan.data.source == "target":
+        return
+    with preparation(console) as progress:
+        shards = prepare_all(plan.data, progress=progress)
+    for shard in shards:
+        check_vocabulary(plan, shard)
+    tell_losses(plan, shards, console)
 
 
 def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from colotrain.cli.output import is_live, print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.launch import queue
 from colotrain.observe.events import EventReader
 from colotrain.observe.fold import Fold, follow
 from colotrain.observe.liveness import is_alive, launcher_of, state
@@ -57,11 +58,15 @@ class Row:
     run_dir: str
     problem: str | None = None
     """Why a damaged run cannot be read."""
+    job: str | None = None
+    """Its SLURM job."""
+    job_state: str | None = None
+    job_reason: str | None = None
 
 
 def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
     """Print every run under `root`, the newest first."""
-    rows = [row_of(rundir) for rundir in newest_first(root)]
+    rows = rows_of(newest_first(root))
     if as_json:
         print_json(to_plain(rows))
         return 0
@@ -73,6 +78,30 @@ def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
     else:
         print(f"no runs under {root.absolute()}", file=sys.stderr)
     return 0
+
+
+def rows_of(rundirs: list[RunDir]) -> list[Row]:
+    """What the list says about runs: what their folders tell, and SLURM about their jobs."""
+    rows = [row_of(rundir) for rundir in rundirs]
+    jobs = {rundir.name: known.job for rundir in rundirs if (known := queue.recall(rundir))}
+    if not jobs:
+        return rows
+    answers = queue.ask(jobs.values())
+    if answers.trouble:
+        print(f"warning: {answers.trouble}", file=sys.stderr)
+    return [
+        row if row.name not in jobs else _with_job(row, jobs[row.name], answers.states)
+        for row in rows
+    ]
+
+
+def _with_job(row: Row, job: str, states: dict[str, queue.JobState]) -> Row:
+    """A run that never started says what its job does, where that is over too."""
+    said = states.get(job)
+    if said is None:
+        return replace(row, job=job)
+    now = "cancelled" if row.state == "starting" and said.state in queue.OVER else row.state
+    return replace(row, state=now, job=job, job_state=said.state, job_reason=said.reason or None)
 
 
 def newest_first(root: Path) -> list[RunDir]:
@@ -171,9 +200,20 @@ def print_table(rows: list[Row]) -> None:
         table.add_column(title, overflow="fold")
     for title in ("WORLD", "STEP", "LOSS", "TOKENS/S", "AGE"):
         table.add_column(title, justify="right", no_wrap=True)
+    has_jobs = any(row.job for row in rows)
+    if has_jobs:
+        table.add_column("JOB", overflow="fold")
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row), *([Text(clean(job_text(row)))] if has_jobs else []))
     console.print(table)
+
+
+def job_text(row: Row) -> str:
+    """`123 PENDING (Resources)`."""
+    if row.job is None:
+        return "-"
+    reason = f" ({row.job_reason})" if row.job_reason else ""
+    return f"{row.job} {row.job_state or 'unknown'}{reason}"
 
 
 def cells(row: Row) -> list[Text]:
@@ -193,6 +233,9 @@ def cells(row: Row) -> list[Text]:
 def stop(run: str | None, *, root: Path = RUNS, timeout_s: float = STOP_TIMEOUT_S) -> int:
     """Ask a run to save and stop, and wait until it has; 1 where it has not, or has failed."""
     rundir = RunDir.find(run, root=root)
+    submitted = queue.recall(rundir)
+    if submitted is not None:
+        return stop_job(rundir, submitted.job, timeout_s=timeout_s)
     view = follow(rundir, ranks={0})
     now = state(rundir, view)
     waiting = view.launched_at is None and is_alive(rundir) is False
@@ -206,6 +249,30 @@ def stop(run: str | None, *, root: Path = RUNS, timeout_s: float = STOP_TIMEOUT_
         return 1
     rundir.stop_file.unlink(missing_ok=True)
     print(_how_it_ended(rundir, ended))
+    return 1 if ended in ("failed", "dead") else 0
+
+
+def stop_job(rundir: RunDir, job: str, *, timeout_s: float) -> int:
+    """Let a job's run save, then take the job out of SLURM; it is not queued again."""
+    answers = queue.ask([job])
+    said = answers.states.get(job)
+    if said is None or said.state in queue.OVER:
+        what = f"job {job} is over ({said.state})" if said else f"job {job} is not known"
+        trouble = f" ({answers.trouble})" if answers.trouble else ""
+        raise UsageError(f"{rundir.name}: {what}{trouble}", "`colotrain runs` shows what runs")
+    rundir.cancel_file.touch(mode=0o600)
+    ended: str | None = None
+    if said.state == "RUNNING":
+        ask_to_stop(rundir)
+        ended = wait_for_end(rundir, timeout_s=timeout_s)
+        rundir.stop_file.unlink(missing_ok=True)
+    queue.cancel(job)
+    if said.state == "RUNNING" and ended is None:
+        print(_still_running(rundir, timeout_s), file=sys.stderr)
+        return 1
+    waited = f"{rundir.name}: was waiting ({said.state})"
+    print(_how_it_ended(rundir, ended) if ended else waited, end="")
+    print(f"; job {job} is cancelled")
     return 1 if ended in ("failed", "dead") else 0
 
 

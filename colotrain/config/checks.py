@@ -6,6 +6,7 @@ Nothing here looks at the machine or the model.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
 from colotrain.config.schema import Config
 from colotrain.config.shipped import recipe_names
+from colotrain.config.slurm import check_slurm
 from colotrain.dotted import FORM
 from colotrain.errors import Problem, suggest
 from colotrain.records import to_plain
@@ -35,6 +37,9 @@ AT_LEAST: dict[str, float] = {
     "cluster.nodes": 1,
     "cluster.procs_per_node": 1,
     "train.max_rollbacks": 1,
+    "cluster.slurm.cpus_per_task": 1,
+    "cluster.slurm.warn_s": 1,
+    "cluster.slurm.max_requeues": 0,
     "elastic.max_restarts": 0,
     "elastic.check_every": 0,
     "checkpoint.every": 0,
@@ -78,6 +83,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from check_adapter(settings.adapter)
     yield from _check_optim(settings)
     yield from _check_nodes(settings)
+    yield from check_slurm(settings.cluster.slurm)
     for key in ("model.target", "data.target", "train.on_gradients"):
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)
@@ -152,11 +158,35 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
 
 
 def _check_nodes(settings: Config) -> Iterator[Problem]:
-    nodes, elastic = settings.cluster.nodes, settings.elastic
-    for name, value in (("min_nodes", elastic.min_nodes), ("max_nodes", elastic.max_nodes)):
-        if value not in (None, nodes):
-            expected = f"{nodes}, as cluster.nodes (a changing number is not available yet)"
-            yield Problem(key=f"elastic.{name}", value=value, expected=expected, fix="remove it")
+    cluster, elastic = settings.cluster, settings.elastic
+    nodes, least, most = cluster.nodes, elastic.min_nodes, elastic.max_nodes
+    if least is not None and not 1 <= least <= nodes:
+        expected = f"from 1 to cluster.nodes, {nodes}"
+        yield Problem(key="elastic.min_nodes", value=least, expected=expected, fix="or remove it")
+    if most is not None and most < nodes:
+        expected = f"at least cluster.nodes, {nodes}"
+        yield Problem(key="elastic.max_nodes", value=most, expected=expected, fix="or remove it")
+    most = max(nodes, most or 0)
+    if cluster.rank is not None and not 0 <= cluster.rank < most:
+        expected = f"from 0 to {most - 1}, one of {most} nodes"
+        yield Problem(
+            key="cluster.rank",
+            value=cluster.rank,
+            expected=expected,
+            fix="give each node a number of its own",
+        )
+    if cluster.head is not None and split_address(cluster.head) is None:
+        fix = "for example cluster.head=node0:29500, the same on every node"
+        expected = "HOST:PORT of node 0, with a port from 1 to 65535"
+        yield Problem(key="cluster.head", value=cluster.head, expected=expected, fix=fix)
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """Host and port of `HOST:PORT` or `[HOST]:PORT`; None where it is neither."""
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([\w.-]+)):(\d{1,5})", text)
+    if found is None or not 0 < int(found[3]) < 1 << 16:
+        return None
+    return found[1] or found[2], int(found[3])
 
 
 def _check_dotted(key: str, value: str | None) -> Iterator[Problem]:

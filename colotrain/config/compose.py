@@ -7,6 +7,7 @@ ever started.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -67,6 +69,28 @@ def gather(
     if recipe is not None and config.get("recipe") is None:  # a saved configuration names its own
         config["recipe"] = recipe
     return resolve_references(config, problems), problems
+
+
+def combinations(overrides: Sequence[str]) -> list[list[str]]:
+    """Every choice among values given with commas: `a=1,2 b=3` is `a=1 b=3` and `a=2 b=3`.
+
+    The last one changes fastest. Raises `ConfigError` where an argument cannot be read.
+    """
+    version.setbase("1.3")
+    parser, problems = OverridesParser.create(), list[Problem]()
+    lists: list[list[str]] = []
+    for text in overrides:
+        try:
+            override = _parse_lenient(parser, text)
+            split = [[text]]
+            if override.is_sweep_override():
+                split = BasicSweeper.split_arguments([override], None)[0]
+            lists.append([choice for (choice,) in split])
+        except HydraException as error:
+            problems.append(_explain(parser, text, error))
+    if problems:
+        raise ConfigError(problems)
+    return [list(choice) for choice in itertools.product(*lists)]
 
 
 def _parse(overrides: Sequence[str], search: Search, problems: list[Problem]) -> Iterator[Override]:

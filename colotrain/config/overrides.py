@@ -40,7 +40,7 @@ def wrong_value(text: str, reason: str) -> Problem:
 
 def several_values(text: str) -> Problem:
     key, _, value = text.partition("=")
-    fix = "a list of choices needs --sweep, which is not available yet"
+    fix = "a list of choices needs `run --sweep` or `submit --sweep`"
     if _takes_list(key):
         fix = f"write {key}=[{value}] for a list"
     return Problem(key=key, value=value, expected="one value", fix=fix)

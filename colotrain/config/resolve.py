@@ -32,6 +32,7 @@ from colotrain.plan import (
     TrainPlan,
 )
 from colotrain.records import read, sections
+from colotrain.resizing import reachable
 from colotrain.rundir import run_name
 
 
@@ -55,6 +56,8 @@ def resolve(
     settings = _with_tokenizer(settings)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     scale, batch = scale_out(settings, machine, problems)
+    if batch is not None:
+        problems += _check_sizes(settings.elastic, scale, batch)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
     data = data_plan(settings.data, problems)
@@ -89,7 +92,7 @@ def resolve(
         optim=optim,
         freeze=dataclasses.replace(freeze, matched=looked.matched),
         cluster=_cluster(scale, machine),
-        elastic=_elastic(settings.elastic),
+        elastic=_elastic(settings.elastic, scale.nodes),
         checkpoint=_checkpoint(settings),
         observe=_observe(settings.observe),
         parameters=count(looked),
@@ -203,13 +206,31 @@ def _checkpoint(settings: Config) -> CheckpointPlan:
     )
 
 
-def _elastic(elastic: Elastic) -> ElasticPlan:
+def _elastic(elastic: Elastic, nodes: int) -> ElasticPlan:
     return ElasticPlan(
         max_restarts=elastic.max_restarts,
         hang_timeout_s=elastic.hang_timeout_s,
         grace_s=elastic.grace_s,
         check_every=elastic.check_every or 0,
+        min_nodes=elastic.min_nodes or nodes,
+        max_nodes=elastic.max_nodes or nodes,
     )
+
+
+def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Problem]:
+    """Numbers of nodes between the fewest and the most that cannot share out the batch."""
+    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
+    wanted = range(least, most + 1)
+    found = reachable(batch.global_batch, batch.micro_batch * scale.procs_per_node, wanted)
+    missing = [str(nodes) for nodes in wanted if nodes not in found]
+    if missing and (least, most) != (scale.nodes, scale.nodes):
+        key, fix = "train.global_batch", "change one of these, or elastic.min_nodes and max_nodes"
+        expected = (
+            f"a multiple of {batch.micro_batch} × {scale.procs_per_node} × nodes for every number "
+            f"of nodes from {least} to {most}, which it is not for {', '.join(missing)} "
+            f"(reachable: {', '.join(map(str, found)) or 'none'})"
+        )
+        yield Problem(key=key, value=batch.global_batch, expected=expected, fix=fix)
 
 
 def _observe(observe: Observe) -> ObservePlan:

@@ -216,6 +216,58 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slurm:
+    """The job that `colotrain submit` hands to SLURM; what is null is left to the site."""
+
+    partition: str | None = None
+    """Partition, or several with commas between."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    time: str | int | None = None
+    """Time limit: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
+    gpus_per_node: int | str | None = None
+    """GPUs on each node (`8`, `h100:8`): as many ranks, unless `cluster.procs_per_node` is set."""
+    gres: str | None = None
+    """Generic resources of each node, where a site has no `gpus_per_node`: `gpu:8`."""
+    cpus_per_task: int | None = None
+    """CPUs of each node: one launcher runs there, with all its ranks."""
+    memory: str | int | None = None
+    """Memory of each node: `64G`; `0` is all of it."""
+    exclude: str | None = None
+    """Nodes not to use."""
+    nodelist: str | None = None
+    """Nodes to use."""
+    dependency: str | None = None
+    """As in `afterok:1234`."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    reservation: str | None = None
+    """Reservation to run in."""
+    mail_user: str | None = None
+    """Who is told by mail."""
+    mail_type: str | None = None
+    """Of what: `END,FAIL`."""
+    comment: str | None = None
+    """Any text."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Any other flag of sbatch, without its dashes: `{exclusive: true, switches: 1}`."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of shell before the run, as they are written: `module load cuda`."""
+    container: list[str] = field(default_factory=list)
+    """Words before the command on each node: `[apptainer, exec, --nv, image.sif]`."""
+    python: str | None = None
+    """The interpreter on the nodes; null: the one that submits."""
+    snapshot: bool = False
+    """Run from a copy of the git working tree, so that editing code cannot change a queued job."""
+    warn_s: int = 60
+    """Seconds before the time limit at which the run saves and is queued again."""
+    max_requeues: int = 100
+    """How often a job that was preempted or ran out of time is queued again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Where the run happens."""
 
@@ -227,6 +279,12 @@ class Cluster:
     """auto, cpu, or cuda."""
     memory: Size = "auto"
     """Memory a rank may use; auto: the GPU's, or an equal part of the host's."""
+    rank: int | None = None
+    """Several machines started by hand: this one's number, from 0."""
+    head: str | None = None
+    """Several machines started by hand: `HOST:PORT` of machine 0, where the others find it."""
+    slurm: Slurm = field(default_factory=Slurm)
+    """The job that `colotrain submit` hands to SLURM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +294,9 @@ class Elastic:
     max_restarts: int = 3
     """Restarts of the workers before the run fails; 0: none."""
     min_nodes: int | None = None
-    """Fewest machines the run goes on with; so far this can only be `cluster.nodes`."""
+    """Fewest machines the run goes on with; null: `cluster.nodes`."""
     max_nodes: int | None = None
-    """Most machines the run takes; so far this can only be `cluster.nodes`."""
+    """Most machines the run takes; null: `cluster.nodes`."""
     hang_timeout_s: float = 600.0
     """Seconds without a sign of life from a rank after which the run is restarted; before the end
     of the first step at least 600 (1800 with `train.compile`)."""

@@ -14,9 +14,11 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,8 +42,10 @@ from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
+from colotrain.observe.logs import own_log
 from colotrain.observe.probes import matmul_peak_flops
 from colotrain.plan import RunPlan
+from colotrain.resizing import resize
 from colotrain.rundir import RunDir
 
 STARTING_S, COMPILING_S = 600.0, 1800.0
@@ -50,7 +54,9 @@ STARTING_S, COMPILING_S = 600.0, 1800.0
 def main(path: str) -> int:
     """Train the run in `path` as the rank that torchrun's variables name; returns the exit code."""
     stop = StopRequest(RunDir(path))
-    rundir, plan = RunDir(path), RunDir(path).plan()
+    rundir = RunDir(path)
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    plan = resize(rundir.plan(), nodes)
     rank = int(os.environ["RANK"])
     heartbeat = Heartbeat(rundir.heartbeat_file(rank), rank=rank, patience_s=start_patience(plan))
     heartbeat.beat(0, "start")
@@ -104,6 +110,7 @@ def connect(plan: RunPlan) -> torch.device:
     The launcher notices a rank that hangs earlier, and can say which.
     """
     torch.set_num_threads(plan.cluster.threads_per_rank)
+    choose_interface(os.environ["MASTER_ADDR"])
     timeout = datetime.timedelta(seconds=start_patience(plan) + plan.elastic.hang_timeout_s)
     if plan.cluster.device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)
@@ -113,6 +120,26 @@ def connect(plan: RunPlan) -> torch.device:
     backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
+
+
+def choose_interface(store: str) -> None:
+    """Let gloo use the interface by which the store's host is reached, unless a user chose one.
+
+    By itself it takes the address of the host's own name, which may be 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError):
+        with socket.socket(_family(store), socket.SOCK_DGRAM) as probe:
+            probe.connect((store, 9))  # a datagram socket sends nothing here
+            address = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(a.address.partition("%")[0] == address for a in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, None)[0][0]
 
 
 def agree_on_attempt(rundir: RunDir) -> int:
@@ -246,6 +273,7 @@ def announce(run: Run, attempt: int) -> None:
         pid=os.getpid(),
         host=socket.gethostname(),
         device=str(run.device),
+        log=own_log(),
         step=run.step,
     )
     if run.rank == 0:

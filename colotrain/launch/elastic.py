@@ -14,19 +14,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from colotrain.errors import FINAL_EXIT
+from colotrain.errors import FINAL_EXIT, UsageError
 from colotrain.launch.causes import Death, describe, num_killed_for_memory
 from colotrain.launch.forkserver import ENTRY, warm_up, work
+from colotrain.launch.meeting import MeetingError, Refused, Stopped
+from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
 from colotrain.observe.events import Event, EventReader, EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
 POLL_S = 0.2
+REGROUP_S = 3.0
+"""How long nodes may take to learn that others come or go: some of the meeting's reports."""
 EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75, "interrupted": 130}
 
 
@@ -39,6 +43,7 @@ class Launch:
     events: EventWriter
     worker: str
     """Module that each worker process runs."""
+    node: Node
     watch: Watch
     killed_for_memory: int = field(default_factory=num_killed_for_memory)
     """Processes that the kernel had ended for want of memory when this began."""
@@ -50,6 +55,10 @@ class Launch:
     """How the workers of the newest attempt that failed ended."""
     ended: list[Event] = field(default_factory=list)
     """What workers said last: failed, finished or stopped."""
+    elsewhere: list[Death] = field(default_factory=list)
+    """How workers of other nodes ended."""
+    begun_at: float = field(default_factory=time.time)
+    """When the newest attempt began: Unix seconds."""
     progressed: bool = False
     """Whether any step was made."""
     error: BaseException | None = None
@@ -58,12 +67,17 @@ class Launch:
     def take(self, events: list[Event]) -> None:
         self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
         self.progressed = self.progressed or any(e.kind == "step" for e in events)
+        self.elsewhere += [
+            Death(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
+        ]
 
     def cause(self) -> str:
         """Why the newest attempt failed."""
+        if isinstance(self.error, MeetingError):
+            return str(self.error)
         if self.watch.verdict is not None:
             return self.watch.verdict
-        return describe(self.deaths, self.last_words(), self.error)
+        return describe([*self.deaths, *self.elsewhere], self.last_words(), self.error)
 
     def last_words(self) -> list[Event]:
         """What the workers of the newest attempt said last."""
@@ -71,16 +85,26 @@ class Launch:
         return [e for e in self.ended if e.attempt == newest and newest > self.attempt_before]
 
     def has_failed(self, deaths: list[Death]) -> None:
-        """Take how this machine's workers ended."""
+        """Take how this node's workers ended, and tell it to the other nodes."""
         starved = num_killed_for_memory() > self.killed_for_memory
         self.deaths = [replace(d, out_of_memory=starved and d.exit_code == -9) for d in deaths]
+        if not self.node.is_head:
+            for death in self.deaths:
+                self.events.write("death", **asdict(death))
 
     def restarts(self) -> None:
-        """Tell why, and look at the next attempt with fresh eyes."""
+        """Begin again after a failure."""
         self.causes.append(self.cause())
-        self.events.write("restart", cause=self.causes[-1])
+        self.begins_again(self.causes[-1])
+
+    def begins_again(self, cause: str) -> None:
+        """Tell why, and look at the next attempt with fresh eyes."""
+        if self.node.is_head:
+            self.events.write("restart", cause=cause)
         self.watch.begin()
         self.attempt_before = max((event.attempt or 0 for event in self.ended), default=-1)
+        self.elsewhere.clear()
+        self.begun_at = time.time()
 
     def whole_cause(self) -> str:
         """Why the run failed in the end: the first cause, where restarting did not help."""
@@ -91,6 +115,27 @@ class Launch:
         num = len(self.causes)
         return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
 
+    def asked_to_stop(self) -> bool:
+        return bool(self.signals) or self.rundir.stop_file.exists()
+
+    def was_interrupted_by_others(self, rendezvous: Rendezvous) -> bool:
+        """Whether the workers have saved and stopped only because nodes come or go.
+
+        The other nodes' agents may know of it a report earlier than this one.
+        """
+        if self.plan.elastic.max_nodes == 1 or self.asked_to_stop():
+            return False
+        deadline = time.monotonic() + REGROUP_S
+        while time.monotonic() < deadline and self.has_stopped() is not False:
+            if rendezvous.regroup() and self.has_stopped():
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def has_stopped(self) -> bool | None:
+        """Whether the newest attempt's workers stopped before their last step; None: not yet."""
+        return self.ended[-1].kind == "stopped" if self.ended else None
+
 
 def launch(
     plan: RunPlan,
@@ -98,28 +143,36 @@ def launch(
     *,
     follow: Callable[[list[Event]], None] = lambda events: None,
     worker: str = ENTRY,
+    node: Node | None = None,
 ) -> tuple[int, str]:
     """Run the plan's workers until they end; returns the exit code and the cause of a failure.
+
+    Of a run on several nodes these are the workers of `node`; every node's launcher calls this.
+    Raises `UsageError` where the nodes are at odds.
 
     `follow` is called with new events several times a second, on this (the main) thread; when it
     fails, the run goes on unseen. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the workers to save and
     stop; a second SIGINT ends everything at once. `worker` is the module that the processes run.
     """
     warm_up()
-    rundir.stop_file.unlink(missing_ok=True)
+    node = node or Node()
+    own_file = rundir.launcher_events if node.is_head else rundir.node_events(node.rank)
     current = Launch(
         plan=plan,
         rundir=rundir,
-        events=EventWriter(rundir.launcher_events),
+        events=EventWriter(own_file),
         worker=worker,
+        node=node,
         watch=Watch(plan=plan, rundir=rundir),
     )
     follow = _shielded(follow)
     reader = EventReader(rundir)
     reader.drain()  # what earlier launches wrote
-    current.events.write(
-        "launch", pid=os.getpid(), host=socket.gethostname(), world_size=plan.world_size
-    )
+    if node.is_head:
+        rundir.stop_file.unlink(missing_ok=True)
+        current.events.write(
+            "launch", pid=os.getpid(), host=socket.gethostname(), world_size=plan.world_size
+        )
     agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
     with _signals(current):
         agent.start()
@@ -134,8 +187,11 @@ def launch(
     current.watch.close()
     status = _outcome(current)
     cause = current.whole_cause() if status == "failed" else ""
-    current.events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
+    if node.is_head:
+        current.events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
     follow(reader.drain())
+    if isinstance(current.error, Refused | UsageError):
+        raise UsageError(cause)
     return EXIT_CODES[status], cause
 
 
@@ -158,8 +214,10 @@ def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], 
 
 
 def _outcome(current: Launch) -> str:
-    if current.error is not None:
+    if current.error is not None and not isinstance(current.error, Stopped):
         return "failed"
+    if current.error is not None:
+        return "interrupted" if "SIGINT" in current.signals else "preempted"
     if current.ended and current.ended[-1].kind == "stopped":
         return "interrupted" if "SIGINT" in current.signals else "preempted"
     if any(event.kind == "finished" for event in current.ended):
@@ -179,21 +237,27 @@ def _run_agent(current: Launch) -> None:
 def _elastic(current: Launch) -> None:
     # what it says is said better by the events, and a thread without signals is meant
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+    from torch.distributed.elastic.agent.server.api import (
+        RunResult,
+        WorkerGroup,
+        WorkerSpec,
+        WorkerState,
+    )
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-    plan, rundir = current.plan, current.rundir
+    plan, rundir, interrupted = current.plan, current.rundir, current.was_interrupted_by_others
+    rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop)
 
     class Agent(LocalElasticAgent):
         """Tells why workers died, and gives up at once where trying again cannot help."""
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.SUCCEEDED and interrupted(rendezvous):
+                return RunResult(state=WorkerState.HEALTHY)  # and then it asks who waits
             if result.is_failed():
-                current.has_failed(_deaths(rundir, self._pcontext, result.failures))
+                current.has_failed(_deaths(folder, self._pcontext, result.failures))
                 final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
                 if final or current.watch.is_final or not current.progressed:  # it would fail again
                     self._remaining_restarts = 0
@@ -202,36 +266,39 @@ def _elastic(current: Launch) -> None:
                     current.restarts()
             return result
 
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0",
-        run_id=rundir.name,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-    )
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            if worker_group.state == WorkerState.HEALTHY:  # others come or go
+                current.begins_again(rendezvous.regroup())
+            super()._restart_workers(worker_group)
+
+    folder = _log_folder(current)
     spec = WorkerSpec(
         role="worker",
         local_world_size=plan.cluster.procs_per_node,
         entrypoint=work,
         args=(current.worker, str(rundir.path), os.getpid()),
-        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        rdzv_handler=rendezvous.handler(),
         max_restarts=plan.elastic.max_restarts,
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
-    logs = DefaultLogsSpecs(log_dir=str(_log_folder(rundir)), redirects=Std.ALL)
+    logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
     agent = Agent(spec=spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=10)
     current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
+    current.watch.logs = folder
+    failed: BaseException | None = None
     try:
-        result = agent.run()
+        if agent.run().is_failed():
+            raise RuntimeError("workers failed")
+    except BaseException as error:
+        failed = error
+        raise
     finally:
-        spec.rdzv_handler.shutdown()
-    if result.is_failed():
-        raise RuntimeError("workers failed")
+        ends_all = failed is not None and not isinstance(failed, Stopped)
+        rendezvous.end(current.cause() if ends_all else "")
 
 
-def _deaths(rundir: RunDir, processes: Any, failures: dict[int, Any]) -> list[Death]:
+def _deaths(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:
     """How the workers of this machine ended, those that the agent itself terminated left out.
 
     torch elastic reports only one of several that died within a poll; the processes tell all.
@@ -241,16 +308,16 @@ def _deaths(rundir: RunDir, processes: Any, failures: dict[int, Any]) -> list[De
     codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
     codes |= {rank: failure.exitcode for rank, failure in failures.items()}
     deaths = [
-        _death(rundir, rank, rank - first_rank, code)
+        _death(logs, rank, rank - first_rank, code)
         for rank, code in codes.items()
         if code is not None
     ]
     return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
 
 
-def _death(rundir: RunDir, rank: int, local_rank: int, code: int) -> Death:
-    logs = rundir.logs.glob(f"*/*/attempt_*/{local_rank}/stderr.log")
-    log = max(logs, key=lambda path: path.stat().st_mtime, default=rundir.logs)
+def _death(folder: Path, rank: int, local_rank: int, code: int) -> Death:
+    logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
+    log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
     lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
     return Death(rank=rank, exit_code=code, log=str(log), last_line=lines[-1] if lines else "")
 
@@ -265,8 +332,9 @@ def _end_now(current: Launch) -> None:
     os._exit(EXIT_CODES["interrupted"])
 
 
-def _log_folder(rundir: RunDir) -> Path:
-    folder = rundir.logs / time.strftime("%Y%m%d-%H%M%S")
+def _log_folder(current: Launch) -> Path:
+    of_node = f"-node{current.node.rank}" if current.plan.elastic.max_nodes > 1 else ""
+    folder = current.rundir.logs / (time.strftime("%Y%m%d-%H%M%S") + of_node)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

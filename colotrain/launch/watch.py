@@ -62,6 +62,8 @@ class Watch:
     rundir: RunDir
     pids: Callable[[], dict[int, int]] = lambda: {}
     """Local rank → process id of the workers of this machine."""
+    logs: Path | None = None
+    """Where the logs of these workers are."""
     verdict: str | None = None
     """Why the newest attempt was ended from here."""
     is_final: bool = False
@@ -136,8 +138,9 @@ class Watch:
 
     def _log(self, local_rank: int) -> Path:
         """The newest log of a worker of this machine, where its stack goes."""
-        logs = self.rundir.logs.glob(f"*/*/attempt_*/{local_rank}/stderr.log")
-        return max(logs, key=_modified_at, default=self.rundir.logs)
+        folder = self.logs or self.rundir.logs
+        logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
+        return max(logs, key=_modified_at, default=folder)
 
     def close(self) -> None:
         """Remove the signs of life: nobody gives any from now on."""

@@ -36,6 +36,7 @@ FILES_PER_POLL = 256
 """Files of ranks other than 0 that one poll of an outline looks at again, in turn."""
 
 _WORKER_FILE = re.compile(r"rank(\d{5,7})-attempt(\d{4,7})\.jsonl")
+_LAUNCHER_FILE = re.compile(r"launcher\.jsonl|node\d{5,7}\.jsonl")
 _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -240,15 +241,15 @@ def read(path: Path | str) -> list[Event]:
 def event_files(
     rundir: RunDir, *, ranks: Collection[int] | None = None
 ) -> Iterator[tuple[Path, int | None, int | None]]:
-    """(file, rank, attempt) of every event file there is, the launcher's first."""
+    """(file, rank, attempt) of every event file there is, those of the launchers first."""
     try:
         names = sorted(os.listdir(rundir.events))
     except OSError:
         return
     for name in names:
         match = _WORKER_FILE.fullmatch(name)
-        if match is None and name == rundir.launcher_events.name:
-            yield rundir.launcher_events, None, None
+        if match is None and _LAUNCHER_FILE.fullmatch(name):
+            yield rundir.events / name, None, None
         elif match is not None and (ranks is None or int(match[1]) in ranks):
             yield rundir.events / name, int(match[1]), int(match[2])
 

@@ -22,6 +22,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
+    "colotrain.resizing "
     "colotrain.tiers colotrain.packing "
     "colotrain.dotted colotrain.lifeline "
     "colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
@@ -75,6 +76,7 @@ RULES = [
             "colotrain.estimate.memory colotrain.estimate.offload"
         ),
     ),
+    Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema")),
     Rule(
         "colotrain.launch.*",
         BASE
@@ -102,6 +104,8 @@ RULES = [
         WORKER | TENSORS | names("colotrain.engine colotrain.export"),
         LAZY_EXTRAS,
     ),
+    Rule("colotrain.doctor.exchange", BASE | names("colotrain.doctor"), names("colotrain torch")),
+    Rule("colotrain.doctor.*", BASE | names("colotrain.doctor psutil"), names("torch")),
     Rule("colotrain.verify.runner", WORKER | TENSORS | names("colotrain.launch colotrain.verify")),
     Rule("colotrain.verify.*", WORKER | TENSORS | names("colotrain.engine colotrain.verify")),
     Rule(

@@ -1,0 +1,142 @@
+"""`colotrain doctor`: checks of this machine, or of all nodes of a run, each with its fix."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+
+from colotrain.cli.output import print_json, stdout_console
+from colotrain.doctor import exchange, machine, network, nodes, storage
+from colotrain.doctor.finding import Finding, Surroundings, fail
+from colotrain.errors import UsageError, suggest
+from colotrain.rundir import RUNS
+
+Check = Callable[[Surroundings], Iterator[Finding]]
+CHECKS: dict[str, Check] = {
+    "torch": machine.check_torch,
+    "memory": machine.check_memory,
+    "cpu": machine.check_load,
+    "limits": machine.check_limits,
+    "shm": machine.check_shared_memory,
+    "runs": storage.check_runs,
+    "cache": storage.check_cache,
+    "loopback": network.check_loopback,
+    "name": network.check_name,
+    "head": network.check_head,
+    "environment": network.check_environment,
+    "interconnect": network.check_interconnect,
+    "slurm": network.check_slurm,
+    "all-reduce": exchange.check_exchange,
+}
+STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+STEP_S = 600.0
+
+
+def doctor(overrides: list[str], *, as_json: bool, all_nodes: bool, only: str) -> int:
+    """Print what was found; exit code 1 where a run would fail of it."""
+    chosen = list(_choose(only))
+    around = look_around(overrides)
+    if all_nodes and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ:
+        return _on_each_node(overrides, as_json=as_json, only=only)
+    if all_nodes and (around.head is None or around.nodes < 2):
+        raise UsageError(
+            "--all-nodes: which nodes?",
+            "run it inside a SLURM allocation (salloc -N2), or on each node by hand with "
+            "cluster.nodes=2 cluster.rank=0 cluster.head=HOST:PORT",
+        )
+    found = [finding for name in chosen for finding in _run(name, around)]
+    by_host = {around.host: found}
+    if all_nodes:
+        by_host = nodes.meet(around, found)
+    show(by_host, as_json=as_json)
+    worst = any(f.status == "fail" for host in by_host.values() for f in host)
+    return 1 if worst else 0
+
+
+def _choose(only: str) -> Iterator[str]:
+    globs = [word.strip() for word in only.split(",") if word.strip()] or ["*"]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in CHECKS):
+            raise UsageError(f"--only {glob}: no such check", suggest(glob, CHECKS))
+    yield from (name for name in CHECKS if any(fnmatchcase(name, glob) for glob in globs))
+
+
+def _run(name: str, around: Surroundings) -> Iterable[Finding]:
+    try:
+        return list(CHECKS[name](around))
+    except Exception as error:  # a check that breaks must not hide the others
+        text = f"the check itself failed: {type(error).__name__}: {error}"
+        return [fail(name, text, "report it, with this line")]
+
+
+def look_around(overrides: list[str]) -> Surroundings:
+    """This machine, with what the `cluster` settings say of the others."""
+    from colotrain.config.checks import split_address
+    from colotrain.config.compose import gather
+    from colotrain.config.schema import Cluster
+    from colotrain.data.cache import cache_folder
+    from colotrain.errors import ConfigError
+    from colotrain.records import read
+
+    config, problems = gather(overrides)
+    cluster = read(Cluster, config.get("cluster", {}), key="cluster", problems=problems)
+    if problems:
+        raise ConfigError(problems)
+    step = os.environ if "SLURM_STEP_ID" in os.environ else {}
+    head = cluster.head or step.get("COLOTRAIN_HEAD")
+    return Surroundings(
+        runs=RUNS.absolute(),
+        cache=cache_folder(),
+        head=split_address(head) if head else None,
+        rank=cluster.rank if cluster.rank is not None else int(step.get("SLURM_NODEID", "0")),
+        nodes=int(step.get("SLURM_NNODES", cluster.nodes)),
+    )
+
+
+def _on_each_node(overrides: list[str], *, as_json: bool, only: str) -> int:
+    """Inside an allocation: one doctor per node, under srun. Node 0 prints."""
+    port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
+    words = ["srun", "--ntasks-per-node=1", f"--ntasks={os.environ.get('SLURM_NNODES', '1')}"]
+    words += [sys.executable, "-m", "colotrain", "doctor", "--all-nodes", *overrides]
+    words += ["--json"] if as_json else []
+    words += ["--only", only] if only else []
+    head = f"{_first_address()}:{port}"
+    return subprocess.run(
+        words, env={**os.environ, "COLOTRAIN_HEAD": head}, timeout=STEP_S
+    ).returncode
+
+
+def _first_address() -> str:
+    """Where SLURM itself reaches the job's first node."""
+    import re
+    import socket
+
+    def said(*words: str) -> str:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10)
+        return done.stdout
+
+    try:
+        first = said("show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()[0]
+        found = re.search(r"NodeAddr=(\S+)", said("show", "node", first))
+        return found[1] if found else first
+    except (OSError, IndexError, subprocess.SubprocessError):
+        return socket.gethostname()
+
+
+def show(by_host: dict[str, list[Finding]], *, as_json: bool) -> None:
+    if as_json and by_host:
+        rows = {host: [asdict(f) for f in found] for host, found in by_host.items()}
+        print_json({"hosts": rows})
+        return
+    console = stdout_console()
+    for host, found in by_host.items():
+        if len(by_host) > 1:
+            console.print(host, style="bold")
+        for finding in found:
+            line = f"{finding.status:<5} {finding.check}: {finding.text}"
+            fix = f"; {finding.fix}" if finding.fix else ""
+            console.print(f"{line}{fix}", style=STYLES[finding.status], soft_wrap=True)

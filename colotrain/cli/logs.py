@@ -1,0 +1,49 @@
+"""`colotrain logs`: what the job and the workers of a run print."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from colotrain.cli.output import print_json
+from colotrain.observe.fold import follow
+from colotrain.observe.liveness import state
+from colotrain.observe.logs import Lines, sources
+from colotrain.rundir import RUNS, RunDir
+
+POLL_S = 0.5
+
+
+def logs(
+    run: str | None,
+    *,
+    follows: bool = False,
+    rank: int | None = None,
+    lines: int = 40,
+    as_json: bool = False,
+) -> int:
+    """Print the last lines of every log; with `follows`, go on until the run has ended."""
+    rundir = RunDir.find(run, root=RUNS)
+    found = {source.name: Lines(source) for source in sources(rundir, rank=rank)}
+    last = [line for reader in found.values() for line in reader.last(lines)]
+    if as_json:
+        rows = [{"from": name, "file": str(r.source.path)} for name, r in found.items()]
+        print_json({"run": rundir.name, "logs": rows, "lines": last})
+        return 0
+    for line in last:
+        print(line)
+    if not found and not follows:
+        print(f"{rundir.name}: nothing was printed yet", file=sys.stderr)
+    while follows:
+        now = state(rundir, follow(rundir, ranks={0}))
+        for source in sources(rundir, rank=rank):
+            known = found.get(source.name)
+            if known is None or known.source != source:
+                found[source.name] = Lines(source)
+        for reader in found.values():
+            for line in reader.more():
+                print(line, flush=True)
+        if now not in ("starting", "running"):
+            return 0
+        time.sleep(POLL_S)
+    return 0

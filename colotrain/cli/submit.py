@@ -1,0 +1,209 @@
+"""`colotrain submit`: resolve, render the job's script, ask SLURM, hand it over. Never blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from colotrain.cli.output import print_json
+from colotrain.cli.resolving import Setting, check_fits, settle
+from colotrain.cli.sweeps import Element, elements_of, write_sweep
+from colotrain.config.schema import Slurm
+from colotrain.config.slurm import num_gpus
+from colotrain.errors import UsageError
+from colotrain.launch import queue
+from colotrain.launch.slurm import Job, render
+from colotrain.plan import RunPlan
+from colotrain.records import from_plain
+from colotrain.rundir import RUNS, RunDir, write_atomically
+
+
+def submit(
+    overrides: list[str],
+    *,
+    as_json: bool = False,
+    dry_run: bool = False,
+    test_only: bool = False,
+    force: bool = False,
+) -> int:
+    """Submit one run as one job; with `dry_run` print its script and leave nothing behind."""
+    setting = settle_job(overrides, force=force)
+    plan = setting.plan
+    rundir = RunDir(RUNS / plan.name)
+    slurm = section(setting.config)
+    job = job_of([rundir], plan, slurm, name=plan.name, logs=rundir.logs, cwd=Path.cwd())
+    script = render(job, slurm)
+    if dry_run:
+        sys.stdout.write(script)
+        return 0
+    said = queue.test(script)
+    if test_only:
+        _print({"test": said, "run": plan.name}, said, as_json=as_json)
+        return 0
+    check_free(rundir, plan)
+    write_run(rundir, plan, setting.config)
+    if slurm.snapshot:
+        script = render(_with_code(job, rundir), slurm)
+    write_atomically(rundir.script_file, script)
+    number = queue.submit(str(rundir.script_file))
+    queue.remember(rundir, queue.Submitted(job=number, script=str(rundir.script_file)))
+    document = {
+        "run": plan.name,
+        "run_dir": str(rundir.path),
+        "job": number,
+        "script": str(rundir.script_file),
+        "test": said,
+    }
+    text = f"{plan.name}: job {number}; `colotrain runs`, `colotrain logs {plan.name} -f`"
+    _print(document, text, as_json=as_json)
+    return 0
+
+
+def submit_sweep(
+    overrides: list[str],
+    *,
+    as_json: bool = False,
+    dry_run: bool = False,
+    test_only: bool = False,
+    force: bool = False,
+    max_parallel: int | None = None,
+) -> int:
+    """Submit a job array, a run for every combination of the values given with commas."""
+    elements = elements_of(overrides)
+    settings = [settle_job(element.overrides, force=force) for element in elements]
+    plans = [setting.plan for setting in settings]
+    if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
+        raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
+    rundirs = [RunDir(RUNS / plan.name) for plan in plans]
+    folder, slurm = RunDir(RUNS / elements[0].sweep), section(settings[0].config)
+    cwd = Path.cwd()
+    job = job_of(rundirs, plans[0], slurm, name=folder.name, logs=folder.logs, cwd=cwd)
+    job = _as_array(job, max_parallel)
+    script = render(job, slurm)
+    if dry_run:
+        sys.stdout.write(script)
+        return 0
+    said = queue.test(script)
+    if test_only:
+        _print({"test": said, "sweep": folder.name}, said, as_json=as_json)
+        return 0
+    for rundir, plan in zip(rundirs, plans, strict=True):
+        check_free(rundir, plan)
+    for rundir, setting in zip(rundirs, settings, strict=True):
+        write_run(rundir, setting.plan, setting.config)
+    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if slurm.snapshot:
+        script = render(_with_code(job, folder), slurm)
+    write_atomically(folder.script_file, script)
+    write_sweep(folder, elements)
+    number = queue.submit(str(folder.script_file))
+    for index, rundir in enumerate(rundirs):
+        element = queue.Submitted(
+            job=f"{number}_{index}", script=str(folder.script_file), sweep=folder.name
+        )
+        queue.remember(rundir, element)
+    document = {
+        "sweep": folder.name,
+        "job": number,
+        "script": str(folder.script_file),
+        "runs": [_element(element) for element in elements],
+        "test": said,
+    }
+    text = f"{folder.name}: job {number}, {len(elements)} runs; `colotrain runs --sweep "
+    _print(document, f"{text}{folder.name}`", as_json=as_json)
+    return 0
+
+
+def _element(element: Element) -> dict[str, Any]:
+    return {"run": element.run, "chosen": element.chosen}
+
+
+def settle_job(overrides: list[str], *, force: bool) -> Setting:
+    """A plan for the cluster's machines: the GPUs that the job asks for count, not those here."""
+    setting = settle(overrides, here=False, adjust=_take_gpus)
+    if not force:
+        check_fits(setting.plan)
+    return setting
+
+
+def _take_gpus(config: dict[str, Any]) -> None:
+    """One rank per GPU that the job asks for, where the user has not said otherwise."""
+    cluster = config.get("cluster")
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("slurm"), dict):
+        return
+    asked = {key: cluster["slurm"].get(key) for key in ("gpus_per_node", "gres")}
+    gpus = num_gpus(Slurm(**asked))
+    if gpus and cluster.get("device") == "auto":
+        cluster["device"] = "cuda"
+    if gpus and cluster.get("device") == "cuda" and cluster.get("procs_per_node") == "auto":
+        cluster["procs_per_node"] = gpus
+
+
+def section(config: dict[str, Any]) -> Slurm:
+    return from_plain(Slurm, config["cluster"]["slurm"])
+
+
+def job_of(
+    rundirs: list[RunDir], plan: RunPlan, slurm: Slurm, *, name: str, logs: Path, cwd: Path
+) -> Job:
+    return Job(
+        name=name,
+        nodes=plan.cluster.nodes,
+        runs=tuple(str(rundir.path) for rundir in rundirs),
+        logs=str(logs),
+        cwd=str(cwd),
+        python=slurm.python or sys.executable,
+    )
+
+
+def _as_array(job: Job, max_parallel: int | None) -> Job:
+    from dataclasses import replace
+
+    return replace(job, is_array=True, max_parallel=max_parallel)
+
+
+def _with_code(job: Job, rundir: RunDir) -> Job:
+    """The job in a copy of the working tree."""
+    from dataclasses import replace
+
+    from colotrain.launch.snapshot import take
+
+    number = len(list(rundir.path.glob(f"{rundir.code.name}*")))
+    target = rundir.code if number == 0 else rundir.code.with_name(f"{rundir.code.name}-{number}")
+    return replace(job, cwd=str(take(Path.cwd(), target)))
+
+
+def check_free(rundir: RunDir, plan: RunPlan) -> None:
+    """Refuse a run that another job has, or that the plan does not want to go on with."""
+    if rundir.plan_file.exists() and plan.checkpoint.resume == "none":
+        raise UsageError(
+            f"name={plan.name}: {rundir.path} exists",
+            "choose another name, or checkpoint.resume=auto to go on with it",
+        )
+    known = queue.recall(rundir)
+    state = queue.ask([known.job]).states.get(known.job) if known else None
+    if known and state and state.state not in queue.OVER:
+        raise UsageError(
+            f"name={plan.name}: job {known.job} has this run ({state.state})",
+            f"choose another name, or `colotrain stop {plan.name}`",
+        )
+
+
+def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
+    """The run directory as the job's nodes find it."""
+    rundir.create()
+    os.chmod(rundir.path, 0o700)
+    rundir.write_plan(plan)
+    write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
+    for stale in (rundir.cancel_file, rundir.finished_file, rundir.stop_file):
+        stale.unlink(missing_ok=True)
+
+
+def _print(document: dict[str, Any], text: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(document)
+    else:
+        print(text)

@@ -1,0 +1,105 @@
+"""The `cluster.slurm` section: values that may stand in a script, and what follows from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from colotrain.config.schema import Slurm
+from colotrain.errors import Problem
+
+TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|infinite|unlimited", re.I)
+FLAG = re.compile(r"[a-z][a-z0-9-]*")
+OWN = {
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.nodes",
+    "ntasks-per-node": "cluster.procs_per_node",
+    "job-name": "name",
+    "signal": "cluster.slurm.warn_s",
+    "array": "--sweep",
+    "output": "the run directory's logs",
+    "error": "the run directory's logs",
+    "open-mode": "the run directory's logs",
+    "requeue": "cluster.slurm.max_requeues",
+    "no-requeue": "cluster.slurm.max_requeues",
+    "chdir": "the folder you submit from",
+    "export": "cluster.slurm.setup",
+    "wrap": "colotrain itself",
+    "parsable": "colotrain itself",
+    "test-only": "`colotrain submit --test-only`",
+}
+"""Flags that a job of colotrain has anyway → where they come from."""
+SECTION = {f.name.replace("_", "-") for f in fields(Slurm)} | {"mem", "gpus-per-node"}
+
+
+def check_slurm(slurm: Slurm) -> Iterator[Problem]:
+    """What cannot stand in a script, or says something twice."""
+    for name in (f.name for f in fields(Slurm)):
+        yield from _check_text(f"cluster.slurm.{name}", getattr(slurm, name))
+    if slurm.time is not None and not TIME.fullmatch(str(slurm.time)):
+        expected = "minutes, MM:SS, HH:MM:SS or D-HH:MM:SS"
+        fix = "for example cluster.slurm.time=1-12:00:00"
+        yield Problem(key="cluster.slurm.time", value=slurm.time, expected=expected, fix=fix)
+    if slurm.gpus_per_node is not None and slurm.gres is not None:
+        fix = "remove cluster.slurm.gres, or set gpus_per_node to null"
+        expected = "one of gpus_per_node and gres"
+        yield Problem(key="cluster.slurm.gres", value=slurm.gres, expected=expected, fix=fix)
+    for flag, value in slurm.extra.items():
+        yield from _check_flag(flag, value)
+
+
+def _check_text(key: str, value: Any) -> Iterator[Problem]:
+    """No value may end its line: what follows would be another line of the script."""
+    if isinstance(value, dict):
+        for name, inside in value.items():
+            yield from _check_text(f"{key}.{name}", inside)
+    elif isinstance(value, list):
+        for index, inside in enumerate(value):
+            yield from _check_text(f"{key}[{index}]", inside)
+    elif isinstance(value, str) and not value.isprintable():
+        expected, fix = "text on one line, without control characters", "take them out"
+        yield Problem(key=key, value=repr(value), expected=expected, fix=fix)
+    elif value == "":
+        yield Problem(key=key, value="''", expected="text", fix="or null")
+
+
+def _check_flag(flag: str, value: Any) -> Iterator[Problem]:
+    key = f"cluster.slurm.extra.{flag}"
+    if not FLAG.fullmatch(flag):
+        fix = "as in cluster.slurm.extra={exclusive:true}"
+        expected = "a flag's long name without dashes before it"
+        yield Problem(key=key, value=value, expected=expected, fix=fix)
+    elif flag in OWN:
+        yield Problem(
+            key=key,
+            value=value,
+            expected="a flag that colotrain leaves free",
+            fix=(f"it comes from {OWN[flag]}"),
+        )
+    elif flag in SECTION:
+        name = {"mem": "memory"}.get(flag, flag.replace("-", "_"))
+        expected = "a flag without a key of its own"
+        yield Problem(key=key, value=value, expected=expected, fix=f"set cluster.slurm.{name}")
+    elif not isinstance(value, bool | int | float | str) and value is not None:
+        expected = "text, a number, true (for a flag without value) or null"
+        yield Problem(key=key, value=value, expected=expected, fix="write one value")
+
+
+def num_gpus(slurm: Slurm) -> int | None:
+    """GPUs per node that the job asks for; None where that is not said in numbers.
+
+    Of `8`, `h100:8`, `gpu:8`, `gpu:h100:8` and lists of resources with one of these in it.
+    """
+    if slurm.gpus_per_node is not None:
+        return _last_number(str(slurm.gpus_per_node))
+    for resource in (slurm.gres or "").split(","):
+        if resource.partition(":")[0] == "gpu":
+            return _last_number(resource) or 1
+    return None
+
+
+def _last_number(text: str) -> int | None:
+    found = re.search(r"(?:^|:)(\d+)$", text.partition("(")[0])
+    return int(found[1]) if found else None

@@ -1,0 +1,129 @@
+"""All-reduce between ranks: processes that meet at a store, exchange, and say how fast it was.
+
+A rank says what it found in one line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from colotrain.doctor.finding import Finding, Surroundings, fail, ok, size, warn
+
+LIMIT_S = 90.0
+NUM_BYTES = 16 << 20
+ROUNDS = 5
+SLOW_BYTES_PER_S = 20e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One rank's part."""
+
+    host: str
+    port: int
+    rank: int
+    world: int
+    listens: bool
+    """Whether this rank holds the store."""
+
+
+def check_exchange(around: Surroundings) -> Iterator[Finding]:
+    """Two ranks on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [
+        Exchange(host="127.0.0.1", port=port, rank=rank, world=2, listens=rank == 0)
+        for rank in range(2)
+    ]
+    yield from judge("all-reduce", run_together(ranks), "2 ranks of this machine")
+
+
+def judge(check: str, answer: dict[str, object] | str, who: str) -> Iterator[Finding]:
+    """What the answer of rank 0, or the reason why there is none, means."""
+    if isinstance(answer, str):
+        fix = "see the checks of names, loopback, ports and limits above, and firewalls"
+        yield fail(check, f"{who} cannot exchange ({answer})", fix)
+        return
+    speed = float(str(answer["bytes_per_s"]))
+    text = f"{size(speed)}/s between {who}, {size(NUM_BYTES)} at once"
+    if speed < SLOW_BYTES_PER_S:
+        yield warn(check, text, "is the machine or the network busy? see cpu and interconnect")
+    else:
+        yield ok(check, text)
+
+
+def run_together(ranks: list[Exchange]) -> dict[str, object] | str:
+    """Run ranks as processes of this machine: the answer of the first, or why there is none."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "colotrain.doctor.exchange", *_words(rank)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    deadline, outs = time.monotonic() + LIMIT_S, list[tuple[str, str]]()
+    try:
+        for process in processes:
+            outs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic())))
+    except subprocess.TimeoutExpired:
+        return f"no answer within {LIMIT_S:.0f} s"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    try:
+        answer: dict[str, object] = json.loads(outs[0][0].strip().splitlines()[-1])
+        return answer
+    except (ValueError, IndexError):
+        errors = [err.strip().splitlines()[-1] for _, err in outs if err.strip()]
+        return errors[0] if errors else "a rank ended without an answer"
+
+
+def _words(exchange: Exchange) -> list[str]:
+    numbers = (exchange.port, exchange.rank, exchange.world, int(exchange.listens))
+    return [exchange.host, *map(str, numbers)]
+
+
+def take_part(exchange: Exchange) -> dict[str, object]:
+    """All-reduce with the other ranks; all must call. Raises what torch raises."""
+    import torch
+    import torch.distributed as dist
+
+    from colotrain.engine.worker import choose_interface
+
+    timeout = datetime.timedelta(seconds=LIMIT_S * 2 / 3)
+    choose_interface(exchange.host)
+    store = dist.TCPStore(exchange.host, exchange.port, is_master=exchange.listens, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=store, rank=exchange.rank, world_size=exchange.world, timeout=timeout
+    )
+    tensor = torch.ones(NUM_BYTES // 4)
+    dist.all_reduce(tensor)
+    started = time.perf_counter()
+    for _ in range(ROUNDS):
+        dist.all_reduce(tensor)
+    seconds = (time.perf_counter() - started) / ROUNDS
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"bytes_per_s": NUM_BYTES / seconds, "seconds": seconds}
+
+
+def main(words: list[str]) -> int:
+    host, (port, rank, world, listens) = words[0], map(int, words[1:])
+    exchange = Exchange(host=host, port=port, rank=rank, world=world, listens=bool(listens))
+    print(json.dumps(take_part(exchange)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

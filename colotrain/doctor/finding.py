@@ -1,0 +1,60 @@
+"""What a check says: one line, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    check: str
+    status: Status
+    text: str
+    fix: str = ""
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check=check, status="ok", text=text)
+
+
+def warn(check: str, text: str, fix: str) -> Finding:
+    """Something that costs speed or comfort, or that only some runs need."""
+    return Finding(check=check, status="warn", text=text, fix=fix)
+
+
+def fail(check: str, text: str, fix: str) -> Finding:
+    """Something that a run would fail of."""
+    return Finding(check=check, status="fail", text=text, fix=fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is looked at."""
+
+    runs: Path
+    cache: Path
+    shm: Path = Path("/dev/shm")
+    head: tuple[str, int] | None = None
+    """Where node 0 is to listen, if that is known."""
+    rank: int = 0
+    nodes: int = 1
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    host: str = field(default_factory=socket.gethostname)
+    now: float = field(default_factory=time.time)
+    """Unix seconds."""
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

@@ -1,0 +1,146 @@
+"""Checks that need all nodes: they meet at node 0, tell one another what they found, exchange."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from colotrain.doctor.exchange import Exchange, judge, take_part
+from colotrain.doctor.finding import Finding, Surroundings, fail, ok, warn
+
+MEET_S = 120.0
+CLOCK_S = 2.0
+FOLDER_S = 30.0
+
+
+def meet(around: Surroundings, mine: list[Finding]) -> dict[str, list[Finding]]:
+    """All nodes' findings by host, with what only shows between them. All nodes must call.
+
+    Node 0 listens on `around.head` and on the port after it. Others get an empty result.
+    """
+    assert around.head is not None
+    host, port = around.head
+    try:
+        return _meet(around, mine)
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        text = f"node {around.rank} of {around.nodes} could not meet the others at {host}:{port}"
+        fix = "run it on every node at once, with ports of node 0 open to the others"
+        return {around.host: [*mine, fail("nodes", f"{text} ({reason})", fix)]}
+
+
+def _meet(around: Surroundings, mine: list[Finding]) -> dict[str, list[Finding]]:
+    from torch.distributed import TCPStore
+
+    assert around.head is not None
+    host, port = around.head
+    is_head = around.rank == 0
+    timeout = datetime.timedelta(seconds=MEET_S)
+    store = TCPStore("127.0.0.1" if is_head else host, port, is_master=is_head, timeout=timeout)
+    if is_head:
+        token = secrets.token_hex(16)
+        around.runs.mkdir(parents=True, exist_ok=True)
+        probe = around.runs / f".colotrain-doctor-{token}"
+        probe.write_text(token)
+        store.set("token", token)
+    else:
+        token = store.get("token").decode()
+        probe = around.runs / f".colotrain-doctor-{token}"
+    about = {
+        "host": around.host,
+        "sees_folder": is_head or _appears(probe),
+        "versions": {name: metadata.version(name) for name in ("colotrain", "torch")},
+        "address": _address_towards(host) if not is_head else "",
+        "findings": [asdict(finding) for finding in mine],
+    }
+    skew_s = _skew(store, around)
+    store.set(f"about/{around.rank}", json.dumps(about | {"skew_s": skew_s}))
+    rows = [json.loads(store.get(f"about/{rank}")) for rank in range(around.nodes)]
+    if is_head:
+        probe.unlink(missing_ok=True)
+    found = _bandwidth(around, "127.0.0.1" if is_head else host, port + 1)
+    store.set(f"done/{around.rank}", "1")
+    if not is_head:
+        return {}
+    for rank in range(around.nodes):
+        store.get(f"done/{rank}")
+    by_host = {row["host"]: [Finding(**f) for f in row["findings"]] for row in rows}
+    return by_host | {"all nodes": [*compare(rows), *found]}
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + FOLDER_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _skew(store: Any, around: Surroundings) -> float:
+    """Seconds that this clock is ahead of node 0's, give or take half a round trip."""
+    if around.rank == 0:
+        for rank in range(1, around.nodes):
+            store.get(f"ask/{rank}")
+            store.set(f"time/{rank}", repr(time.time()))
+        return 0.0
+    asked = time.time()
+    store.set(f"ask/{around.rank}", "1")
+    told = float(store.get(f"time/{around.rank}"))
+    # node 0 answers in the order of ranks: only what is left after both ways is certain
+    return max(0.0, told - time.time()) * -1 + max(0.0, asked - told)
+
+
+def _address_towards(host: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def compare(rows: list[dict[str, Any]]) -> Iterator[Finding]:
+    """What differs between nodes; the first one is what the others are held against."""
+    blind = [row["host"] for row in rows if not row["sees_folder"]]
+    if blind:
+        fix = "start from a folder that all nodes share (NFS, Lustre)"
+        text = f"not the same ./runs on {', '.join(blind)} as on {rows[0]['host']}"
+        yield fail("shared folder", text, fix)
+    else:
+        yield ok("shared folder", f"{len(rows)} nodes see the same ./runs")
+    late = [f"{row['host']} {row['skew_s']:+.0f} s" for row in rows if abs(row["skew_s"]) > CLOCK_S]
+    if late:
+        fix = "synchronise the nodes' clocks (chrony, ntpd)"
+        yield warn("clocks", f"off {rows[0]['host']}'s: {', '.join(late)}", fix)
+    else:
+        yield ok("clocks", "agree")
+    for name, version in rows[0]["versions"].items():
+        others = [
+            f"{r['host']} {r['versions'][name]}" for r in rows if r["versions"][name] != version
+        ]
+        if others:
+            text = f"{name} is {version} on {rows[0]['host']}, but {', '.join(others)}"
+            yield fail("versions", text, "install the same on every node")
+    hosts = [row["host"] for row in rows]
+    if len(set(hosts)) < len(hosts):
+        yield warn("hosts", f"several nodes are called {hosts[0]}", "one launcher per machine")
+
+
+def _bandwidth(around: Surroundings, host: str, port: int) -> list[Finding]:
+    mine = Exchange(
+        host=host, port=port, rank=around.rank, world=around.nodes, listens=around.rank == 0
+    )
+    try:
+        answer: dict[str, object] | str = take_part(mine)
+    except (RuntimeError, OSError) as error:
+        answer = str(error).strip().splitlines()[0][:200]
+    return list(judge("all-reduce", answer, f"{around.nodes} nodes"))

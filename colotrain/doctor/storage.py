@@ -1,0 +1,118 @@
+"""Checks of folders: can runs and caches be written, how fast, and do the clocks agree."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from colotrain.doctor.finding import Finding, Surroundings, fail, ok, size, warn
+
+GIB = 1 << 30
+TRIAL_BYTES = 32 << 20
+SLOW_BYTES_PER_S = 50e6
+CLOCK_S = 2.0
+"""Clocks that differ by more make times of a run hard to read."""
+
+
+def check_runs(around: Surroundings) -> Iterator[Finding]:
+    """The run folder: writable, roomy, quick, on the same time."""
+    folder = _nearest(around.runs)
+    probe = folder / f".colotrain-doctor-{secrets.token_hex(4)}"
+    try:
+        started = time.perf_counter()
+        with probe.open("wb") as out:
+            out.write(os.urandom(1 << 20) * (TRIAL_BYTES >> 20))
+            out.flush()
+            os.fsync(out.fileno())
+        seconds = time.perf_counter() - started
+        written_at, now = probe.stat().st_mtime, time.time()
+    except OSError as error:
+        fix = "run from a folder that you may write to and that has room"
+        yield fail("runs", f"{folder} cannot be written ({error.strerror})", fix)
+        return
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    yield ok("runs", f"{around.runs} on {_filesystem(folder)} can be written")
+    yield from _check_room(folder)
+    speed = TRIAL_BYTES / seconds
+    if speed < SLOW_BYTES_PER_S:
+        fix = "put ./runs on a faster disk; checkpoints wait for it"
+        yield warn("disk speed", f"{size(speed)}/s with fsync", fix)
+    else:
+        yield ok("disk speed", f"{size(speed)}/s with fsync")
+    yield from _check_clock(around, written_at - now)
+
+
+def _nearest(path: Path) -> Path:
+    """`path`, or what there is of it."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def _check_room(folder: Path) -> Iterator[Finding]:
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    fix = "remove old runs, or set checkpoint.keep=1; a checkpoint is 12 bytes per parameter"
+    if free < GIB // 4:
+        yield fail("disk space", f"{size(free)} are free in {folder}", fix)
+    elif free < 5 * GIB:
+        yield warn("disk space", f"{size(free)} are free in {folder}", fix)
+    else:
+        yield ok("disk space", f"{size(free)} are free")
+    if stat.f_files and stat.f_favail < 10_000:
+        yield warn("disk space", f"only {stat.f_favail:,} more files fit in {folder}", fix)
+
+
+def _check_clock(around: Surroundings, skew_s: float) -> Iterator[Finding]:
+    """The file server's clock against this machine's, and files from the future."""
+    fix = "synchronise the clocks (chrony, ntpd) of this machine and of the file server"
+    if abs(skew_s) > CLOCK_S:
+        yield warn("clock", f"the file server's clock is {skew_s:+.0f} s off this machine's", fix)
+        return
+    newest = max((_modified_at(p) for p in around.runs.glob("*/plan.json")), default=0.0)
+    ahead = newest - around.now
+    if ahead > CLOCK_S:
+        text = f"a run in {around.runs} was written {ahead:.0f} s in the future"
+        yield warn("clock", text, fix)
+    else:
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(around.now)))
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _filesystem(folder: Path) -> str:
+    """The type of the filesystem that `folder` is on, as /proc/mounts has it."""
+    best, kind = "", "an unknown filesystem"
+    try:
+        mounts = Path("/proc/mounts").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return kind
+    where = str(folder.absolute())
+    for line in mounts:
+        _, point, type_, *_ = line.split(" ")
+        inside = where == point or where.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, type_
+    return kind
+
+
+def check_cache(around: Surroundings) -> Iterator[Finding]:
+    folder = _nearest(around.cache)
+    probe = folder / f".colotrain-doctor-{secrets.token_hex(4)}"
+    try:
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        fix = "set COLOTRAIN_CACHE to a folder that you may write to"
+        yield fail("cache", f"{folder} cannot be written ({error.strerror})", fix)
+        return
+    yield ok("cache", f"{around.cache} can be written")

@@ -1,0 +1,292 @@
+"""Where the launchers of a run's nodes meet: who is there, on which plan, in which round.
+
+The first node's launcher, the head, holds the meeting. Every node's launcher, the head's own too,
+keeps one TCP connection to it and reports every second, in lines of JSON; the answer is the state
+of the meeting. Silence is measured by the head's own clock, so clocks may differ. A round is one
+attempt: the nodes in it, in the order of their numbers. A node shows that it sees the run's folder
+by a secret in it, which also keeps strangers out. Nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BufferedRWPair
+from typing import Any
+
+SILENT_S = 15.0
+"""A node that has not reported for so long is taken for lost."""
+LAST_CALL_S = 30.0
+"""How long the first round waits for more nodes than the fewest."""
+RETURN_S = 3.0
+"""A node whose connection broke may come back within so long, and nothing has happened."""
+GOODBYE_S = 10.0
+"""How long the head waits at the end for the others to leave."""
+LINE_BYTES = 4 << 20
+
+
+class MeetingError(RuntimeError):
+    """Why a node cannot go on with the others, in words."""
+
+
+class Refused(MeetingError):
+    """A node differs from the others, or has no place among them."""
+
+
+class Stopped(MeetingError):
+    """It was asked to stop before there was anything to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passport:
+    """What a node brings to the meeting: all of it but number, host and instance must agree."""
+
+    node: int
+    host: str
+    instance: str
+    """Differs between two launchers that claim the same number."""
+    versions: dict[str, str]
+    plan: dict[str, Any]
+    """The run plan as plain data, without what may differ from machine to machine."""
+
+
+@dataclass(slots=True)
+class _Member:
+    passport: Passport
+    address: str
+    """At which it reaches the head."""
+    waits: bool = False
+    """For the next round; else it is in one."""
+
+
+def differences(mine: Passport, theirs: Passport) -> list[str]:
+    """What two nodes do not agree on, each as `name: theirs, not mine`."""
+    found = [
+        f"{name} {theirs.versions.get(name, 'unknown')}, not {value}"
+        for name, value in mine.versions.items()
+        if theirs.versions.get(name) != value
+    ]
+    ours, other = _flat(mine.plan), _flat(theirs.plan)
+    return found + [
+        f"{key} {other.get(key, 'unset')!r}, not {ours.get(key, 'unset')!r}"
+        for key in sorted(ours.keys() | other.keys())
+        if ours.get(key) != other.get(key)
+    ]
+
+
+def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(plain, dict) or not plain:
+        return {prefix.rstrip("."): plain}
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        found |= _flat(value, f"{prefix}{key}.")
+    return found
+
+
+class Meeting:
+    """The head's side: admits nodes and forms rounds. `close` ends it."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        secret: str,
+        passport: Passport,
+        fewest: int,
+        most: int,
+        expected: int,
+        open_store: Callable[[], int],
+    ) -> None:
+        """`expected` nodes are waited for at first; `open_store` gives a round's store's port."""
+        self.listener, self.secret, self.passport = listener, secret, passport
+        self.fewest, self.most, self.expected = fewest, most, expected
+        self.open_store = open_store
+        self.members: dict[int, _Member] = {}
+        self.round, self.nodes, self.port = 0, list[int](), 0
+        self.lost = ""
+        """Who was lost from the round, in words."""
+        self.closed: str | None = None
+        self.refusals: list[str] = []
+        self._enough_since: float | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._accept, name="meeting", daemon=True).start()
+
+    def close(self) -> None:
+        """Wait a little until all other nodes have left, then listen no more."""
+        with self._changed:
+            self.closed = self.closed or ""
+            alone = lambda: set(self.members) <= {self.passport.node}  # noqa: E731
+            self._changed.wait_for(alone, timeout=GOODBYE_S)
+        self.listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+
+    def _receive(self, connection: socket.socket) -> None:
+        """One node's connection, from its first line to its end."""
+        member, why = None, "has gone"
+        try:
+            with connection, connection.makefile("rwb") as stream:
+                connection.settimeout(SILENT_S)
+                member = self._welcome(stream, connection.getsockname()[0])
+                while member is not None and self._heed(stream, member):
+                    pass
+        except TimeoutError:
+            why = f"was silent for {SILENT_S:.0f} s"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            time.sleep(RETURN_S)
+        if member is not None:
+            self._remove(member, why)
+
+    def _welcome(self, stream: BufferedRWPair, address: str) -> _Member | None:
+        nonce = secrets.token_hex(16)
+        send(stream, {"nonce": nonce})
+        hello = read(stream)
+        if not hmac.compare_digest(str(hello["proof"]), proof(self.secret, nonce)):
+            refused = "it does not see what node 0 writes: both need one shared folder ./runs"
+            send(stream, {"refused": refused, "final": False})
+            return None
+        passport = Passport(**{name: hello[name] for name in Passport.__slots__})
+        refusal, final = self._admit(passport, address)
+        send(stream, {"refused": refusal, "final": final})
+        return None if refusal else self.members[passport.node]
+
+    def _admit(self, passport: Passport, address: str) -> tuple[str, bool]:
+        """Why the node cannot come in, and whether trying again is of no use."""
+        node, who = passport.node, f"node {passport.node} ({passport.host})"
+        if not 0 <= node < self.most:
+            return f"{who}: this run has nodes 0 to {self.most - 1}", True
+        wrong = differences(self.passport, passport)
+        if wrong:
+            shown = "; ".join(wrong[:5])
+            refusal = f"{who} differs from node 0 ({self.passport.host}): {shown}"
+            with self._changed:
+                self.refusals.append(refusal)
+                if self.round == 0 and self.fewest == self.most:
+                    self.closed = self.closed or refusal
+            return refusal, True
+        with self._changed:
+            other = self.members.get(node)
+            if other is not None and other.passport.instance != passport.instance:
+                return f"{who}: another launcher ({other.passport.host}) is node {node}", False
+            self.members[node] = _Member(passport, address, waits=other is not None and other.waits)
+        return "", False
+
+    def _heed(self, stream: BufferedRWPair, member: _Member) -> bool:
+        """Take one report and answer it; whether the node is still here."""
+        report = read(stream)
+        if report.get("leave"):
+            self._remove(member, "")
+            return False
+        with self._changed:
+            if report.get("close"):
+                self.closed = self.closed or str(report["close"])[:2000]
+            known, node = int(report["round"]), member.passport.node
+            learns = self.round > known and node in self.nodes
+            member.waits = bool(report["waits"]) and not learns
+            self._form()
+            stale = not report["waits"] and known != self.round
+            send(stream, self._state(member, stale=stale))
+        return self.members.get(node) is member
+
+    def _remove(self, member: _Member, why: str) -> None:
+        node = member.passport.node
+        with self._changed:
+            if self.members.get(node) is not member:
+                return
+            del self.members[node]
+            if why and node in self.nodes:
+                self.lost = self.lost or f"node {node} ({member.passport.host}) {why}"
+            self._changed.notify_all()
+
+    def _form(self) -> None:
+        """Begin the next round, once all who are there wait for it and they are enough."""
+        waiting = sorted(node for node, member in self.members.items() if member.waits)
+        enough = self.fewest <= len(waiting) == len(self.members)
+        if not enough or self.passport.node not in waiting or self.closed is not None:
+            self._enough_since = None
+            return
+        self._enough_since = self._enough_since or time.monotonic()
+        patient = self.round == 0 and time.monotonic() < self._enough_since + LAST_CALL_S
+        if len(waiting) < self.expected and patient:
+            return
+        try:
+            self.port = self.open_store()
+        except (OSError, RuntimeError) as error:
+            self.closed = f"node 0 cannot open a store: {error}"
+            return
+        self.round, self.nodes, self.lost = self.round + 1, waiting, ""
+        for member in self.members.values():
+            member.waits = False
+
+    def _state(self, member: _Member, *, stale: bool) -> dict[str, Any]:
+        node, head = member.passport.node, self.passport.node
+        joins = [n for n, m in self.members.items() if m.waits and n != node]
+        addresses = [m.address for n, m in self.members.items() if n != head]
+        missing = [str(n) for n in range(self.most) if n not in self.members]
+        return {
+            "round": 0 if member.waits or node not in self.nodes else self.round,
+            "nodes": self.nodes,
+            "port": self.port,
+            # the head reaches its own store where the others do
+            "address": addresses[0] if node == head and addresses else "",
+            "regroup": bool(stale or joins or self.lost),
+            "why": self.lost or (f"node {joins[0]} joins" if joins else "others went on without"),
+            "missing": ", ".join(missing),
+            "closed": self.closed,
+            "refused": self.closed in self.refusals,
+        }
+
+
+def proof(secret: str, nonce: str) -> str:
+    """What shows the other side that the secret is known, without showing the secret."""
+    return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket: on loopback where `host` is its name, otherwise on every address.
+
+    Of its own name a machine may know another address than its peers do, so it is not used.
+    """
+    if is_loopback(host):
+        return socket.create_server(("127.0.0.1", port))
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def plain_address(address: str) -> str:
+    """`10.0.0.1` of the form an IPv6 socket gives it in, `::ffff:10.0.0.1`."""
+    return address.removeprefix("::ffff:")
+
+
+def send(stream: BufferedRWPair, document: dict[str, Any]) -> None:
+    stream.write(json.dumps(document).encode() + b"\n")
+    stream.flush()
+
+
+def read(stream: BufferedRWPair) -> dict[str, Any]:
+    line = stream.readline(LINE_BYTES)
+    if not line.endswith(b"\n"):
+        raise OSError("the connection has ended")
+    document = json.loads(line)
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    return document

@@ -1,0 +1,180 @@
+"""SLURM's commands, each bounded in time: submit, ask, cancel. What they print is data to doubt."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from colotrain.errors import ColotrainError, ConfigError, UsageError
+from colotrain.records import from_plain, to_plain
+from colotrain.rundir import RunDir, write_atomically
+
+SUBMIT_S = 60.0
+ASK_S = 5.0
+MOST_SINGLE = 20
+"""How many jobs are asked for one by one."""
+OVER = (
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL"),
+    *("PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """The job of a run, as its folder remembers it."""
+
+    job: str
+    """`123`, or `123_4` for an element of an array."""
+    script: str
+    sweep: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What SLURM says about a job."""
+
+    state: str
+    """PENDING, RUNNING, … in capitals."""
+    reason: str = ""
+    asked: str = ""
+    """Which command answered."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """States by job, and why a command could not be asked."""
+
+    states: dict[str, JobState] = field(default_factory=dict)
+    trouble: str = ""
+
+
+def is_there() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def test(script: str) -> str:
+    """What SLURM says to a job without taking it; raises `UsageError` with its reason."""
+    done = _run(["sbatch", "--test-only"], text=script, timeout_s=SUBMIT_S)
+    said = _said(done)
+    if done.returncode:
+        raise UsageError(f"SLURM refuses the job: {said}", "see `sinfo` for what there is")
+    return said
+
+
+def submit(script_file: str) -> str:
+    """Hand a script to SLURM; the job's number."""
+    done = _run(["sbatch", "--parsable", script_file], timeout_s=SUBMIT_S)
+    found = re.match(r"(\d+)", done.stdout.strip())
+    if done.returncode or found is None:
+        raise UsageError(f"SLURM refuses the job: {_said(done)}", f"its script is {script_file}")
+    return found[1]
+
+
+def cancel(job: str) -> None:
+    """Take a job out of the queue, or end it."""
+    done = _run(["scancel", job], timeout_s=ASK_S * 2)
+    if done.returncode and "already" not in done.stderr and "Invalid job id" not in done.stderr:
+        raise ColotrainError(f"job {job}: {_said(done)}", f"try `scancel {job}`")
+
+
+def _run(
+    words: list[str], *, text: str | None = None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            words, input=text, capture_output=True, text=True, timeout=timeout_s, errors="replace"
+        )
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{words[0]}: SLURM's commands are not here",
+            "submit from a login node of the cluster, or use `colotrain run`",
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ColotrainError(
+            f"{words[0]}: no answer within {timeout_s:.0f} s", "is slurmctld up? try `sinfo`"
+        ) from error
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [
+        re.sub(r"^\w+: (error: )?", "", line).strip()
+        for line in (done.stderr or done.stdout).splitlines()
+        if line.strip()
+    ]
+    return "; ".join(lines) or f"exit code {done.returncode}"
+
+
+def ask(jobs: Iterable[str]) -> Answers:
+    """The states of jobs: from squeue, of those it has forgotten from scontrol, then from sacct."""
+    answers, wanted = Answers(), set(jobs)
+    for command in (_squeue, _scontrol, _sacct):
+        missing = sorted(wanted - set(answers.states))
+        if not missing:
+            break
+        try:
+            answers.states |= command(missing)
+        except ColotrainError as error:
+            answers.trouble = answers.trouble or str(error)
+            if isinstance(error, UsageError):  # SLURM is not here at all
+                break
+    return answers
+
+
+def _squeue(jobs: list[str]) -> dict[str, JobState]:
+    """One question for all. Elements of an array that wait are one line, `12_[3-5%2]`."""
+    numbers = ",".join(sorted({job.partition("_")[0] for job in jobs}))
+    words = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={numbers}"]
+    done = _run([*words, "--format=%i|%T|%r"], timeout_s=ASK_S)
+    found = {}
+    for line in done.stdout.splitlines():
+        job, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        if job in jobs:
+            found[job] = JobState(state=state, reason=_reason(reason), asked="squeue")
+    return found
+
+
+def _scontrol(jobs: list[str]) -> dict[str, JobState]:
+    found = {}
+    for job in jobs[:MOST_SINGLE]:
+        done = _run(["scontrol", "show", "job", "-o", job], timeout_s=ASK_S)
+        pairs = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+        if "JobState" in pairs:
+            reason = _reason(pairs.get("Reason", ""))
+            found[job] = JobState(state=pairs["JobState"], reason=reason, asked="scontrol")
+    return found
+
+
+def _sacct(jobs: list[str]) -> dict[str, JobState]:
+    """With accounting, else from the file of ended jobs that `-c` reads."""
+    columns = ["--noheader", "--parsable2", "--format=JobID,State", f"--jobs={','.join(jobs)}"]
+    found: dict[str, JobState] = {}
+    for words in (["sacct", "-X", *columns], ["sacct", "-c", *columns]):
+        done = _run(words, timeout_s=ASK_S)
+        for line in done.stdout.splitlines():
+            job, _, state = line.partition("|")
+            if job in jobs and state:
+                found[job] = JobState(state=state.split()[0], asked="sacct")
+        if found:
+            break
+    return found
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "(null)") else text
+
+
+def remember(rundir: RunDir, submitted: Submitted) -> None:
+    write_atomically(rundir.job_file, json.dumps(to_plain(submitted), indent=2) + "\n")
+
+
+def recall(rundir: RunDir) -> Submitted | None:
+    """The run's job; None where it has none, or its file cannot be read."""
+    try:
+        return from_plain(Submitted, json.loads(rundir.job_file.read_text("utf-8")))
+    except (OSError, ValueError, RecursionError, ConfigError):
+        return None

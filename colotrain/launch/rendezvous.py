@@ -1,0 +1,188 @@
+"""The rendezvous of a run's launchers, as torch's elastic agent wants it.
+
+Each round has a store of its own, held by node 0's launcher: that of a dead attempt must not be
+used again. One-node runs listen on loopback alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from colotrain.errors import UsageError
+from colotrain.launch.attendance import Alone, Attendance
+from colotrain.launch.meeting import Meeting, Passport, listen
+from colotrain.plan import RunPlan
+from colotrain.records import to_plain
+from colotrain.rundir import RunDir, write_atomically
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+STORES_KEPT = 2
+"""The newest round's, and the one before, which dying workers may still talk to."""
+OF_ONE_MACHINE = {
+    "": ("memory", "warnings"),
+    "cluster": ("memory_bytes", "threads_per_rank"),
+    "plugin": ("reason",),
+}
+"""What machines may see differently: node 0's plan holds for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """This machine's place in a run: its number, and where node 0's launcher listens."""
+
+    rank: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def is_head(self) -> bool:
+        return self.rank == 0
+
+
+class Rendezvous:
+    """What a launcher holds of the meeting: all of it on node 0, its own attendance elsewhere."""
+
+    def __init__(self, plan: RunPlan, rundir: RunDir, node: Node, stop: Callable[[], bool]) -> None:
+        """`stop` is asked while waiting for other nodes: a wish to stop ends the wait.
+
+        Raises `UsageError` where node 0 cannot listen.
+        """
+        self.plan, self.rundir, self.node = plan, rundir, node
+        self.wait_s = plan.elastic.hang_timeout_s
+        self.stores: list[Any] = []
+        self.meeting: Meeting | None = None
+        self.attendance: Alone | Attendance = Alone(self._open_store)
+        if plan.elastic.max_nodes > 1:
+            passport = make_passport(plan, node)
+            if node.is_head:
+                self.meeting = self._hold(passport)
+            where = ("127.0.0.1" if node.is_head else node.host, node.port)
+            self.attendance = Attendance(
+                where, passport, secret=self._secret, lost_s=self.wait_s, stop=stop
+            )
+
+    def _hold(self, passport: Passport) -> Meeting:
+        node, elastic = self.node, self.plan.elastic
+        secret = secrets.token_hex(32)
+        try:
+            listener = listen(node.host, node.port)
+        except OSError as error:
+            raise UsageError(
+                f"cluster.head={node.host}:{node.port}: node 0 cannot listen there ({error})",
+                "choose a free port above 1023, and the same one on every node",
+            ) from error
+        write_atomically(self.rundir.meeting_file, json.dumps({"secret": secret}))
+        return Meeting(
+            listener,
+            secret=secret,
+            passport=passport,
+            fewest=elastic.min_nodes,
+            most=elastic.max_nodes,
+            expected=self.plan.cluster.nodes,
+            open_store=self._open_store,
+        )
+
+    def _secret(self) -> str:
+        try:
+            return str(json.loads(self.rundir.meeting_file.read_text("utf-8"))["secret"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def _open_store(self) -> int:
+        """A new store in this process; its port."""
+        from torch.distributed import TCPStore
+
+        socket_ = listen(self.node.host, 0)
+        port: int = socket_.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self.timeout,
+            master_listen_fd=socket_.detach(),
+        )
+        self.stores = [*self.stores, store][-STORES_KEPT:]
+        return port
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.wait_s)
+
+    def regroup(self) -> str:
+        """Why the workers have to be started anew with other nodes; empty otherwise."""
+        return self.attendance.regroup()
+
+    def end(self, cause: str = "") -> None:
+        """Leave; with a `cause`, the run has failed and ends on every node."""
+        self.attendance.end(cause)
+        if self.meeting is not None:
+            self.meeting.close()
+            self.rundir.meeting_file.unlink(missing_ok=True)
+
+    def handler(self) -> RendezvousHandler:
+        """For torch's agent."""
+        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousHandler,
+            RendezvousInfo,
+            RendezvousStoreInfo,
+        )
+
+        ours = self
+
+        class Handler(RendezvousHandler):
+            """Ranks follow the nodes' numbers; workers use the round's store."""
+
+            use_agent_store = True
+
+            def get_backend(self) -> str:
+                return "colotrain"
+
+            def get_run_id(self) -> str:
+                return ours.rundir.name
+
+            def next_rendezvous(self) -> RendezvousInfo:
+                found = ours.attendance.next_round(timeout_s=ours.wait_s)
+                where = found.address, found.port
+                store = TCPStore(*where, is_master=False, timeout=ours.timeout)
+                rank = found.nodes.index(ours.node.rank)
+                info = RendezvousStoreInfo(*where)
+                return RendezvousInfo(PrefixStore("agents", store), rank, len(found.nodes), info)
+
+            def num_nodes_waiting(self) -> int:
+                return int(bool(ours.regroup()))
+
+            def is_closed(self) -> bool:
+                return False
+
+            def set_closed(self) -> None: ...
+
+            def shutdown(self) -> bool:
+                return True
+
+        return Handler()
+
+
+def make_passport(plan: RunPlan, node: Node) -> Passport:
+    plain = to_plain(plan)
+    for section, names in OF_ONE_MACHINE.items():
+        holder = plain[section] if section else plain
+        for name in names:
+            holder.pop(name, None)
+    return Passport(
+        node=node.rank,
+        host=socket.gethostname(),
+        instance=secrets.token_hex(8),
+        versions={name: metadata.version(name) for name in ("colotrain", "torch")},
+        plan=plain,
+    )

@@ -1,0 +1,41 @@
+"""A copy of the git working tree, so that editing code cannot change a job that waits."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+from colotrain.errors import UsageError
+
+TIMEOUT_S = 120.0
+
+
+def take(cwd: Path, target: Path) -> Path:
+    """Copy what git tracks around `cwd`, as it is now, to `target`; `cwd`'s place in it.
+
+    Changes that are not committed are taken along, files that git does not know are not. The
+    repository itself is left as it is.
+    """
+    top = Path(_git(cwd, "rev-parse", "--show-toplevel").decode().strip())
+    changed = _git(cwd, "stash", "create").decode().strip()
+    archive = _git(top, "archive", "--format=tar", changed or "HEAD")
+    target.mkdir(mode=0o700, parents=True)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(target, filter="data")
+    return target / cwd.resolve().relative_to(top.resolve())
+
+
+def _git(cwd: Path, *words: str) -> bytes:
+    fix = "submit from a git repository with a commit, or set cluster.slurm.snapshot=false"
+    try:
+        return subprocess.run(
+            ["git", "-C", str(cwd), *words], capture_output=True, check=True, timeout=TIMEOUT_S
+        ).stdout
+    except FileNotFoundError as error:
+        raise UsageError("cluster.slurm.snapshot=true: git is not installed", fix) from error
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace").strip()
+        problem = f"cluster.slurm.snapshot=true: no copy of {cwd} ({said or error})"
+        raise UsageError(problem, fix) from error

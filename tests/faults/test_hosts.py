@@ -1,0 +1,204 @@
+"""Several hosts: the same losses as on one, and what happens when one of them goes or comes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from colotrain.observe.events import Event
+from tests.dist.conftest import SMALL, Colotrain
+from tests.dist.test_run import wait_for_step
+from tests.faults.hosts import Host, missing, network
+
+REASON = missing()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+PORT = 29501
+PLAN = (*SMALL, "plugin=fsdp-hybrid", "train.global_batch=16", "train.max_steps=20")
+RANKS = "cluster.procs_per_node=2"
+SAME = 1e-5
+"""Of losses: ranks sum in another order."""
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    with network(2, tmp_path) as hosts:
+        yield hosts
+
+
+def losses(summary: dict) -> dict[int, float]:
+    return dict(summary["loss"]["history"])
+
+
+def begin(
+    hosts: list[Host], cwd: Path, name: str, *settings: str, nodes: int | None = None
+) -> list[subprocess.Popen[str]]:
+    """Launch the run by hand, on each host with its number."""
+    head = f"cluster.head={hosts[0].address}:{PORT}"
+    shared = (*PLAN, *settings, f"name={name}", f"cluster.nodes={nodes or len(hosts)}", head)
+    return [
+        host.colotrain("run", *shared, f"cluster.rank={rank}", "--json", cwd=cwd)
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def end(process: subprocess.Popen[str], *, within_s: float = 120) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=within_s)
+    return process.returncode, out, err
+
+
+def events(cwd: Path, name: str, kind: str) -> list[Event]:
+    return [event for event in Colotrain(cwd).events(name) if event.kind == kind]
+
+
+@pytest.fixture
+def straight(tmp_path: Path) -> dict[int, float]:
+    """The losses of one host with two ranks."""
+    return losses(Colotrain(tmp_path).run(*PLAN, "plugin=zero3", RANKS, "name=straight"))
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_hosts_give_the_losses_of_one(tmp_path: Path, num_hosts: int) -> None:
+    """fsdp-hybrid 2 × 2, with two ranks on each of two hosts, or one on each of four."""
+    ranks = 4 // num_hosts
+    size = ("plugin.shard_size=2", "train.max_steps=6")
+    one = Colotrain(tmp_path).run(*PLAN, *size, "cluster.procs_per_node=4", "name=one")
+    with network(num_hosts, tmp_path) as hosts:
+        started = begin(hosts, tmp_path, "many", *size, f"cluster.procs_per_node={ranks}")
+        ended = [end(process) for process in started]
+    assert [code for code, _, _ in ended] == [0] * num_hosts, ended
+    many = json.loads(ended[0][1])
+    assert losses(many) == pytest.approx(losses(one), abs=SAME)
+    by_host = {e.fields["host"] for e in events(tmp_path, "many", "started")}
+    assert by_host == {host.name for host in hosts}
+    assert many["memory"]["peak_by_rank"][3] > 0
+
+
+def test_a_node_that_differs_is_refused_by_name(two_hosts: list[Host], tmp_path: Path) -> None:
+    head = f"cluster.head={two_hosts[0].address}:{PORT}"
+    shared = (*PLAN, "cluster.nodes=2", RANKS, head, "name=odd")
+    first = two_hosts[0].colotrain("run", *shared, "cluster.rank=0", cwd=tmp_path)
+    other = two_hosts[1].colotrain("run", *shared, "cluster.rank=1", "optim.lr=0.5", cwd=tmp_path)
+    for code, _, err in (end(other), end(first)):
+        assert code == 2, err
+        assert f"node 1 ({two_hosts[1].name}) differs from node 0" in err
+        assert "optim.lr 0.5, not 0.003" in err
+        assert "Traceback" not in err
+
+
+def test_a_node_without_the_shared_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from colotrain.launch import attendance
+    from colotrain.launch.meeting import Meeting, MeetingError, Passport, Refused, listen
+
+    monkeypatch.setattr(attendance, "FOLDER_S", 0.5)
+    passport = Passport(node=0, host="a", instance="x", versions={}, plan={})
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    meeting = Meeting(
+        listener,
+        secret="s",
+        passport=passport,
+        fewest=1,
+        most=2,
+        expected=1,
+        open_store=lambda: 1,
+    )
+    with pytest.raises(MeetingError, match="one shared folder") as raised:
+        attendance.Attendance(
+            ("127.0.0.1", port), passport, secret=lambda: "other", lost_s=5
+        ).next_round(timeout_s=20)
+    assert not isinstance(raised.value, Refused)
+    meeting.close()
+
+
+def test_a_host_is_killed_and_the_other_goes_on(
+    two_hosts: list[Host], tmp_path: Path, straight: dict[int, float]
+) -> None:
+    elastic = ("elastic.min_nodes=1", "checkpoint.every=3", "plugin=zero3", RANKS)
+    first, _ = begin(two_hosts, tmp_path, "hurt", *elastic)
+    wait_for_step(Colotrain(tmp_path), "hurt", 4)
+    two_hosts[1].kill()
+    killed_at = time.time()
+    code, out, err = end(first)
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["restarts"] == 1
+    assert losses(summary) == pytest.approx(straight, abs=SAME)
+    again = [e for e in events(tmp_path, "hurt", "started") if e.fields["world_size"] == 2]
+    assert again
+    assert again[0].t - killed_at < 30
+
+
+def test_a_host_joins_late(
+    two_hosts: list[Host], tmp_path: Path, straight: dict[int, float]
+) -> None:
+    elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=60")
+    straight = losses(
+        Colotrain(tmp_path).run(*PLAN, "plugin=zero3", RANKS, "train.max_steps=60", "name=long")
+    )
+    first = begin(two_hosts[:1], tmp_path, "joined", *elastic)[0]
+    wait_for_step(Colotrain(tmp_path), "joined", 2)
+    head = f"cluster.head={two_hosts[0].address}:{PORT}"
+    same = (*PLAN, *elastic, "name=joined", "cluster.nodes=1", head)
+    second = two_hosts[1].colotrain("run", *same, "cluster.rank=1", cwd=tmp_path)
+    code, out, err = end(first)
+    assert code == 0, err
+    assert end(second)[0] == 0
+    assert losses(json.loads(out)) == pytest.approx(straight, abs=SAME)
+    sizes = [e.fields["world_size"] for e in events(tmp_path, "joined", "started")]
+    assert sizes == [2, 2, 4, 4, 4, 4]
+    steps = {e.fields["step"] for e in events(tmp_path, "joined", "started") if e.attempt == 1}
+    assert steps != {0}, "what the first host had done was lost"
+
+
+def test_the_host_of_the_meeting_dies(two_hosts: list[Host], tmp_path: Path) -> None:
+    """The other one ends in bounded time and says why."""
+    _, second = begin(two_hosts, tmp_path, "headless", RANKS, "train.max_steps=5000")
+    wait_for_step(Colotrain(tmp_path), "headless", 2)
+    two_hosts[0].kill()
+    killed_at = time.monotonic()
+    code, _, err = end(second, within_s=60)
+    assert time.monotonic() - killed_at < 45
+    assert code == 1
+    assert f"node 0 at {two_hosts[0].address}:{PORT} is out of reach" in err
+    assert "Traceback" not in err
+
+
+def test_a_cable_is_out_for_three_seconds(
+    two_hosts: list[Host], tmp_path: Path, straight: dict[int, float]
+) -> None:
+    first, second = begin(two_hosts, tmp_path, "cut", RANKS)
+    wait_for_step(Colotrain(tmp_path), "cut", 3)
+    two_hosts[1].cut()
+    time.sleep(3)
+    two_hosts[1].mend()
+    code, out, err = end(first)
+    assert (code, end(second)[0]) == (0, 0), err
+    summary = json.loads(out)
+    assert summary["restarts"] == 0
+    assert losses(summary) == pytest.approx(straight, abs=SAME)
+
+
+@pytest.mark.slow
+def test_a_cable_is_out_for_forty_five_seconds(
+    two_hosts: list[Host], tmp_path: Path, straight: dict[int, float]
+) -> None:
+    """Both nodes are needed: the lost one comes back, and all go on from the last save."""
+    settings = ("checkpoint.every=3", RANKS, "elastic.hang_timeout_s=120")
+    first, second = begin(two_hosts, tmp_path, "cut", *settings)
+    wait_for_step(Colotrain(tmp_path), "cut", 4)
+    two_hosts[1].cut()
+    time.sleep(45)
+    two_hosts[1].mend()
+    code, out, err = end(first)
+    assert (code, end(second)[0]) == (0, 0), err
+    summary = json.loads(out)
+    assert losses(summary) == pytest.approx(straight, abs=SAME)
+    causes = [e.fields["cause"] for e in events(tmp_path, "cut", "restart")]
+    assert causes
+    assert "node 1" in causes[0]
