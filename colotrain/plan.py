@@ -150,6 +150,8 @@ class Ledger:
     activations: int = 0
     gathered: int = 0
     buffers: int = 0
+    baseline: int = 0
+    """What the process holds before there is a model."""
 
     @property
     def total(self) -> int:
@@ -160,6 +162,7 @@ class Ledger:
             + self.activations
             + self.gathered
             + self.buffers
+            + self.baseline
         )
 
 
@@ -233,3 +236,47 @@ class Survey:
     """Freeze pattern → how many parameters it names."""
     flops_per_token: float
     vocab_size: int | None = None
+
+
+Level = tuple[int, int, int, int]
+"""Bytes alive at a moment: fixed ones, those per sample, gradients of the block, of the root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is computed. Each pair is a fixed number and one per sample of the micro-batch."""
+
+    matmul_flops: tuple[float, float] = (0.0, 0.0)
+    attention_flops: tuple[float, float] = (0.0, 0.0)
+    moved_bytes: tuple[float, float] = (0.0, 0.0)
+    """Read and written by everything that is neither of the two."""
+    num_ops: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a micro-batch between two of a group's hooks."""
+
+    phase: Literal["forward", "backward"]
+    block: str
+    """The block that is being computed; empty for what lies between blocks."""
+    start: Level
+    end: Level
+    peaks: tuple[Level, ...]
+    """The moments of which one needs the most, whatever the micro-batch is."""
+    work: Work = field(default_factory=Work)
+    reduced: bool = True
+    """backward: gradients are complete at its end, not only at that of the whole backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A micro-batch as autograd carries it out, forward and backward, with whole parameters."""
+
+    segments: tuple[Segment, ...]
+    buffer_bytes: int = 0
+    """The model's own buffers."""
+    input_bytes: int = 0
+    """A sample of the batch."""
+    exact: bool = True
+    """Whether every size grows linearly with the micro-batch, as was checked."""
