@@ -167,6 +167,15 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """How fast a step is expected to be; zeros where nothing is known."""
+
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    mfu: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     schema: int = SCHEMA
     name: str
@@ -187,6 +196,7 @@ class RunPlan:
     memory: Ledger
     flops_per_token: float
     """Forward and backward, per trained token."""
+    time: Prediction = field(default_factory=Prediction)
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -236,6 +246,8 @@ class Survey:
     """Freeze pattern → how many parameters it names."""
     flops_per_token: float
     vocab_size: int | None = None
+    built_whole: bool = False
+    """It cannot be built without storage: every rank begins with the whole model."""
 
 
 Level = tuple[int, int, int, int]

@@ -158,10 +158,11 @@ def record(model: nn.Module, batch: Batch, *, device: str) -> Recording:
     recording = Recording(known)
     handles = list(_mark_blocks(model, recording))
     try:
-        with _Attention(device), recording, next(iter(batch.values())).device:
-            loss = loss_of(model(**batch))
+        with recording:
+            with _Attention(device), next(iter(batch.values())).device:
+                loss = loss_of(model(**batch))
             recording.begin("backward", "")
-            (loss * 1.0).backward()
+            (loss * 1.0).backward()  # where a mode for functions is active, none is inside
             del loss
         for parameter in model.parameters():
             parameter.grad = None
@@ -332,9 +333,8 @@ def _backend(
 
 def _untouched(tensor: Tensor) -> Tensor:
     """A real tensor like `tensor` whose memory is asked for and never used."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad
-    )
+    options = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "cpu"}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **options)
 
 
 def _join(
