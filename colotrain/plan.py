@@ -212,6 +212,8 @@ class Ledger:
     activations: int = 0
     gathered: int = 0
     buffers: int = 0
+    baseline: int = 0
+    """What the process holds before there is a model."""
 
     @property
     def total(self) -> int:
@@ -222,7 +224,17 @@ class Ledger:
             + self.activations
             + self.gathered
             + self.buffers
+            + self.baseline
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """How fast a step is expected to be; zeros where nothing is known."""
+
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    mfu: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +258,7 @@ class RunPlan:
     memory: Ledger
     flops_per_token: float
     """Forward and backward, per trained token."""
+    time: Prediction = field(default_factory=Prediction)
     warnings: tuple[str, ...] = ()
 
     @property
@@ -303,3 +316,49 @@ class Survey:
     vocab_size: int | None = None
     isolates: bool = False
     """The model takes `document_ids` and keeps documents apart."""
+    built_whole: bool = False
+    """It cannot be built without storage: every rank begins with the whole model."""
+
+
+Level = tuple[int, int, int, int]
+"""Bytes alive at a moment: fixed ones, those per sample, gradients of the block, of the root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is computed. Each pair is a fixed number and one per sample of the micro-batch."""
+
+    matmul_flops: tuple[float, float] = (0.0, 0.0)
+    attention_flops: tuple[float, float] = (0.0, 0.0)
+    moved_bytes: tuple[float, float] = (0.0, 0.0)
+    """Read and written by everything that is neither of the two."""
+    num_ops: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a micro-batch between two of a group's hooks."""
+
+    phase: Literal["forward", "backward"]
+    block: str
+    """The block that is being computed; empty for what lies between blocks."""
+    start: Level
+    end: Level
+    peaks: tuple[Level, ...]
+    """The moments of which one needs the most, whatever the micro-batch is."""
+    work: Work = field(default_factory=Work)
+    reduced: bool = True
+    """backward: gradients are complete at its end, not only at that of the whole backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A micro-batch as autograd carries it out, forward and backward, with whole parameters."""
+
+    segments: tuple[Segment, ...]
+    buffer_bytes: int = 0
+    """The model's own buffers."""
+    input_bytes: int = 0
+    """A sample of the batch."""
+    exact: bool = True
+    """Whether every size grows linearly with the micro-batch, as was checked."""

@@ -268,6 +268,24 @@ class Slurm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What the hardware can do, for `colotrain plan` (`cluster=a100-80g` and others set it)."""
+
+    name: str | None = None
+    """What it is called; without a name, the figures of this machine are taken."""
+    devices_per_node: int = 1
+    """Ranks of a node where `cluster.procs_per_node` is auto and this machine has no such device."""
+    tflops: dict[str, float] = field(default_factory=dict)
+    """Dense peak by precision, in 10^12 operations per second: `{bf16: 312}`."""
+    memory_gb_per_s: float = 0.0
+    """Memory bandwidth of a device, in 10^9 bytes per second."""
+    link_gb_per_s: float = 0.0
+    """What a rank can send to the others of its node, one way."""
+    node_gb_per_s: float = 0.0
+    """What a node can send to other nodes, one way, over all its adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Where the run happens."""
 
@@ -285,6 +303,8 @@ class Cluster:
     """Several machines started by hand: `HOST:PORT` of machine 0, where the others find it."""
     slurm: Slurm = field(default_factory=Slurm)
     """The job that `colotrain submit` hands to SLURM."""
+    profile: Profile = field(default_factory=Profile)
+    """The hardware that is planned for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

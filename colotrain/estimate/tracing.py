@@ -1,0 +1,402 @@
+"""What a micro-batch keeps in memory and computes, found by running it once without storage.
+
+Forward and backward run on the meta device; every operation is seen, every storage is followed
+from its birth to its end. So what autograd saves is observed, not guessed, for any model. Two
+micro-batches of different size tell what is fixed and what grows with the micro-batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.grouping import find_blocks
+from colotrain.plan import Level, Segment, Trace, Work
+
+ATTENTION = ("attention", "sdpa")
+COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SIZES = (2, 3)
+"""Micro-batches to trace: a dimension of 1 may be treated in a way of its own."""
+
+Batch = dict[str, Tensor]
+
+
+class NotTraceable(Exception):
+    """Why a model's forward or backward could not be followed."""
+
+
+def trace(
+    model: nn.Module,
+    sample: Batch,
+    *,
+    precision: str,
+    checkpointing: bool,
+    device: str,
+    sizes: tuple[int, int] = SIZES,
+) -> Trace:
+    """Follow a micro-batch through `model`, which is changed: give it one that is not needed.
+
+    The model must be on the meta device and frozen as it shall be; `sample` are the tensors of one
+    sample, without the dimension of the batch. `device` is where it will really run. Raises
+    `NotTraceable` where forward or backward does not work without values.
+    """
+    for parameter in model.parameters():
+        compute = COMPUTE[precision]
+        if compute is not None and parameter.ndim and parameter.is_floating_point():
+            parameter.data = parameter.data.to(compute)  # as the all-gather casts it
+    for _, block in find_blocks(model):
+        block.forward = _always_as_on(device, block.forward)
+    if checkpointing:
+        checkpoint_blocks_(model)
+    small, large = (record(model, _batch(sample, size), device=device) for size in sizes)
+    return _join(small, large, sizes, model, sample)
+
+
+def _batch(sample: Batch, size: int) -> Batch:
+    return {
+        name: torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="meta")
+        for name, tensor in sample.items()
+    }
+
+
+@dataclass(slots=True)
+class Storages:
+    """Sizes of the storages of one recording, and which of them are gradients."""
+
+    sizes: list[int] = field(default_factory=list)
+    owners: dict[int, str] = field(default_factory=dict)
+    """Storage → block whose parameter's gradient it is."""
+
+
+@dataclass(slots=True)
+class Stretch:
+    phase: str
+    block: str
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+    num_ops: int = 0
+    reduced: bool = True
+
+
+class Recording(TorchDispatchMode):
+    """Follows every storage, and counts what is computed, stretch by stretch."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.stretches = [Stretch("forward", "")]
+        self.storages = Storages()
+        self.seen: dict[int, int] = {t.untyped_storage()._cdata: -1 for t in known}
+
+    def begin(self, phase: str, block: str) -> None:
+        self.stretches.append(Stretch(phase, block))
+
+    @property
+    def now(self) -> Stretch:
+        return self.stretches[-1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._follow(tensor)
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            self._count(func, args, kwargs or {}, out, outputs)
+        return out
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.seen:
+            return
+        number = len(self.storages.sizes)
+        self.storages.sizes.append(storage.nbytes())
+        self.seen[key] = number
+        self.now.changes.append((number, 1))
+        weakref.finalize(storage, self._end, key, number)
+
+    def _end(self, key: int, number: int) -> None:
+        if self.seen.get(key) == number:
+            del self.seen[key]
+        self.now.changes.append((number, -1))
+
+    def number_of(self, tensor: Tensor) -> int:
+        return self.seen.get(tensor.untyped_storage()._cdata, -1)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
+        now = self.now
+        now.num_ops += 1
+        formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=out)
+            if any(word in str(func) for word in ATTENTION):
+                now.attention_flops += flops
+            else:
+                now.matmul_flops += flops
+            return
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        now.moved_bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+
+
+def record(model: nn.Module, batch: Batch, *, device: str) -> Recording:
+    """Forward and backward of one micro-batch, followed."""
+    known = [*model.parameters(), *model.buffers(), *batch.values()]
+    recording = Recording(known)
+    handles = list(_mark_blocks(model, recording))
+    try:
+        with recording:
+            with _Attention(device), next(iter(batch.values())).device:
+                loss = loss_of(model(**batch))
+            recording.begin("backward", "")
+            (loss * 1.0).backward()  # where a mode for functions is active, none is inside
+            del loss
+        for parameter in model.parameters():
+            parameter.grad = None
+    except Exception as error:  # whatever a forward raises that looks at values
+        raise NotTraceable(f"{type(error).__name__}: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recording
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model returns (see `engine.accumulation.weighted_loss`)."""
+    if isinstance(output, tuple):
+        output = output[0]
+    loss: Tensor = getattr(output, "loss", output)
+    return loss.reshape(())
+
+
+def _mark_blocks(model: nn.Module, recording: Recording) -> Iterator[Any]:
+    """Hooks that begin a stretch where `fully_shard`'s hooks of a block would run."""
+    owners = {p: name for name, block in find_blocks(model) for p in block.parameters()}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(
+                lambda p: _note_gradient(recording, p, owners.get(p, ""))
+            )
+    for name, block in find_blocks(model):
+        yield block.register_forward_pre_hook(_before(recording, name), with_kwargs=True)
+        yield block.register_forward_hook(_after(recording, name))
+
+
+def _note_gradient(recording: Recording, parameter: Tensor, owner: str) -> None:
+    number = recording.number_of(parameter.grad) if parameter.grad is not None else -1
+    if number >= 0:
+        recording.storages.owners[number] = owner
+
+
+def _before(recording: Recording, name: str) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        grown = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+        if grown:
+            marked = _BackwardEnds.apply(recording, *(flat[i] for i in grown))
+            for index, tensor in zip(grown, marked, strict=True):
+                flat[index] = tensor
+        recording.begin("forward", name)
+        return tree_unflatten(flat, spec)
+
+    return hook
+
+
+def _after(recording: Recording, name: str) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, output: Any) -> None:
+        recording.begin("forward", "")
+        for tensor in tree_flatten(output)[0]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: _begin_backward(recording, name))
+
+    return hook
+
+
+def _begin_backward(recording: Recording, name: str) -> None:
+    if recording.now.block != name:
+        if recording.now.block:
+            recording.now.reduced = False
+        recording.begin("backward", name)
+
+
+class _BackwardEnds(torch.autograd.Function):
+    """Passes tensors through; its backward runs when the gradients of a block's inputs are done."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recording = recording
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.recording.begin("backward", "")
+        return None, *grads
+
+
+def _always_as_on(device: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` as on `device` also when backward computes it again, where no mode is active."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _Attention(device), torch.device("meta"):
+            return forward(*args, **kwargs)
+
+    return wrapped
+
+
+class _Attention(TorchFunctionMode):
+    """Attention on the meta device as the real one would compute it: the kernels save differently.
+
+    On CPU torch itself is asked, with tensors that are never touched. On CUDA: flash attention for
+    16-bit inputs without a mask and heads of at most 256, else the memory-efficient one, else plain
+    matrices (torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention or not args[0].is_meta:
+            return func(*args, **kwargs)
+        return _attend(self.device, func, *args, **kwargs)
+
+
+def _attend(
+    device: str,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    backend = _backend(device, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    aten = torch.ops.aten
+    if backend == "flash" and device == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if backend == "flash":
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if backend == "efficient":
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _backend(
+    device: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    if device == "cpu":
+        real = [_untouched(t) for t in (query, key, value)]
+        real_mask = None if mask is None else _untouched(mask)
+        found = torch._fused_sdp_choice(
+            *real, real_mask, dropout_p, is_causal, enable_gqa=enable_gqa
+        )
+        return "flash" if SDPBackend(found) == SDPBackend.FLASH_ATTENTION else "math"
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and mask is None and query.shape[-1] <= 256:
+        return "flash"
+    return "math" if enable_gqa else "efficient"
+
+
+def _untouched(tensor: Tensor) -> Tensor:
+    """A real tensor like `tensor` whose memory is asked for and never used."""
+    options = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "cpu"}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **options)
+
+
+def _join(
+    small: Recording, large: Recording, sizes: tuple[int, int], model: nn.Module, sample: Batch
+) -> Trace:
+    """One trace of two recordings: what differs between them grows with the micro-batch."""
+    first, second = sizes
+    same = [(s.phase, s.block, len(s.changes)) for s in small.stretches] == [
+        (s.phase, s.block, len(s.changes)) for s in large.stretches
+    ] and len(small.storages.sizes) == len(large.storages.sizes)
+    if not same:
+        raise NotTraceable("micro-batches of different sizes are computed in different ways")
+
+    def split(low: float, high: float) -> tuple[float, float]:
+        slope = (high - low) / (second - first)
+        return low - slope * first, slope
+
+    pairs = [
+        tuple(map(round, split(a, b)))
+        for a, b in zip(small.storages.sizes, large.storages.sizes, strict=True)
+    ]
+    segments, level = [], (0, 0, 0, 0)
+    for one, two in zip(small.stretches, large.stretches, strict=True):
+        start, moments = level, [level]
+        for number, sign in one.changes:
+            level = _changed(level, pairs[number], sign, small.storages.owners.get(number))
+            moments.append(level)
+        names = ("matmul_flops", "attention_flops", "moved_bytes")
+        numbers = {n: split(getattr(one, n), getattr(two, n)) for n in names}
+        segments.append(
+            Segment(
+                phase=one.phase,  # type: ignore[arg-type]
+                block=one.block,
+                start=start,
+                end=level,
+                peaks=tuple(highest(moments)),
+                work=Work(**numbers, num_ops=one.num_ops),  # type: ignore[arg-type]
+                reduced=one.reduced,
+            )
+        )
+        if one.phase == "backward" and one.block and one.reduced:
+            level = (level[0], level[1], 0, level[3])  # reduced, and then freed
+    return Trace(
+        segments=tuple(segments),
+        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        input_bytes=sum(t.numel() * t.element_size() for t in sample.values()),
+    )
+
+
+def _changed(level: Level, size: Any, sign: int, owner: str | None) -> Level:
+    fixed, grows, block, root = level
+    if owner is None:
+        return fixed + sign * size[0], grows + sign * size[1], block, root
+    if sign < 0:  # the end of the recording
+        return level
+    return (fixed, grows, block + size[0], root) if owner else (fixed, grows, block, root + size[0])
+
+
+def highest(levels: list[Level]) -> Iterator[Level]:
+    """Those levels that no other one exceeds in every part."""
+    kept: list[Level] = []
+    for level in sorted(set(levels), reverse=True):
+        if not any(all(a >= b for a, b in zip(other, level, strict=True)) for other in kept):
+            kept.append(level)
+    return iter(kept)
