@@ -353,6 +353,37 @@ def doctor(
 
 
 @app.command()
+def import_config(
+    file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
+    kind: Annotated[
+        str, typer.Option(help="deepspeed, accelerate or lightning; by default its keys tell.")
+    ] = "",
+    to: Annotated[
+        str, typer.Option(metavar="RECIPE", help="By default recipes/NAME.yaml, as the file.")
+    ] = "",
+    as_json: Json = False,
+) -> int:
+    """Write the recipe that another tool's configuration amounts to, key by key."""
+    from colotrain.cli.import_config import import_config as write
+
+    return write(file, kind=kind, to=to, as_json=as_json)
+
+
+@app.command()
+def plot(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN…", help="Runs to draw; by default the newest."),
+    ] = None,
+    out: Annotated[str, typer.Option(metavar="FILE", help="A .png or .svg file.")] = "plot.png",
+) -> int:
+    """Draw loss, gradient norms, memory and throughput of one run or several."""
+    from colotrain.cli.plot import plot as draw
+
+    return draw(names or [], out=out)
+
+
+@app.command()
 def completion(
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False)],
 ) -> int:

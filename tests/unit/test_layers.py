@@ -78,6 +78,11 @@ RULES = [
     ),
     Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema")),
     Rule(
+        "colotrain.migrate.*",
+        BASE | names("colotrain.migrate"),
+        names("yaml colotrain.config.schema"),
+    ),
+    Rule(
         "colotrain.launch.*",
         BASE
         | names("colotrain.launch colotrain.observe.progress colotrain.observe.dashboard")
@@ -94,6 +99,7 @@ RULES = [
     Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
     Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),
+    Rule("colotrain.observe.plots", BASE | names("colotrain.observe.formats"), names("matplotlib")),
     Rule("colotrain.observe.trackers", BASE, LAZY_EXTRAS | names("torch")),
     Rule(PURE_FACE, BASE | names(PURE_FACE) | {"rich"}),
     Rule("colotrain.observe.*", BASE | names(PURE_FACE) | names(FACE) | {"rich"}),

@@ -1,0 +1,107 @@
+"""`colotrain import-config`: a recipe from a DeepSpeed, Accelerate or Lightning configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.cli.output import print_json, stdout_console
+from colotrain.errors import ConfigError, UsageError
+from colotrain.rundir import write_atomically
+
+if TYPE_CHECKING:
+    from colotrain.migrate.findings import Finding
+
+STYLES = {"taken": "green", "decided": "cyan", "none": "yellow", "unknown": "red"}
+
+
+def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
+    """Write the recipe that `file` amounts to, and say key by key what became of it."""
+    from colotrain.migrate import recipes
+
+    source = Path(file).expanduser()
+    config = recipes.load(source)
+    if kind:
+        recipes.check_kind(kind)
+    kind = kind or recipes.recognise(config, source)
+    found = recipes.findings(config, kind)
+    target = Path(to).expanduser() if to else Path("recipes") / f"{_stem(source)}.yaml"
+    if target.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--to={to}: expected a .yaml file", "as in --to recipes/mine.yaml")
+    if target.exists():
+        raise UsageError(f"{target}: exists", "remove it, or name another file with --to")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, recipes.render(source, kind, found))
+    problems = _problems(target)
+    if as_json:
+        print_json(_document(kind, target, found, recipes.settings(found), problems))
+    else:
+        _print(kind, target, found, problems)
+    return 0
+
+
+def _stem(source: Path) -> str:
+    """The file's name as a recipe's."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in source.stem)
+
+
+def _problems(target: Path) -> list[str]:
+    """What the recipe still lacks to be a plan here."""
+    from colotrain.cli.resolving import plan_from
+
+    try:
+        plan_from([f"recipe={target}"], here=False)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def _document(
+    kind: str, target: Path, found: list[Finding], settings: dict[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "recipe": str(target),
+        "settings": settings,
+        "keys": [
+            {
+                "key": finding.key,
+                "value": finding.value,
+                "outcome": finding.outcome,
+                "to": finding.settings,
+                "note": finding.note,
+            }
+            for finding in found
+        ],
+        "problems": problems,
+    }
+
+
+def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -> None:
+    from colotrain.migrate.findings import MEANING
+
+    console = stdout_console()
+    table = Table(kind, "value", "", "here", box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        column.overflow = "fold"
+    for finding in found:
+        to = ", ".join(f"{key}={_plain(value)}" for key, value in finding.settings.items())
+        here = "; ".join(part for part in (to, finding.note) if part)
+        outcome = Text(MEANING[finding.outcome], style=STYLES[finding.outcome])
+        table.add_row(finding.key, _plain(finding.value), outcome, here)
+    console.print(table)
+    counts = {name: sum(f.outcome == name for f in found) for name in MEANING}
+    said = ", ".join(f"{count} {MEANING[name]}" for name, count in counts.items() if count)
+    console.print(f"\n{len(found)} keys: {said}")
+    console.print(f"{target} is written: colotrain plan recipe={target.stem}", soft_wrap=True)
+    for problem in problems:
+        console.print(f"warning: to be settled first: {problem}", style="yellow", soft_wrap=True)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

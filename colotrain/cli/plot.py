@@ -1,0 +1,39 @@
+"""`colotrain plot`: pictures of one run, or of several over one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from colotrain.cli.output import stderr_console
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.rundir import RunDir
+
+ENDINGS = (".png", ".svg", ".pdf")
+MOST_RUNS = 8
+
+
+def plot(names: list[str], *, out: str) -> int:
+    """Draw the runs (the newest without names) into the file `out`."""
+    target = Path(out).expanduser()
+    if target.suffix.lower() not in ENDINGS:
+        raise UsageError(f"--out={out}: expected a name that ends in {', '.join(ENDINGS)}")
+    if len(names) > MOST_RUNS:
+        raise UsageError(f"{len(names)} runs: expected at most {MOST_RUNS} in one picture")
+    rundirs = [RunDir.find(name) for name in names] or [RunDir.find(None)]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    save(rundirs, target)
+    stderr_console().print(f"{target} is written", soft_wrap=True)
+    return 0
+
+
+def save(rundirs: list[RunDir], target: Path) -> None:
+    """Write the picture; says how to get matplotlib where it is missing."""
+    from colotrain.observe.plots import draw, read_curves
+
+    curves = [read_curves(rundir) for rundir in rundirs]
+    try:
+        figure = draw(curves)
+    except ImportError as error:
+        problem = "pictures need the matplotlib package"
+        raise ColotrainError(problem, "pip install 'colotrain[plot]'") from error
+    figure.savefig(target, dpi=150)

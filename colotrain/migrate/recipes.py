@@ -1,0 +1,141 @@
+"""From somebody else's configuration file to a recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from colotrain.errors import UsageError, suggest
+from colotrain.migrate import accelerate, deepspeed, lightning
+from colotrain.migrate.findings import MEANING, Finding, Rules, read
+
+RULES: dict[str, Rules] = {
+    "deepspeed": deepspeed.RULES,
+    "accelerate": accelerate.RULES,
+    "lightning": lightning.RULES,
+}
+SIGNS = {
+    "accelerate": {"compute_environment", "distributed_type", "num_machines", "fsdp_config"},
+    "lightning": {"trainer", "seed_everything", "lr_scheduler", "ckpt_path"},
+    "deepspeed": {
+        "zero_optimization",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "fp16",
+        "bf16",
+        "scheduler",
+    },
+}
+"""Keys that stand at the top of such a file."""
+PLUGIN_ORDER = ("gemini", "fsdp-hybrid", "zero3", "zero2", "zero1", "auto")
+"""Of several plugins that keys ask for, the first of these."""
+BASE = "llm-tiny"
+"""The recipe that model and data come from until the user names their own."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The file's mapping: JSON, or YAML, which JSON is as well."""
+    import yaml
+
+    try:
+        text = path.read_text("utf-8")
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror})", "correct the path"
+        ) from error
+    except (ValueError, yaml.YAMLError) as error:
+        what = " ".join(str(error).split())
+        raise UsageError(f"{path}: expected JSON or YAML ({what})", "correct the file") from error
+    if not isinstance(found, dict) or not found:
+        raise UsageError(f"{path}: expected a mapping with settings in it")
+    return {str(key): value for key, value in found.items()}
+
+
+def recognise(config: Mapping[str, Any], path: Path) -> str:
+    """Whose configuration it is, by the keys at its top."""
+    scores = {kind: len(signs & set(config)) for kind, signs in SIGNS.items()}
+    best = max(scores.values())
+    found = [kind for kind, score in scores.items() if score == best]
+    if not best or len(found) > 1:
+        names = ", ".join(RULES)
+        problem = f"{path}: its keys do not tell whose configuration it is"
+        raise UsageError(problem, f"say it with --kind (one of {names})")
+    return found[0]
+
+
+def check_kind(kind: str) -> None:
+    if kind not in RULES:
+        expected = f"expected one of {', '.join(RULES)}"
+        raise UsageError(f"--kind={kind}: {expected}", suggest(kind, RULES))
+
+
+def findings(config: Mapping[str, Any], kind: str) -> list[Finding]:
+    return read(RULES[kind], config)
+
+
+def settings(found: Sequence[Finding]) -> dict[str, Any]:
+    """The recipe's settings by dotted key, so that they agree with one another."""
+    merged: dict[str, Any] = {}
+    for finding in found:
+        for key, value in finding.settings.items():
+            if key == "plugin.name" and key in merged:
+                value = min(value, merged[key], key=PLUGIN_ORDER.index)
+            if key == "observe.trackers":
+                value = [*merged.get(key, []), *value]
+            merged[key] = value
+    if merged.get("plugin.name") != "fsdp-hybrid":
+        merged.pop("plugin.shard_size", None)
+        merged.pop("plugin.reshard", None)
+    return {**merged, **_sizes(merged)}
+
+
+def _sizes(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the four sizes, those of the base that would contradict what was taken are cleared."""
+    whole, micro, steps = (
+        merged.get(key) for key in ("train.global_batch", "train.micro_batch", "accumulate.steps")
+    )
+    if whole is None and micro is None and steps is None:
+        ranks = "cluster.procs_per_node" in merged or "cluster.nodes" in merged
+        return {"train.global_batch": None, "accumulate.steps": 1} if ranks else {}
+    if whole is None:  # the other two make it
+        return {"train.global_batch": None}
+    if micro is None and steps is None:  # a global batch alone is fed forward at once
+        return {"train.micro_batch": None, "accumulate.steps": 1}
+    return {} if micro is not None else {"train.micro_batch": None}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections."""
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return found
+
+
+def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
+    """The recipe as text; what could not be taken stands in it as comments."""
+    import yaml
+
+    left = [f for f in found if f.outcome in ("none", "unknown")]
+    lines = [
+        f"# From {source.name} ({kind}), by `colotrain import-config`.",
+        f"# Model and data are those of {BASE} until yours stand here: model.target or model.hf,",
+        "# data.path or data.target.",
+    ]
+    lines += [f"# {f.key} = {_short(f.value)}: {MEANING[f.outcome]} ({f.note})" for f in left]
+    body = yaml.safe_dump(nested(settings(found)), sort_keys=False, default_flow_style=None)
+    text = body if settings(found) else ""
+    return "\n".join([*lines, f"defaults: [{BASE}, _self_]", "", text]).rstrip() + "\n"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(json.dumps(value, default=str).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"

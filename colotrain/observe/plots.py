@@ -1,0 +1,166 @@
+"""Pictures of runs with matplotlib: loss, gradient norms by layer, memory, throughput."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colotrain.errors import ColotrainError
+from colotrain.observe.fold import follow
+from colotrain.observe.formats import clean
+from colotrain.observe.gradients import Heat
+from colotrain.observe.view import Series
+from colotrain.records import to_plain
+from colotrain.rundir import RunDir
+
+MOST_LABELS = 16
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """What is drawn of one run."""
+
+    name: str
+    loss: Series
+    evals: Series
+    throughput: Series
+    heat: Heat
+    ledger: dict[str, int]
+    """Predicted bytes by category, of the rank that peaks."""
+    peak: int
+    """Measured bytes of that rank; 0: not known."""
+
+
+def read_curves(rundir: RunDir) -> Curves:
+    """The curves of a run; a run without a step is a `ColotrainError`."""
+    view = follow(rundir)
+    if not view.loss:
+        fix = "wait for its first step, or name another run"
+        raise ColotrainError(f"{rundir.name}: has done no step yet", fix)
+    return Curves(
+        name=clean(rundir.name),
+        loss=view.loss,
+        evals=view.evals,
+        throughput=view.throughput,
+        heat=view.heat,
+        ledger={k: v for k, v in to_plain(rundir.plan().memory).items() if v},
+        peak=max(view.peak_by_rank, default=0),
+    )
+
+
+def draw(runs: Sequence[Curves]) -> Any:
+    """A matplotlib Figure of the runs over one another. Needs matplotlib (ImportError)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    (loss, norms), (memory, speed) = figure.subplots(2, 2)
+    draw_loss(loss, runs)
+    if len(runs) == 1:
+        draw_layers_over_steps(norms, runs[0])
+    else:
+        draw_layers_of_runs(norms, runs)
+    draw_memory(memory, runs)
+    draw_throughput(speed, runs)
+    figure.suptitle(", ".join(run.name for run in runs), fontsize=10)
+    return figure
+
+
+def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:
+    """Training loss as a line, validation loss as dots of the same colour."""
+    for run in runs:
+        (line,) = axes.plot(*_points(run.loss), linewidth=1, label=run.name)
+        if run.evals:
+            axes.plot(*_points(run.evals), "o", color=line.get_color(), label="validation")
+    _title(axes, "loss", x="step", y="nats per token", legend=True)
+
+
+def draw_layers_over_steps(axes: Any, run: Curves) -> None:
+    """One line per layer, from the first (dark) to the last (light)."""
+    from matplotlib import colormaps
+
+    layers = run.heat.layers
+    colours = colormaps["viridis"]
+    for index, layer in enumerate(layers):
+        pairs = [
+            (step, cells[index].norm)
+            for step, cells in zip(run.heat.steps, run.heat.cells, strict=True)
+            if index < len(cells) and _drawable(cells[index].norm)
+        ]
+        if pairs:
+            shown = layer if len(layers) <= MOST_LABELS or index % 8 == 0 else None
+            place = colours(index / max(len(layers) - 1, 1))
+            axes.plot(*_points(pairs), color=place, linewidth=1, marker=".", label=shown)
+    _norms(axes, "gradient norms by layer", x="step", any_drawn=bool(axes.lines))
+
+
+def draw_layers_of_runs(axes: Any, runs: Sequence[Curves]) -> None:
+    """The last record of each run, layer by layer."""
+    layers = list(dict.fromkeys(layer for run in runs for layer in run.heat.layers))
+    for run in runs:
+        if not run.heat.cells:
+            continue
+        norms = dict(zip(run.heat.layers, run.heat.cells[-1], strict=False))
+        pairs = [
+            (index, norms[layer].norm)
+            for index, layer in enumerate(layers)
+            if layer in norms and _drawable(norms[layer].norm)
+        ]
+        label = f"{run.name}, step {run.heat.steps[-1]}"
+        axes.plot(*_points(pairs), marker="o", linewidth=1, label=label)
+    every = max(1, len(layers) // MOST_LABELS)
+    places = range(0, len(layers), every)
+    axes.set_xticks(list(places), [layers[i] for i in places], rotation=45, ha="right", fontsize=7)
+    _norms(axes, "gradient norms by layer, last record", x="", any_drawn=bool(axes.lines))
+
+
+def draw_memory(axes: Any, runs: Sequence[Curves]) -> None:
+    """Predicted bytes by category as a stack, the measured peak as a line across it."""
+    categories = list(dict.fromkeys(name for run in runs for name in run.ledger))
+    below = [0.0] * len(runs)
+    for category in categories:
+        sizes = [run.ledger.get(category, 0) / GIB for run in runs]
+        axes.bar(range(len(runs)), sizes, bottom=below, width=0.6, label=category)
+        below = [a + b for a, b in zip(below, sizes, strict=True)]
+    for index, run in enumerate(runs):
+        if run.peak:
+            label = "measured peak (the whole process)" if not index else None
+            axes.hlines(run.peak / GIB, index - 0.4, index + 0.4, colors="black", label=label)
+    axes.set_xticks(range(len(runs)), [run.name for run in runs], fontsize=7)
+    axes.set_xlim(-0.8, len(runs) - 0.2)
+    _title(axes, "memory of the rank that peaks, predicted by category", y="GiB", legend=True)
+
+
+def draw_throughput(axes: Any, runs: Sequence[Curves]) -> None:
+    for run in runs:
+        axes.plot(*_points(run.throughput), linewidth=1, label=run.name)
+    axes.set_ylim(bottom=0)
+    _title(axes, "throughput", x="step", y="tokens per second", legend=len(runs) > 1)
+
+
+def _norms(axes: Any, title: str, *, x: str, any_drawn: bool) -> None:
+    if any_drawn:
+        axes.set_yscale("log")
+    else:
+        text = "no gradient records: set observe.grads_every"
+        axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
+    _title(axes, title, x=x, y="norm", legend=any_drawn)
+
+
+def _title(axes: Any, title: str, *, x: str = "", y: str = "", legend: bool = False) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7)
+
+
+def _points(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _drawable(norm: float | None) -> bool:
+    return norm is not None and math.isfinite(norm) and norm > 0

@@ -1,0 +1,144 @@
+"""`colotrain import-config`: nothing of another tool's configuration is dropped in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from colotrain.cli.main import guarded
+from colotrain.migrate import recipes
+from colotrain.migrate.findings import MEANING, Finding, flatten
+
+FOREIGN = Path(__file__).parent / "foreign"
+KINDS = ("deepspeed", "accelerate", "lightning")
+CASES = [
+    pytest.param(kind, case, id=f"{kind}: {case['name']}")
+    for kind in KINDS
+    for case in yaml.safe_load((FOREIGN / f"{kind}.yaml").read_text("utf-8"))
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CI", "1")
+    return tmp_path
+
+
+def line(finding: Finding) -> str:
+    """`taken optim.lr=0.1, optim.name="sgd"`, or only what became of it."""
+    settings = ", ".join(f"{k}={json.dumps(v)}" for k, v in finding.settings.items())
+    return f"{finding.outcome} {settings}".strip()
+
+
+def write(folder: Path, kind: str, config: dict[str, Any]) -> Path:
+    path = folder / ("theirs.json" if kind == "deepspeed" else "theirs.yaml")
+    text = json.dumps(config) if kind == "deepspeed" else yaml.safe_dump(config)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_are_ten_of_each(kind: str) -> None:
+    assert sum(param.values[0] == kind for param in CASES) == 10
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_a_configuration_has_its_table(kind: str, case: dict[str, Any]) -> None:
+    assert recipes.recognise(case["config"], Path("theirs")) == kind
+    found = recipes.findings(case["config"], kind)
+    assert {finding.key: line(finding) for finding in found} == case["table"]
+    assert [finding.key for finding in found] == [key for key, _ in flatten(case["config"])]
+    assert all(finding.note for finding in found if finding.outcome != "taken")
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_the_recipe_is_a_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str], kind: str, case: dict[str, Any]
+) -> None:
+    path = write(folder, kind, case["config"])
+    assert guarded(["import-config", str(path), "--to", "recipes/mine.yaml", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["problems"] == []
+    assert document["kind"] == kind
+    assert len(document["keys"]) == len(case["table"])
+
+    assert guarded(["plan", "recipe=mine", "cluster.memory=80GiB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    settings = document["settings"]
+    if settings.get("train.micro_batch"):
+        assert plan["batch"]["micro"] == settings["train.micro_batch"]
+    if settings.get("train.global_batch"):
+        assert plan["batch"]["global"] == settings["train.global_batch"]
+    if settings.get("accumulate.steps"):
+        assert plan["batch"]["accumulation_steps"] == settings["accumulate.steps"]
+    if "plugin.name" in settings and settings["plugin.name"] != "auto":
+        assert plan["plugin"]["name"] == settings["plugin.name"]
+
+
+def test_what_was_not_taken_stands_in_the_recipe(folder: Path) -> None:
+    config = {"train_batch_size": 8, "sparse_gradients": True, "train_bach": 3}
+    path = write(folder, "deepspeed", config)
+    assert guarded(["import-config", str(path), "--kind", "deepspeed"]) == 0
+    text = (folder / "recipes" / "theirs.yaml").read_text()
+    assert "# sparse_gradients = true: no equivalent (gradients are dense)" in text
+    assert "# train_bach = 3: unknown key" in text
+    assert "global_batch: 8" in text
+
+
+def test_people_see_every_key_and_the_counts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    assert guarded(["import-config", str(write(folder, "deepspeed", config))]) == 0
+    out = capsys.readouterr().out
+    for key, _ in flatten(config):
+        assert key in out
+    assert "plugin.name=zero2" in out
+    assert f"3 keys: 2 {MEANING['taken']}, 1 {MEANING['decided']}" in out
+    assert "colotrain plan recipe=theirs" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words", "told"),
+    [
+        ("a.json", "{", [], "expected JSON or YAML"),
+        ("a.yaml", "a: [", [], "expected JSON or YAML"),
+        ("a.yaml", "- 1", [], "expected a mapping"),
+        ("a.yaml", "x: 1", [], "say it with --kind"),
+        ("a.yaml", "x: 1", ["--kind", "deepsped"], "did you mean deepspeed?"),
+        ("a.yaml", "trainer: {}", ["--to", "a.txt"], "expected a .yaml file"),
+        ("a.yaml", "trainer: {}", ["--to", "a.yaml"], "exists"),
+        ("none.yaml", None, [], "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    text: str | None,
+    words: list[str],
+    told: str,
+) -> None:
+    if text is not None:
+        (folder / name).write_text(text)
+    assert guarded(["import-config", name, *words]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["many", [3], {"a": 1}, True, 1.5])
+def test_a_value_of_a_wrong_kind_is_said_and_not_taken(value: Any) -> None:
+    found = recipes.findings({"train_batch_size": value}, "deepspeed")
+    assert found[0].outcome in ("none", "unknown")
+    assert recipes.settings(found) == {}
+
+
+def test_of_two_plugins_the_one_that_holds_more_is_taken() -> None:
+    config = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    assert recipes.settings(recipes.findings(config, "deepspeed"))["plugin.name"] == "gemini"
