@@ -24,7 +24,7 @@ MODES = ("none", "async", "blocking")
 OVERRIDES = (
     "recipe=llm-125m",
     "data.tokenizer=bytes",
-    "data.seq_len=64",
+    "data.seq_len=16",
     "train.global_batch=2",
     "train.micro_batch=1",
     "train.eval_steps=1",
@@ -40,7 +40,7 @@ OVERRIDES = (
 def main(overrides: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "colotrain", "run", *OVERRIDES, *overrides]
-        environment = {**os.environ, "COLOTRAIN_BENCHMARK": "1"}
+        environment = dict(os.environ)
         steps = f"train.max_steps={len(MODES) * (ROUNDS + 1) * STEPS}"
         target = "train.on_gradients=benchmarks.checkpoint:in_turns"
         here = str(Path(__file__).parents[1])
@@ -87,8 +87,8 @@ class InTurns:
 
         from colotrain.engine.loop import Run
 
-        run = next(found for found in gc.get_objects() if isinstance(found, Run))
         if self.calls % STEPS == 0:
+            run = next(found for found in gc.get_objects() if isinstance(found, Run))
             self._turn(run, self.calls // STEPS)
         self.calls += 1
 

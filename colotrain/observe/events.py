@@ -55,7 +55,10 @@ class Event:
     def number(self, name: str) -> float | None:
         """A numeric field, or None where there is none."""
         value = self.fields.get(name)
-        return float(value) if isinstance(value, int | float) else None
+        try:
+            return float(value) if isinstance(value, int | float) else None
+        except OverflowError:  # an integer of hundreds of digits
+            return None
 
     def count(self, name: str) -> int:
         """A field that counts something; 0 where there is none."""
@@ -268,7 +271,7 @@ def decode(line: bytes, *, rank: int | None = None, attempt: int | None = None) 
     try:
         record = json.loads(line)
         kind, t = record.pop("kind"), float(record.pop("t"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
     if not isinstance(kind, str) or not math.isfinite(t):
         return None

@@ -32,7 +32,9 @@ def once() -> bool:
 
 def nothing(model: Any, step: int) -> None:
     """Called with the gradients of every step; `step` counts from 0."""
-    if MINE and ORDER.get("step") == step + 1 and ORDER["what"] in FAULTS and once():
+    if MINE and ORDER.get("what") == "pause" and step + 1 in ORDER["steps"]:
+        pause(step + 1)
+    elif MINE and ORDER.get("step") == step + 1 and ORDER["what"] in FAULTS and once():
         FAULTS[ORDER["what"]](model)
 
 
@@ -69,18 +71,31 @@ def allocate(model: Any) -> None:
         kept.append(bytearray(os.urandom(1 << 20) * 32))
 
 
-def flip(model: Any) -> None:
-    """One bit of the first weight that this rank holds."""
-    import torch
-
-    for parameter in model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if local.numel():
-            local.detach().view(-1).view(torch.int32)[0] ^= 1 << 20
+def pause(step: int) -> None:
+    """Until there is a file `go-STEP`."""
+    for _ in range(2400):
+        if os.path.exists(f"go-{step}"):
             return
+        time.sleep(0.05)
 
 
-FAULTS = {f.__name__: f for f in (kill, hang, stop, leave, refuse, terminate, allocate, flip)}
+def flip(model: Any) -> None:
+    """One bit of the first weight that this rank holds, as soon as the next step begins."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    parameters = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
+    bits = next(p for p in parameters if p.numel()).detach().view(-1).view(torch.int32)
+
+    def hook(*_: Any) -> None:
+        bits[0] ^= 1 << 20
+        handle.remove()
+
+    handle = register_module_forward_pre_hook(hook)
+
+
+PLANTS = (kill, hang, stop, leave, refuse, terminate, allocate, flip)
+FAULTS = {fault.__name__: fault for fault in PLANTS}
 
 
 def at_file_operation(event: str, arguments: tuple[Any, ...]) -> None:

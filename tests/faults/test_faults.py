@@ -1,0 +1,265 @@
+"""Faults planted in real runs: the cause is named in one line, and the run goes on as it should."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colotrain.engine.manifest import damage
+from tests.faults.kills import ROOT
+from tests.running import SMALL, Colotrain, Result, losses, pid_of, wait_for_step
+
+STEPS = 12
+PLAN = (
+    *SMALL,
+    f"train.max_steps={STEPS}",
+    "checkpoint.every=4",
+    "plugin=zero2",
+    "name=hurt",
+    "train.on_gradients=tests.faults.plant:nothing",
+)
+Started = Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
+
+
+def environment(**order: Any) -> dict[str, str]:
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return {"PYTHONPATH": path, "PLANT": json.dumps(order)}
+
+
+def planted(colotrain: Colotrain, what: str, *overrides: str, **order: Any) -> Result:
+    """A run in which rank 1 does `what` in step 6, unless `order` says otherwise."""
+    order = {"what": what, "rank": 1, "step": 6} | order
+    return colotrain("run", *PLAN, *overrides, "--json", env=environment(**order))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    colotrain = Colotrain(tmp_path_factory.mktemp("straight"))
+    result = colotrain("run", *PLAN, "--json", env=environment())
+    assert result.code == 0, result.err
+    return losses(result.json)
+
+
+def causes(colotrain: Colotrain) -> list[str]:
+    return [e.text("cause") for e in colotrain.events("hurt") if e.kind == "restart"]
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("kill", "rank 1 was killed by SIGKILL"),
+        ("refuse", "ValueError: the reactor is too warm"),
+        ("leave", "rank 1 ended with exit code 0 before the run was over"),
+    ],
+)
+def test_a_rank_that_dies_is_named_and_the_run_restarted(
+    colotrain: Colotrain, straight: list[float], what: str, cause: str
+) -> None:
+    result = planted(colotrain, what)
+    assert result.code == 0, result.err
+    assert len(causes(colotrain)) == 1
+    assert cause in causes(colotrain)[0]
+    assert losses(result.json) == straight
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [("hang", "rank 1 (process {pid}) hung in"), ("stop", "was stopped (SIGSTOP) in")],
+)
+def test_a_rank_that_falls_silent_is_named_with_its_stack(
+    colotrain: Colotrain, straight: list[float], what: str, cause: str
+) -> None:
+    result = planted(colotrain, what, "elastic.hang_timeout_s=6")
+    assert result.code == 0, result.err
+    started = [e for e in colotrain.events("hurt") if e.kind == "started" and e.rank == 1]
+    [found] = causes(colotrain)
+    assert cause.format(pid=started[0].fields["pid"]) in found
+    assert "rank 0" not in found
+    assert "of step 6" in found
+    if what == "hang":
+        assert "plant.py" in found
+        assert "in hang" in found
+    assert losses(result.json) == straight
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_and_stops_all(
+    colotrain: Colotrain,
+    started: Started,
+    straight: list[float],
+    number: signal.Signals,
+) -> None:
+    order = {"what": "pause", "rank": 0, "steps": [6]}
+    process = started(colotrain.start("run", *PLAN, env=environment(**order)))
+    wait_for_step(colotrain, "hurt", 5)
+    os.kill(pid_of(colotrain, "hurt", 1), number)
+    (colotrain.cwd / "go-6").touch()
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 75, err
+    saved = [p for p in colotrain.rundir("hurt").checkpoints.iterdir() if damage(p) is None]
+    assert max(path.name for path in saved) in ("step-00000006", "step-00000007")
+    resumed = colotrain("resume", "hurt", "--json", env=environment())
+    assert losses(resumed.json) == straight
+
+
+def test_a_stop_takes_no_longer_than_its_grace(colotrain: Colotrain, started: Started) -> None:
+    settings = ("elastic.grace_s=2", "elastic.hang_timeout_s=300")
+    order = {"what": "hang", "rank": 1, "step": 6}
+    process = started(colotrain.start("run", *PLAN, *settings, env=environment(**order)))
+    wait_for_step(colotrain, "hurt", 5)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    [error] = [line for line in err.splitlines() if line.startswith("error:")]
+    assert "asked to stop, and ended after elastic.grace_s=2" in error
+    assert not causes(colotrain)
+
+
+def test_a_crash_loop_stops_at_its_budget_and_shows_the_first_cause(colotrain: Colotrain) -> None:
+    result = planted(colotrain, "refuse", "elastic.max_restarts=2", always=True)
+    assert result.code == 1
+    [error] = [line for line in result.err.splitlines() if line.startswith("error:")]
+    assert "rank 1 failed in optimizer of step 6: ValueError: the reactor is too warm" in error
+    assert "2 restarts did not help" in error
+    assert len(causes(colotrain)) == 2
+
+
+def test_workers_that_all_leave_early_have_not_finished(colotrain: Colotrain) -> None:
+    settings = ("cluster.procs_per_node=1", "elastic.max_restarts=0")
+    result = planted(colotrain, "leave", *settings, rank=0)
+    assert result.code == 1
+    assert "exit code 0" in next(x for x in result.err.splitlines() if x.startswith("error:"))
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 1 GiB."""
+    root = Path("/sys/fs/cgroup/memory")
+    folder = root / f"colotrain-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(1 << 30))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made ({error})")
+    yield folder
+    folder.rmdir()
+
+
+def test_a_rank_that_takes_all_memory_is_named(
+    colotrain: Colotrain, straight: list[float], memory_cgroup: Path
+) -> None:
+    result = planted(colotrain, "allocate", limit=str(memory_cgroup / "cgroup.procs"))
+    assert result.code == 0, result.err
+    [cause] = causes(colotrain)
+    assert "rank 1 was killed by SIGKILL (the kernel ended it for want of memory)" in cause
+    assert losses(result.json) == straight
+
+
+@pytest.fixture
+def small_disk(colotrain: Colotrain) -> Iterator[Path]:
+    """The checkpoints' folder of the run `hurt`, on a file system with room for two of them."""
+    folder = colotrain.rundir("hurt").checkpoints
+    folder.mkdir(parents=True)
+    command = ("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder))
+    mounted = shutil.which("mount") and subprocess.run(command, capture_output=True, text=True)
+    if not mounted or mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted ({mounted and mounted.stderr.strip()})")
+    yield folder
+    subprocess.run(("umount", "-l", str(folder)), check=True)
+
+
+def test_a_full_disk_does_not_stop_training_and_harms_no_checkpoint(
+    colotrain: Colotrain, started: Started, straight: list[float], small_disk: Path
+) -> None:
+    order = {"what": "pause", "rank": 0, "steps": [5, 11]}
+    filler = small_disk / "filler"
+    settings = ("checkpoint.every=2", "--json")
+    process = started(colotrain.start("run", *PLAN, *settings, env=environment(**order)))
+    wait_for(colotrain, "checkpoint", step=4)
+    filler.write_bytes(bytes(1 << 19))
+    (colotrain.cwd / "go-5").touch()
+    assert "No space left on device" in wait_for(colotrain, "checkpoint_failed", step=6)
+    wait_for(colotrain, "checkpoint_failed", step=10)
+    kept = sorted(path for path in small_disk.iterdir() if path != filler)
+    assert [path.name for path in kept] == ["step-00000002", "step-00000004"]
+    assert [damage(path) for path in kept] == [None, None]
+    filler.unlink()
+    (colotrain.cwd / "go-11").touch()
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "event=checkpoint_failed" in err
+    assert losses(json.loads(out)) == straight
+    assert not list(small_disk.glob(".*"))
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error(colotrain: Colotrain, small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(3 << 19))
+    result = colotrain("run", *PLAN, "checkpoint.every=null", env=environment())
+    assert result.code == 1
+    [error] = [line for line in result.err.splitlines() if line.startswith("error:")]
+    assert "checkpoint of step 12" in error
+    assert "No space left on device" in error
+    assert not list(small_disk.glob("*step*"))
+
+
+def wait_for(colotrain: Colotrain, kind: str, *, step: int, timeout_s: float = 150) -> str:
+    """Wait for an event of rank 0; returns its error, if it tells one."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        is_there = colotrain.rundir("hurt").events.is_dir()
+        for event in colotrain.events("hurt") if is_there else []:
+            if event.kind == kind and event.count("step") == step:
+                return event.text("error")
+        time.sleep(0.05)
+    raise TimeoutError(f"no {kind} of step {step}")
+
+
+@pytest.mark.parametrize("plugin", ["zero1", "fsdp-hybrid"])
+def test_a_flipped_bit_is_found_named_and_undone(
+    colotrain: Colotrain, straight: list[float], plugin: str
+) -> None:
+    settings = ["elastic.check_every=1", f"plugin={plugin}"]
+    settings += ["plugin.shard_size=1"] if plugin == "fsdp-hybrid" else []
+    result = planted(colotrain, "flip", *settings)
+    assert result.code == 0, result.err
+    [found] = [e for e in colotrain.events("hurt") if e.kind == "corruption"]
+    assert found.fields["persistent"] is True
+    assert found.fields["found"] == ["embed.weight on rank 1 changed between two updates"]
+    [cause] = causes(colotrain)
+    assert "silent data corruption, and persistent: embed.weight on rank 1" in cause
+    assert losses(result.json) == pytest.approx(straight, abs=1e-5)
+
+
+def test_a_detached_run_outlives_the_terminal_and_is_reached(colotrain: Colotrain) -> None:
+    settings = ("train.max_steps=5000", "checkpoint.every=0")
+    command = ("run", *PLAN, *settings, "--detach")
+    shell = colotrain.start(*command, new_session=True, env=environment())
+    out, err = shell.communicate(timeout=200)
+    assert shell.returncode == 0, err
+    assert Path(out.strip()) == colotrain.rundir("hurt").path
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(shell.pid, signal.SIGHUP)
+    wait_for_step(colotrain, "hurt", 2)
+    assert "running" in colotrain("dashboard", "hurt", "--once").out
+    stopped = colotrain("stop", "hurt")
+    assert stopped.code == 0, stopped.err
+    assert "preempted" in stopped.out
+    assert oct(colotrain.rundir("hurt").path.stat().st_mode)[-3:] == "700"
+
+
+def test_a_detached_run_that_cannot_start_says_why(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "empty.bin").write_bytes(b"\0")
+    settings = ("data.corpus=null", "data.path=empty.bin")
+    result = colotrain("run", *PLAN, *settings, "--detach", env=environment())
+    assert result.code != 0
+    assert "a multiple of 2 bytes" in result.err
