@@ -39,9 +39,36 @@ class PluginPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPlan:
+    """Small trainable matrices beside the frozen weights of linear layers."""
+
+    name: Literal["lora"] = "lora"
+    rank: int
+    alpha: float
+    """The adapter's product is multiplied by alpha / rank."""
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+    path: str | None = None
+    """A directory in PEFT's format that the adapters start from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     target: str
+    """Empty for a Hugging Face directory."""
     args: dict[str, Any] = field(default_factory=dict)
+    hf: str | None = None
+    """A Hugging Face model directory."""
+    adapter: AdapterPlan | None = None
+
+    @property
+    def key(self) -> str:
+        """The setting that names the model."""
+        return "model.hf" if self.hf else "model.target"
+
+    @property
+    def value(self) -> str:
+        return self.hf or self.target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

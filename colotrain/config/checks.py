@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
 from colotrain.config.schema import Config
 from colotrain.config.shipped import recipe_names
@@ -47,7 +48,6 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
 TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 NOT_YET: dict[str, tuple[Any, str]] = {
-    "model.hf": (None, "write a function that loads it and name that in model.target"),
 }
 """What has a place in the schema and cannot be had so far: the only value, and what to do."""
 
@@ -66,7 +66,9 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
             expected = f"{'null' if only is None else only} (not available yet)"
             yield Problem(key=key, value=values[key], expected=expected, fix=fix)
     yield from _check_model(settings, is_whole=is_whole)
-    yield from check_data(settings.data, is_whole=is_whole and settings.model.target is not None)
+    has_model = settings.model.target is not None or settings.model.hf is not None
+    yield from check_data(settings.data, is_whole=is_whole and has_model)
+    yield from check_adapter(settings.adapter)
     yield from _check_optim(settings)
     yield from _check_nodes(settings)
     for key in ("model.target", "data.target", "train.on_gradients"):
@@ -111,7 +113,11 @@ def _check_range(key: str, value: Any) -> Iterator[Problem]:
 def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     model = settings.model
     if model.target is not None and model.hf is not None:
-        yield Problem(key="model.hf", value=model.hf, expected="one of model.target and model.hf")
+        expected, fix = "one of model.target and model.hf", "set the other to null"
+        yield Problem(key="model.hf", value=model.hf, expected=expected, fix=fix)
+    elif model.hf is not None and not Path(model.hf).expanduser().is_dir():
+        expected, fix = "a model directory that exists", f"correct the path (now in {Path.cwd()})"
+        yield Problem(key="model.hf", value=model.hf, expected=expected, fix=fix)
     if model.target is not None or model.hf is not None or not is_whole:
         return
     if settings.recipe is None:

@@ -23,7 +23,7 @@ def look(
     problems: list[Problem],
 ) -> Survey | None:
     """What the survey finds, unless the model cannot be built; freezing is checked against it."""
-    if not model.target or touches(problems, ("model", "data.seq_len")):
+    if not model.value or touches(problems, ("model", "adapter", "data.seq_len")):
         return None
     try:
         found = survey(model, freeze, settings.data.seq_len)
@@ -45,7 +45,7 @@ def look(
 
 def _wrong_model(model: ModelPlan, which: str, fix: str) -> Problem:
     expected = f"a model that {which}"
-    return Problem(key="model.target", value=model.target, expected=expected, fix=fix)
+    return Problem(key=model.key, value=model.value, expected=expected, fix=fix)
 
 
 def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:

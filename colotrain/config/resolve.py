@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from colotrain.config.adapter import plan_adapter
 from colotrain.config.batch import Batch
 from colotrain.config.checks import check, find_resume
 from colotrain.config.data import data_plan
@@ -51,13 +52,14 @@ def resolve(
     settings = read(Config, config, key="", problems=problems)
     if settings is None:
         raise ConfigError(problems)
+    settings = _with_tokenizer(settings)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     scale, batch = scale_out(settings, machine, problems)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
     data = data_plan(settings.data, problems)
     freeze = _freeze(settings.freeze)
-    model = ModelPlan(target=settings.model.target or "", args=settings.model.args)
+    model = _model(settings, problems)
     looked = look(model, freeze, settings, survey, problems)
     if looked is not None and not plugin_problems:
         problems += check_override_names(settings.plugin, looked)
@@ -106,6 +108,26 @@ def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
     """Whether model or data may be missing because of what is known already."""
     others = set(sections(Config)) - {"model", "data"}
     return any(problem.key.partition(".")[0] not in others for problem in problems)
+
+
+def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
+    model, hf = settings.model, settings.model.hf
+    return ModelPlan(
+        target=model.target or "",
+        args=model.args,
+        hf=str(Path(hf).expanduser().absolute()) if hf else None,
+        adapter=plan_adapter(settings.adapter, problems),
+    )
+
+
+def _with_tokenizer(settings: Config) -> Config:
+    """The settings with `data.tokenizer=auto` decided: the model directory's own, or bytes."""
+    data, hf = settings.data, settings.model.hf
+    if data.tokenizer != "auto":
+        return settings
+    has_one = hf is not None and (Path(hf).expanduser() / "tokenizer.json").is_file()
+    chosen = hf if hf is not None and has_one else "bytes"
+    return dataclasses.replace(settings, data=dataclasses.replace(data, tokenizer=chosen))
 
 
 def _freeze(freeze: Freeze) -> FreezePlan:
@@ -192,8 +214,9 @@ def _observe(observe: Observe) -> ObservePlan:
 
 def _default_name(settings: Config, plugin: str) -> str:
     """`llm-tiny-zero2-20260131-235959`."""
-    target = cast(str, settings.model.target)
-    about = Path(settings.recipe).stem if settings.recipe else target.rpartition(":")[2]
+    model = settings.model
+    named = Path(model.hf).name if model.hf else cast(str, model.target).rpartition(":")[2]
+    about = Path(settings.recipe).stem if settings.recipe else named
     return f"{about}-{plugin}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

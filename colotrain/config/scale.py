@@ -66,7 +66,8 @@ def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
 def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) -> Batch | None:
     train, cluster, steps = settings.train, settings.cluster, settings.accumulate.steps
     unknown = train.global_batch is None and train.micro_batch is None
-    if unknown and (settings.model.target is None or touches(problems, ("recipe",))):
+    has_model = settings.model.target is not None or settings.model.hf is not None
+    if unknown and (not has_model or touches(problems, ("recipe",))):
         return None  # they would have come with the recipe
     if touches(problems, ("train.global_batch", "train.micro_batch", "accumulate", "cluster")):
         return None

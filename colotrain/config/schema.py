@@ -48,9 +48,27 @@ class Model:
     target: str | None = None
     """`package.module:callable` that returns an nn.Module."""
     hf: str | None = None
-    """A Hugging Face model directory (not available yet: use `model.target`)."""
+    """A Hugging Face model directory (config.json and safetensors); the extra `hf` reads it."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the callable."""
+    """Keyword arguments of the callable; with `hf`, changes of its config.json, and `dtype`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Small trainable matrices beside the weights of linear layers; all else is frozen."""
+
+    name: Literal["lora"] | None = None
+    """lora: low-rank adapters; null: none."""
+    rank: int | None = None
+    """Rank of the matrices; 8 unless `path` has another."""
+    alpha: float | None = None
+    """Their product is multiplied by alpha / rank; 16 unless `path` has another."""
+    targets: list[str] = field(default_factory=list)
+    """Globs on the names of linear layers, or on the last part of them: `["*attn*", "q_proj"]`."""
+    dropout: float = 0.0
+    """Dropout of what goes into the adapters."""
+    path: str | None = None
+    """A directory in PEFT's format to start from; its rank, alpha and targets are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +104,10 @@ class Data:
     """Keyword arguments of the callable."""
     seq_len: int = 256
     """Tokens per sample."""
-    tokenizer: str = "bytes"
+    tokenizer: str = "auto"
     """`bytes`, `bpe-SIZE` (trained once on the corpus and cached), a tokenizer.json file, or a
-    folder that has one (then its chat template and end-of-text token are used, too)."""
+    folder that has one (then its chat template and end-of-text token are used, too); auto: the
+    folder `model.hf` where it has one, otherwise bytes."""
     columns: dict[str, str] = field(default_factory=dict)
     """What records call their fields, where not `text`, `prompt`, `completion`, `messages`:
     `{prompt: question, completion: answer}`."""
@@ -265,6 +284,8 @@ class Config:
     """The optimizer."""
     freeze: Freeze = field(default_factory=Freeze)
     """Which parameters do not train."""
+    adapter: Adapter = field(default_factory=Adapter)
+    """Low-rank adapters."""
     accumulate: Accumulate = field(default_factory=Accumulate)
     """Gradient accumulation."""
     cluster: Cluster = field(default_factory=Cluster)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from colotrain.packing import Unit, pack
 
@@ -120,20 +121,21 @@ def parameter_bytes(module: nn.Module) -> int:
 def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]) -> set[str]:
     """Names of the blocks that a forward calls exactly once.
 
-    The trial runs on a copy without storage. A model whose forward looks at values cannot run like
-    that: a real copy is tried with one sample, and then a block counts only if its neighbours of
-    the same kind get inputs of the same shape (experts that share out the tokens do not). Where
-    neither runs, no block counts.
+    The trial runs on a copy without storage: on the meta device, and where that does not work with
+    fake tensors, which transformers knows and spares its looks at values. A model whose forward
+    must look at values can run as neither: a real copy is tried with one sample, and then a block
+    counts only if its neighbours of the same kind get inputs of the same shape (experts that share
+    out the tokens do not). Where nothing runs, no block counts.
     """
-    meta = {name: tensor.to("meta") for name, tensor in batch.items()}
-    calls = _trial(_copy_on_meta, model, blocks, meta, device="meta")
-    if calls is not None:
-        return {name for name, shapes in calls.items() if len(shapes) == 1}
+    for mode in (torch.device("meta"), FakeTensorMode(allow_non_fake_inputs=True)):
+        calls = _trial(_without_storage, model, blocks, batch, mode=mode)
+        if calls is not None:
+            return {name for name, shapes in calls.items() if len(shapes) == 1}
     real = all(not p.is_meta for p in model.parameters())
     if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
         return set()
     one = {name: tensor[:1].clone() for name, tensor in batch.items()}
-    calls = _trial(copy.deepcopy, model, blocks, one, device="cpu")
+    calls = _trial(copy.deepcopy, model, blocks, one, mode=torch.device("cpu"))
     return _regular(blocks, calls) if calls is not None else set()
 
 
@@ -148,24 +150,29 @@ def _regular(blocks: list[Block], calls: dict[str, list[Any]]) -> set[str]:
     return {name for name, kind in kinds.items() if kind in good}
 
 
-def _copy_on_meta(model: nn.Module) -> nn.Module:
-    """The model's structure with parameters and buffers that have no storage."""
+def _without_storage(thing: Any) -> Any:
+    """A model's structure, or a batch, with empty tensors of the kind that the mode around makes."""
+    if isinstance(thing, dict):
+        return {name: _empty_like(tensor) for name, tensor in thing.items()}
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        without = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        memo[id(parameter)] = without
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    for parameter in thing.parameters():
+        memo[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
+    for buffer in thing.buffers():
+        memo[id(buffer)] = _empty_like(buffer)
+    return copy.deepcopy(thing, memo)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def _trial(
-    make_copy: Callable[[nn.Module], nn.Module],
+    make_copy: Callable[[Any], Any],
     model: nn.Module,
     blocks: list[Block],
     batch: dict[str, Tensor],
     *,
-    device: str,
+    mode: Any,
 ) -> dict[str, list[Any]] | None:
     """Block name → shape of the first input of each call; None where the forward does not run."""
     calls: dict[str, list[Any]] = {name: [] for name, _ in blocks}
@@ -179,11 +186,11 @@ def _trial(
 
     state = torch.get_rng_state()
     try:
-        trial = make_copy(model)
-        for name, _ in blocks:
-            trial.get_submodule(name).register_forward_pre_hook(note(name))
-        with torch.no_grad(), torch.device(device):
-            trial(**batch)
+        with torch.no_grad(), mode:
+            trial, inputs = make_copy(model), make_copy(batch)
+            for name, _ in blocks:
+                trial.get_submodule(name).register_forward_pre_hook(note(name))
+            trial(**inputs)
     except Exception:  # whatever a user's forward raises: it will be met again in training
         return None
     finally:

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from colotrain.models.loading import fills_itself, initialise_
-from colotrain.plan import PluginPlan, RunPlan
+from colotrain.models.loading import allocate_, fill_
+from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
 
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +53,7 @@ class ShardedModel:
     """A model after `shard_`, with its groups in the order of the model; the root comes last."""
 
     module: nn.Module
+    source: ModelPlan
     groups: tuple[Group, ...]
     plugin: PluginPlan
     mesh: DeviceMesh
@@ -119,7 +120,9 @@ def shard_(
         # gloo has no PREMUL_SUM, which a divide factor would ask for
         group.handle.set_force_sum_reduction_for_comms(True)
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-    sharded = ShardedModel(module=model, groups=tuple(groups), plugin=plan.plugin, mesh=mesh)
+    sharded = ShardedModel(
+        module=model, source=plan.model, groups=tuple(groups), plugin=plan.plugin, mesh=mesh
+    )
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
@@ -208,28 +211,24 @@ def materialise_(
         if not parameter.is_meta:
             parameter.data = parameter.data.to(sharded.mesh.device_type)
     if any(p.is_meta for p in model.parameters()):
-        ties = list(_ties(model))
-        model.to_empty(device=device)
-        for owner, name, other, other_name in ties:  # to_empty makes two of a tied parameter
-            setattr(other, other_name, getattr(owner, name))
+        allocate_(model, device=device)
         house(True)
-        if fills_itself(model):
-            initialise_(model, seed=seed, write=write_shard, release=release)
+        fill_(
+            model,
+            sharded.source,
+            seed=seed,
+            write=write_shard,
+            rows=rows_here,
+            release=release,
+        )
     else:
         house(False)
     sharded.groups[-1].handle._get_fsdp_state()._lazy_init()  # settles where the shards live
 
 
-def _ties(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter in first:
-                yield (*first[parameter], module, name)
-            else:
-                first[parameter] = (module, name)
+def rows_here(tensor: Tensor) -> tuple[int, int] | None:
+    """First row and number of rows that this rank holds; None for what every rank holds whole."""
+    return shard_range(tensor) if isinstance(tensor, DTensor) else None
 
 
 def shard_range(parameter: DTensor) -> tuple[int, int]:

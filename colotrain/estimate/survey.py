@@ -20,7 +20,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     if module is None:
         module = build(model, seed=0)
     frozen = freeze_(module, freeze)
-    problems = list(mixed_dtypes(module, model.target))
+    problems = list(mixed_dtypes(module, model))
     if problems:
         raise ConfigError(problems)
     aliases = tied_names(module)
@@ -41,12 +41,21 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         parameters=parameters,
         matched=frozen.matched,
         flops_per_token=flops_per_token(module, seq_len),
-        vocab_size=getattr(module, "vocab_size", None),
+        vocab_size=vocab_size(module),
         isolates="document_ids" in inspect.signature(module.forward).parameters,
     )
 
 
-def mixed_dtypes(module: nn.Module, target: str) -> Iterator[Problem]:
+def vocab_size(module: nn.Module) -> int | None:
+    """Tokens that the model knows, where it or its configuration says so."""
+    for holder in (module, getattr(module, "config", None)):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def mixed_dtypes(module: nn.Module, model: ModelPlan) -> Iterator[Problem]:
     """Groups whose trainable parameters are of several dtypes: they cannot be reduced together."""
     inside = {id(p) for _, block in find_blocks(module) for p in block.parameters()}
     rest = [(n, p) for n, p in module.named_parameters() if id(p) not in inside]
@@ -56,8 +65,8 @@ def mixed_dtypes(module: nn.Module, target: str) -> Iterator[Problem]:
         if len(first) > 1:
             names = ", ".join(f"{name} is {str(d)[6:]}" for d, name in first.items())
             yield Problem(
-                key="model.target",
-                value=target,
+                key=model.key,
+                value=model.value,
                 expected=f"one dtype among the trainable parameters of a block ({names})",
                 fix="convert the model with .to(dtype), or freeze the parameters of one dtype",
             )

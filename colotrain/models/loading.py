@@ -1,13 +1,13 @@
 """Building models from a plan, and giving them their initial weights.
 
-Models that define `init_weights()` are built on the meta device and filled after sharding; any
-other model is built for real, under the run's seed, and keeps its own initial values.
+Hugging Face directories and models that define `init_weights()` are built on the meta device and
+filled after sharding; any other model is built for real, under the run's seed, and keeps its own
+initial values.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,40 +16,100 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain.dotted import import_target
 from colotrain.errors import ColotrainError
+from colotrain.models import adapters, huggingface
+from colotrain.models.seeding import generator_of
 from colotrain.plan import ModelPlan
 
 
 def build(plan: ModelPlan, *, seed: int) -> nn.Module:
     """The model: on the meta device where it can be filled later, otherwise for real.
 
-    Every rank that calls this with one seed gets the same model.
+    Every rank that calls this with one seed gets the same model, its adapters on it.
     """
     model = build_on_meta(plan)
-    if model is not None and fills_itself(model):
+    if model is not None and (plan.hf or fills_itself(model)):
         return model
     torch.manual_seed(seed)
-    return _call_target(plan)
+    model = _call_target(plan)
+    if plan.adapter is not None:
+        adapters.attach_(model, plan.adapter)
+        adapters.fill_(model, plan.adapter, seed=seed, write=_write_whole)
+    return model
 
 
 def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:
     """The whole model with its initial weights, for one process: what the sharded one starts as."""
-    torch.manual_seed(seed)
-    model = _call_target(plan)
-    on_meta = build_on_meta(plan)
-    if on_meta is not None and fills_itself(on_meta):
-        initialise_(model, seed=seed)
+    model = build(plan, seed=seed)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        allocate_(model, device="cpu")
+        fill_(model, plan, seed=seed)
     return model
 
 
 def build_on_meta(plan: ModelPlan) -> nn.Module | None:
-    """The model without storage, or None where its constructor needs real tensors."""
-    try:
-        with torch.device("meta"):
-            model = _call_target(plan)
-    except (NotImplementedError, RuntimeError):
+    """The model without storage, or None where its constructor needs real tensors.
+
+    Of a Hugging Face model only the parameters have none.
+    """
+    if plan.hf is not None:
+        model = huggingface.build(plan)
+    else:
+        try:
+            with torch.device("meta"):
+                model = _call_target(plan)
+        except (NotImplementedError, RuntimeError):
+            return None
+    if not all(parameter.is_meta for parameter in model.parameters()):
         return None
-    on_meta = all(parameter.is_meta for parameter in model.parameters())
-    return model if on_meta else None
+    if plan.adapter is not None:
+        adapters.attach_(model, plan.adapter)
+    return model
+
+
+def allocate_(model: nn.Module, *, device: str) -> None:
+    """Storage for what is on the meta device; tied parameters and real buffers stay as they are."""
+    ties = list(_ties(model))
+    real = {name: b.clone() for name, b in model.named_buffers() if not b.is_meta}
+    model.to_empty(device=device)
+    for owner, name, other, other_name in ties:  # to_empty makes two of a tied parameter
+        setattr(other, other_name, getattr(owner, name))
+    for name, buffer in model.named_buffers():
+        if name in real:
+            buffer.copy_(real[name])
+
+
+def _ties(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter in first:
+                yield (*first[parameter], module, name)
+            else:
+                first[parameter] = (module, name)
+
+
+def fill_(
+    model: nn.Module,
+    plan: ModelPlan,
+    *,
+    seed: int,
+    write: Callable[[Tensor, Tensor], None] | None = None,
+    rows: Callable[[Tensor], tuple[int, int] | None] = lambda tensor: None,
+    release: Callable[[Tensor], None] = lambda tensor: None,
+) -> None:
+    """Give a model that `build` left on the meta device, and `allocate_` storage, its values.
+
+    `write` and `release` are as in `initialise_`; `rows(tensor)` says which rows of it this rank holds (first and
+    number; None: all), so that only those are read from a model directory.
+    """
+    if plan.hf is not None:
+        huggingface.fill_(model, plan, rows=rows, release=release)
+    elif fills_itself(model):
+        initialise_(model, seed=seed, write=write, release=release)
+    if plan.adapter is not None:
+        adapters.fill_(model, plan.adapter, seed=seed, write=write or _write_whole)
 
 
 def fills_itself(model: nn.Module) -> bool:
@@ -151,9 +211,7 @@ class _SeededByName(TorchFunctionMode):
         self.write, self.release = write, release
         self.generators: dict[int, torch.Generator] = {}
         for name, parameter in model.named_parameters():
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            self.generators[_storage_key(parameter)] = generator
+            self.generators[_storage_key(parameter)] = generator_of(name, seed=seed)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

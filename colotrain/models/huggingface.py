@@ -1,0 +1,272 @@
+"""Hugging Face model directories: config.json and safetensors, through transformers.
+
+The architecture is always transformers' own: code in the directory is never run, and pickles are
+never read. Parameters keep transformers' names.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.models.stored import StoredTensors, weight_files
+from colotrain.plan import ModelPlan
+
+IGNORE_INDEX = -100
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+OWN_ARGS = ("dtype",)
+_NAMES = "_colotrain_stored_names"
+"""Attribute of a model that holds the name each parameter has in the files."""
+
+
+def build(plan: ModelPlan) -> nn.Module:
+    """The model of `plan.hf` with parameters on the meta device, and real buffers.
+
+    Its forward takes batches in colotrain's convention (labels already shifted) and returns the
+    summed loss and the number of targets. Everything wrong with the directory is a `ConfigError`.
+    """
+    folder = Path(str(plan.hf))
+    args = dict(plan.args)
+    dtype = _dtype(args.pop("dtype", "float32"))
+    config = _config(folder, args)
+    model = _construct(_architecture(folder, config), config, dtype)
+    files = _open(folder)
+    model.__dict__[_NAMES] = _match(model, files, folder)
+    if _is_causal(config, type(model)):
+        model.forward = functools.partial(shifted_loss, model.forward)
+    return model
+
+
+def shifted_loss(forward: Callable[..., Any], /, **batch: Any) -> Any:
+    """(summed loss, number of targets) of a causal language model, `labels` being shifted already.
+
+    Without labels, what `forward` itself returns.
+    """
+    labels = batch.pop("labels", None)
+    output = forward(use_cache=False, **batch)
+    if labels is None:
+        return output
+    loss = F.cross_entropy(
+        output.logits.float().flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+    return loss, (labels != IGNORE_INDEX).sum()
+
+
+def fill_(
+    model: nn.Module,
+    plan: ModelPlan,
+    *,
+    rows: Callable[[Tensor], tuple[int, int] | None],
+    release: Callable[[Tensor], None],
+) -> None:
+    """Read this rank's rows of every parameter and persistent buffer from the directory.
+
+    `rows(parameter)` is the first row and the number of rows this rank holds; None is all.
+    """
+    stored = StoredTensors(weight_files(Path(str(plan.hf))))
+    known: dict[str, str] = model.__dict__[_NAMES]
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in known:
+                read_rows_(tensor, stored, known[name], rows(tensor))
+                release(tensor)
+
+
+def read_rows_(
+    tensor: Tensor, stored: StoredTensors, name: str, part: tuple[int, int] | None
+) -> None:
+    """Fill `tensor` (a DTensor's local part) with `part` of the stored tensor `name`."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    if local.numel():
+        local.copy_(stored.rows(name, *(part or ())))
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells whether a directory still holds the same model: its config and its files' headers."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(size, 1 << 28)))
+        digest.update(str(path.stat().st_size).encode())
+    return digest.hexdigest()
+
+
+def _config(folder: Path, args: dict[str, Any]) -> Any:
+    """The directory's configuration, with what `model.args` changes in it."""
+    transformers = _transformers()
+    if not (folder / "config.json").is_file():
+        fix = "give a directory that save_pretrained made"
+        raise _wrong(folder, "a model directory with a config.json", fix)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever the library raises about a file of the user's
+        if '"auto_map"' in (folder / "config.json").read_text("utf-8", "replace"):
+            raise _remote_code(folder) from error
+        raise _wrong(folder, f"a config.json that transformers reads ({error})") from error
+    if getattr(config, "quantization_config", None) is not None:
+        fix = "give the directory of the model before it was quantized"
+        raise _wrong(folder, "weights that are not quantized", fix)
+    for key, value in args.items():
+        if not hasattr(config, key):
+            known = ", ".join([*OWN_ARGS, *sorted(config.to_dict())])
+            problem = Problem(
+                key=f"model.args.{key}",
+                value=value,
+                expected="a setting of this model",
+                fix=f"known: {known}",
+            )
+            raise ConfigError([problem])
+        setattr(config, key, value)
+    return config
+
+
+def _architecture(folder: Path, config: Any) -> type[nn.Module]:
+    """The class that config.json names, if it is one of transformers'; else the causal one."""
+    transformers = _transformers()
+    for name in config.architectures or ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    if getattr(config, "auto_map", None):
+        raise _remote_code(folder)
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in mapping and not config.architectures:
+        return mapping[type(config)]
+    expected = f"an architecture of transformers {transformers.__version__}"
+    raise _wrong(folder, f"{expected} (config.json names {config.architectures})")
+
+
+def _is_causal(config: Any, architecture: type) -> bool:
+    """Whether `architecture` predicts next tokens, so that its loss is colotrain's to compute."""
+    mapping = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING
+    return type(config) in mapping and issubclass(architecture, mapping[type(config)])
+
+
+def _construct(architecture: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    try:
+        with parameters_on_meta():
+            model: nn.Module = architecture._from_config(config, dtype=dtype)
+    except (ValueError, TypeError, ImportError, KeyError) as error:
+        expected = f"settings that {architecture.__name__} accepts ({error})"
+        raise ConfigError([Problem(key="model.args", expected=expected)]) from error
+    return model
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside get parameters without storage; their buffers are real.
+
+    Rotary frequencies and the like are in no file: a constructor is all that knows them.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _open(folder: Path) -> StoredTensors:
+    try:
+        return StoredTensors(weight_files(folder))
+    except ColotrainError as error:
+        problem = Problem(
+            key="model.hf", value=folder, expected=f"weights ({error.problem})", fix=error.fix
+        )
+        raise ConfigError([problem]) from error
+
+
+def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, str]:
+    """Parameter or persistent buffer → its name in the files; what does not fit is an error.
+
+    A tied parameter is found under any of its names. Directories of a base model (GPT-2's own)
+    lack the prefix that the model with a head gives its names.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    optional = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    wanted: dict[str, tuple[Tensor, list[str]]] = {
+        name: (p, aliases[id(p)]) for name, p in model.named_parameters()
+    }
+    persistent = model.state_dict().keys()
+    wanted |= {n: (b, [n]) for n, b in model.named_buffers() if n in persistent}
+    found, problems = {}, []
+    for name, (tensor, names) in wanted.items():
+        candidates = [*names, *(n.removeprefix(base) for n in names), *(base + n for n in names)]
+        stored = next((c for c in candidates if c in files), None)
+        if stored is None:
+            if name in optional or not isinstance(tensor, nn.Parameter):
+                continue  # a buffer keeps what the constructor gave it
+            problems.append(f"{name} is missing")
+        elif files.shape(stored) != tuple(tensor.shape):
+            problems.append(f"{name} is {files.shape(stored)}, not {tuple(tensor.shape)}")
+        else:
+            found[name] = stored
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        fix = "its names or shapes are not those of this version of transformers: load it with "
+        fix += "transformers and save it again; architectures that it converts are not supported"
+        raise _wrong(folder, f"weights of its config.json ({problems[0]}{more})", fix)
+    return found
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if str(name) not in DTYPES:
+        problem = Problem(
+            key="model.args.dtype", value=name, expected=f"one of {', '.join(DTYPES)}"
+        )
+        raise ConfigError([problem])
+    return getattr(torch, str(name))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        expected = f"transformers, which cannot be imported ({error})"
+        fix = "install it: pip install 'colotrain[hf]'"
+        raise ConfigError([Problem(key="model.hf", expected=expected, fix=fix)]) from error
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is for its own trainer
+    return transformers
+
+
+def _remote_code(folder: Path) -> ConfigError:
+    expected = "an architecture of transformers itself (this directory brings code of its own)"
+    fix = "code in a model directory is never run: write a function that loads it and name that "
+    return _wrong(folder, expected, fix + "in model.target")
+
+
+def _wrong(folder: Path, expected: str, fix: str = "") -> ConfigError:
+    return ConfigError([Problem(key="model.hf", value=folder, expected=expected, fix=fix)])
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """config.json as it stands."""
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    return settings
