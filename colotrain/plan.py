@@ -176,6 +176,7 @@ class CheckpointPlan:
     """0: only at the end."""
     keep: int
     resume: str
+    content: Literal["all", "trained"] = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

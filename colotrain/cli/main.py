@@ -135,6 +135,40 @@ def runs(as_json: Json = False) -> int:
 
 
 @app.command()
+def export(
+    name: Run = None,
+    to: Annotated[
+        str, typer.Option(metavar="DIR", help="A new directory.", show_default=False)
+    ] = "",
+    step: Annotated[int | None, typer.Option(help="By default the newest checkpoint.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge/--adapter", help="Adapters into the weights, or alone.")
+    ] = True,
+    form: Annotated[
+        str, typer.Option("--format", help="auto, hf (a Hugging Face directory) or safetensors.")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; by default as trained.")] = "",
+    shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint as a directory that transformers loads, or as safetensors."""
+    from colotrain.cli.export import export as write
+
+    if not to:
+        raise UsageError("export: expected --to DIR", "name a new directory")
+    return write(
+        name,
+        to=to,
+        step=step,
+        form=form,
+        adapter_only=not merge,
+        dtype=dtype,
+        shard_size=shard_size,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def dashboard(
     name: Run = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame.")] = False,

@@ -197,6 +197,7 @@ def _checkpoint(settings: Config) -> CheckpointPlan:
         every=checkpoint.every or 0,
         keep=checkpoint.keep,
         resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,
+        content=checkpoint.content,
     )
 
 

@@ -250,6 +250,9 @@ class Checkpoint:
     """How many are kept; the last good one always is."""
     resume: str = "auto"
     """auto (go on from this run's newest checkpoint), none, or a run or checkpoint folder."""
+    content: Literal["all", "trained"] = "all"
+    """trained: without parameters that never trained, as under adapters; to resume or export such a
+    checkpoint the model that the run began with must still be there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from colotrain.engine.dcp_json import JsonIndexReader, JsonIndexWriter, read_index
 from colotrain.errors import ColotrainError
+from colotrain.models import huggingface
+from colotrain.records import to_plain
 from colotrain.rundir import write_atomically
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ def save(run: Run) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True, mode=0o700)
     dist.barrier()
-    _dcp(dcp.save, _tensors(run), storage_writer=JsonIndexWriter(temporary))
+    _dcp(dcp.save, _tensors(run, unchanged(run)), storage_writer=JsonIndexWriter(temporary))
     mine = (_describe_files(temporary, run.rank), random.getstate())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -46,6 +49,7 @@ def save(run: Run) -> Path:
         files = {name: entry for part, _ in everyone for name, entry in part.items()}
         states = [state for _, state in everyone]
         manifest = {"schema": 1, "files": files, **_progress(run), "python_random": states}
+        manifest |= {"left_out": sorted(unchanged(run)), "began_with": _began_with(run)}
         write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
         _replace_folder(temporary, final)
         prune(run.rundir.checkpoints, keep=run.plan.checkpoint.keep, newest=final)
@@ -56,6 +60,12 @@ def save(run: Run) -> Path:
 def step_of(path: Path | None) -> int:
     """Steps done in a checkpoint; 0 without one."""
     return _read_manifest(path)["step"] if path else 0
+
+
+def left_out(path: Path) -> list[str]:
+    """Parameters that a checkpoint does not hold: they are what the run began with."""
+    names: list[str] = _read_manifest(path).get("left_out", [])
+    return names
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -77,12 +87,14 @@ def restore(run: Run, path: Path) -> None:
         )
     run.optimizer.prepare_state_()
     wanted, stored = _tensors(run), read_index(path).state_dict_metadata
+    wanted = _less_what_is_left_out(run, path, wanted)
     missing = [name for name in wanted if name.startswith("model.") and name not in stored]
     if missing:
         raise ColotrainError(
             f"{path}: holds no {missing[0].removeprefix('model.')} ({len(missing)} missing)",
             "resume with the model that the checkpoint was made from",
         )
+    run.restored |= {name.removeprefix("model.") for name in wanted if name.startswith("model.")}
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
     _dcp(dcp.load, wanted, storage_reader=JsonIndexReader(path))
     if manifest["world_size"] == dist.get_world_size():
@@ -90,6 +102,35 @@ def restore(run: Run, path: Path) -> None:
     _take_progress(run, manifest)
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
+
+
+def unchanged(run: Run) -> set[str]:
+    """Parameters that the plan leaves out of checkpoints: those that never trained.
+
+    What an earlier checkpoint held is kept, for it may have trained before it was frozen.
+    """
+    if run.plan.checkpoint.content == "all":
+        return set()
+    return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored
+
+
+def _began_with(run: Run) -> dict[str, Any]:
+    """What decides the values of parameters that never trained."""
+    model = run.plan.model
+    files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
+    seed = None if model.hf else run.plan.train.seed
+    return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
+
+
+def _less_what_is_left_out(run: Run, path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`wanted` without the parameters that are what this run began with, as the saved one did."""
+    spared = {f"model.{name}" for name in left_out(path)}
+    if spared and _read_manifest(path)["began_with"] != _began_with(run):
+        raise ColotrainError(
+            f"{path}: holds only what trained, of a run that began with another model",
+            "resume with the model, its arguments and the seed that it was made from",
+        )
+    return {name: tensor for name, tensor in wanted.items() if name not in spared}
 
 
 def _dcp(call: Any, state: dict[str, Tensor], **storage: Any) -> None:
@@ -100,12 +141,13 @@ def _dcp(call: Any, state: dict[str, Tensor], **storage: Any) -> None:
         raise ColotrainError(f"checkpoint: rank {rank}: {cause}", "see the run's logs") from error
 
 
-def _tensors(run: Run) -> dict[str, Tensor]:
+def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     """Flat name → tensor: parameters, persistent buffers, optimizer state, generator states."""
     model = run.sharded.module
     aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     aliases -= {n for n, _ in model.named_parameters()}
     state = {f"model.{n}": t for n, t in model.state_dict().items() if n not in aliases}
+    state = {name: t for name, t in state.items() if name.removeprefix("model.") not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
     state[f"rng.{run.rank}"] = torch.get_rng_state()

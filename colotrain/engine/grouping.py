@@ -151,7 +151,7 @@ def _regular(blocks: list[Block], calls: dict[str, list[Any]]) -> set[str]:
 
 
 def _without_storage(thing: Any) -> Any:
-    """A model's structure, or a batch, with empty tensors of the kind that the mode around makes."""
+    """A model's structure, or a batch, with empty tensors as the mode around makes them."""
     if isinstance(thing, dict):
         return {name: _empty_like(tensor) for name, tensor in thing.items()}
     memo: dict[int, Any] = {}

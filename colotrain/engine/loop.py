@@ -60,6 +60,8 @@ class Run:
     generator_state: Tensor | None = None
     """torch's generator at the beginning of the step."""
     saved_step: int = -1
+    restored: set[str] = field(default_factory=set)
+    """Parameters that came from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,13 +77,19 @@ def fill_(
     `rows(parameter)` is the first row and the number of rows this rank holds; None is all.
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
-    known: dict[str, str] = model.__dict__[_NAMES]
+    known = stored_names(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in known:
                 read_rows_(tensor, stored, known[name], rows(tensor))
                 release(tensor)
+
+
+def stored_names(model: nn.Module) -> dict[str, str]:
+    """Parameter or persistent buffer of a model that `build` made → its name in the files."""
+    names: dict[str, str] = model.__dict__[_NAMES]
+    return names
 
 
 def read_rows_(
@@ -264,9 +269,3 @@ def _remote_code(folder: Path) -> ConfigError:
 
 def _wrong(folder: Path, expected: str, fix: str = "") -> ConfigError:
     return ConfigError([Problem(key="model.hf", value=folder, expected=expected, fix=fix)])
-
-
-def settings_of(folder: Path) -> dict[str, Any]:
-    """config.json as it stands."""
-    settings: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
-    return settings

@@ -97,6 +97,11 @@ RULES = [
     Rule("colotrain.observe.*", BASE | names(PURE_FACE) | names(FACE) | {"rich"}),
     Rule("colotrain.engine.*", WORKER | TENSORS | names("colotrain.engine")),
     Rule("colotrain.estimate.*", WORKER | TENSORS | names("colotrain.engine colotrain.estimate")),
+    Rule(
+        "colotrain.export.*",
+        WORKER | TENSORS | names("colotrain.engine colotrain.export"),
+        LAZY_EXTRAS,
+    ),
     Rule("colotrain.verify.runner", WORKER | TENSORS | names("colotrain.launch colotrain.verify")),
     Rule("colotrain.verify.*", WORKER | TENSORS | names("colotrain.engine colotrain.verify")),
     Rule(

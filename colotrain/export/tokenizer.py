@@ -1,0 +1,89 @@
+"""The tokenizer that goes with an exported model, as AutoTokenizer loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from colotrain.data import vocabulary
+from colotrain.data.tokens import prepare
+from colotrain.errors import ColotrainError
+from colotrain.plan import DataPlan
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What a Hugging Face directory may have of a tokenizer; never code."""
+SEPARATOR_OF_BYTES = 0
+
+
+def copy_tokenizer(source: Path, folder: Path) -> list[Path]:
+    """Copy the tokenizer of a model directory."""
+    found = [source / name for name in FILES if (source / name).is_file()]
+    return [Path(shutil.copyfile(path, folder / path.name)) for path in found]
+
+
+def write_tokenizer(
+    data: DataPlan, folder: Path, *, progress: Callable[[str, int, int], None]
+) -> int | None:
+    """Write the tokenizer that the run's tokens were made with; returns the separator's number.
+
+    Nothing is written for a dataset of the user's own, whose tokenizer is not known. A `bpe-SIZE`
+    that is no longer cached is learned again from the same text. Raises `ColotrainError` where
+    that text is gone.
+    """
+    file = folder / "tokenizer.json"
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": data.seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    if data.tokenizer == "bytes":
+        byte_tokenizer().save(str(file))
+        end: int | None = SEPARATOR_OF_BYTES
+    else:
+        source = (
+            vocabulary.tokenizer_file(data.tokenizer) or prepare(data, progress=progress).tokenizer
+        )
+        if source is None or not source.is_file():
+            raise ColotrainError(f"the tokenizer {source or data.tokenizer} is gone")
+        shutil.copyfile(source, file)
+        tokenizer = vocabulary.load(file)
+        known = {t: tokenizer.token_to_id(t) for t in vocabulary.SEPARATORS}
+        text, end = next(((t, n) for t, n in known.items() if n is not None), (None, None))
+        if text is not None:
+            settings["eos_token"] = text
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    return end
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of 256 tokens, each byte its own number."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that stands for each byte in byte-level BPE (Radford et al. 2019): itself
+    where it can be printed, otherwise one from 256 on."""
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printed]
+    characters = {chr(byte): byte for byte in printed}
+    return characters | {chr(256 + at): byte for at, byte in enumerate(others)}
