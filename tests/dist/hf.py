@@ -1,0 +1,141 @@
+"""Small Hugging Face directories with random weights, data for them, and plain fine-tunes.
+
+The fine-tunes are transformers and torch in one process, in float64, with a LoRA written out as a
+changed weight: nothing of colotrain but its order of samples and its masks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from colotrain.plan import RunPlan
+from colotrain.verify.masks import MaskedSamples
+from colotrain.verify.reference import Trajectory
+
+VOCAB, SEQ = 96, 12
+KINDS = ("llama", "gpt2")
+
+
+def make_directory(kind: str, folder: Path) -> Path:
+    """A model that transformers itself made and saved."""
+    import transformers
+
+    torch.manual_seed(3)
+    if kind == "llama":
+        config: Any = transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=0,
+        )
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=32,
+            n_embd=24,
+            n_layer=3,
+            n_head=4,
+            initializer_range=0.1,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def samples(count: int = 64) -> list[dict[str, Tensor]]:
+    """For `data.target`: random tokens, the labels shifted already."""
+    tokens = torch.randint(VOCAB, (count, SEQ + 1), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+
+
+def fine_tune(plan: RunPlan, initial: dict[str, Tensor], *, steps: int) -> Trajectory:
+    """The plan's fine-tune in plain transformers and torch; `initial` are the adapters' values.
+
+    Its noise is how far the same in float32 is from it.
+    """
+    exact, plain = (_train(plan, initial, steps, dtype) for dtype in (torch.float64, torch.float32))
+    pairs = zip(exact.gradients, plain.gradients, strict=True)
+    noise = [{n: (a[n] - b[n]).abs().max().item() for n in a} for a, b in pairs]
+    return replace(exact, noise=noise)
+
+
+def _train(plan: RunPlan, initial: dict[str, Tensor], steps: int, dtype: torch.dtype) -> Trajectory:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(plan.model.hf).to(dtype).train()
+    model.config.use_cache = False
+    base = dict(model.named_parameters())
+    adapters = {n: nn.Parameter(t.to(dtype, copy=True)) for n, t in initial.items()}
+    trained = adapters or {
+        n: p
+        for n, p in base.items()
+        if not any(fnmatch.fnmatch(n, glob) for glob in plan.freeze.patterns)
+    }
+    for name, parameter in base.items():
+        parameter.requires_grad = name in trained
+    groups = [
+        {"params": [p for p in trained.values() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=plan.optim.lr, momentum=plan.optim.betas[0])
+    data = MaskedSamples(samples())
+    everything = {**base, **adapters}
+    losses, gradients, parameters = [], [], [_values(everything)]
+    size = plan.batch.global_batch
+    for step in range(steps):
+        rows = [data[i] for i in range(step * size, (step + 1) * size)]
+        ids, labels = (torch.stack([r[k] for r in rows]) for k in ("input_ids", "labels"))
+        weights = _with_adapters(model, base, adapters, plan)
+        logits = functional_call(model, weights, kwargs={"input_ids": ids}).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        found = {n: p.grad for n, p in everything.items() if p.grad is not None}
+        gradients.append({n: g.float().clone() for n, g in found.items()})
+        optimizer.step()
+        parameters.append(_values(everything))
+    return Trajectory(
+        losses=losses,
+        gradients=gradients,
+        parameters=parameters,
+        optimizer_steps=steps,
+        frozen=frozenset(everything) - set(trained),
+    )
+
+
+def _with_adapters(
+    model: nn.Module, base: dict[str, Tensor], adapters: dict[str, nn.Parameter], plan: RunPlan
+) -> dict[str, Tensor]:
+    """The weights with every adapter's product added; GPT-2 keeps its own transposed."""
+    weights: dict[str, Tensor] = dict(base)
+    for name in {n.rpartition(".lora_")[0] for n in adapters}:
+        adapter = plan.model.adapter
+        assert adapter is not None
+        a, b = (adapters[f"{name}.lora_{part}.weight"] for part in "AB")
+        product = (b @ a) * adapter.alpha / adapter.rank
+        transposed = not isinstance(model.get_submodule(name), nn.Linear)
+        weights[f"{name}.weight"] = base[f"{name}.weight"] + (product.T if transposed else product)
+    return weights
+
+
+def _values(parameters: dict[str, Any]) -> dict[str, Tensor]:
+    return {n: p.detach().float().clone() for n, p in parameters.items()}

@@ -1,0 +1,189 @@
+"""`colotrain export`: what other programs load is what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from colotrain.data.loader import open_samples
+from colotrain.data.tokens import decode, prepare
+from colotrain.engine.dcp_json import read_whole
+from colotrain.models.loading import build_whole
+from colotrain.rundir import RunDir
+from tests.dist import hf
+from tests.dist.conftest import SMALL, Colotrain
+
+transformers = pytest.importorskip("transformers")
+STEPS = 4
+TEXT = "Übermut tut selten gut.\n\tdef f(x): return x ** 2  # naïve 日本\n"
+
+
+def trained(rundir: RunDir) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The run's model with the newest checkpoint's values, and those values."""
+    plan = rundir.plan()
+    model = build_whole(plan.model, seed=plan.train.seed).eval()
+    stored = read_whole(rundir.checkpoint(plan.train.max_steps))
+    held = {n.removeprefix("model."): t for n, t in stored.items() if n.startswith("model.")}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(held[name])
+    return model, held
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "vocab", "more"),
+    [
+        ("bytes", 256, ("model.args.num_kv_heads=1",)),
+        ("bpe-300", 300, ("model.args.tie_embeddings=true", "model.args.rope_theta=500.0")),
+    ],
+)
+def test_an_llm_becomes_a_llama_that_transformers_loads(
+    colotrain: Colotrain, tokenizer: str, vocab: int, more: tuple[str, ...]
+) -> None:
+    (colotrain.cwd / "corpus.txt").write_text(TEXT * 200)
+    colotrain.run(
+        *SMALL,
+        *("data.corpus=null", "data.path=corpus.txt", f"data.tokenizer={tokenizer}"),
+        *(f"model.args.vocab_size={vocab}", "plugin=zero3", "name=llm", f"train.max_steps={STEPS}"),
+        *("model.args.norm_eps=1e-3", *more),
+    )
+    done = colotrain("export", "llm", "--to", "llama", "--shard-size", "20KB", "--json")
+    assert done.code == 0, done.err
+    assert done.json["format"] == "hf"
+    assert done.json["step"] == STEPS
+    assert done.json["notes"] == []
+    folder = colotrain.cwd / "llama"
+    weights = sorted(folder.glob("*.safetensors"))
+    assert len(weights) > 2
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert {folder / name for name in index["weight_map"].values()} == set(weights)
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not any(info.values()), info
+    own, _ = trained(colotrain.rundir("llm"))
+    plan = colotrain.rundir("llm").plan()
+    ids = open_samples(plan.data, "train")[0]["input_ids"][None]
+    with torch.no_grad():
+        assert (model(input_ids=ids).logits - own(ids)).abs().max().item() < 1e-5
+
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    prepared = prepare(plan.data)
+    text = decode(prepared, ids[0].tolist())
+    assert loaded.decode(ids[0]) == text
+    for sample in (text, TEXT, "".join(map(chr, range(0x250)))):
+        numbers = loaded(sample, add_special_tokens=False)["input_ids"]
+        assert decode(prepared, numbers) == sample
+    if tokenizer == "bytes":
+        assert loaded(TEXT, add_special_tokens=False)["input_ids"] == list(TEXT.encode())
+
+
+def test_a_model_of_ones_own_becomes_safetensors_under_its_names(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "own.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a = torch.nn.Linear(4, 3)\n"
+        "        self.b = torch.nn.Linear(3, 1)\n"
+        "        self.register_buffer('seen', torch.tensor([7]))\n"
+        "    def forward(self, x): return self.b(self.a(x)).square().mean()\n"
+        "def data(): return [{'x': torch.ones(4) * i} for i in range(64)]\n"
+    )
+    own = ("model.target=own:Model", "data.target=own:data", "train.global_batch=4", "name=own")
+    colotrain.run(*own, "plugin=zero2", "train.max_steps=2", "cluster.procs_per_node=2")
+    refused = colotrain("export", "own", "--to", "x", "--format", "hf")
+    assert refused.code == 2
+    assert "no architecture of transformers" in refused.err.splitlines()[-1]
+    done = colotrain("export", "own", "--to", "out", "--dtype", "bf16", "--json")
+    assert done.code == 0, done.err
+    assert done.json["format"] == "safetensors"
+    found = load_file(colotrain.cwd / "out" / "model.safetensors")
+    stored = read_whole(colotrain.rundir("own").checkpoint(2))
+    wanted = {n.removeprefix("model."): t for n, t in stored.items() if n.startswith("model.")}
+    assert found.keys() == wanted.keys() == {"a.weight", "a.bias", "b.weight", "b.bias", "seen"}
+    for name, tensor in wanted.items():
+        expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(found[name], expected)
+
+
+def test_an_adapter_goes_out_and_in_again(colotrain: Colotrain) -> None:
+    folder = hf.make_directory("gpt2", colotrain.cwd / "gpt2")
+    options = (
+        *("data.target=tests.dist.hf:samples", "train.global_batch=8", "train.micro_batch=2"),
+        *(f"model.hf={folder}", "cluster.procs_per_node=2", "train.max_steps=3", "optim.lr=0.05"),
+    )
+    lora = ("adapter.name=lora", "adapter.rank=3", "adapter.alpha=5", "adapter.targets=[c_*]")
+    colotrain.run(*options, *lora, "plugin=gemini", "name=first", "checkpoint.content=trained")
+    out = colotrain("export", "first", "--to", "adapter", "--adapter", "--json")
+    assert out.code == 0, out.err
+    settings = json.loads((colotrain.cwd / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["fan_in_fan_out"]) == (3, 5.0, True)
+    again = ("adapter.name=lora", "adapter.path=adapter", "optim.lr=1e-9", "plugin=zero3")
+    colotrain.run(*options, *again, "name=second")
+    for run in ("first", "second"):
+        assert colotrain("export", run, "--to", f"{run}-merged").code == 0
+    logits = [_logits(colotrain.cwd / name) for name in ("first-merged", "second-merged", "gpt2")]
+    assert (logits[0] - logits[1]).abs().max().item() < 1e-5
+    assert (logits[0] - logits[2]).abs().max().item() > 1e-2
+
+
+def test_peft_computes_the_same_with_an_exported_adapter(colotrain: Colotrain) -> None:
+    peft = pytest.importorskip("peft")
+    for kind, targets in (("llama", "[q_proj,down_proj]"), ("gpt2", "[c_attn]")):
+        folder = hf.make_directory(kind, colotrain.cwd / kind)
+        colotrain.run(
+            *("data.target=tests.dist.hf:samples", "train.global_batch=8", "train.micro_batch=2"),
+            *(f"model.hf={folder}", "cluster.procs_per_node=2", "train.max_steps=3"),
+            *("adapter.name=lora", f"adapter.targets={targets}", f"name={kind}-1", "optim.lr=0.05"),
+        )
+        assert colotrain("export", f"{kind}-1", "--to", f"{kind}-adapter", "--adapter").code == 0
+        assert colotrain("export", f"{kind}-1", "--to", f"{kind}-merged").code == 0
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = peft.PeftModel.from_pretrained(base, colotrain.cwd / f"{kind}-adapter")
+        with torch.no_grad():
+            found = model.eval()(input_ids=_inputs()).logits
+        expected = _logits(colotrain.cwd / f"{kind}-merged")
+        assert (found - expected).abs().max().item() < 1e-5
+
+
+def _inputs() -> torch.Tensor:
+    return torch.stack([sample["input_ids"] for sample in hf.samples(4)])
+
+
+def _logits(folder: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(input_ids=_inputs()).logits
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(colotrain: Colotrain) -> None:
+    colotrain.run(*SMALL, "name=llm", "train.max_steps=2", "checkpoint.every=1")
+    full = colotrain.cwd / "full"
+    full.mkdir()
+    (full / "mine").touch()
+    weights = next(colotrain.rundir("llm").checkpoint(2).glob("__*"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    for arguments, words in [
+        (("--to", "full"), "is not empty; give a new directory"),
+        (("--to", "x"), "the checkpoint is damaged"),
+        (("--to", "x", "--step", "7"), "no checkpoint of step 7; there are: 2, 1"),
+        (("--to", "x", "--adapter", "--step", "1"), "--adapter: the run has no adapter"),
+        (("--to", "x", "--dtype", "int8"), "--dtype int8: expected one of float32"),
+        (("--to", "x", "--format", "gguf"), "--format gguf: expected one of auto"),
+        (("--to", "x", "--shard-size", "big"), "--shard-size big: expected"),
+        ((), "export: expected --to DIR"),
+    ]:
+        refused = colotrain("export", "llm", *arguments)
+        assert refused.code == 2, arguments
+        assert words in refused.err.splitlines()[-1]
+    assert sorted(path.name for path in colotrain.cwd.iterdir()) == ["full", "runs"]
+    assert [path.name for path in full.iterdir()] == ["mine"]
+    assert colotrain("export", "llm", "--to", "x", "--step", "1").code == 0
