@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colotrain.cli.output import print_json, stderr_console
@@ -124,8 +125,12 @@ def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:
     """Refuse tokens that the model has no row for: token files tell only when they are read."""
-    rows = plan.model.args.get("vocab_size")
+    key, rows = "model.args.vocab_size", plan.model.args.get("vocab_size")
+    fix = f"set model.args.vocab_size={prepared.vocab_size}"
+    if plan.model.hf is not None:
+        config = json.loads((Path(plan.model.hf) / "config.json").read_text("utf-8"))
+        key, rows = f"vocab_size of {plan.model.hf}", config.get("vocab_size")
+        fix = "use the tokens that the model was trained on"
     if isinstance(rows, int) and prepared.vocab_size > rows:
         expected = f"at least {prepared.vocab_size}, the largest token of the data plus one"
-        key, fix = "model.args.vocab_size", f"set model.args.vocab_size={prepared.vocab_size}"
         raise ConfigError([Problem(key=key, value=rows, expected=expected, fix=fix)])

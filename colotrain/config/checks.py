@@ -47,8 +47,7 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
-NOT_YET: dict[str, tuple[Any, str]] = {
-}
+NOT_YET: dict[str, tuple[Any, str]] = {}
 """What has a place in the schema and cannot be had so far: the only value, and what to do."""
 
 

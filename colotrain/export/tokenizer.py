@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.data import vocabulary
-from colotrain.data.tokens import prepare
+from colotrain.data.tokens import prepare_all
 from colotrain.errors import ColotrainError
 from colotrain.plan import DataPlan
 
@@ -55,18 +55,21 @@ def write_tokenizer(
         byte_tokenizer().save(str(file))
         end: int | None = SEPARATOR_OF_BYTES
     else:
-        source = (
-            vocabulary.tokenizer_file(data.tokenizer) or prepare(data, progress=progress).tokenizer
-        )
+        named = vocabulary.tokenizer_file(data.tokenizer)
+        source = named or prepare_all(data, progress=progress)[0].tokenizer
         if source is None or not source.is_file():
             raise ColotrainError(f"the tokenizer {source or data.tokenizer} is gone")
-        shutil.copyfile(source, file)
+        if Path(data.tokenizer).is_dir():
+            copy_tokenizer(source.parent, folder)
+        else:
+            shutil.copyfile(source, file)
         tokenizer = vocabulary.load(file)
-        known = {t: tokenizer.token_to_id(t) for t in vocabulary.SEPARATORS}
-        text, end = next(((t, n) for t, n in known.items() if n is not None), (None, None))
-        if text is not None:
-            settings["eos_token"] = text
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        end = vocabulary.separator_of(data.tokenizer, tokenizer)
+        if end is not None:
+            settings["eos_token"] = tokenizer.id_to_token(end)
+    own = folder / "tokenizer_config.json"
+    if not own.exists():
+        own.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
     return end
 
 

@@ -165,7 +165,7 @@ def _write_hf_directory(job: _Job, source: Path) -> list[Entry]:
     if generation.is_file():
         shutil.copyfile(generation, job.folder / generation.name)
     trained_on = Path(job.plan.data.tokenizer)
-    if job.plan.data.source == "target" or trained_on.parent == source:
+    if job.plan.data.source == "target" or source in (trained_on, trained_on.parent):
         if not copy_tokenizer(source, job.folder):
             job.notes.append(f"no tokenizer: {source} has none")
     else:

@@ -56,8 +56,11 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear layer; None for any other module."""
-    if isinstance(module, nn.Linear):
+    """(inputs, outputs) of a linear layer; None for any other module.
+
+    A subclass with a forward of its own may compute anything (a loss, say), and is none.
+    """
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return module.in_features, module.out_features
     if is_transposed(module):
         rows, columns = cast(Tensor, module.weight).shape

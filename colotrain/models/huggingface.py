@@ -47,13 +47,13 @@ def build(plan: ModelPlan) -> nn.Module:
     return model
 
 
-def shifted_loss(forward: Callable[..., Any], /, **batch: Any) -> Any:
+def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> Any:
     """(summed loss, number of targets) of a causal language model, `labels` being shifted already.
 
     Without labels, what `forward` itself returns.
     """
     labels = batch.pop("labels", None)
-    output = forward(use_cache=False, **batch)
+    output = forward(*inputs, use_cache=False, **batch)
     if labels is None:
         return output
     loss = F.cross_entropy(

@@ -101,8 +101,8 @@ def fill_(
 ) -> None:
     """Give a model that `build` left on the meta device, and `allocate_` storage, its values.
 
-    `write` and `release` are as in `initialise_`; `rows(tensor)` says which rows of it this rank holds (first and
-    number; None: all), so that only those are read from a model directory.
+    `write` and `release` are as in `initialise_`; `rows(tensor)` says which rows of it this rank
+    holds (first and number; None: all), so that only those are read from a model directory.
     """
     if plan.hf is not None:
         huggingface.fill_(model, plan, rows=rows, release=release)

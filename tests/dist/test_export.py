@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from colotrain.cli.main import guarded
 from colotrain.data.loader import open_samples
 from colotrain.data.tokens import decode, prepare
 from colotrain.engine.dcp_json import read_whole
@@ -21,6 +24,33 @@ from tests.dist.conftest import SMALL, Colotrain
 transformers = pytest.importorskip("transformers")
 STEPS = 4
 TEXT = "Übermut tut selten gut.\n\tdef f(x): return x ** 2  # naïve 日本\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def export(
+    colotrain: Colotrain, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
+    """`colotrain export` in this process, in the folder of the runs."""
+    monkeypatch.chdir(colotrain.cwd)
+
+    def call(*arguments: str) -> Outcome:
+        capsys.readouterr()
+        code = guarded(["export", *arguments])
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return call
 
 
 def trained(rundir: RunDir) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -43,7 +73,11 @@ def trained(rundir: RunDir) -> tuple[Any, dict[str, torch.Tensor]]:
     ],
 )
 def test_an_llm_becomes_a_llama_that_transformers_loads(
-    colotrain: Colotrain, tokenizer: str, vocab: int, more: tuple[str, ...]
+    colotrain: Colotrain,
+    export: Callable[..., Outcome],
+    tokenizer: str,
+    vocab: int,
+    more: tuple[str, ...],
 ) -> None:
     (colotrain.cwd / "corpus.txt").write_text(TEXT * 200)
     colotrain.run(
@@ -52,7 +86,7 @@ def test_an_llm_becomes_a_llama_that_transformers_loads(
         *(f"model.args.vocab_size={vocab}", "plugin=zero3", "name=llm", f"train.max_steps={STEPS}"),
         *("model.args.norm_eps=1e-3", *more),
     )
-    done = colotrain("export", "llm", "--to", "llama", "--shard-size", "20KB", "--json")
+    done = export("llm", "--to", "llama", "--shard-size", "20KB", "--json")
     assert done.code == 0, done.err
     assert done.json["format"] == "hf"
     assert done.json["step"] == STEPS
@@ -85,7 +119,9 @@ def test_an_llm_becomes_a_llama_that_transformers_loads(
         assert loaded(TEXT, add_special_tokens=False)["input_ids"] == list(TEXT.encode())
 
 
-def test_a_model_of_ones_own_becomes_safetensors_under_its_names(colotrain: Colotrain) -> None:
+def test_a_model_of_ones_own_becomes_safetensors_under_its_names(
+    colotrain: Colotrain, export: Callable[..., Outcome]
+) -> None:
     (colotrain.cwd / "own.py").write_text(
         "import torch\n"
         "class Model(torch.nn.Module):\n"
@@ -99,10 +135,10 @@ def test_a_model_of_ones_own_becomes_safetensors_under_its_names(colotrain: Colo
     )
     own = ("model.target=own:Model", "data.target=own:data", "train.global_batch=4", "name=own")
     colotrain.run(*own, "plugin=zero2", "train.max_steps=2", "cluster.procs_per_node=2")
-    refused = colotrain("export", "own", "--to", "x", "--format", "hf")
+    refused = export("own", "--to", "x", "--format", "hf")
     assert refused.code == 2
     assert "no architecture of transformers" in refused.err.splitlines()[-1]
-    done = colotrain("export", "own", "--to", "out", "--dtype", "bf16", "--json")
+    done = export("own", "--to", "out", "--dtype", "bf16", "--json")
     assert done.code == 0, done.err
     assert done.json["format"] == "safetensors"
     found = load_file(colotrain.cwd / "out" / "model.safetensors")
@@ -114,7 +150,9 @@ def test_a_model_of_ones_own_becomes_safetensors_under_its_names(colotrain: Colo
         assert torch.equal(found[name], expected)
 
 
-def test_an_adapter_goes_out_and_in_again(colotrain: Colotrain) -> None:
+def test_an_adapter_goes_out_and_in_again(
+    colotrain: Colotrain, export: Callable[..., Outcome]
+) -> None:
     folder = hf.make_directory("gpt2", colotrain.cwd / "gpt2")
     options = (
         *("data.target=tests.dist.hf:samples", "train.global_batch=8", "train.micro_batch=2"),
@@ -122,20 +160,22 @@ def test_an_adapter_goes_out_and_in_again(colotrain: Colotrain) -> None:
     )
     lora = ("adapter.name=lora", "adapter.rank=3", "adapter.alpha=5", "adapter.targets=[c_*]")
     colotrain.run(*options, *lora, "plugin=gemini", "name=first", "checkpoint.content=trained")
-    out = colotrain("export", "first", "--to", "adapter", "--adapter", "--json")
+    out = export("first", "--to", "adapter", "--adapter", "--json")
     assert out.code == 0, out.err
     settings = json.loads((colotrain.cwd / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["fan_in_fan_out"]) == (3, 5.0, True)
     again = ("adapter.name=lora", "adapter.path=adapter", "optim.lr=1e-9", "plugin=zero3")
     colotrain.run(*options, *again, "name=second")
     for run in ("first", "second"):
-        assert colotrain("export", run, "--to", f"{run}-merged").code == 0
+        assert export(run, "--to", f"{run}-merged").code == 0
     logits = [_logits(colotrain.cwd / name) for name in ("first-merged", "second-merged", "gpt2")]
     assert (logits[0] - logits[1]).abs().max().item() < 1e-5
     assert (logits[0] - logits[2]).abs().max().item() > 1e-2
 
 
-def test_peft_computes_the_same_with_an_exported_adapter(colotrain: Colotrain) -> None:
+def test_peft_computes_the_same_with_an_exported_adapter(
+    colotrain: Colotrain, export: Callable[..., Outcome]
+) -> None:
     peft = pytest.importorskip("peft")
     for kind, targets in (("llama", "[q_proj,down_proj]"), ("gpt2", "[c_attn]")):
         folder = hf.make_directory(kind, colotrain.cwd / kind)
@@ -144,8 +184,8 @@ def test_peft_computes_the_same_with_an_exported_adapter(colotrain: Colotrain) -
             *(f"model.hf={folder}", "cluster.procs_per_node=2", "train.max_steps=3"),
             *("adapter.name=lora", f"adapter.targets={targets}", f"name={kind}-1", "optim.lr=0.05"),
         )
-        assert colotrain("export", f"{kind}-1", "--to", f"{kind}-adapter", "--adapter").code == 0
-        assert colotrain("export", f"{kind}-1", "--to", f"{kind}-merged").code == 0
+        assert export(f"{kind}-1", "--to", f"{kind}-adapter", "--adapter").code == 0
+        assert export(f"{kind}-1", "--to", f"{kind}-merged").code == 0
         base = transformers.AutoModelForCausalLM.from_pretrained(folder)
         model = peft.PeftModel.from_pretrained(base, colotrain.cwd / f"{kind}-adapter")
         with torch.no_grad():
@@ -164,7 +204,9 @@ def _logits(folder: Path) -> Any:
         return model(input_ids=_inputs()).logits
 
 
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(colotrain: Colotrain) -> None:
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+    colotrain: Colotrain, export: Callable[..., Outcome]
+) -> None:
     colotrain.run(*SMALL, "name=llm", "train.max_steps=2", "checkpoint.every=1")
     full = colotrain.cwd / "full"
     full.mkdir()
@@ -181,9 +223,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(colotrain: Colotr
         (("--to", "x", "--shard-size", "big"), "--shard-size big: expected"),
         ((), "export: expected --to DIR"),
     ]:
-        refused = colotrain("export", "llm", *arguments)
+        refused = export("llm", *arguments)
         assert refused.code == 2, arguments
         assert words in refused.err.splitlines()[-1]
     assert sorted(path.name for path in colotrain.cwd.iterdir()) == ["full", "runs"]
     assert [path.name for path in full.iterdir()] == ["mine"]
-    assert colotrain("export", "llm", "--to", "x", "--step", "1").code == 0
+    assert export("llm", "--to", "x", "--step", "1").code == 0

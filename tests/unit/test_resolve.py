@@ -431,7 +431,7 @@ def test_with_nothing_to_run_the_recipes_are_listed() -> None:
     ("pairs", "line"),
     [
         ({"model.target": None}, "model.target: expected a model; set model.target, or build on"),
-        ({"model.target": None, "model.hf": "x"}, "model.hf=x: expected null (not available yet)"),
+        ({"model.target": None, "model.hf": "x"}, "model.hf=x: expected a model directory that"),
         ({"model.target": "a.b.c"}, "model.target=a.b.c: expected `package.module:callable`; did"),
         (
             {"data.corpus": None},

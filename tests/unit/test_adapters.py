@@ -1,0 +1,173 @@
+"""Adapters: where they go, what they begin as, and what goes in and out in PEFT's format."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from colotrain.config.adapter import check_adapter, plan_adapter
+from colotrain.config.schema import Adapter
+from colotrain.errors import ConfigError, Problem
+from colotrain.models import adapters
+from colotrain.models.loading import build, build_whole
+from colotrain.plan import AdapterPlan, ModelPlan
+
+LLM = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_hidden": 24}
+
+
+def plan(*targets: str, **changes: Any) -> AdapterPlan:
+    return AdapterPlan(**{"rank": 3, "alpha": 6.0, "targets": targets, **changes})
+
+
+def llm(adapter: AdapterPlan | None) -> ModelPlan:
+    return ModelPlan(target="colotrain.models.llm:LLM", args=LLM, adapter=adapter)
+
+
+def test_adapters_train_and_everything_else_is_frozen() -> None:
+    model = build(llm(plan("query", "blocks.1.mlp.*")), seed=0)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    layers = ["blocks.0.attention.query", "blocks.1.attention.query"]
+    layers += [f"blocks.1.mlp.{name}" for name in ("gate", "up", "down")]
+    assert trained == {f"{name}.lora_{part}.weight" for name in layers for part in "AB"}
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_names_of_the_model_itself_do_not_change() -> None:
+    with_adapters = build(llm(plan("*mlp*")), seed=0)
+    names = [n for n, _ in with_adapters.named_parameters() if ".lora_" not in n]
+    assert names == [n for n, _ in build(llm(None), seed=0).named_parameters()]
+
+
+def test_a_new_adapter_changes_nothing_and_its_values_depend_on_seed_and_name_only() -> None:
+    ids = torch.randint(32, (2, 5))
+    bare = build_whole(llm(None), seed=4)
+    one, two = build_whole(llm(plan("*.1.*")), seed=4), build_whole(llm(plan("*")), seed=4)
+    assert torch.equal(bare(ids), one(ids))
+    assert torch.equal(bare(ids), two(ids))
+    values = dict(two.named_parameters())
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, values[name]), name
+    a = values["blocks.0.mlp.up.lora_A.weight"]
+    assert 0 < a.abs().max().item() <= 1 / math.sqrt(16)  # uniform, as nn.Linear draws
+    other = dict(build_whole(llm(plan("*")), seed=5).named_parameters())
+    assert not torch.equal(a, other["blocks.0.mlp.up.lora_A.weight"])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_adapted_layer_computes_the_sum_and_merging_does_too(transposed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4))
+    if transposed:
+        pytest.importorskip("transformers")
+        from transformers.pytorch_utils import Conv1D
+
+        model = nn.Sequential(Conv1D(4, 5))
+    bare = copy.deepcopy(model)
+    adapters.attach_(model, plan("0"))
+    layer: Any = model[0]
+    nn.init.normal_(layer.lora_B.weight)
+    a, b, x = layer.lora_A.weight, layer.lora_B.weight, torch.randn(3, 5)
+    assert (a.shape, b.shape) == ((3, 5), (4, 3))
+    expected = bare(x) + x @ a.T @ b.T * 2.0
+    assert torch.allclose(model(x), expected, atol=1e-6)
+    assert adapters.is_transposed(layer) == transposed
+    with torch.no_grad():
+        merged = adapters.merged(layer.weight, a, b, scale=2.0, transposed=transposed)
+        bare[0].weight.copy_(merged)  # type: ignore[operator]
+    assert torch.allclose(bare(x), expected, atol=1e-5)
+
+
+def test_dropout_is_of_the_adapters_input_and_of_training_only() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    adapters.attach_(model, plan("0", dropout=0.5))
+    layer: Any = model[0]
+    nn.init.ones_(layer.lora_B.weight)
+    x = torch.randn(8, 64)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_a_target_that_names_no_linear_layer_is_an_error_with_the_names() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(llm(plan("q_proj", "quary")), seed=0)
+    lines = caught.value.lines()
+    assert lines[0].startswith("error: adapter.targets=q_proj: expected a glob on linear layers")
+    assert lines[1].endswith("did you mean query?")
+
+
+def test_layers_that_are_not_called_or_do_more_than_multiply_are_no_targets() -> None:
+    assert not dict(adapters.linear_layers(nn.MultiheadAttention(8, 2)))
+    assert "head" not in dict(adapters.linear_layers(build(llm(None), seed=0)))  # it gives a loss
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        ({"rank": 4}, "adapter.rank=4: expected nothing without adapter.name"),
+        ({"name": "lora"}, "adapter.targets: expected globs on the names of linear layers"),
+        ({"name": "lora", "targets": ["*"], "rank": 0}, "adapter.rank=0: expected 1 or more"),
+        ({"name": "lora", "targets": ["*"], "alpha": -1.0}, "adapter.alpha=-1.0: expected a"),
+        ({"name": "lora", "targets": ["*"], "dropout": 1.0}, "adapter.dropout=1.0: expected"),
+    ],
+)
+def test_wrong_settings_are_told_in_a_line(written: dict[str, Any], line: str) -> None:
+    (problem,) = check_adapter(Adapter(**written))
+    assert str(problem).startswith(line)
+
+
+def peft_folder(folder: Path, **changes: Any) -> Path:
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 12, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, **changes}))
+    names = [f"base_model.model.blocks.0.mlp.up.lora_{part}.weight" for part in "AB"]
+    tensors = {names[0]: torch.full((3, 16), 0.5), names[1]: torch.full((24, 3), 0.25)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def read(folder: Path, **written: Any) -> tuple[AdapterPlan | None, list[Problem]]:
+    problems: list[Problem] = []
+    found = plan_adapter(Adapter(name="lora", path=str(folder), **written), problems)
+    return found, problems
+
+
+def test_pefts_directory_says_rank_alpha_and_layers(tmp_path: Path) -> None:
+    found, problems = read(peft_folder(tmp_path))
+    assert not problems
+    assert found == plan("blocks.0.mlp.up", alpha=12.0, path=str(tmp_path))
+    model = build_whole(llm(found), seed=0)
+    values = dict(model.named_parameters())
+    assert (values["blocks.0.mlp.up.lora_A.weight"] == 0.5).all()
+    assert (values["blocks.0.mlp.up.lora_B.weight"] == 0.25).all()
+
+
+def test_rank_stabilised_scaling_is_taken(tmp_path: Path) -> None:
+    found, _ = read(peft_folder(tmp_path, use_rslora=True))
+    assert found is not None
+    assert found.alpha / found.rank == pytest.approx(12 / math.sqrt(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "written", "line"),
+    [
+        ({"peft_type": "IA3"}, {}, "a LoRA adapter (it is IA3)"),
+        ({"use_dora": True}, {}, "plain LoRA (it sets use_dora=True)"),
+        ({"modules_to_save": ["lm_head"]}, {}, "plain LoRA (it sets modules_to_save="),
+        ({}, {"rank": 8}, "adapter.rank=8: expected 3, as in adapter.path"),
+        ({}, {"targets": ["*"]}, "nothing beside adapter.path"),
+        ({"r": "many"}, {}, "a directory in PEFT's format"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], written: dict[str, Any], line: str
+) -> None:
+    _, problems = read(peft_folder(tmp_path, **changes), **written)
+    assert any(line in str(problem) for problem in problems)
