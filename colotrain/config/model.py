@@ -87,7 +87,8 @@ def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:
 
 def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
     if settings.data.isolate and settings.data.target is None and not survey.isolates:
-        expected = f"a model that takes document_ids ({settings.model.hf or settings.model.target} does not)"
+        model = settings.model.hf or settings.model.target
+        expected = f"a model that takes document_ids ({model} does not)"
         fix = "let its forward take document_ids, or set data.isolate=false"
         yield Problem(key="data.isolate", value=True, expected=expected, fix=fix)
 

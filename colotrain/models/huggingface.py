@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.models.llm import positions_within
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.plan import ModelPlan
 
@@ -43,7 +45,8 @@ def build(plan: ModelPlan) -> nn.Module:
     files = _open(folder)
     model.__dict__[_NAMES] = _match(model, files, folder)
     if _is_causal(config, type(model)):
-        model.forward = functools.partial(shifted_loss, model.forward)
+        loss = isolating_loss if _sees_documents(model) else shifted_loss
+        model.forward = functools.partial(loss, model.forward)
     return model
 
 
@@ -63,6 +66,24 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
         reduction="sum",
     )
     return loss, (labels != IGNORE_INDEX).sum()
+
+
+def isolating_loss(
+    forward: Callable[..., Any],
+    /,
+    *inputs: Any,
+    document_ids: Tensor | None = None,
+    **batch: Any,
+) -> Any:
+    """`shifted_loss` of a model to which positions that start anew tell where documents begin."""
+    if document_ids is not None:
+        batch["position_ids"] = positions_within(document_ids)
+    return shifted_loss(forward, *inputs, **batch)
+
+
+def _sees_documents(model: nn.Module) -> bool:
+    """Whether the architecture makes its masks with transformers' function that sees documents."""
+    return hasattr(sys.modules[type(model).__module__], "create_causal_mask")
 
 
 def fill_(

@@ -59,6 +59,16 @@ def test_the_loss_is_of_labels_that_are_shifted_already(folder: Path) -> None:
     assert loss.item() == pytest.approx(sum(expected).item(), rel=1e-5)
 
 
+def test_documents_of_one_sample_can_be_kept_apart(folder: Path) -> None:
+    model = build_whole(plan(folder), seed=0).eval()
+    ids = BATCH["input_ids"]
+    documents = torch.tensor([[0] * 5 + [1] * (hf.SEQ - 5), [0] * hf.SEQ])
+    together = model(input_ids=ids, document_ids=documents).logits
+    first, second = (model(input_ids=part).logits for part in (ids[:1, :5], ids[:1, 5:]))
+    assert torch.allclose(together[:1], torch.cat((first, second), dim=1), atol=1e-5)
+    assert torch.allclose(together[1:], model(input_ids=ids[1:]).logits, atol=1e-5)
+
+
 def test_every_decoder_block_is_a_group(folder: Path) -> None:
     groups = find_groups(build(plan(folder), seed=0), chunk_bytes=None, batch=BATCH)
     assert len(groups) == 3
