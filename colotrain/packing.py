@@ -74,7 +74,8 @@ def _split(unit: Unit, chunk_bytes: int, top: str) -> Iterator[tuple[Unit, str |
         yield from _split(part, chunk_bytes, top)
     left = unit.num_bytes - sum(part.num_bytes for part in unit.parts)
     if left:
-        yield Unit(name=unit.name, num_bytes=left, trained=unit.trained), unit.name
+        rest = Unit(name=unit.name, num_bytes=left, trained=unit.trained)
+        yield rest, f"{unit.name} without its parts"
 
 
 def choose_chunk_bytes(

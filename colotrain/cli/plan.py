@@ -13,6 +13,7 @@ from colotrain.cli.resolving import Setting, settle
 from colotrain.config.model import at_peak
 from colotrain.config.sizes import format_size
 from colotrain.errors import DoesNotFit
+from colotrain.estimate import offload
 from colotrain.estimate.communication import Traffic, traffic
 from colotrain.estimate.memory import model_state_bytes
 from colotrain.plan import Ledger, RunPlan, Survey
@@ -58,6 +59,7 @@ def describe(plan: RunPlan, survey: Survey) -> dict[str, Any]:
         "memory": _memory(plan.memory, plan.cluster.memory_bytes),
         "communication": {"bytes_per_step": _traffic(plan, survey).bytes_per_step},
         "time": NO_TIME,
+        **_groups(plan, survey),
         "alternatives": list(_alternatives(plan, survey)),
         "warnings": [*plan.warnings, NOT_ESTIMATED],
     }
@@ -66,6 +68,19 @@ def describe(plan: RunPlan, survey: Survey) -> dict[str, Any]:
 def _memory(ledger: Ledger, capacity: int) -> dict[str, Any]:
     sums = {"baseline": 0, "peak": ledger.total, "capacity": capacity}
     return to_plain(ledger) | sums | {"fits": ledger.total <= capacity}
+
+
+def _groups(plan: RunPlan, survey: Survey) -> dict[str, Any]:
+    """gemini: its groups, and where everything rests."""
+    if plan.plugin.chunk_bytes is None:
+        return {}
+    peak = at_peak(survey, plan.freeze)
+    return {
+        "groups": offload.describe_groups(plan.plugin, peak),
+        "tiers": offload.describe_tiers(
+            plan.plugin, peak, plan.optim, plan.cluster.device, plan.batch.accumulation_steps
+        ),
+    }
 
 
 def _alternatives(plan: RunPlan, survey: Survey) -> Iterator[dict[str, Any]]:
@@ -88,7 +103,8 @@ def _print(console: Console, setting: Setting, document: dict[str, Any]) -> None
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for title, text in _rows(setting.plan, _traffic(setting.plan, setting.survey)):
+    rows = _rows(setting.plan, _traffic(setting.plan, setting.survey))
+    for title, text in (*rows, *_group_rows(document)):
         table.add_row(title, text)
     console.print(table)
     if setting.plan.freeze.patterns:
@@ -121,6 +137,22 @@ def _rows(plan: RunPlan, sent: Traffic) -> Iterator[tuple[str, str]]:
         f"gradients {sent.reduced}; each rank sends {format_size(sent.bytes_per_step)} per step "
         f"in {sent.gathers} all-gathers and {sent.reductions} reductions",
     )
+
+
+def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """gemini: groups with their padding, and bytes per tier."""
+    groups, tiers = document.get("groups"), document.get("tiers")
+    if groups:
+        sizes = " to ".join(format_size(n) for n in sorted({groups["smallest"], groups["largest"]}))
+        chunk, rest = format_size(groups["chunk_bytes"]), format_size(groups["rest"])
+        padding = f"{format_size(groups['padding'])} of padding"
+        unused = f"buffers {groups['unused_share']:.0%} unused"
+        text = f"{groups['count']} of {sizes} (chunk size {chunk}), and the rest, {rest}"
+        yield "groups", f"{text}; {unused}, {padding}"
+    for kind, sizes in (tiers["bytes"] if tiers else {}).items():
+        yield kind, ", ".join(f"{format_size(n)} on {tier}" for tier, n in sizes.items())
+    if tiers and tiers["moved_bytes"]:
+        yield "moved", f"{format_size(tiers['moved_bytes'])} per step and rank between tiers"
 
 
 def _freeze_table(document: dict[str, Any]) -> Table:

@@ -17,6 +17,8 @@ from colotrain.tiers import Budget
 
 AUTOMATIC_SHARE = 0.9
 """Of what is free, when a budget is `auto`."""
+LAUNCHER_BYTES = 512 << 20
+"""What the launcher and the server that workers are forked from take of the host, at most."""
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
@@ -29,7 +31,8 @@ def find_budget(asked: Plugin, scale: Scale, machine: Machine) -> Budget | None:
     if scale.device == "cpu" and asked.disk_path is None and budget.host == "auto":
         return None
     whole = host_bytes(scale, machine)
-    free = min(whole, (machine.host_free_bytes or whole) // scale.procs_per_node)
+    free = machine.host_free_bytes or whole * scale.procs_per_node
+    free = min(whole, max(0, free - LAUNCHER_BYTES) // scale.procs_per_node)
     folder, room = None, 0
     if asked.disk_path is not None:
         folder = str(Path(asked.disk_path).expanduser().absolute())

@@ -158,3 +158,10 @@ def whole_pages(num_bytes: int) -> int:
 
 def aligned(num_bytes: int) -> int:
     return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
+
+
+def return_free_memory() -> None:
+    """Give back to the system what the C library keeps of freed memory, where it can."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

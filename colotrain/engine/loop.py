@@ -240,12 +240,26 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
 
 
 def settle_(run: Run) -> None:
-    """Decide anew where model data rests, by what was needed so far. All ranks must call."""
+    """Decide anew where model data rests, by what was needed so far. All ranks must call.
+
+    Where that cannot be had (a full disk), the steps done so far are saved before the run ends.
+    """
     assert run.tiers is not None
     run.phase = "placement"
     first = not run.tiers.settled
-    if (run.tiers.settle(run.optimizer) or first) and run.rank == 0:
+    try:
+        changed = run.tiers.settle(run.optimizer)
+    except ColotrainError:
+        if run.step:
+            save(run)
+        raise
+    if run.rank != 0:
+        return
+    if changed or first:
         run.events.write("tiers", step=run.step, **run.tiers.describe())
+    if run.tiers.exhausted:
+        text = "plugin.budget is exceeded, and nothing is left that could go to a lower tier"
+        run.events.write("note", text=f"step {run.step + 1}: {text}")
 
 
 def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> tuple[bool, float]:

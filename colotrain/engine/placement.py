@@ -19,9 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.engine.disk import ALIGNMENT, DiskStore, Region, aligned, whole_pages
+from colotrain.engine.disk import (
+    ALIGNMENT,
+    DiskStore,
+    Region,
+    aligned,
+    return_free_memory,
+    whole_pages,
+)
 from colotrain.engine.freezing import matches
 from colotrain.engine.sharding import Group, ShardedModel
+from colotrain.errors import ColotrainError
 from colotrain.observe.probes import memory_now, reset_peak
 from colotrain.plan import RunPlan
 from colotrain.tiers import (
@@ -38,6 +46,9 @@ from colotrain.tiers import (
 
 TENSORS_OF_STATE = 3
 """Space for alignment is kept for so many tensors of optimizer state per parameter."""
+SAFETY = 1.5
+"""By which the first guess exceeds the arithmetic, for what no arithmetic knows: a first step that
+is killed for memory teaches nothing, and after it things may move up again."""
 MARGIN = 0.03
 """Of what is measured, added to it: the next step's peak is not exactly this one's."""
 
@@ -98,17 +109,19 @@ def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) 
 def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> Other:
     """What else a rank will need, before any step has shown it. All ranks must call.
 
-    Gathered parameters: the root's, and two groups'; whole gradients of one group, and once more
-    as the input of their reduction; activations as the ledger has them.
+    Gathered parameters: the root's with the output of its gather, and two groups'; of one group
+    the whole gradient, the part of it being added, and the input of its reduction; activations as
+    the ledger has them.
     """
     now = memory_now()[0] if plan.cluster.device == "cpu" else 0
     base = torch.tensor(now, dtype=torch.int64, device=plan.cluster.device)
     dist.all_reduce(base, op=dist.ReduceOp.MAX)
     ranks = plan.plugin.mesh[-1]
     blocks = sorted(size.parameters for size in sizes[:-1])
-    gathered = ranks * (sizes[-1].parameters + sum(blocks[-2:]))
-    reduced = 2 * ranks * max(size.gradients for size in sizes)
-    compute = int(base) + gathered + reduced + plan.memory.activations
+    gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
+    reduced = 3 * ranks * max(size.gradients for size in sizes)
+    passing = SAFETY * (gathered + reduced) + plan.memory.activations
+    compute = int(base) + int(passing)
     return Other(compute=compute, update=int(base))
 
 
@@ -120,6 +133,7 @@ class Tiers:
         self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
         self.device = plan.cluster.device
         self.top: Tier = "host" if self.device == "cpu" else "device"
+        self.other = guess
         self.placement = self._decide(guess)
         self.homes: list[Home] = []
         self.norms: dict[str, Tensor] = {}
@@ -159,17 +173,33 @@ class Tiers:
         mine = mine.to(self.device)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         compute, update = (int(max(n, 0) * (1 + MARGIN)) for n in mine.tolist())
-        wanted = self._decide(Other(compute=compute, update=update))
+        self.other = Other(compute=compute, update=update)
+        wanted = self._decide(self.other)
         if self.settled:
             wanted = lowest(wanted, self.placement)
         if self.device != "cpu":  # `fully_shard` has to know from the beginning
             wanted = _with_parameters_of(wanted, self.placement)
         changed = wanted.groups != self.placement.groups
+        self._reserve(wanted)
         self.exhausted = self.settled and not changed
         self.settled = True
-        self._move(wanted, optimizer)
+        self._move(optimizer)
         reset_peak()
         return changed
+
+    def _reserve(self, wanted: Placement) -> None:
+        """Take `wanted` over with the space it needs on disk, on every rank or on none."""
+        before, self.placement, problem = self.placement, wanted, None
+        try:
+            if wanted.uses_disk:
+                self._open_store()
+        except ColotrainError as error:
+            problem = error
+        failed = torch.tensor(float(problem is not None), device=self.device)
+        dist.all_reduce(failed)
+        if failed.item():
+            self.placement = before
+            raise problem or ColotrainError("another rank finds no space on disk", "see its log")
 
     def _resident(self, optimizer: Any) -> int:
         """Bytes of model data that are in the uppermost tier now."""
@@ -193,6 +223,7 @@ class Tiers:
         return {
             "bytes": bytes_by_tier(self.sizes, self.placement),
             "need": dict(self.placement.need),
+            "other": asdict(self.other),
             "moved_bytes": moved,
             "fits": self.placement.fits,
             "budget": budget,
@@ -275,11 +306,8 @@ class Tiers:
             for region in home.pages("parameters", "gradients", "optimizer"):
                 region.drop()
 
-    def _move(self, wanted: Placement, optimizer: Any) -> None:
+    def _move(self, optimizer: Any) -> None:
         """Parameters move now, optimizer state at its next visit, gradients when next reduced."""
-        self.placement = wanted
-        if wanted.uses_disk:
-            self._open_store()
         self.house_parameters(fresh=False)
         for home in self.homes:
             for name, param in home.names.items():
@@ -378,6 +406,7 @@ class Tiers:
 
         While one group is updated the next one's pages are fetched.
         """
+        return_free_memory()
         housed = {name for home in self.homes for name in home.names}
         alone = [name for name in optimizer.shards if name not in housed]
         if alone:

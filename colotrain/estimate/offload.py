@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from colotrain.estimate.memory import model_state_bytes, shard_numel
-from colotrain.packing import Chunk, pack, units_of
+from colotrain.packing import Chunk, pack, padding, units_of
 from colotrain.plan import Ledger, OptimPlan, ParameterInfo, PluginPlan, Survey
 from colotrain.plugins import ROWS
-from colotrain.tiers import GroupBytes, Other, Placement, place, streaming_bytes
+from colotrain.tiers import (
+    Budget,
+    GroupBytes,
+    Other,
+    Placement,
+    Tier,
+    bytes_by_tier,
+    moved_bytes,
+    place,
+    streaming_bytes,
+)
 
+SAFETY = 1.5
+"""As in the first guess that a run makes."""
 PROCESS_BYTES = 350 << 20
 """A worker on CPU with torch loaded, before it has a model."""
 
@@ -64,14 +77,14 @@ def predict(
 def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan, ledger: Ledger) -> int:
     """Beside the model's own: parameters gathered and gradients not yet reduced, activations.
 
-    Gathered are the root and two groups; of one group the whole gradients exist, and once more as
-    the input of their reduction.
+    Gathered are the root (with the output of the gather) and two groups; of one group there are
+    the whole gradient, the part of it being added, and the input of its reduction.
     """
     ranks = plugin.mesh[-1]
     blocks = sorted(size.parameters for size in sizes[:-1])
-    gathered = ranks * (sizes[-1].parameters + sum(blocks[-2:]))
-    reduced = 2 * ranks * max(size.gradients for size in sizes)
-    return gathered + reduced + ledger.activations
+    gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
+    reduced = 3 * ranks * max(size.gradients for size in sizes)
+    return int(SAFETY * (gathered + reduced)) + ledger.activations
 
 
 def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
@@ -88,7 +101,7 @@ def tiered(
     if plugin.budget is None:
         return ledger
     sizes, placement = predict(plugin, survey, optim, ledger, device)
-    top = "host" if device == "cpu" else "device"
+    top: Tier = "host" if device == "cpu" else "device"
     left = {
         kind: sum(
             getattr(size, kind)
@@ -97,5 +110,39 @@ def tiered(
         )
         for kind in ("parameters", "gradients", "optimizer")
     }
-    window = streaming_bytes(sizes, placement.groups, top)  # type: ignore[arg-type]
+    window = streaming_bytes(sizes, placement.groups, top)
     return dataclasses.replace(ledger, **left, buffers=ledger.buffers + window)
+
+
+def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:
+    """The groups in bytes of whole parameters, and what padding they need."""
+    chunks, ranks = chunks_of(plugin, survey), plugin.mesh[-1]
+    *inside, rest = members(chunks, survey)
+    sizes = [sum(p.numel * p.itemsize for p in group) for group in inside]
+    padded = sum(shard_numel(p, ranks) * ranks * p.itemsize for p in survey.parameters)
+    return {
+        "chunk_bytes": plugin.chunk_bytes,
+        "count": len(chunks),
+        "smallest": min(sizes, default=0),
+        "largest": max(sizes, default=0),
+        "rest": sum(p.numel * p.itemsize for p in rest),
+        "unused_share": padding(sizes),
+        "padding": padded - sum(p.numel * p.itemsize for p in survey.parameters),
+        "members": [list(chunk.names) for chunk in chunks],
+        "bytes": sizes,
+    }
+
+
+def describe_tiers(
+    plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, micro_batches: int
+) -> dict[str, Any]:
+    """Bytes per tier, and those that a step moves; all on the device where there is no budget."""
+    top: Tier = "host" if device == "cpu" else "device"
+    sizes = weigh(plugin, survey, optim)
+    if plugin.budget is None:
+        unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
+        placement = place(sizes, unlimited, Other(compute=0, update=0), device=device)
+    else:
+        _, placement = predict(plugin, survey, optim, Ledger(), device)
+    moved = moved_bytes(sizes, placement, top=top, micro_batches=micro_batches)
+    return {"bytes": bytes_by_tier(sizes, placement), "moved_bytes": moved}

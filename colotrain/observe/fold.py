@@ -116,6 +116,7 @@ class Fold:
             lr=last.lr if last else None,
             peak_by_rank=_by_rank([a.peaks for a in attempts]),
             rss_by_rank=_by_rank([{r: v.rss for r, v in a.ranks.items()} for a in working]),
+            tiers=_tiers(_latest(attempts, "tiers")),
             ranks=tuple(a.ranks[rank] for a in working for rank in sorted(a.ranks)),
             gradients=_last_record(attempts),
             heat=heat_of(attempts),
@@ -209,6 +210,18 @@ def _by_rank(attempts: Iterable[dict[int, int]]) -> tuple[int, ...]:
         for rank, value in values.items():
             highest[rank] = max(value, highest.get(rank, 0))
     return tuple(highest.get(rank, 0) for rank in range(max(highest, default=-1) + 1))
+
+
+def _tiers(event: Event | None) -> dict[str, dict[str, int]]:
+    """Kind → tier → bytes; what is not such a table is left out."""
+    table = event.fields.get("bytes") if event else None
+    if not isinstance(table, dict):
+        return {}
+    return {
+        str(kind): {str(t): n for t, n in tiers.items() if isinstance(n, int)}
+        for kind, tiers in table.items()
+        if isinstance(tiers, dict)
+    }
 
 
 def _latest(attempts: list[Attempt], kind: str) -> Event | None:

@@ -122,6 +122,8 @@ def memory(scene: Scene, width: int, height: int) -> list[Text]:
     view, plan = scene.view, scene.plan
     capacity, predicted = plan.cluster.memory_bytes, plan.memory.total
     lines = [_prediction(scene, width)] if height > 2 else []
+    if height > 4 and view.tiers:
+        lines.append(_tiers(scene, width))
     peaks = sorted(enumerate(view.peak_by_rank), key=lambda item: (-item[1], item[0]))
     room = height - len(lines)
     listed = peaks if len(peaks) <= room else peaks[: max(0, room - 1)]
@@ -150,6 +152,24 @@ def _prediction(scene: Scene, width: int) -> Text:
         part = f" {name} {format_bytes(size)}"
         if size > 0 and len(line) + len(part) <= width:
             line.append(part, "dim")
+    return line
+
+
+def _tiers(scene: Scene, width: int) -> Text:
+    """Bytes per tier of one rank, and what of the model they are."""
+    sums: dict[str, list[str]] = {}
+    totals: dict[str, int] = {}
+    for kind, tiers in scene.view.tiers.items():
+        for tier, size in tiers.items():
+            totals[tier] = totals.get(tier, 0) + size
+            sums.setdefault(tier, []).append(f"{kind} {format_bytes(size)}")
+    line = Text()
+    for tier, total in totals.items():
+        line.append(f"{clean(tier)} {format_bytes(total)} ", "bold")
+        detail = f"({clean(', '.join(sums[tier]))})  "
+        if len(line) + len(detail) <= width:
+            line.append(detail, "dim")
+    line.truncate(width)
     return line
 
 

@@ -81,6 +81,8 @@ class RunView:
     """Bytes, the highest of all attempts."""
     rss_by_rank: tuple[int, ...] = ()
     """Bytes, of the latest attempt that has done a step."""
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    """gemini: what of the model (parameters, gradients, optimizer) → tier → bytes per rank."""
     ranks: tuple[RankView, ...] = ()
     gradients: GradientRecord | None = None
     """The newest record."""
@@ -126,6 +128,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "peak_by_rank": list(view.peak_by_rank),
             "ledger": to_plain(plan.memory),
             "predicted_peak": plan.memory.total,
+            "tiers": view.tiers,
         },
         "restarts": view.restarts,
         "plugin": plan.plugin.name,

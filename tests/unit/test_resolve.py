@@ -307,8 +307,36 @@ def test_a_row_may_differ_per_module() -> None:
             "did you mean blocks.0",
         ),
         ({"plugin.overrides": {"blocks.0.attn": {"reshard": True}}}, "expected a block of the mod"),
-        ({"plugin.budget.host": "4GiB"}, "expected auto (not available yet); remove it"),
-        ({"plugin.disk_path": "/tmp"}, "plugin.disk_path=/tmp: expected null (not available yet)"),
+        (
+            {"plugin.name": "zero3", "plugin.budget.host": "4GiB"},
+            "plugin.budget.host=4GiB: expected nothing but under plugin=gemini; remove it",
+        ),
+        (
+            {"plugin.name": "zero2", "plugin.disk_path": "/tmp"},
+            "plugin.disk_path=/tmp: expected nothing but under plugin=gemini",
+        ),
+        (
+            {"plugin.name": "gemini", "plugin.budget.device": "4GiB"},
+            "expected auto: on CPU the device's memory is the host's; set plugin.budget.host",
+        ),
+        ({"plugin.name": "gemini", "plugin.budget.host": "much"}, "as in plugin.budget.host=512M"),
+        (
+            {"plugin.name": "gemini", "plugin.budget.disk": "4GiB"},
+            "plugin.budget.disk=4GiB: expected auto without plugin.disk_path; name a folder",
+        ),
+        ({"plugin.name": "gemini", "plugin.disk_path": __file__}, "expected a folder; name a fold"),
+        (
+            {"plugin.name": "gemini", "plugin.disk_path": "/dev/shm/colotrain"},
+            "expected a file system on disk (/dev/shm is tmpfs, which is memory itself)",
+        ),
+        (
+            {"plugin.name": "gemini", "plugin.disk_path": "/proc/colotrain"},
+            "expected a folder that can be written (/proc: ",
+        ),
+        (
+            {"plugin.name": "gemini", "plugin.budget.host": 1000},
+            "for the largest group at work; raise plugin.budget.host, or lower plugin.chunk_size",
+        ),
     ],
 )
 def test_a_wrong_plugin_setting_is_one_line(pairs: dict[str, Any], line: str) -> None:

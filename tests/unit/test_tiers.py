@@ -1,0 +1,114 @@
+"""Placement: what goes down a tier, in which order, and what that costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from colotrain.tiers import (
+    Budget,
+    GroupBytes,
+    Other,
+    Placement,
+    bytes_by_tier,
+    lowest,
+    moved_bytes,
+    place,
+)
+
+MB = 1_000_000
+NOTHING = Other(compute=0, update=0)
+GROUPS = [
+    GroupBytes(name=f"blocks.{i}", parameters=10 * MB, gradients=10 * MB, optimizer=20 * MB)
+    for i in range(4)
+]
+FROZEN = GroupBytes(name="frozen", parameters=10 * MB, gradients=0, optimizer=0)
+
+
+def budget(host: int, *, device: int = 0, disk: int = 10_000 * MB) -> Budget:
+    return Budget(device_bytes=device, host_bytes=host, disk_bytes=disk, disk_path="/d")
+
+
+def tiers(placement: Placement) -> list[tuple[str, ...]]:
+    return [dataclasses.astuple(placed) for placed in placement.groups]
+
+
+def test_what_fits_stays_and_nothing_is_moved() -> None:
+    placement = place(GROUPS, budget(160 * MB), NOTHING, device="cpu")
+    assert placement.fits
+    assert not placement.streams
+    assert set(tiers(placement)) == {("host", "host", "host")}
+    assert moved_bytes(GROUPS, placement, top="host", micro_batches=4) == 0
+
+
+def test_optimizer_state_goes_first_then_gradients_then_parameters() -> None:
+    seen = []
+    for host in range(160, 0, -1):
+        placement = place(GROUPS, budget(host * MB), NOTHING, device="cpu")
+        table = bytes_by_tier(GROUPS, placement)
+        down = tuple(table[k].get("disk", 0) for k in ("optimizer", "gradients", "parameters"))
+        assert down[1] == 0 or down[0] == 80 * MB
+        assert down[2] == 0 or down[1] == 40 * MB
+        seen.append(down)
+    assert seen == sorted(seen), "a smaller budget never keeps more in memory"
+    assert seen[-1] == (80 * MB, 40 * MB, 40 * MB)
+
+
+def test_the_first_groups_go_first_and_the_window_of_two_groups_counts() -> None:
+    # in memory 160; one group's state down frees 20 and needs 20 to pass through: no gain yet
+    placement = place(GROUPS, budget(150 * MB), NOTHING, device="cpu")
+    down = [placed.optimizer for placed in placement.groups]
+    assert down == ["disk", "disk", "disk", "host"]
+    assert placement.need["host"] == (160 - 60 + 40) * MB
+
+
+def test_what_is_not_model_data_leaves_less_room() -> None:
+    other = Other(compute=60 * MB, update=0)
+    assert place(GROUPS, budget(220 * MB), other, device="cpu").streams is False
+    assert place(GROUPS, budget(219 * MB), other, device="cpu").streams is True
+
+
+def test_a_budget_that_nothing_can_keep_is_told() -> None:
+    placement = place(GROUPS, budget(10 * MB), Other(compute=50 * MB, update=0), device="cpu")
+    assert not placement.fits
+    assert set(tiers(placement)) == {("disk", "disk", "disk")}
+
+
+def test_frozen_groups_have_parameters_alone_to_give() -> None:
+    placement = place([FROZEN, *GROUPS], budget(50 * MB), NOTHING, device="cpu")
+    assert placement.groups[0].optimizer == "host"
+    assert placement.groups[0].parameters == "disk"
+    only = place([FROZEN], budget(1 * MB), NOTHING, device="cpu")
+    assert moved_bytes([FROZEN], only, top="host", micro_batches=3) == 6 * 10 * MB
+
+
+def test_on_cuda_the_host_comes_before_the_disk() -> None:
+    placement = place(GROUPS, budget(1000 * MB, device=130 * MB), NOTHING, device="cuda")
+    assert {p.optimizer for p in placement.groups} == {"host"}
+    assert {p.parameters for p in placement.groups} == {"device"}
+    little = place(GROUPS, budget(60 * MB, device=130 * MB), NOTHING, device="cuda")
+    assert "disk" in {p.optimizer for p in little.groups}
+    least = place(GROUPS, budget(1000 * MB, device=45 * MB), NOTHING, device="cuda")
+    for placed in least.groups:
+        assert placed.parameters == placed.gradients
+
+
+def test_without_a_disk_nothing_goes_there() -> None:
+    placement = place(GROUPS, budget(10 * MB, disk=0), NOTHING, device="cpu")
+    assert not placement.fits
+    assert not placement.uses_disk
+
+
+def test_later_decisions_bring_nothing_up() -> None:
+    down = place(GROUPS, budget(90 * MB), NOTHING, device="cpu")
+    up = place(GROUPS, budget(160 * MB), NOTHING, device="cpu")
+    assert lowest(up, down).groups == down.groups
+
+
+@pytest.mark.parametrize(("micro_batches", "parameters"), [(1, 40), (4, 100)])
+def test_accumulation_reads_parameters_more_often(micro_batches: int, parameters: int) -> None:
+    group = GroupBytes(name="g", parameters=10 * MB, gradients=10 * MB, optimizer=20 * MB)
+    placement = place([group], budget(1 * MB), NOTHING, device="cpu")
+    moved = moved_bytes([group], placement, top="host", micro_batches=micro_batches)
+    assert moved == (40 + micro_batches * 20 + parameters) * MB
