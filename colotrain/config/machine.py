@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,7 @@ class Machine:
     """All of it, or what a container may use."""
     device_memory_bytes: int
     """Of the smallest GPU; 0 on a CPU machine."""
-    host_free_bytes: int = 0
+    host_free_bytes: int = field(default=0, compare=False)
     """Of the host's memory, what is not in use now; 0 where that is not known."""
 
 

@@ -307,7 +307,7 @@ def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str])
         ("plugin=zero", ["plugin=zero1", "plugin=zero2", "plugin=zero3"]),
         ("plugin.name=gem", ["plugin.name=gemini"]),
         ("cluster=", ["cluster=local"]),
-        ("train.max", ["train.max_steps="]),
+        ("train.max_s", ["train.max_steps="]),
         ("optim.schedule.w", ["optim.schedule.warmup_steps="]),
         ("train.precision=b", ["train.precision=bf16"]),
         ("train.compile=", ["train.compile=true", "train.compile=false"]),
@@ -361,7 +361,7 @@ def in_bash(words: Sequence[str], tmp_path: Path) -> list[str]:
         (["colotrain", "res"], ["resume"]),
         (["colotrain", "run", "recipe=mi"], ["recipe=mine"]),
         (["colotrain", "run", "recipe=mine", "plugin=zero"], ["zero1", "zero2", "zero3"]),
-        (["colotrain", "plan", "train.max"], ["train.max_steps="]),
+        (["colotrain", "plan", "train.max_s"], ["train.max_steps="]),
         (["colotrain", "plan", "nope="], []),
     ],
 )

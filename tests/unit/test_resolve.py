@@ -494,7 +494,7 @@ def test_with_nothing_to_run_the_recipes_are_listed() -> None:
         ({"optim.schedule.final_ratio": 2}, "expected a number from 0 to 1"),
         ({"data.validation_fraction": 1}, "expected a number from 0 up to, but not, 1"),
         ({"train.precision": "fp8"}, "train.precision=fp8: expected one of fp32, bf16, fp16"),
-        ({"checkpoint.async": True}, "checkpoint.async=true: expected a known key"),
+        ({"checkpoint.asink": True}, "checkpoint.asink=true: expected a known key"),
     ],
 )
 def test_a_wrong_setting_is_one_line(pairs: dict[str, Any], line: str) -> None:
