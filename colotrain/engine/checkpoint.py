@@ -35,6 +35,32 @@ if TYPE_CHECKING:
     from colotrain.engine.loop import Run
 
 
+def save(run: Run) -> None:
+    """Begin to write a checkpoint of the steps done so far, once."""
+    if not run.plan.checkpoint.enabled or run.saved_step == run.step:
+        return
+    run.at("checkpoint")
+    # what rests on disk is not copied to memory: it is written before training goes on
+    copy = run.tiers is None or not run.tiers.placement.streams
+    run.saver.begin(pieces(run), manifest_of(run), copy=copy)
+    run.saved_step = run.step
+
+
+def finish_saving(run: Run) -> None:
+    """Wait until the last checkpoint is written. All ranks must call.
+
+    That it could not be is an error here: the run ends, and would be taken for saved.
+    """
+    run.at("checkpoint")
+    error = run.saver.wait()
+    dist.barrier()  # rank 0, which keeps the store, stays until all know
+    if error is not None:
+        raise ColotrainError(
+            f"checkpoint of step {run.saved_step}: {error}",
+            f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
+        )
+
+
 def pieces(run: Run) -> list[Piece]:
     """This rank's part of the state after `run.step` steps; together the ranks hold all of it.
 

@@ -115,7 +115,7 @@ def train(run: Run) -> str:
     if run.step == 0:
         evaluate(run)
         if plan.train.on_nonfinite == "rollback":
-            save(run)  # there must always be something to go back to
+            checkpoint.save(run)  # there must always be something to go back to
     while run.step < plan.train.max_steps:
         clock = Clock()
         run.generator_state = torch.get_rng_state()
@@ -150,16 +150,16 @@ def train(run: Run) -> str:
             run.at("search for corruption")
             run.guard.after_update(run)
         if result.stop and run.step < plan.train.max_steps:
-            save(run)
-            finish_saving(run)
+            checkpoint.save(run)
+            checkpoint.finish_saving(run)
             run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
         if is_due(run.step, plan.checkpoint.every):
-            save(run)
-    save(run)
-    finish_saving(run)
+            checkpoint.save(run)
+    checkpoint.save(run)
+    checkpoint.finish_saving(run)
     run.events.write("finished", step=run.step)
     return "finished"
 
@@ -359,32 +359,6 @@ def evaluate(run: Run) -> None:
     loss_sum, count = sums.tolist()
     if run.rank == 0:
         run.events.write("eval", step=run.step, loss=loss_sum / max(count, 1.0), tokens=count)
-
-
-def save(run: Run) -> None:
-    """Begin to write a checkpoint of the steps done so far, once."""
-    if not run.plan.checkpoint.enabled or run.saved_step == run.step:
-        return
-    run.at("checkpoint")
-    # what rests on disk is not copied to memory: it is written before training goes on
-    copy = run.tiers is None or not run.tiers.placement.streams
-    run.saver.begin(checkpoint.pieces(run), checkpoint.manifest_of(run), copy=copy)
-    run.saved_step = run.step
-
-
-def finish_saving(run: Run) -> None:
-    """Wait until the last checkpoint is written. All ranks must call.
-
-    That it could not be is an error here: the run ends, and would be taken for saved.
-    """
-    run.at("checkpoint")
-    error = run.saver.wait()
-    dist.barrier()  # rank 0, which keeps the store, stays until all know
-    if error is not None:
-        raise ColotrainError(
-            f"checkpoint of step {run.saved_step}: {error}",
-            f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
-        )
 
 
 def record_step(

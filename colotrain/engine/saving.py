@@ -73,11 +73,20 @@ class Saver:
     plan: RunPlan
     rundir: RunDir
     events: EventWriter
+    token: str
+    """The same on every rank, and another one in each attempt."""
     beat: Callable[[], None] = lambda: None
     """Called again and again while training waits for the disk."""
     current: Save | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """The snapshot's memory: made once, and as large as parameters and optimizer state here."""
+
+    @staticmethod
+    def make(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Saver:
+        """All ranks must call."""
+        token = [os.urandom(4).hex()]
+        dist.broadcast_object_list(token)
+        return Saver(plan=plan, rundir=rundir, events=events, token=token[0])
 
     def begin(self, pieces: list[Piece], manifest: Manifest, *, copy: bool = True) -> None:
         """Save the state that `pieces` describe; they may change as soon as this returns.
@@ -123,7 +132,7 @@ class Saver:
         number, final = next(_numbers), self.rundir.checkpoint(manifest.step)
         num_bytes, now = sum(piece.local.nbytes for piece in pieces), time.monotonic()
         # of this attempt alone: nobody has to wait until an old one of the name is removed
-        label = f".{final.name}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{number}.tmp"
+        label = f".{final.name}.{self.token}-{number}.tmp"
         return Save(
             number=number,
             final=final,

@@ -209,7 +209,7 @@ def prepare(
         events=events,
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
-        saver=Saver(plan=plan, rundir=rundir, events=events),
+        saver=Saver.make(plan, rundir, events),
         heartbeat=heartbeat or Heartbeat(),
     )
     run.saver.beat = lambda: run.at(run.phase)
