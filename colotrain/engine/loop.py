@@ -350,6 +350,7 @@ def evaluate(run: Run) -> None:
     model.eval()
     for step in range(plan.train.eval_steps):
         for index in range(plan.batch.accumulation_steps):
+            run.at("evaluation")
             batch = to_device(data.micro_batch(step, index), run.device)
             sums += torch.stack([x.double() for x in weighted_loss(model, batch)])
     for module, mode in training.items():  # parts that the user put in evaluation stay there

@@ -37,6 +37,7 @@ from colotrain.rundir import RunDir, write_atomically
 SLOWEST_BYTES_PER_S = 10e6
 """A disk slower than this is taken for one that hangs."""
 POLL_S = 0.02
+LONGEST_POLL_S = 0.5
 NICENESS = 10
 """Of the writing thread: training comes first."""
 SHARE_OF_FREE_MEMORY = 0.9
@@ -247,9 +248,11 @@ def _outcomes(store: Any, save: Save, beat: Callable[[], None]) -> str | None:
 
 
 def _await(store: Any, key: str, save: Save, beat: Callable[[], None]) -> str | None:
+    pause_s = POLL_S
     while not store.check([key]):
         beat()
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, LONGEST_POLL_S)  # of a thousand ranks asking one
         if time.monotonic() > save.deadline:
             return f"{key}: no rank has told the outcome in time"
     return bytes(store.get(key)).decode() or None
