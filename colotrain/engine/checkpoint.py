@@ -5,7 +5,6 @@ Tensors are addressed by parameter name; everything else is in the manifest, as 
 
 from __future__ import annotations
 
-import math
 import platform
 import random
 import time
@@ -222,7 +221,7 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
     state = {
         "": torch.get_rng_state(),
         ".python": torch.tensor(numbers),
-        ".python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
+        ".python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
     }
     if kind["bit_generator"] == "MT19937":
         inner = [*kind["state"]["key"].tolist(), kind["state"]["pos"], kind["has_gauss"]]
@@ -237,8 +236,8 @@ def _set_generators(run: Run, stored: dict[str, Tensor]) -> None:
     """Set this rank's generators to where they were."""
     own = {name.removeprefix(f"rng.{run.rank}"): t for name, t in stored.items() if "rng." in name}
     torch.set_rng_state(own[""])
-    gauss = own[".python_gauss"].item()
-    random.setstate((3, tuple(own[".python"].tolist()), None if math.isnan(gauss) else gauss))
+    has_gauss, gauss = own[".python_gauss"].tolist()
+    random.setstate((3, tuple(own[".python"].tolist()), gauss if has_gauss else None))
     if ".numpy" in own:
         *key, pos, has_gauss = own[".numpy"].tolist()
         np.random.set_state(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -217,6 +218,7 @@ def prepare(
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
     random.seed(seed * 100_003 + rank)
+    np.random.seed((seed * 100_003 + rank) % 2**32)
     if resumed is not None:
         checkpoint.restore(run, resumed)
     return run
