@@ -21,6 +21,7 @@ from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
+from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import ShardedModel, reshard
@@ -29,7 +30,6 @@ from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
-from colotrain.observe.probes import highest_peak, memory_now
 from colotrain.plan import RunPlan
 from colotrain.rundir import NOISE, RunDir
 
@@ -251,7 +251,8 @@ def settle_(run: Run) -> None:
         changed = run.tiers.settle(run.optimizer)
     except ColotrainError:
         if run.step:
-            save(run)
+            checkpoint.save(run)
+            checkpoint.finish_saving(run)
         raise
     if run.rank != 0:
         return
@@ -360,49 +361,6 @@ def evaluate(run: Run) -> None:
     loss_sum, count = sums.tolist()
     if run.rank == 0:
         run.events.write("eval", step=run.step, loss=loss_sum / max(count, 1.0), tokens=count)
-
-
-def record_step(
-    run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
-) -> None:
-    """One event per rank and step; rank 0 adds what all ranks agreed on."""
-    rss, peak = memory_now()[0], highest_peak()
-    indices = range(run.plan.batch.accumulation_steps)
-    samples = [i for index in indices for i in run.train_data.ids(run.step - 1, index)]
-    shared = {}
-    if run.rank == 0:
-        shared = {
-            "loss": result.loss,
-            "tokens": result.tokens,
-            "tokens_per_s": result.tokens / times["step_s"],
-            "grad_norm": result.grad_norm,
-            "clip_ratio": run.gradients.clip_ratio,
-            "lr": lr,
-            "optimizer_steps": run.optimizer.steps,
-            "total_micro_batches": run.micro_batches,
-            "skipped": skipped,
-        }
-    run.events.write(
-        "step",
-        step=run.step,
-        **times,
-        micro_batches=result.totals.micro_batches,
-        samples=samples,
-        rss=rss,
-        peak=peak,
-        **shared,
-    )
-    if run.rank == 0 and (warning := run.spikes.look(result.loss)):
-        run.events.write("note", text=f"step {run.step}: {warning}")
-
-
-def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
-    """Write the statistics of this step, which answers a request in the control folder."""
-    run.at("record")
-    record = recorder.finish() | extra
-    if run.rank == 0:
-        run.rundir.grads_request_file.unlink(missing_ok=True)
-        run.events.write("gradients", step=run.step + 1, **record)
 
 
 def is_due(step: int, every: int) -> bool:
