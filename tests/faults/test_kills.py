@@ -9,6 +9,8 @@ import pytest
 from tests.faults.kills import Kill, history, inflict, straight
 from tests.running import Colotrain
 
+pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
