@@ -165,6 +165,7 @@ def _train(train: Train) -> TrainPlan:
         eval_every=train.eval_every or 0,
         eval_steps=train.eval_steps,
         on_nonfinite=train.on_nonfinite,
+        max_rollbacks=train.max_rollbacks,
         on_gradients=train.on_gradients,
     )
 

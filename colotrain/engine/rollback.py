@@ -53,7 +53,7 @@ def roll_back_(run: Run) -> None:
     if run.rank == 0:
         text = (
             f"rollback {run.rollbacks} of at most {most}: back from step {left_at + 1} to step "
-            f"{run.step}; {left_at + 1 - run.step} batches are passed over"
+            f"{run.step}; batches passed over: {left_at + 1 - run.step}"
         )
         run.events.write("rollback", step=run.step, left_at=left_at + 1, text=text)
         run.events.write("note", text=text)
