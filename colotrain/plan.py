@@ -320,10 +320,6 @@ class Survey:
     """It cannot be built without storage: every rank begins with the whole model."""
 
 
-Level = tuple[int, int, int, int]
-"""Bytes alive at a moment: fixed ones, those per sample, gradients of the block, of the root."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What is computed. Each pair is a fixed number and one per sample of the micro-batch."""
@@ -342,10 +338,8 @@ class Segment:
     phase: Literal["forward", "backward"]
     block: str
     """The block that is being computed; empty for what lies between blocks."""
-    start: Level
-    end: Level
-    peaks: tuple[Level, ...]
-    """The moments of which one needs the most, whatever the micro-batch is."""
+    events: tuple[int, ...]
+    """n: storage n begins; -1 - n: it ends."""
     work: Work = field(default_factory=Work)
     reduced: bool = True
     """backward: gradients are complete at its end, not only at that of the whole backward."""
@@ -356,9 +350,11 @@ class Trace:
     """A micro-batch as autograd carries it out, forward and backward, with whole parameters."""
 
     segments: tuple[Segment, ...]
+    storages: tuple[tuple[int, int], ...]
+    """Bytes of each storage: fixed ones, and those per sample of the micro-batch."""
+    gradients: dict[int, str]
+    """Storage that becomes a parameter's gradient → block of the parameter."""
     buffer_bytes: int = 0
     """The model's own buffers."""
     input_bytes: int = 0
     """A sample of the batch."""
-    exact: bool = True
-    """Whether every size grows linearly with the micro-batch, as was checked."""

@@ -85,11 +85,43 @@ def run(
 
 
 @app.command()
-def plan(overrides: Overrides = None, as_json: Json = False) -> int:
-    """Show what a run would be, without running it."""
+def plan(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE | RUN",
+            help="Settings as for `run`; or a run, to set what it took beside what was predicted.",
+            show_default=False,
+        ),
+    ] = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Weigh all plugins, micro-batches and recomputation.")
+    ] = False,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Two sets of settings, each quoted, side by side."),
+    ] = None,
+    cross_check: Annotated[
+        bool, typer.Option("--trace", help="Check the memory with torch's own tracker (seconds).")
+    ] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure this machine first (20 s), and keep it.")
+    ] = False,
+    svg: Annotated[str, typer.Option(metavar="FILE", help="Write it as a picture.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Show what a run would be, without running it: memory, time, and what fits."""
     from colotrain.cli.plan import plan as show
 
-    return show(overrides or [], as_json=as_json)
+    return show(
+        words or [],
+        as_json=as_json,
+        advise=advise,
+        compare=compare,
+        cross_check=cross_check,
+        probe=probe,
+        svg=svg,
+    )
 
 
 @app.command()

@@ -33,7 +33,7 @@ def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: boo
     plan = setting.plan
     node = place_of(setting.config, plan)
     if not force:
-        check_fits(plan)
+        check_fits(setting)
     rundir = RunDir(RUNS / plan.name)
     if node.is_head and rundir.plan_file.exists() and plan.checkpoint.resume == "none":
         raise UsageError(

@@ -125,7 +125,7 @@ def settle_job(overrides: list[str], *, force: bool) -> Setting:
     """A plan for the cluster's machines: the GPUs that the job asks for count, not those here."""
     setting = settle(overrides, here=False, adjust=_take_gpus)
     if not force:
-        check_fits(setting.plan)
+        check_fits(setting)
     return setting
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from colotrain.data.loader import BatchLoader, Split, open_samples, order_of
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
+from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
@@ -160,6 +161,7 @@ def prepare(
 ) -> Run:
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
+    place_what_stays()
     if rank == 0:
         tidy(rundir.checkpoints)
     dist.barrier()
@@ -217,8 +219,11 @@ def prepare(
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
     random.seed(seed * 100_003 + rank)
+    if tiers is None:
+        optimizer.prepare_state_()
     if resumed is not None:
         checkpoint.restore(run, resumed)
+    place_what_passes()
     return run
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.grouping import find_blocks
-from colotrain.plan import Level, Segment, Trace, Work
+from colotrain.plan import Segment, Trace, Work
 
 ATTENTION = ("attention", "sdpa")
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,6 +84,7 @@ class Stretch:
     phase: str
     block: str
     changes: list[tuple[int, int]] = field(default_factory=list)
+    """(storage, 1 where it begins or -1 where it ends)."""
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
@@ -352,51 +353,24 @@ def _join(
         slope = (high - low) / (second - first)
         return low - slope * first, slope
 
-    pairs = [
-        tuple(map(round, split(a, b)))
-        for a, b in zip(small.storages.sizes, large.storages.sizes, strict=True)
-    ]
-    segments, level = [], (0, 0, 0, 0)
+    pairs = zip(small.storages.sizes, large.storages.sizes, strict=True)
+    segments = []
     for one, two in zip(small.stretches, large.stretches, strict=True):
-        start, moments = level, [level]
-        for number, sign in one.changes:
-            level = _changed(level, pairs[number], sign, small.storages.owners.get(number))
-            moments.append(level)
         names = ("matmul_flops", "attention_flops", "moved_bytes")
         numbers = {n: split(getattr(one, n), getattr(two, n)) for n in names}
         segments.append(
             Segment(
                 phase=one.phase,  # type: ignore[arg-type]
                 block=one.block,
-                start=start,
-                end=level,
-                peaks=tuple(highest(moments)),
+                events=tuple(n if sign > 0 else -1 - n for n, sign in one.changes),
                 work=Work(**numbers, num_ops=one.num_ops),  # type: ignore[arg-type]
                 reduced=one.reduced,
             )
         )
-        if one.phase == "backward" and one.block and one.reduced:
-            level = (level[0], level[1], 0, level[3])  # reduced, and then freed
     return Trace(
         segments=tuple(segments),
+        storages=tuple(tuple(map(round, split(low, high))) for low, high in pairs),  # type: ignore[misc]
+        gradients=small.storages.owners,
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         input_bytes=sum(t.numel() * t.element_size() for t in sample.values()),
     )
-
-
-def _changed(level: Level, size: Any, sign: int, owner: str | None) -> Level:
-    fixed, grows, block, root = level
-    if owner is None:
-        return fixed + sign * size[0], grows + sign * size[1], block, root
-    if sign < 0:  # the end of the recording
-        return level
-    return (fixed, grows, block + size[0], root) if owner else (fixed, grows, block, root + size[0])
-
-
-def highest(levels: list[Level]) -> Iterator[Level]:
-    """Those levels that no other one exceeds in every part."""
-    kept: list[Level] = []
-    for level in sorted(set(levels), reverse=True):
-        if not any(all(a >= b for a, b in zip(other, level, strict=True)) for other in kept):
-            kept.append(level)
-    return iter(kept)

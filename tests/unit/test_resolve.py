@@ -61,6 +61,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
                 numel=shape[0] * shape[1],
                 itemsize=4,
                 frozen_by=reasons.get(name),
+                group=".".join(name.split(".")[:2]) if name.startswith("blocks.") else "",
             )
             for name, shape in SHAPES.items()
         ),
