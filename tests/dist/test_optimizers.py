@@ -12,7 +12,9 @@ from colotrain.errors import ConfigError
 from colotrain.plugins import ROWS
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.runner import verify
+from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_difficult_models import plan_of
+from tests.dist.test_run import losses
 
 RULES = "optim.rules=[{match: '*bias',weight_decay: 0.2},{match: 'layers.1.*',lr_scale: 0.5}]"
 WSD = ("optim.schedule.name=wsd", "optim.schedule.decay_steps=2", "optim.schedule.warmup_steps=1")
