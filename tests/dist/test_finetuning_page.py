@@ -19,6 +19,7 @@ BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTA
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_page_can_be_followed(colotrain: Colotrain) -> None:
     commands = 0
     for language, body in BLOCK.findall(PAGE.read_text("utf-8")):

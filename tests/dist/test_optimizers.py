@@ -45,6 +45,7 @@ def test_an_optimizer_updates_shards_as_it_updates_whole_parameters(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["lion", "muon", "adafactor", "torch.optim:NAdam"])
 def test_a_run_goes_on_under_another_plugin_and_world_size(colotrain: Colotrain, name: str) -> None:
     options = (*SMALL, f"optim.name={name}", "optim.lr=0.01", "optim.schedule.name=constant")
