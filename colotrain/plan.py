@@ -134,15 +134,30 @@ class TrainPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RulePlan:
+    """What differs for the parameters that a glob names."""
+
+    match: str
+    lr_scale: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimPlan:
-    name: Literal["adamw", "sgd"]
+    name: str
+    """adamw, sgd, lion, muon, adafactor, or `package.module:Class`."""
     lr: float
     betas: tuple[float, ...]
     eps: float
     weight_decay: float
-    schedule: Literal["cosine", "linear", "constant"]
+    schedule: Literal["cosine", "linear", "constant", "wsd"]
     warmup_steps: int
     final_ratio: float
+    decay_steps: int | None = None
+    """wsd: steps of the decay at the end; None: a fifth of the run."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Of an optimizer of the user's own."""
+    rules: tuple[RulePlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

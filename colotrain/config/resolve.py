@@ -38,6 +38,7 @@ from colotrain.plan import (
     ModelPlan,
     ObservePlan,
     OptimPlan,
+    RulePlan,
     RunPlan,
     Trace,
     TrainPlan,
@@ -273,6 +274,12 @@ def _optim(optim: Optim) -> OptimPlan:
         schedule=optim.schedule.name,
         warmup_steps=optim.schedule.warmup_steps,
         final_ratio=optim.schedule.final_ratio,
+        decay_steps=optim.schedule.decay_steps,
+        args=optim.args,
+        rules=tuple(
+            RulePlan(match=rule.match, lr_scale=rule.lr_scale, weight_decay=rule.weight_decay)
+            for rule in optim.rules
+        ),
     )
 
 

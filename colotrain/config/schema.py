@@ -169,8 +169,10 @@ class Train:
 class Schedule:
     """The learning rate over the run."""
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd: constant, then linear at the end."""
+    decay_steps: int | None = None
+    """wsd: steps of the linear end; null: a fifth of the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     final_ratio: float = 0.1
@@ -178,15 +180,33 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What differs for some parameters."""
+
+    match: str
+    """A glob on parameter names."""
+    lr_scale: float | None = None
+    """Their learning rate, as a multiple of `optim.lr`."""
+    weight_decay: float | None = None
+    """Their weight decay, whatever their shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Optim:
     """The optimizer."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw (fused) or sgd."""
+    name: str = "adamw"
+    """adamw, sgd, lion, muon (for the matrices of layers; AdamW for the rest), adafactor, or
+    `package.module:Class`, which is called with parameter groups, `lr` and `args`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of an optimizer of your own."""
+    rules: list[Rule] = field(default_factory=list)
+    """For some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; of several
+    that match, later ones win."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's two decay rates; the first is SGD's momentum."""
+    """The two decay rates of AdamW and Lion; the first is SGD's momentum, the second Muon's."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1

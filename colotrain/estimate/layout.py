@@ -73,10 +73,13 @@ def layout_of(
 
 
 def state_bytes(optim: OptimPlan) -> int:
-    """Optimizer state per trainable element: Adam keeps two moments, SGD one if it has momentum."""
-    if optim.name == "adamw":
-        return 2 * STATE_BYTES
-    return STATE_BYTES if optim.betas and optim.betas[0] else 0
+    """Optimizer state per trainable element: Adam keeps two moments, SGD one if it has momentum.
+
+    At most two are assumed of Muon, whose embeddings are AdamW's, and of the user's own.
+    """
+    if optim.name == "sgd":
+        return STATE_BYTES if optim.betas and optim.betas[0] else 0
+    return {"lion": 1, "adafactor": 0}.get(optim.name, 2) * STATE_BYTES
 
 
 def baseline_bytes(device: str, *, world: int) -> int:

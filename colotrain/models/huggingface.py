@@ -123,8 +123,12 @@ def read_rows_(
         local.copy_(stored.rows(name, *(part or ())))
 
 
+@functools.cache
 def fingerprint(folder: Path) -> str:
-    """Tells whether a directory still holds the same model: its config and its files' headers."""
+    """Tells whether a directory holds the same model: its config, and its files' headers and sizes.
+
+    Looked at once in a process: a run is asked what it began with, whatever became of that since.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in weight_files(folder):
         with path.open("rb") as file:

@@ -65,6 +65,7 @@ def adapters_at_first(plan: RunPlan) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", hf.KINDS)
 def test_every_plugin_trains_and_exports_as_plain_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
