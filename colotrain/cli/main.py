@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from colotrain.cli import inputs
+from colotrain.cli.arguments import Force, Json, Overrides, Run
 from colotrain.errors import ColotrainError, UsageError
 
 app = typer.Typer(
@@ -20,25 +22,6 @@ app = typer.Typer(
 )
 ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's own class, wherever this version of typer keeps it."""
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings in Hydra's grammar: recipe=llm-tiny plugin=zero2 train.seed=1.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Run a plan that does not fit in memory all the same.")
-]
-Run = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RUN", help="A run's name or folder; by default the newest.", show_default=False
-    ),
-]
 
 
 def _show_version(wanted: bool) -> None:
@@ -343,32 +326,6 @@ def inspect_grads(
     return module.inspect_grads(words or [], step=step, live=live, choice=choice)
 
 
-data_app = typer.Typer(
-    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
-)
-app.add_typer(data_app, name="data", no_args_is_help=True)
-
-
-@data_app.callback()
-def data() -> None:
-    """Look at data before training on them."""
-
-
-@data_app.command("inspect")
-def inspect_data(
-    overrides: Overrides = None,
-    sample: Annotated[
-        int, typer.Option(min=0, help="Which sample to show: its place in the run's order.")
-    ] = 0,
-    split: Annotated[str, typer.Option(help="train or validation.")] = "train",
-    as_json: Json = False,
-) -> int:
-    """Show counts, lengths, and a sample with what is learned of it."""
-    from colotrain.cli.data import inspect
-
-    return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
-
-
 @app.command()
 def doctor(
     overrides: Overrides = None,
@@ -382,37 +339,6 @@ def doctor(
     from colotrain.cli.doctor import doctor as examine
 
     return examine(overrides or [], as_json=as_json, all_nodes=all_nodes, only=only)
-
-
-@app.command()
-def import_config(
-    file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
-    kind: Annotated[
-        str, typer.Option(help="deepspeed, accelerate or lightning; by default its keys tell.")
-    ] = "",
-    to: Annotated[
-        str, typer.Option(metavar="RECIPE", help="By default recipes/NAME.yaml, as the file.")
-    ] = "",
-    as_json: Json = False,
-) -> int:
-    """Write the recipe that another tool's configuration amounts to, key by key."""
-    from colotrain.cli.import_config import import_config as write
-
-    return write(file, kind=kind, to=to, as_json=as_json)
-
-
-@app.command()
-def plot(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN…", help="Runs to draw; by default the newest."),
-    ] = None,
-    out: Annotated[str, typer.Option(metavar="FILE", help="A .png or .svg file.")] = "plot.png",
-) -> int:
-    """Draw loss, gradient norms, memory and throughput of one run or several."""
-    from colotrain.cli.plot import plot as draw
-
-    return draw(names or [], out=out)
 
 
 @app.command()
@@ -440,6 +366,9 @@ def complete_word(word: Annotated[str, typer.Argument()] = "") -> int:
     for candidate in complete(word, Search.at(Path.cwd())):
         sys.stdout.write(f"{candidate}\n")
     return 0
+
+
+inputs.register(app)
 
 
 def verbs() -> list[str]:
