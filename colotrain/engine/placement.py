@@ -216,7 +216,6 @@ class Tiers:
         moved = moved_bytes(
             self.sizes,
             self.placement,
-            top=self.top,
             micro_batches=self.plan.batch.accumulation_steps,
         )
         budget = {k: v for k, v in asdict(self.budget).items() if k.endswith("_bytes")}
