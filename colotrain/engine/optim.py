@@ -99,6 +99,9 @@ class ShardOptimizer:
     def drop(self, names: Iterable[str]) -> None:
         """Cease to train parameters, and forget their state."""
         assert self.torch is not None
+        names = list(names)
+        if self.tiers is not None:
+            self.tiers.forget(names)
         dropped = {self.shards.pop(name) for name in names}
         self.parameters = {n: p for n, p in self.parameters.items() if n in self.shards}
         for shard in dropped:

@@ -33,12 +33,13 @@ from colotrain.engine.grouping import find_groups
 from colotrain.engine.loop import Run, train
 from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
-from colotrain.engine.placement import Tiers, guess, weigh
+from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import make_mesh, materialise_, shard_, stays_gathered
 from colotrain.engine.statistics import describe_parameters
 from colotrain.engine.transport import install
+from colotrain.engine.weighing import guess, weigh
 from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
@@ -187,11 +188,13 @@ def prepare(
     if plan.plugin.budget is not None:
         sizes = weigh(model, groups, plan, state_ratio(plan.optim))
         tiers = Tiers(plan, sizes, guess(plan, sizes))
-    sharded = shard_(model, plan, mesh, groups)
-    install(sharded)
     if tiers is None:
+        sharded = shard_(model, plan, mesh, groups)
+        install(sharded)
         materialise_(sharded, device=plan.cluster.device, seed=seed)
     else:
+        sharded = shard_(model, plan, mesh, groups, offloads=tiers.offloads)
+        install(sharded)
         tiers.attach(sharded)
         house, release = tiers.house_parameters, tiers.release
         materialise_(sharded, device=plan.cluster.device, seed=seed, house=house, release=release)

@@ -137,12 +137,11 @@ def describe_tiers(
     plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, micro_batches: int
 ) -> dict[str, Any]:
     """Bytes per tier, and those that a step moves; all on the device where there is no budget."""
-    top: Tier = "host" if device == "cpu" else "device"
     sizes = weigh(plugin, survey, optim)
     if plugin.budget is None:
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
         placement = place(sizes, unlimited, Other(compute=0, update=0), device=device)
     else:
         _, placement = predict(plugin, survey, optim, Ledger(), device)
-    moved = moved_bytes(sizes, placement, top=top, micro_batches=micro_batches)
+    moved = moved_bytes(sizes, placement, micro_batches=micro_batches)
     return {"bytes": bytes_by_tier(sizes, placement), "moved_bytes": moved}
