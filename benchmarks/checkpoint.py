@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-STEPS = 8
+STEPS = 6
 """Of a round: longer than a save takes in the background."""
 ROUNDS = 3
 MODES = ("none", "async", "blocking")
@@ -41,7 +41,7 @@ def main(overrides: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "colotrain", "run", *OVERRIDES, *overrides]
         environment = dict(os.environ)
-        steps = f"train.max_steps={len(MODES) * (ROUNDS + 1) * STEPS}"
+        steps = f"train.max_steps={len(MODES) * (ROUNDS + 1) * STEPS + 1}"
         target = "train.on_gradients=benchmarks.checkpoint:in_turns"
         here = str(Path(__file__).parents[1])
         environment["PYTHONPATH"] = f"{here}{os.pathsep}{environment.get('PYTHONPATH', '')}"

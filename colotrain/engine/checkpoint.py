@@ -5,7 +5,6 @@ Tensors are addressed by parameter name; everything else is in the manifest, as 
 
 from __future__ import annotations
 
-import math
 import platform
 import random
 import time
@@ -33,6 +32,32 @@ from colotrain.records import to_plain
 
 if TYPE_CHECKING:
     from colotrain.engine.loop import Run
+
+
+def save(run: Run) -> None:
+    """Begin to write a checkpoint of the steps done so far, once."""
+    if not run.plan.checkpoint.enabled or run.saved_step == run.step:
+        return
+    run.at("checkpoint")
+    # what rests on disk is not copied to memory: it is written before training goes on
+    copy = run.tiers is None or not run.tiers.placement.streams
+    run.saver.begin(pieces(run), manifest_of(run), copy=copy)
+    run.saved_step = run.step
+
+
+def finish_saving(run: Run) -> None:
+    """Wait until the last checkpoint is written. All ranks must call.
+
+    That it could not be is an error here: the run ends, and would be taken for saved.
+    """
+    run.at("checkpoint")
+    error = run.saver.wait()
+    dist.barrier()  # rank 0, which keeps the store, stays until all know
+    if error is not None:
+        raise ColotrainError(
+            f"checkpoint of step {run.saved_step}: {error}",
+            f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
+        )
 
 
 def pieces(run: Run) -> list[Piece]:
@@ -197,7 +222,7 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
     state = {
         "": torch.get_rng_state(),
         ".python": torch.tensor(numbers),
-        ".python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
+        ".python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
     }
     if kind["bit_generator"] == "MT19937":
         inner = [*kind["state"]["key"].tolist(), kind["state"]["pos"], kind["has_gauss"]]
@@ -212,8 +237,8 @@ def _set_generators(run: Run, stored: dict[str, Tensor]) -> None:
     """Set this rank's generators to where they were."""
     own = {name.removeprefix(f"rng.{run.rank}"): t for name, t in stored.items() if "rng." in name}
     torch.set_rng_state(own[""])
-    gauss = own[".python_gauss"].item()
-    random.setstate((3, tuple(own[".python"].tolist()), None if math.isnan(gauss) else gauss))
+    has_gauss, gauss = own[".python_gauss"].tolist()
+    random.setstate((3, tuple(own[".python"].tolist()), gauss if has_gauss else None))
     if ".numpy" in own:
         *key, pos, has_gauss = own[".numpy"].tolist()
         np.random.set_state(

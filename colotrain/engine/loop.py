@@ -21,6 +21,7 @@ from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
+from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import ShardedModel, reshard
@@ -29,7 +30,6 @@ from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
-from colotrain.observe.probes import highest_peak, memory_now
 from colotrain.plan import RunPlan
 from colotrain.rundir import NOISE, RunDir
 
@@ -115,7 +115,7 @@ def train(run: Run) -> str:
     if run.step == 0:
         evaluate(run)
         if plan.train.on_nonfinite == "rollback":
-            save(run)  # there must always be something to go back to
+            checkpoint.save(run)  # there must always be something to go back to
     while run.step < plan.train.max_steps:
         clock = Clock()
         run.generator_state = torch.get_rng_state()
@@ -152,16 +152,16 @@ def train(run: Run) -> str:
             run.at("search for corruption")
             run.guard.after_update(run)
         if result.stop and run.step < plan.train.max_steps:
-            save(run)
-            finish_saving(run)
+            checkpoint.save(run)
+            checkpoint.finish_saving(run)
             run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
         if is_due(run.step, plan.checkpoint.every):
-            save(run)
-    save(run)
-    finish_saving(run)
+            checkpoint.save(run)
+    checkpoint.save(run)
+    checkpoint.finish_saving(run)
     run.events.write("finished", step=run.step)
     return "finished"
 
@@ -253,7 +253,8 @@ def settle_(run: Run) -> None:
         changed = run.tiers.settle(run.optimizer)
     except ColotrainError:
         if run.step:
-            save(run)
+            checkpoint.save(run)
+            checkpoint.finish_saving(run)
         raise
     if run.rank != 0:
         return
@@ -352,6 +353,7 @@ def evaluate(run: Run) -> None:
     model.eval()
     for step in range(plan.train.eval_steps):
         for index in range(plan.batch.accumulation_steps):
+            run.at("evaluation")
             batch = to_device(data.micro_batch(step, index), run.device)
             sums += torch.stack([x.double() for x in weighted_loss(model, batch)])
     for module, mode in training.items():  # parts that the user put in evaluation stay there
@@ -361,75 +363,6 @@ def evaluate(run: Run) -> None:
     loss_sum, count = sums.tolist()
     if run.rank == 0:
         run.events.write("eval", step=run.step, loss=loss_sum / max(count, 1.0), tokens=count)
-
-
-def save(run: Run) -> None:
-    """Begin to write a checkpoint of the steps done so far, once."""
-    if not run.plan.checkpoint.enabled or run.saved_step == run.step:
-        return
-    run.at("checkpoint")
-    # what rests on disk is not copied to memory: it is written before training goes on
-    copy = run.tiers is None or not run.tiers.placement.streams
-    run.saver.begin(checkpoint.pieces(run), checkpoint.manifest_of(run), copy=copy)
-    run.saved_step = run.step
-
-
-def finish_saving(run: Run) -> None:
-    """Wait until the last checkpoint is written. All ranks must call.
-
-    That it could not be is an error here: the run ends, and would be taken for saved.
-    """
-    run.at("checkpoint")
-    error = run.saver.wait()
-    dist.barrier()  # rank 0, which keeps the store, stays until all know
-    if error is not None:
-        raise ColotrainError(
-            f"checkpoint of step {run.saved_step}: {error}",
-            f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
-        )
-
-
-def record_step(
-    run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
-) -> None:
-    """One event per rank and step; rank 0 adds what all ranks agreed on."""
-    rss, peak = memory_now()[0], highest_peak()
-    indices = range(run.plan.batch.accumulation_steps)
-    samples = [i for index in indices for i in run.train_data.ids(run.step - 1, index)]
-    shared = {}
-    if run.rank == 0:
-        shared = {
-            "loss": result.loss,
-            "tokens": result.tokens,
-            "tokens_per_s": result.tokens / times["step_s"],
-            "grad_norm": result.grad_norm,
-            "clip_ratio": run.gradients.clip_ratio,
-            "lr": lr,
-            "optimizer_steps": run.optimizer.steps,
-            "total_micro_batches": run.micro_batches,
-            "skipped": skipped,
-        }
-    run.events.write(
-        "step",
-        step=run.step,
-        **times,
-        micro_batches=result.totals.micro_batches,
-        samples=samples,
-        rss=rss,
-        peak=peak,
-        **shared,
-    )
-    if run.rank == 0 and (warning := run.spikes.look(result.loss)):
-        run.events.write("note", text=f"step {run.step}: {warning}")
-
-
-def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
-    """Write the statistics of this step, which answers a request in the control folder."""
-    run.at("record")
-    record = recorder.finish() | extra
-    if run.rank == 0:
-        run.rundir.grads_request_file.unlink(missing_ok=True)
-        run.events.write("gradients", step=run.step + 1, **record)
 
 
 def is_due(step: int, every: int) -> bool:

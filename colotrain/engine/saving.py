@@ -37,6 +37,7 @@ from colotrain.rundir import RunDir, write_atomically
 SLOWEST_BYTES_PER_S = 10e6
 """A disk slower than this is taken for one that hangs."""
 POLL_S = 0.02
+LONGEST_POLL_S = 0.5
 NICENESS = 10
 """Of the writing thread: training comes first."""
 SHARE_OF_FREE_MEMORY = 0.9
@@ -73,11 +74,20 @@ class Saver:
     plan: RunPlan
     rundir: RunDir
     events: EventWriter
+    token: str
+    """The same on every rank, and another one in each attempt."""
     beat: Callable[[], None] = lambda: None
     """Called again and again while training waits for the disk."""
     current: Save | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """The snapshot's memory: made once, and as large as parameters and optimizer state here."""
+
+    @staticmethod
+    def make(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Saver:
+        """All ranks must call."""
+        token = [os.urandom(4).hex()]
+        dist.broadcast_object_list(token)
+        return Saver(plan=plan, rundir=rundir, events=events, token=token[0])
 
     def begin(self, pieces: list[Piece], manifest: Manifest, *, copy: bool = True) -> None:
         """Save the state that `pieces` describe; they may change as soon as this returns.
@@ -123,7 +133,7 @@ class Saver:
         number, final = next(_numbers), self.rundir.checkpoint(manifest.step)
         num_bytes, now = sum(piece.local.nbytes for piece in pieces), time.monotonic()
         # of this attempt alone: nobody has to wait until an old one of the name is removed
-        label = f".{final.name}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{number}.tmp"
+        label = f".{final.name}.{self.token}-{number}.tmp"
         return Save(
             number=number,
             final=final,
@@ -238,9 +248,11 @@ def _outcomes(store: Any, save: Save, beat: Callable[[], None]) -> str | None:
 
 
 def _await(store: Any, key: str, save: Save, beat: Callable[[], None]) -> str | None:
+    pause_s = POLL_S
     while not store.check([key]):
         beat()
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, LONGEST_POLL_S)  # of a thousand ranks asking one
         if time.monotonic() > save.deadline:
             return f"{key}: no rank has told the outcome in time"
     return bytes(store.get(key)).decode() or None

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -214,7 +215,7 @@ def prepare(
         events=events,
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
-        saver=Saver(plan=plan, rundir=rundir, events=events),
+        saver=Saver.make(plan, rundir, events),
         heartbeat=heartbeat or Heartbeat(),
     )
     run.saver.beat = lambda: run.at(run.phase)
@@ -222,6 +223,7 @@ def prepare(
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
     random.seed(seed * 100_003 + rank)
+    np.random.seed((seed * 100_003 + rank) % 2**32)
     if tiers is None:
         optimizer.prepare_state_()
     if resumed is not None:

@@ -175,6 +175,13 @@ def test_a_quick_look_finds_what_sizes_tell(
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
+def test_a_snapshot_takes_the_memory_that_was_planned(saved: Colotrain) -> None:
+    planned = saved.rundir("saved").plan().snapshot_bytes
+    taken = [e.fields["bytes"] for e in saved.events("saved") if e.kind == "checkpoint_started"]
+    assert len(taken) == 3
+    assert max(taken) == pytest.approx(planned, rel=0.05)  # generators are not in the plan
+
+
 def test_the_newest_one_is_always_kept(rundir: RunDir) -> None:
     prune(rundir.checkpoints, keep=0, newest=rundir.checkpoint(2))
     assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-00000002"]

@@ -450,3 +450,27 @@ def test_a_view_is_immutable() -> None:
     assert steps_of(before.loss) == [1]
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.steps = 5  # type: ignore[misc]
+
+
+def test_a_save_in_flight_and_one_that_failed_are_told() -> None:
+    events = [
+        launcher("launch", 100.0, world_size=1),
+        worker("started", 100.5, world_size=1, step=0),
+        step(1),
+        worker("checkpoint_started", 102.0, step=1, bytes=9),
+    ]
+    assert fold(events).saving == (1, 102.0)
+    saved = worker("checkpoint", 103.0, step=1, path="/c/1", seconds=1.0, stall_s=0.1)
+    view = fold([*events, saved])
+    assert (view.saving, view.save_failure) == (None, None)
+    failed = worker("checkpoint_failed", 103.0, step=1, error="rank 1: no space")
+    view = fold([*events, failed])
+    assert view.saving is None
+    assert view.save_failure == "checkpoint of step 1 failed: rank 1: no space"
+
+
+def test_a_rollback_forgets_what_is_done_again() -> None:
+    events = [launcher("launch", 100.0, world_size=1), worker("started", 100.5, step=0)]
+    events += [step(n) for n in (1, 2, 3, 4)]
+    events += [worker("resumed", 105.0, step=2, path="/c/2"), step(3, t=106.0, loss=7.0)]
+    assert fold(events).loss == ((1, 1.0), (2, 0.5), (3, 7.0))

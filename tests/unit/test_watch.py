@@ -1,0 +1,111 @@
+"""Who hangs: told from signs of life and stacks, before any process is harmed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_view import plan_of
+
+from colotrain.launch.causes import Death, describe
+from colotrain.launch.watch import Silent, Watch, _stack
+from colotrain.observe.events import Event
+from colotrain.observe.heartbeats import Beat, Heartbeat, read_beats
+from colotrain.rundir import RunDir
+
+DUMP = """Thread 0x01 (most recent call first):
+  File "/lib/threading.py", line 5 in wait
+  File "/colotrain/launch/forkserver.py", line 60 in _end_with
+
+Current thread 0x02 (most recent call first):
+{frames}
+  File "/site/colotrain/engine/loop.py", line 100 in train
+  File "/site/colotrain/engine/worker.py", line 50 in main
+"""
+WAITS = '  File "/torch/distributed/distributed_c10d.py", line 9 in all_reduce'
+SHARED = '  File "/x/colotrain/engine/shared_memory.py", line 9 in _sleep'
+WORKS = '  File "/home/user/model.py", line 12 in forward'
+
+
+def silent(tmp_path: Path, frames: str, state: str = "S") -> Silent:
+    log = tmp_path / "stderr.log"
+    log.write_text("said before\n" + DUMP.format(frames=frames))
+    beat = Beat(rank=3, pid=77, step=5, phase="forward", t=time.monotonic() - 9, patience_s=6)
+    return Silent(beat=beat, state=state, stack=_stack(log, 12), log=log)
+
+
+def test_the_rank_that_does_not_wait_in_a_collective_is_the_one(tmp_path: Path) -> None:
+    assert silent(tmp_path, WAITS).waits_for_others
+    assert silent(tmp_path, SHARED).waits_for_others
+    hangs = silent(tmp_path, WORKS)
+    assert not hangs.waits_for_others
+    assert "rank 3 (process 77) hung in forward of step 5, silent for 9 s at " in str(hangs)
+    assert "/home/user/model.py:12 in forward" in str(hangs)
+
+
+def test_a_stopped_rank_is_the_one_wherever_it_is(tmp_path: Path) -> None:
+    stopped = silent(tmp_path, WAITS, state="T")
+    assert not stopped.waits_for_others
+    assert "was stopped (SIGSTOP)" in str(stopped)
+
+
+@pytest.fixture
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_only_a_rank_that_overstays_its_own_patience_is_ended(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    rundir = RunDir(tmp_path)
+    watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid}, looked_at=0.0)
+    heart = Heartbeat(rundir.heartbeat_file(0), rank=0, patience_s=600)
+    heart.beat(1, "start")
+    line = (
+        rundir.heartbeat_file(0)
+        .read_text()
+        .replace(f'"pid": {os.getpid()}', f'"pid": {sleeper.pid}')
+    )
+    rundir.heartbeat_file(0).write_text(line)
+    watch.look(asked_to_stop=False)
+    assert sleeper.poll() is None
+    [beat] = read_beats(rundir.heartbeats)
+    old = line.replace(f'"t": {beat.t}', f'"t": {beat.t - 700}')
+    rundir.heartbeat_file(0).write_text(old)
+    watch.looked_at = 0.0
+    watch.look(asked_to_stop=False)
+    assert sleeper.wait(timeout=10) != 0
+    assert watch.verdict is not None
+    assert "rank 0" in watch.verdict
+    watch.close()
+    assert not list(rundir.heartbeats.iterdir())
+
+
+def test_a_heart_without_a_file_is_silent_and_harmless(tmp_path: Path) -> None:
+    Heartbeat().beat(1, "start")
+    Heartbeat(tmp_path / "file" / "x", rank=0).beat(1, "start")
+    (tmp_path / "plain").write_text("")
+    Heartbeat(tmp_path / "plain" / "x", rank=0).beat(1, "start")
+
+
+def last_words(kind: str, rank: int, **fields: object) -> Event:
+    return Event(kind=kind, t=1.0 + rank, rank=rank, attempt=0, fields=dict(fields))
+
+
+def test_a_rank_that_left_early_is_named_before_those_that_lost_it() -> None:
+    deaths = [Death(rank=0, exit_code=1, log="a"), Death(rank=1, exit_code=0, log="b")]
+    lost = last_words("failed", 0, phase="reduce", step=4, error="Connection closed by peer")
+    assert describe(deaths, [lost]) == (
+        "rank 1 ended with exit code 0 before the run was over; its log: b"
+    )
+    done = last_words("finished", 1, step=9)
+    assert "rank 0 failed in reduce" in describe(deaths, [lost, done])
+
+
+def test_hunger_is_named() -> None:
+    death = Death(rank=2, exit_code=-9, log="c", out_of_memory=True)
+    assert "the kernel ended it for want of memory" in describe([death], [])
