@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from colotrain.cli.main import verbs
 from colotrain.config.schema import Config
 from colotrain.plugins import ROWS
-from colotrain.records import field_types, from_plain
+from colotrain.records import field_types, from_plain, sections
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,7 +34,8 @@ def blocks(*languages: str) -> list[str]:
 def commands() -> list[list[str]]:
     """The arguments of every `colotrain` shown, also of those that `make run ARGS=…` stands for."""
     found = []
-    for line in "".join(blocks("bash", "sh", "console", "")).splitlines():
+    text = "".join(blocks("bash", "sh", "console", "")).replace("\\\n", " ")
+    for line in text.splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["colotrain"]:
             found.append(words[1:])
@@ -63,7 +64,7 @@ def is_key(path: str) -> bool:
 
 
 def is_shipped(folder: str, name: str) -> bool:
-    own = f"# recipes/{name}.yaml\n"
+    own = f"# {folder}/{name}.yaml\n"
     return (ROOT / folder / f"{name}.yaml").is_file() or any(own in b for b in blocks("yaml"))
 
 
@@ -99,8 +100,11 @@ def test_a_key_that_is_shown_exists(override: str) -> None:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_a_recipe_that_is_shown_is_valid(text: str) -> None:
-    from_plain(Config, OmegaConf.to_container(OmegaConf.create(text)))
+def test_a_file_that_is_shown_is_valid(text: str) -> None:
+    """A recipe, or a file of one section that says so in its first line."""
+    section = re.match(r"# conf/(\w+)/", text)
+    wanted = sections(Config)[section[1]] if section else Config
+    from_plain(wanted, OmegaConf.to_container(OmegaConf.create(text)))
 
 
 @pytest.mark.parametrize("text", blocks("python"))
