@@ -217,7 +217,7 @@ def test_a_sweep_is_one_array_with_a_throttle(site: Site) -> None:
     table = json.loads(site.colotrain("runs", "--sweep", "four", "--json"))["runs"]
     assert [row["state"] for row in table] == ["finished"] * 4
     assert {tuple(row["chosen"].values()) for row in table} == {
-        (lr, plugin) for lr in ("1e-3", "3e-4") for plugin in ("zero2", "zero3")
+        (lr, plugin) for lr in ("0.001", "0.0003") for plugin in ("zero2", "zero3")
     }
     by_rate: dict[str, set[float]] = {}
     for row in table:

@@ -172,7 +172,7 @@ def _vanish(guest: Attendance) -> None:
     """Its process dies: the connection ends without a word."""
     guest.passport = passport(1, plan={"other": 1})  # and it would not be let in again
     guest.state = {}
-    for sock in _sockets_of(guest):
+    for sock in _sockets_of(guest)[-1:]:
         sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -181,7 +181,7 @@ def _sockets_of(guest: Attendance) -> list[socket.socket]:
 
     mine = [s for s in gc.get_objects() if isinstance(s, socket.socket) and s.fileno() >= 0]
     peers = [s for s in mine if _peer(s) == guest.head[1]]
-    return peers[-1:]
+    return peers
 
 
 def _peer(sock: socket.socket) -> int | None:
