@@ -179,9 +179,8 @@ def _vanish(guest: Attendance) -> None:
 def _sockets_of(guest: Attendance) -> list[socket.socket]:
     import gc
 
-    mine = [s for s in gc.get_objects() if isinstance(s, socket.socket) and s.fileno() >= 0]
-    peers = [s for s in mine if _peer(s) == guest.head[1]]
-    return peers
+    mine = [s for s in gc.get_objects() if type(s) is socket.socket and s.fileno() >= 0]
+    return [s for s in mine if _peer(s) == guest.head[1]]
 
 
 def _peer(sock: socket.socket) -> int | None:
@@ -216,10 +215,15 @@ def test_a_second_launcher_of_a_node_is_not_let_in(hall: Hall) -> None:
         hall.join(1, instance="another").next_round(timeout_s=20)
 
 
-def test_the_wait_ends_with_the_name_of_who_is_missing(hall: Hall) -> None:
+def test_the_wait_ends_with_the_name_of_who_is_missing(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "SAY_S", 0.2)
     hall.open()
-    with pytest.raises(MeetingError, match="node 1 did not come within 1 s"):
-        hall.join(0).next_round(timeout_s=1)
+    said: list[str] = []
+    with pytest.raises(MeetingError, match="node 1 did not come within 3 s"):
+        hall.join(0).next_round(timeout_s=3, say=said.append)
+    assert said == ["waiting for node 1"]
 
 
 def test_the_wait_ends_when_the_run_is_stopped(hall: Hall) -> None:
