@@ -231,7 +231,7 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
 ) -> None:
     """Where the site requeues by no exit code, the job asks for it itself."""
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
-        limits = ("cluster.slurm.time=1", "cluster.slurm.warn_s=45", "data.args.seconds=1.5")
+        limits = ("cluster.slurm.time=1", "cluster.slurm.warn_s=25", "data.args.seconds=2.5")
         job = site.submit("name=short", *limits)
         state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=600)
         assert state == "COMPLETED", site.log("short")
