@@ -193,6 +193,40 @@ def test_a_requeued_job_takes_over_from_its_lost_node(
         assert launcher.host != "lost"
 
 
+def submitted(name: str) -> RunDir:
+    """A run that was handed to SLURM as job 7."""
+    assert guarded(["submit", *TINY, f"name={name}", "cluster.slurm.comment=x"]) == 0
+    return RunDir(f"runs/{name}")
+
+
+def test_stop_takes_a_waiting_job_out_for_good(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(slurm, "sbatch", 'case "$1" in --test-only) ;; *) echo 7;; esac')
+    rundir = submitted("waits")
+    put(slurm, "squeue", 'echo "7|PENDING|Priority"')
+    put(slurm, "scancel", 'echo "$@" > cancelled')
+    assert guarded(["runs", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert (row["job"], row["job_state"], row["job_reason"]) == ("7", "PENDING", "Priority")
+    assert guarded(["submit", *TINY, "name=waits"]) == 2
+    assert "job 7 has this run (PENDING)" in capsys.readouterr().err
+    assert guarded(["stop", "waits"]) == 0
+    assert Path("cancelled").read_text() == "7\n"
+    assert rundir.cancel_file.exists()
+    assert "job 7 is cancelled" in capsys.readouterr().out
+
+
+def test_stop_of_a_job_that_is_over_says_so(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(slurm, "sbatch", 'case "$1" in --test-only) ;; *) echo 7;; esac')
+    submitted("over")
+    put(slurm, "squeue", 'echo "7|COMPLETED|None"')
+    assert guarded(["stop", "over"]) == 2
+    assert "job 7 is over (COMPLETED)" in capsys.readouterr().err
+
+
 def test_lines_of_a_growing_log(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("one\ntwo\nthr")
