@@ -24,3 +24,7 @@ Run = Annotated[
         metavar="RUN", help="A run's name or folder; by default the newest.", show_default=False
     ),
 ]
+Sweep = Annotated[
+    bool,
+    typer.Option("--sweep", help="A run for every combination of values: optim.lr=1e-3,3e-4."),
+]

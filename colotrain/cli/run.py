@@ -42,6 +42,8 @@ def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: boo
             f"name={plan.name}: {rundir.path} exists",
             "choose another name, or checkpoint.resume=auto to go on with it",
         )
+    if detach and plan.elastic.max_nodes > 1:
+        raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
         from colotrain.cli.detach import detach as start
 

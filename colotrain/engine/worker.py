@@ -45,8 +45,7 @@ from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
-from colotrain.observe.logs import own_log
-from colotrain.observe.probes import matmul_peak_flops
+from colotrain.observe.probes import matmul_peak_flops, own_log
 from colotrain.plan import RunPlan
 from colotrain.resizing import resize
 from colotrain.rundir import RunDir

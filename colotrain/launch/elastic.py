@@ -115,6 +115,13 @@ class Launch:
         num = len(self.causes)
         return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
 
+    def say(self, text: str) -> None:
+        """Tell whoever follows the run, which on other nodes than the first is stderr."""
+        if self.node.is_head:
+            self.events.write("note", text=text)
+        else:
+            print(f"node {self.node.rank}: {text}", file=sys.stderr, flush=True)
+
     def asked_to_stop(self) -> bool:
         return bool(self.signals) or self.rundir.stop_file.exists()
 
@@ -134,7 +141,8 @@ class Launch:
 
     def has_stopped(self) -> bool | None:
         """Whether the newest attempt's workers stopped before their last step; None: not yet."""
-        return self.ended[-1].kind == "stopped" if self.ended else None
+        words = self.last_words()
+        return words[-1].kind == "stopped" if words else None
 
 
 def launch(
@@ -247,7 +255,7 @@ def _elastic(current: Launch) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     plan, rundir, interrupted = current.plan, current.rundir, current.was_interrupted_by_others
-    rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop)
+    rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop, say=current.say)
 
     class Agent(LocalElasticAgent):
         """Tells why workers died, and gives up at once where trying again cannot help."""
@@ -285,6 +293,9 @@ def _elastic(current: Launch) -> None:
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
     agent = Agent(spec=spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=10)
     current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
+    current.watch.first_rank = lambda: (
+        (agent.get_worker_group().group_rank or 0) * plan.cluster.procs_per_node
+    )
     current.watch.logs = folder
     failed: BaseException | None = None
     try:
@@ -295,7 +306,7 @@ def _elastic(current: Launch) -> None:
         raise
     finally:
         ends_all = failed is not None and not isinstance(failed, Stopped)
-        rendezvous.end(current.cause() if ends_all else "")
+        rendezvous.end(current.whole_cause() if ends_all else "")
 
 
 def _deaths(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:

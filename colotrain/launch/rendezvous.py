@@ -51,13 +51,22 @@ class Node:
 class Rendezvous:
     """What a launcher holds of the meeting: all of it on node 0, its own attendance elsewhere."""
 
-    def __init__(self, plan: RunPlan, rundir: RunDir, node: Node, stop: Callable[[], bool]) -> None:
-        """`stop` is asked while waiting for other nodes: a wish to stop ends the wait.
+    def __init__(
+        self,
+        plan: RunPlan,
+        rundir: RunDir,
+        node: Node,
+        *,
+        stop: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        """`stop` is asked while waiting for other nodes: a wish to stop ends the wait. `say` is
+        told whom it waits for.
 
         Raises `UsageError` where node 0 cannot listen.
         """
         self.plan, self.rundir, self.node = plan, rundir, node
-        self.wait_s = plan.elastic.hang_timeout_s
+        self.wait_s, self.say = plan.elastic.hang_timeout_s, say
         self.stores: list[Any] = []
         self.meeting: Meeting | None = None
         self.attendance: Alone | Attendance = Alone(self._open_store)
@@ -152,7 +161,7 @@ class Rendezvous:
                 return ours.rundir.name
 
             def next_rendezvous(self) -> RendezvousInfo:
-                found = ours.attendance.next_round(timeout_s=ours.wait_s)
+                found = ours.attendance.next_round(timeout_s=ours.wait_s, say=ours.say)
                 where = found.address, found.port
                 store = TCPStore(*where, is_master=False, timeout=ours.timeout)
                 rank = found.nodes.index(ours.node.rank)

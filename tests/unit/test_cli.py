@@ -306,7 +306,7 @@ def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str])
         ("recipe=mi", ["recipe=mine"]),
         ("plugin=zero", ["plugin=zero1", "plugin=zero2", "plugin=zero3"]),
         ("plugin.name=gem", ["plugin.name=gemini"]),
-        ("cluster=", ["cluster=local"]),
+        ("cluster=lo", ["cluster=local"]),
         ("train.max_s", ["train.max_steps="]),
         ("optim.schedule.w", ["optim.schedule.warmup_steps="]),
         ("train.precision=b", ["train.precision=bf16"]),

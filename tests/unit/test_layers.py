@@ -37,7 +37,7 @@ PURE_FACE = (
 )
 FACE = (
     "colotrain.observe.progress colotrain.observe.liveness colotrain.observe.output "
-    "colotrain.observe.terminal colotrain.observe.live"
+    "colotrain.observe.terminal colotrain.observe.live colotrain.observe.logs"
 )
 TOKENISING = (
     "colotrain.data.cache colotrain.data.corpora colotrain.data.vocabulary colotrain.data.formats "
