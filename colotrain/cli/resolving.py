@@ -124,8 +124,8 @@ def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
     if plan.cluster.device == "cuda" and not most:
         expected = "a GPU that torch can use: this machine has none"
         fix = "use `colotrain plan` to plan for other machines, or cluster=local to run on this one"
-        key, value = "cluster.device", plan.cluster.device
-        raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
+        device = plan.cluster.device
+        raise ConfigError([Problem(key="cluster.device", value=device, expected=expected, fix=fix)])
     if plan.cluster.device == "cpu":
         most, why = MOST_RANKS_PER_CORE * machine.num_cores, f"{machine.num_cores} cores"
     procs = plan.cluster.procs_per_node

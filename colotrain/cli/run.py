@@ -61,7 +61,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     warm_up()
     setting = settle(overrides)
     if not force:
-        check_fits(setting.plan)
+        check_fits(setting)
     rundir = RunDir(RUNS / setting.plan.name)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
     exit_code, cause = carry_out(setting.plan, rundir, setting.config, console=console)
