@@ -11,7 +11,7 @@ from typing import Any
 from colotrain.cli.output import print_json
 from colotrain.cli.resolving import Setting, check_fits, settle
 from colotrain.cli.sweeps import Element, elements_of, write_sweep
-from colotrain.config.schema import Slurm
+from colotrain.config.schema_cluster import Slurm
 from colotrain.config.slurm import num_gpus
 from colotrain.errors import UsageError
 from colotrain.launch import queue

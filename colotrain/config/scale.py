@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from colotrain.config.batch import Batch, Sizes, solve
 from colotrain.config.machine import Machine
-from colotrain.config.schema import Cluster, Config
+from colotrain.config.schema import Config
+from colotrain.config.schema_cluster import Cluster
 from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem, suggest
 

@@ -76,7 +76,7 @@ RULES = [
             "colotrain.estimate.memory colotrain.estimate.offload"
         ),
     ),
-    Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema")),
+    Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema_cluster")),
     Rule(
         "colotrain.migrate.*",
         BASE | names("colotrain.migrate"),

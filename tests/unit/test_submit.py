@@ -12,7 +12,7 @@ import pytest
 from colotrain.cli.main import guarded
 from colotrain.cli.sweeps import elements_of
 from colotrain.config.compose import combinations
-from colotrain.config.schema import Slurm
+from colotrain.config.schema_cluster import Slurm
 from colotrain.config.slurm import num_gpus
 from colotrain.errors import ConfigError, UsageError
 from colotrain.launch import queue
