@@ -123,6 +123,11 @@ def check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
     """Whether what the plan puts on disk fits there, and within its budget."""
     if budget.disk_path is None or need == 0:
         return
+    if need > budget.disk_bytes:
+        expected = f"at least {need:,} bytes per rank for what plugin.budget.host cannot hold"
+        fix = "raise either"
+        yield Problem(key="plugin.budget.disk", value=budget.disk_bytes, expected=expected, fix=fix)
+        return
     free = shutil.disk_usage(existing(Path(budget.disk_path))).free
     whole = need * scale.procs_per_node
     if whole > free:

@@ -102,8 +102,9 @@ class ShardOptimizer:
         names = list(names)
         if self.tiers is not None:
             self.tiers.forget(names)
-        dropped = {self.shards.pop(name) for name in names}
-        self.parameters = {n: p for n, p in self.parameters.items() if n in self.shards}
+        for name in names:
+            del self.shards[name], self.parameters[name]
+        dropped = {self.stepped.pop(name) for name in names}
         for shard in dropped:
             self.torch.state.pop(shard, None)
         for group in self.torch.param_groups:

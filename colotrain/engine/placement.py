@@ -40,7 +40,7 @@ from colotrain.tiers import (
 
 TENSORS_OF_STATE = 3
 """Space for alignment is kept for so many tensors of optimizer state per parameter."""
-MARGIN = 0.03
+MARGIN = 0.1
 """Of what is measured, added to it: the next step's peak is not exactly this one's."""
 
 
@@ -75,6 +75,7 @@ class Tiers:
     def begin_step(self) -> None:
         """Measure from here: what validation and checkpoints needed is no matter of placement."""
         self.trim()
+        return_free_memory()
         reset_peak()
 
     def offloads(self, index: int) -> bool:

@@ -132,7 +132,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "predicted_peak": plan.memory.total,
             "measured_peak": measured,
             "error": error(plan.memory.total, measured),
-            "tiers": view.tiers,
+            **({"tiers": view.tiers} if view.tiers else {}),
         },
         "time": {
             "step_s": step_s,

@@ -154,6 +154,42 @@ def test_what_cannot_be_is_one_clear_line_before_training(colotrain: Colotrain) 
         assert not list(colotrain.cwd.glob("runs/*/events/rank*"))
 
 
+GROWS = """
+held = []
+
+def on_gradients(model, step):
+    if step == 2:
+        import torch
+        held.append(torch.ones(300 << 20))
+"""
+
+
+def test_a_run_that_runs_short_of_memory_lowers_what_it_holds_and_goes_on_the_same(
+    colotrain: Colotrain,
+) -> None:
+    (colotrain.cwd / "grows.py").write_text(GROWS)
+    folder = f"plugin.disk_path={colotrain.cwd / 'disk'}"
+    always = (*BASE, "train.max_steps=6", "train.on_gradients=grows:on_gradients")
+    roomy = colotrain.run(*always, "name=roomy")
+    short = colotrain.run(*always, "name=short", folder, "plugin.budget.host=1GiB")
+    assert losses(short) == losses(roomy)
+    steps = [(t["step"], set(t["bytes"]["optimizer"])) for t in tiers(colotrain, "short")]
+    assert steps[0] == (0, {"host"})
+    assert steps[-1] == (3, {"disk"})
+    assert_same_state(colotrain, "short", "roomy", step=6)
+
+
+def test_a_disk_that_cannot_take_more_ends_a_saved_run(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "grows.py").write_text(GROWS)
+    tight = (f"plugin.disk_path={colotrain.cwd / 'disk'}", "plugin.budget.disk=4KiB")
+    always = (*BASE, "train.max_steps=6", "train.on_gradients=grows:on_gradients")
+    result = colotrain("run", *always, *tight, "plugin.budget.host=1GiB", "name=full")
+    assert result.code == 1, result.err
+    assert "plugin.budget.disk" in result.err
+    assert colotrain.rundir("full").checkpoint(3).is_dir()
+    assert list((colotrain.cwd / "disk").iterdir()) == []
+
+
 def test_the_plan_shows_groups_and_tiers(colotrain: Colotrain) -> None:
     result = colotrain("plan", *BASE, *on_disk(colotrain), "--json")
     document = json.loads(result.out)
