@@ -14,7 +14,7 @@ from typing import Any
 from colotrain.observe.events import Event, EventReader
 from colotrain.rundir import RunDir
 
-COMMAND_TIMEOUT_S = 240
+COMMAND_TIMEOUT_S = 400  # of a busy machine
 SMALL = (
     "recipe=llm-tiny",
     "model.args.d_model=32",
@@ -83,7 +83,9 @@ def losses(summary: dict) -> list[float]:
     return [loss for _, loss in summary["loss"]["history"]]
 
 
-def wait_for_step(colotrain: Colotrain, name: str, step: int, timeout_s: float = 120) -> None:
+def wait_for_step(
+    colotrain: Colotrain, name: str, step: int, timeout_s: float = COMMAND_TIMEOUT_S
+) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         events = colotrain.events(name) if colotrain.rundir(name).events.is_dir() else []

@@ -57,9 +57,9 @@ class Guard:
     def after_update(self, run: Run) -> None:
         """Note what must not change, and compare what ranks hold alike."""
         self.noted = dict(_sums(_state(run)))
-        found = _differing_replicas(run) + _differing_gathered(run.sharded)
+        found = _differing(run)
         if found:
-            _judge(run, found, _differing_replicas(run) + _differing_gathered(run.sharded))
+            _judge(run, found, _differing(run))
 
     def before_update(self, run: Run) -> None:
         """Compare this rank's memory with what was noted, if anything was."""
@@ -111,6 +111,12 @@ def _agree(mine: list[Finding]) -> list[Finding]:
     everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     return [finding for found in everyone for finding in found]
+
+
+def _differing(run: Run) -> list[Finding]:
+    """Replicas, and gathered parameters where they do not come by from lower tiers."""
+    found = _differing_replicas(run)
+    return found if run.optimizer.streams else found + _differing_gathered(run.sharded)
 
 
 def _differing_replicas(run: Run) -> list[Finding]:

@@ -1,8 +1,8 @@
 """Kills at random moments, and what must be true after each: the same losses, nothing left.
 
-`python tests/faults/kills.py --count 50 --seed 0` kills a worker or the launcher, at a random time
-or before a random file operation of a save, of a run that saves every second step; then it resumes
-what does not recover by itself.
+`python tests/faults/kills.py --count 50 --seed 0` kills a worker or the launcher, several times in
+each run, at random times or before random file operations, of runs that save every second step;
+it resumes what does not recover by itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,16 +28,8 @@ from colotrain.engine.manifest import damage  # noqa: E402
 from tests.running import SMALL, Colotrain, losses  # noqa: E402
 
 STEPS = 12
-PLAN = (
-    *SMALL,
-    f"train.max_steps={STEPS}",
-    "checkpoint.every=2",
-    "observe.grads_every=0",
-    "elastic.check_every=3",
-    "train.on_gradients=tests.faults.plant:nothing",
-)
-OPERATIONS = {0: 60, 1: 24}
-"""About as many changes of the checkpoints' folder as a rank makes in such a run."""
+OPERATIONS = {0: 30, 1: 12}
+"""About as many changes of the checkpoints' folder as a rank makes in three saves."""
 TIMEOUT_S = 300
 
 
@@ -57,72 +50,109 @@ class Kill:
         return f"{self.whom}, before change {self.operation} of the checkpoints by rank {self.rank}"
 
 
-def draw(chance: random.Random, seconds: float) -> Kill:
-    """Half of the kills come at any time, half within saves."""
+def plan(steps: int) -> tuple[str, ...]:
+    """A run that saves every second step."""
+    return (
+        *SMALL,
+        f"train.max_steps={steps}",
+        "checkpoint.every=2",
+        "elastic.max_restarts=100",
+        "elastic.check_every=3",
+        "optim.schedule.name=constant",
+        "train.on_gradients=tests.faults.plant:nothing",
+    )
+
+
+def draw(chance: random.Random, *, timed: bool) -> Kill:
+    """At any time, or within a save."""
     whom = chance.choice(("rank 0", "rank 1", "launcher"))
-    if chance.random() < 0.5:
-        return Kill(whom=whom, after_s=chance.uniform(0, seconds))
+    if timed:
+        return Kill(whom=whom, after_s=chance.uniform(0, 1))
     rank = int(whom[-1]) if whom != "launcher" else chance.choice((0, 1))
     return Kill(whom=whom, rank=rank, operation=chance.randint(1, OPERATIONS[rank]))
 
 
-def environment(mark: str, kill: Kill | None = None) -> dict[str, str]:
-    order = {}
-    if kill is not None and kill.after_s is None:
-        whom = "launcher" if kill.whom == "launcher" else "self"
-        order = {"what": "at", "whom": whom, "rank": kill.rank, "operation": kill.operation}
+def environment(mark: str, kills: Sequence[Kill] = ()) -> dict[str, str]:
+    orders = [
+        {
+            "whom": "launcher" if kill.whom == "launcher" else "self",
+            "rank": kill.rank,
+            "operation": kill.operation,
+        }
+        for kill in kills
+        if kill.after_s is None
+    ]
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return {"PYTHONPATH": path, "PLANT": json.dumps(order), "KILLS_MARK": mark}
+    return {"PYTHONPATH": path, "PLANT": json.dumps({"kills": orders}), "KILLS_MARK": mark}
 
 
-def inflict(colotrain: Colotrain, name: str, plugin: str, kill: Kill) -> str:
-    """Run, kill, and resume where needed; returns what happened. Raises AssertionError."""
-    mark = f"{os.getpid()}-{name}"
-    (colotrain.cwd / "planted").unlink(missing_ok=True)
-    command = ("run", *PLAN, f"plugin={plugin}", f"name={name}", "--json")
-    process = colotrain.start(*command, env=environment(mark, kill))
-    (colotrain.cwd / "launcher.pid").write_text(str(process.pid))
-    try:
-        if kill.after_s is not None:
-            kill_later(colotrain, name, process.pid, kill)
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    happened = "recovered"
-    if process.returncode == 0 and json.loads(out)["restarts"] == 0:
-        happened = "was over before"
-    elif process.returncode == -signal.SIGKILL or kill_was_early(colotrain, name):
-        happened = "resumed"
+def inflict(
+    colotrain: Colotrain, name: str, plugin: str, kills: Sequence[Kill], steps: int = STEPS
+) -> int:
+    """Run, kill again and again, resume where needed; returns how many kills happened.
+
+    All kills are of one kind: at a time, or before a file operation. AssertionError where the run
+    does not end as it should.
+    """
+    mark, timed = f"{os.getpid()}-{name}", [kill for kill in kills if kill.after_s is not None]
+    command: tuple[str, ...] = ("run", *plan(steps), f"plugin={plugin}", f"name={name}")
+    happened = 0
+    for _ in range(len(kills) + 1):
+        process = colotrain.start(*command, env=environment(mark, kills))
+        (colotrain.cwd / "launcher.pid").write_text(str(process.pid))
+        try:
+            happened += kill_one_by_one(colotrain, name, process, timed)
+            _, err = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
         wait_until_gone(mark)
-        result = colotrain("resume", name, "--json", env=environment(mark))
-        assert result.code == 0, result.err
-    else:
-        assert process.returncode == 0, err
-    wait_until_gone(mark)
-    check_leftovers(colotrain, name)
+        if process.returncode == 0:
+            break
+        # killed, or a rank was before the first step: it would fail again, and is not restarted
+        assert process.returncode in (-signal.SIGKILL, 1), err
+        command = ("resume", name)
+    assert process.returncode == 0, err
+    check_leftovers(colotrain, name, steps)
+    planted = sum((colotrain.cwd / f"planted-{n}").exists() for n in range(len(kills)))
+    for marker in colotrain.cwd.glob("planted-*"):
+        marker.unlink()
+    return happened + planted
+
+
+def kill_one_by_one(
+    colotrain: Colotrain, name: str, process: subprocess.Popen[str], kills: list[Kill]
+) -> int:
+    """Inflict the timed kills, each in an attempt that has made a step, while the run lives."""
+    happened, begun = 0, time.time()
+    while kills:
+        steps = []
+        while not steps:
+            if process.poll() is not None:
+                return happened
+            steps = [e for e in events(colotrain, name) if e.kind == "step" and e.t > begun]
+            time.sleep(0.02)
+        time.sleep(kills[0].after_s or 0.0)
+        started = [e for e in events(colotrain, name) if e.kind == "started"]
+        pids = {f"rank {event.rank}": int(event.fields["pid"]) for event in started}
+        begun = time.time()
+        if process.poll() is not None:
+            return happened
+        whom = kills.pop(0).whom
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids.get(whom, process.pid), signal.SIGKILL)
+            happened += 1
+        if whom == "launcher":
+            return happened
+        while process.poll() is None and not is_gone(pids[whom]):
+            time.sleep(0.01)
     return happened
 
 
-def kill_later(colotrain: Colotrain, name: str, launcher: int, kill: Kill) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (started := [e for e in events(colotrain, name) if e.kind == "step"]):
-        assert time.monotonic() < deadline, "no step was made"
-        time.sleep(0.01)
-    time.sleep(kill.after_s or 0.0)
-    pid = launcher
-    if kill.whom != "launcher":
-        rank = int(kill.whom[-1])
-        started = [e for e in events(colotrain, name) if e.kind == "started" and e.rank == rank]
-        pid = started[-1].fields["pid"]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def kill_was_early(colotrain: Colotrain, name: str) -> bool:
-    """Killed before its first step, a run is not restarted: it would fail again."""
-    return not any(e.kind == "restart" for e in events(colotrain, name)) and any(
-        e.kind == "done" and e.fields["status"] == "failed" for e in events(colotrain, name)
-    )
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def events(colotrain: Colotrain, name: str) -> list:
@@ -148,13 +178,13 @@ def processes(mark: str) -> list[int]:
     return found
 
 
-def check_leftovers(colotrain: Colotrain, name: str) -> None:
+def check_leftovers(colotrain: Colotrain, name: str, steps: int) -> None:
     """Only whole checkpoints, no temporary file, no request, no sign of life is left."""
     rundir = colotrain.rundir(name)
     for path in rundir.checkpoints.iterdir():
         assert path.name.startswith("step-"), f"{path} is left"
         assert damage(path) is None
-    assert (rundir.checkpoints / f"step-{STEPS:08d}").is_dir()
+    assert (rundir.checkpoints / f"step-{steps:08d}").is_dir()
     left = [p for p in rundir.path.rglob(".*") if p.name != "."]
     left += [p for p in rundir.stop_file.parent.rglob("*") if p.is_file()]
     assert not left, f"left: {left}"
@@ -169,31 +199,33 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plugin", default="zero2")
+    parser.add_argument("--per-run", type=int, default=5)
     options = parser.parse_args()
-    chance, outcomes = random.Random(options.seed), Counter()
+    chance, steps = random.Random(options.seed), 6 * options.per_run
+    done, number = 0, 0
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         colotrain = Colotrain(Path(folder))
-        seconds, expected = straight(colotrain, options.plugin)
-        for number in range(options.count):
-            kill, name = draw(chance, seconds), f"kill-{number}"
-            began = time.monotonic()
-            happened = inflict(colotrain, name, options.plugin, kill)
-            same = history(colotrain, name) == expected
-            outcomes[happened] += 1
+        expected = straight(colotrain, options.plugin, steps)
+        while done < options.count:
+            timed = number % 2 == 0
+            kills = [draw(chance, timed=timed) for _ in range(options.per_run)]
+            name, began = f"kills-{number}", time.monotonic()
+            happened = inflict(colotrain, name, options.plugin, kills, steps)
             took = time.monotonic() - began
-            print(f"{number:>3} {kill}: {happened} in {took:.1f} s", flush=True)
-            assert same, f"losses differ: {history(colotrain, name)} instead of {expected}"
-    told = ", ".join(f"{n} {what}" for what, n in outcomes.items())
-    print(f"{options.count} kills, losses bit-equal, nothing left: {told}")
+            what = "; ".join(map(str, kills))
+            print(f"{happened} of {len(kills)} kills in {took:.0f} s: {what}", flush=True)
+            found = history(colotrain, name)
+            assert found == expected, f"losses differ: {found} instead of {expected}"
+            done, number = done + happened, number + 1
+            print(f"{done} kills so far, losses bit-equal, nothing left", flush=True)
 
 
-def straight(colotrain: Colotrain, plugin: str) -> tuple[float, list[float]]:
-    """The run that nothing happens to: seconds from its first step to its last, and its losses."""
-    command = ("run", *PLAN, f"plugin={plugin}", "name=straight", "--json")
+def straight(colotrain: Colotrain, plugin: str, steps: int = STEPS) -> list[float]:
+    """The losses of the run that nothing happens to."""
+    command = ("run", *plan(steps), f"plugin={plugin}", "name=straight", "--json")
     result = colotrain(*command, env=environment("straight"))
     assert result.code == 0, result.err
-    at = [e.t for e in events(colotrain, "straight") if e.kind == "step"]
-    return max(at) - min(at), losses(result.json)
+    return losses(result.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Faults that `train.on_gradients=tests.faults.plant:nothing` plants in a worker.
 
-The environment's PLANT is JSON: {"what": ..., "rank": 1, "step": 3} or, for kills at a file
-operation, {"what": "kill", "whom": "self" | "launcher", "rank": 0, "operation": 7}. Everything
+The environment's PLANT is JSON: {"what": ..., "rank": 1, "step": 3}, or {"kills": [...]} with one
+{"whom": "self" | "launcher", "rank": 0, "operation": 7} for each attempt in turn. Everything
 happens once: a file beside the run says that it did.
 """
 
@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ORDER: dict[str, Any] = json.loads(os.environ.get("PLANT", "{}"))
+KILLS = ORDER.get("kills", [])
+DONE = sum(os.path.exists(f"planted-{number}") for number in range(len(KILLS)))
+if len(KILLS) > DONE:
+    ORDER = KILLS[DONE] | {"marker": f"planted-{DONE}"}
 MINE = ORDER.get("rank") == int(os.environ.get("RANK", "-1"))
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 seen = 0

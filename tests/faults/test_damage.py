@@ -18,6 +18,8 @@ from colotrain.observe.events import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from tests.running import SMALL, Colotrain
 
+pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Colotrain:

@@ -17,7 +17,9 @@ import pytest
 
 from colotrain.engine.manifest import damage
 from tests.faults.kills import ROOT
-from tests.running import SMALL, Colotrain, Result, losses, pid_of, wait_for_step
+from tests.running import COMMAND_TIMEOUT_S, SMALL, Colotrain, Result, losses, pid_of, wait_for_step
+
+pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
 
 STEPS = 12
 PLAN = (
@@ -104,7 +106,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(
     wait_for_step(colotrain, "hurt", 5)
     os.kill(pid_of(colotrain, "hurt", 1), number)
     (colotrain.cwd / "go-6").touch()
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 75, err
     saved = [p for p in colotrain.rundir("hurt").checkpoints.iterdir() if damage(p) is None]
     assert max(path.name for path in saved) in ("step-00000006", "step-00000007")
@@ -118,7 +120,7 @@ def test_a_stop_takes_no_longer_than_its_grace(colotrain: Colotrain, started: St
     process = started(colotrain.start("run", *PLAN, *settings, env=environment(**order)))
     wait_for_step(colotrain, "hurt", 5)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 1
     [error] = [line for line in err.splitlines() if line.startswith("error:")]
     assert "asked to stop, and ended after elastic.grace_s=2" in error
@@ -195,7 +197,7 @@ def test_a_full_disk_does_not_stop_training_and_harms_no_checkpoint(
     assert [damage(path) for path in kept] == [None, None]
     filler.unlink()
     (colotrain.cwd / "go-11").touch()
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 0, err
     assert "event=checkpoint_failed" in err
     assert losses(json.loads(out)) == straight
@@ -212,7 +214,9 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(colotrain: Colotrain, small_
     assert not list(small_disk.glob("*step*"))
 
 
-def wait_for(colotrain: Colotrain, kind: str, *, step: int, timeout_s: float = 150) -> str:
+def wait_for(
+    colotrain: Colotrain, kind: str, *, step: int, timeout_s: float = COMMAND_TIMEOUT_S
+) -> str:
     """Wait for an event of rank 0; returns its error, if it tells one."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -244,7 +248,7 @@ def test_a_detached_run_outlives_the_terminal_and_is_reached(colotrain: Colotrai
     settings = ("train.max_steps=5000", "checkpoint.every=0")
     command = ("run", *PLAN, *settings, "--detach")
     shell = colotrain.start(*command, new_session=True, env=environment())
-    out, err = shell.communicate(timeout=200)
+    out, err = shell.communicate(timeout=COMMAND_TIMEOUT_S)
     assert shell.returncode == 0, err
     assert Path(out.strip()) == colotrain.rundir("hurt").path
     with contextlib.suppress(ProcessLookupError):

@@ -10,6 +10,8 @@ import torch
 from colotrain.engine.dcp_json import read_whole
 from tests.running import SMALL, Colotrain, losses
 
+pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+
 CONSTANT = "optim.schedule.name=constant"
 DROPS = """
 import numpy, random, torch
