@@ -42,6 +42,8 @@ def commands() -> list[list[str]]:
     found = []
     text = "".join(blocks("bash", "sh", "console", "")).replace("\\\n", " ")
     for line in text.splitlines():
+        if not line.lstrip().startswith(("colotrain", "make")):
+            continue
         words = shlex.split(line, comments=True)
         if words[:1] == ["colotrain"]:
             found.append(words[1:])
