@@ -84,7 +84,7 @@ class Cluster:
 
     nodes: int = 1
     """Machines."""
-    procs_per_node: int | Literal[auto] = "auto"
+    procs_per_node: int | Literal["auto"] = "auto"
     """Ranks per machine; auto: one per GPU, or one per physical core on CPU (at most 8)."""
     device: str = "auto"
     """auto, cpu, or cuda."""

@@ -65,6 +65,9 @@ class Alone:
     def regroup(self) -> str:
         return ""
 
+    def is_orderly(self) -> bool:
+        return True
+
     def end(self, cause: str = "") -> None: ...
 
 
@@ -152,6 +155,11 @@ class Attendance:
                 return str(self.error)
             closed = str(self.state.get("closed") or "")
             return closed or (str(self.state["why"]) if self.state.get("regroup") else "")
+
+    def is_orderly(self) -> bool:
+        """Whether all of the round are still there, and can save before they leave it."""
+        with self._changed:
+            return bool(self.state.get("orderly")) and self.error is None
 
     def end(self, cause: str = "") -> None:
         """Leave; with a `cause`, end the run for all nodes. Returns within seconds."""

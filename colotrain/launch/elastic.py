@@ -31,6 +31,8 @@ from colotrain.rundir import RunDir
 POLL_S = 0.2
 REGROUP_S = 3.0
 """How long nodes may take to learn that others come or go: some of the meeting's reports."""
+LOST_GRACE_S = 10.0
+"""For workers that wait for a rank that is gone: they cannot save any more."""
 EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75, "interrupted": 130}
 
 
@@ -276,7 +278,11 @@ def _elastic(current: Launch) -> None:
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
             if worker_group.state == WorkerState.HEALTHY:  # others come or go
-                current.begins_again(rendezvous.regroup())
+                grace_s = plan.elastic.grace_s if rendezvous.is_orderly() else LOST_GRACE_S
+                reason = rendezvous.regroup()
+                time.sleep(2 * POLL_S)  # what other nodes know of it may be on its way
+                current.begins_again(current.cause() if current.elsewhere else reason)
+                self._shutdown(timeout=int(grace_s))  # a signal, on which they save
             super()._restart_workers(worker_group)
 
     folder = _log_folder(current)
@@ -291,7 +297,13 @@ def _elastic(current: Launch) -> None:
         local_addr="127.0.0.1",
     )
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
-    agent = Agent(spec=spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=10)
+    agent = Agent(
+        spec=spec,
+        logs_specs=logs,
+        start_method="forkserver",
+        shutdown_timeout=10,
+        exit_barrier_timeout=min(300.0, plan.elastic.hang_timeout_s),
+    )
     current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
     current.watch.first_rank = lambda: (
         (agent.get_worker_group().group_rank or 0) * plan.cluster.procs_per_node

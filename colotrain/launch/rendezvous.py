@@ -131,6 +131,10 @@ class Rendezvous:
         """Why the workers have to be started anew with other nodes; empty otherwise."""
         return self.attendance.regroup()
 
+    def is_orderly(self) -> bool:
+        """Whether the workers can save before they are started anew: nobody was lost."""
+        return self.attendance.is_orderly()
+
     def end(self, cause: str = "") -> None:
         """Leave; with a `cause`, the run has failed and ends on every node."""
         self.attendance.end(cause)

@@ -92,6 +92,6 @@ def test_sbatch_reads_a_text_as_it_was_written(site: Site, text: str) -> None:
     assert number, "sbatch refused it"
     shown = site.lab("scontrol", "show", "job", number)
     assert re.search(r"^\s*Comment=(.*?) ?$", shown, re.M)[1] == text  # type: ignore[index]
-    assert "NumNodes=1 " in shown
+    assert "NumNodes=1-1 " in shown
     site.lab("scancel", number)
     assert not (site.cwd / "HURT").exists()

@@ -42,7 +42,7 @@ def commands() -> list[list[str]]:
     found = []
     text = "".join(blocks("bash", "sh", "console", "")).replace("\\\n", " ")
     for line in text.splitlines():
-        if not line.startswith(("colotrain ", "make run")):  # output has quotation marks of its own
+        if not line.lstrip().startswith(("colotrain ", "make run")):  # others quote otherwise
             continue
         words = shlex.split(line, comments=True)
         if words[:1] == ["colotrain"]:
