@@ -240,7 +240,6 @@ def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, st
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    optional = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
     base = f"{getattr(model, 'base_model_prefix', '')}."
     wanted: dict[str, tuple[Tensor, list[str]]] = {
         name: (p, aliases[id(p)]) for name, p in model.named_parameters()
@@ -252,9 +251,8 @@ def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, st
         candidates = [*names, *(n.removeprefix(base) for n in names), *(base + n for n in names)]
         stored = next((c for c in candidates if c in files), None)
         if stored is None:
-            if name in optional or not isinstance(tensor, nn.Parameter):
-                continue  # a buffer keeps what the constructor gave it
-            problems.append(f"{name} is missing")
+            if isinstance(tensor, nn.Parameter):  # a buffer keeps what the constructor gave it
+                problems.append(f"{name} is missing")
         elif files.shape(stored) != tuple(tensor.shape):
             problems.append(f"{name} is {files.shape(stored)}, not {tuple(tensor.shape)}")
         else:
