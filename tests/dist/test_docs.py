@@ -19,6 +19,8 @@ def test_there_are_such_pages() -> None:
     assert {"quick-start.md", "data.md"} <= {page.name for page in PAGES}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_work_in_their_order(colotrain: Colotrain, page: Path) -> None:
     """A block whose first line is a comment with a path (`# recipes/mine.yaml`) is that file."""
