@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.guard import checksum
 from colotrain.engine.manifest import MANIFEST, Manifest, complete, damage, read_manifest
 from colotrain.engine.shard_file import Piece
 from colotrain.engine.sharding import local_shard, shard_range
@@ -63,11 +64,15 @@ def finish_saving(run: Run) -> None:
 def pieces(run: Run) -> list[Piece]:
     """This rank's part of the state after `run.step` steps; together the ranks hold all of it.
 
-    What several ranks hold alike is written by one of them, chosen by name.
+    What several ranks hold alike is written by one of them, chosen by name. All ranks must call.
     """
     trained = {f"model.{name}" for name in run.optimizer.shards}
-    found = []
-    for name, tensor in _tensors(run, unchanged(run)).items():
+    tensors = _tensors(run, unchanged(run))
+    found = [
+        Piece(name=own_name(run, name), local=tensors[name], shape=tuple(tensors[name].shape))
+        for name in _differing_buffers(run, tensors)
+    ]
+    for name, tensor in tensors.items():
         must_be_finite = name in trained or name.startswith("optim.")
         if not isinstance(tensor, DTensor):
             if name.startswith("rng.") or run.rank == 0:
@@ -89,6 +94,23 @@ def pieces(run: Run) -> list[Piece]:
                 )
             )
     return found
+
+
+def own_name(run: Run, name: str) -> str:
+    """The name of what this rank holds otherwise than rank 0, which has the plain name."""
+    return f"rank.{run.rank}.{name}"
+
+
+def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
+    """Buffers that are not what they are on rank 0, as running means of each rank's own batches."""
+    parameters = {f"model.{name}" for name, _ in run.sharded.module.named_parameters()}
+    names = [n for n in tensors if n.startswith("model.") and n not in parameters]
+    if not names:
+        return []
+    mine = torch.tensor([checksum(tensors[name]) for name in names])
+    of_first = mine.clone()
+    dist.broadcast(of_first, 0)
+    return [n for n, a, b in zip(names, mine.tolist(), of_first.tolist(), strict=True) if a != b]
 
 
 def manifest_of(run: Run) -> Manifest:
@@ -157,6 +179,9 @@ def restore(run: Run, path: Path) -> None:
         )
     run.restored |= {name.removeprefix("model.") for name in wanted if name.startswith("model.")}
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
+    if manifest.world_size == dist.get_world_size():
+        own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
+        wanted = {own.get(name, name): tensor for name, tensor in wanted.items()}
     _load(wanted, path)
     if manifest.world_size == dist.get_world_size():
         _set_generators(run, wanted)

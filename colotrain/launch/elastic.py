@@ -113,7 +113,8 @@ class Launch:
         last = self.cause()
         if not self.causes:
             return last
-        again = "" if last == self.causes[0] else f", in the end: {last}"
+        same = last.partition("; its log")[0] == self.causes[0].partition("; its log")[0]
+        again = "" if same else f", in the end: {last}"
         num = len(self.causes)
         return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
 

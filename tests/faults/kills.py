@@ -30,7 +30,7 @@ from tests.running import SMALL, Colotrain, losses  # noqa: E402
 STEPS = 12
 OPERATIONS = {0: 30, 1: 12}
 """About as many changes of the checkpoints' folder as a rank makes in three saves."""
-TIMEOUT_S = 300
+TIMEOUT_S = 1200
 
 
 @dataclass(frozen=True)
