@@ -84,7 +84,8 @@ def check_budget(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Prob
 def _check_folder(text: str) -> Iterator[Problem]:
     key, fix = "plugin.disk_path", "name a folder on a local disk"
     folder = Path(text).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not nearest.is_dir():
         yield Problem(key=key, value=text, expected="a folder", fix=fix)
         return
     where = existing(folder)

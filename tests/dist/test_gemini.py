@@ -187,7 +187,7 @@ def test_a_disk_that_cannot_take_more_ends_a_saved_run(colotrain: Colotrain) -> 
     assert result.code == 1, result.err
     assert "plugin.budget.disk" in result.err
     assert colotrain.rundir("full").checkpoint(3).is_dir()
-    assert list((colotrain.cwd / "disk").iterdir()) == []
+    assert list(colotrain.cwd.glob("disk/*")) == []
 
 
 def test_the_plan_shows_groups_and_tiers(colotrain: Colotrain) -> None:
