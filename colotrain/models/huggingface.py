@@ -11,7 +11,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
     Without labels, what `forward` itself returns.
     """
     labels = batch.pop("labels", None)
-    output = forward(*inputs, use_cache=False, **batch)
+    tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
+    with _without_a_look_at_values() if any(t.is_meta for t in tensors) else nullcontext():
+        output = forward(*inputs, use_cache=False, **batch)
     if labels is None:
         return output
     loss = F.cross_entropy(
@@ -66,6 +68,22 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
         reduction="sum",
     )
     return loss, (labels != IGNORE_INDEX).sum()
+
+
+@contextmanager
+def _without_a_look_at_values() -> Iterator[None]:
+    """Let masks be made on the meta device, where no position can be seen to start anew."""
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    found = getattr(masks, name, None)
+    if masks is None or found is None:
+        yield
+        return
+    setattr(masks, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, found)
 
 
 def isolating_loss(

@@ -129,7 +129,7 @@ def test_a_checkpoint_of_what_trained_resumes_elsewhere_but_not_on_another_model
     options = (
         *(f"model.hf={folder}", "data.target=tests.dist.hf:samples", "train.global_batch=8"),
         *(*LORA, "adapter.targets=[q_proj]", "checkpoint.content=trained", "optim.lr=0.05"),
-        *("train.micro_batch=2", "train.eval_steps=0", "optim.schedule.name=constant"),
+        *("train.micro_batch=2", "train.eval_steps=1", "optim.schedule.name=constant"),
         "cluster.procs_per_node=2",
     )
     unfreeze = ("freeze.unfreeze={2:[model.layers.1.*]}",)

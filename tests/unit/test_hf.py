@@ -69,6 +69,14 @@ def test_documents_of_one_sample_can_be_kept_apart(folder: Path) -> None:
     assert torch.allclose(together[1:], model(input_ids=ids[1:]).logits, atol=1e-5)
 
 
+def test_a_forward_needs_no_values(folder: Path) -> None:
+    """Memory and time are estimated from a forward and backward on the meta device."""
+    model = build(plan(folder), seed=0).to("meta")
+    loss, _ = model(**{name: tensor.to("meta") for name, tensor in BATCH.items()})
+    loss.backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
 def test_every_decoder_block_is_a_group(folder: Path) -> None:
     groups = find_groups(build(plan(folder), seed=0), chunk_bytes=None, batch=BATCH)
     assert len(groups) == 3
