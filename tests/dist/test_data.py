@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.dist.conftest import COMMAND_TIMEOUT_S, SMALL, Colotrain
+from tests.dist.conftest import SMALL, Colotrain
 
 
 def write_chat(path: Path, count: int) -> None:
@@ -112,7 +112,7 @@ def test_the_python_api_trains_looks_and_draws(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=COMMAND_TIMEOUT_S,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "finished: loss" in done.stdout
