@@ -274,7 +274,7 @@ class Profile:
     name: str | None = None
     """What it is called; without a name, the figures of this machine are taken."""
     devices_per_node: int = 1
-    """Ranks of a node where `cluster.procs_per_node` is auto and this machine has no such device."""
+    """Ranks of a node where `cluster.procs_per_node` is auto and this machine has no GPU."""
     tflops: dict[str, float] = field(default_factory=dict)
     """Dense peak by precision, in 10^12 operations per second: `{bf16: 312}`."""
     memory_gb_per_s: float = 0.0

@@ -23,7 +23,13 @@ from colotrain.rundir import write_atomically
 
 OWN = "colotrain.models.llm:"
 PACKAGE = Path(__file__).resolve().parents[1]
-SOURCES = ("models/llm.py", "estimate/tracing.py", "estimate/survey.py", "engine/grouping.py")
+SOURCES = (
+    "models/llm.py",
+    "models/loss.py",
+    "estimate/tracing.py",
+    "estimate/survey.py",
+    "engine/grouping.py",
+)
 MOST_KEPT = 500
 
 T = TypeVar("T")
