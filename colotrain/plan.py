@@ -337,11 +337,11 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is computed. Each pair is a fixed number and one per sample of the micro-batch."""
+    """What is computed."""
 
-    matmul_flops: tuple[float, float] = (0.0, 0.0)
-    attention_flops: tuple[float, float] = (0.0, 0.0)
-    moved_bytes: tuple[float, float] = (0.0, 0.0)
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
     """Read and written by everything that is neither of the two."""
     num_ops: int = 0
 
@@ -365,11 +365,11 @@ class Trace:
     """A micro-batch as autograd carries it out, forward and backward, with whole parameters."""
 
     segments: tuple[Segment, ...]
-    storages: tuple[tuple[int, int], ...]
-    """Bytes of each storage: fixed ones, and those per sample of the micro-batch."""
+    storages: tuple[int, ...]
+    """Bytes of each storage."""
     gradients: dict[int, str]
     """Storage that becomes a parameter's gradient → block of the parameter."""
     buffer_bytes: int = 0
     """The model's own buffers."""
     input_bytes: int = 0
-    """A sample of the batch."""
+    """The micro-batch itself."""

@@ -73,7 +73,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     """The document of `plan --json`."""
     plan, situation = setting.plan, setting.situation
     recompute = plan.train.activation_checkpointing == "blocks"
-    trace = situation.question.traces(recompute)
+    trace = situation.question.traces(recompute, plan.batch.micro_batch)
     layout = situation.layout(plan.plugin)
     sent = traffic(layout, setting.survey, trace)
     options = list(_advice(setting) if advise else _other_plugins(setting))
@@ -145,7 +145,8 @@ def _shown(option: Option, capacity: int) -> dict[str, Any]:
 
 def _warnings(setting: Setting) -> Iterator[str]:
     question, plan = setting.situation.question, setting.plan
-    if question.traces(plan.train.activation_checkpointing == "blocks") is None:
+    recompute = plan.train.activation_checkpointing == "blocks"
+    if question.traces(recompute, plan.batch.micro_batch) is None:
         yield NOT_FOLLOWED
     elif question.hardware is None:
         yield "times are not estimated: set cluster.profile, or cluster=a100-80g and the like"
@@ -167,7 +168,7 @@ def _other_plugins(setting: Setting) -> Iterator[Option]:
 def _advice(setting: Setting) -> Iterator[Option]:
     """All plugins, micro-batches and both ways of keeping activations: what fits, fastest first."""
     situation = setting.situation
-    if situation.question.traces(False) is None:
+    if situation.question.traces(False, 1) is None:
         yield from _other_plugins(setting)
         return
     every = situation.question.every(_layouts(setting), checkpointing=(False, True))

@@ -95,15 +95,16 @@ def _follow(
     precision: str,
     checkpointing: bool,
     device: str,
+    micro_batch: int,
 ) -> Trace | None:
     def look() -> Followed:
         from colotrain.estimate.survey import follow
 
-        trace = follow(model, freeze, data, precision, checkpointing, device)
+        trace = follow(model, freeze, data, precision, checkpointing, device, micro_batch)
         return Followed(trace=trace)
 
     sample = (data.seq_len, data.target, data.args)
-    about = (freeze, sample, precision, checkpointing, device)
+    about = (freeze, sample, precision, checkpointing, device, micro_batch)
     return kept(Followed, model, about, look).trace
 
 

@@ -25,7 +25,8 @@ def remedy(situation: Situation, plan: RunPlan) -> str:
         return f"plugin=zero3 with micro-batches of 1 would fit on {ranks} ranks of {room}"
     option = situation.question.option("zero3", _one(layout), checkpointing=True)
     need = format_size(option.memory.total)
-    return f"use a smaller model or more memory: even plugin=zero3 with micro-batches of 1 needs {need}"
+    least = f"even plugin=zero3 with micro-batches of 1 needs {need}"
+    return f"use a smaller model or more memory: {least}"
 
 
 def _changes(situation: Situation, plan: RunPlan) -> Iterator[str]:

@@ -47,8 +47,8 @@ from colotrain.records import read, sections
 from colotrain.resizing import reachable
 from colotrain.rundir import run_name
 
-TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, bool, str], Trace | None]
-"""Follows a micro-batch: of model, freezing, data, precision, checkpointing, device."""
+TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, bool, str, int], Trace | None]
+"""Follows a micro-batch: model, freezing, data, precision, checkpointing, device, its size."""
 Measured = Callable[[int, int, str], Hardware | None]
 """What this machine was measured to do: with so many ranks, threads of each, and precision."""
 
@@ -173,10 +173,10 @@ def _traces(
     at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
 
     @functools.cache
-    def traces(checkpointing: bool) -> Trace | None:
+    def traces(checkpointing: bool, micro_batch: int) -> Trace | None:
         if trace is None:
             return None
-        return trace(model, at_most, data, train.precision, checkpointing, device)
+        return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)
 
     return traces
 

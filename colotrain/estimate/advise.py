@@ -14,11 +14,13 @@ from colotrain.estimate.memory import predict
 from colotrain.estimate.time import step_time
 from colotrain.plan import Ledger, Prediction, Survey, Trace
 
+MOST_SAMPLES = 1024
+"""Larger micro-batches are not looked for."""
 TIE = 1.01
 """Predictions this near are alike: then what exchanges less, or needs less, is taken."""
 
-Traces = Callable[[bool], Trace | None]
-"""The trace with or without activation checkpointing."""
+Traces = Callable[[bool, int], Trace | None]
+"""The trace with or without activation checkpointing, of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Question:
     world_size: int
 
     def option(self, plugin: str, layout: Layout, *, checkpointing: bool) -> Option:
-        trace = self.traces(checkpointing)
+        trace = self.traces(checkpointing, layout.micro_batch)
         memory = predict(layout, self.survey, trace)
         time = Prediction()
         if trace is not None and self.hardware is not None:
@@ -83,7 +85,8 @@ class Question:
 
     def micro_batches(self) -> list[int]:
         share = self.global_batch // self.world_size
-        return [size for size in range(1, share + 1) if share % size == 0]
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        return [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
 
 
 def rank(options: Iterable[Option]) -> list[Option]:
@@ -101,30 +104,24 @@ def best(options: Iterable[Option]) -> Option | None:
 
 
 def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: bool) -> int:
-    """The largest micro-batch that fits, whatever the global batch is; 0 where none does.
-
-    The peak grows with the micro-batch, so it is found by halving.
-    """
+    """The largest power of two that fits as micro-batch, whatever the global batch is; or 0."""
 
     def fits(size: int) -> bool:
-        trace = question.traces(checkpointing)
+        trace = question.traces(checkpointing, size)
         sized = replace(layout, micro_batch=size)
         return predict(sized, question.survey, trace).total <= question.capacity
 
-    if question.traces(checkpointing) is None or not fits(1):
+    if question.traces(checkpointing, 1) is None or not fits(1):
         return 0
-    low, high = 1, 2
-    while fits(high) and high < 1 << 20:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    size = 1
+    while size < MOST_SAMPLES and fits(2 * size):
+        size = 2 * size
+    return size
 
 
 def ranks_needed(question: Question, layout: Layout, *, checkpointing: bool) -> int | None:
     """The smallest power of two of ranks, sharing one copy, on which micro-batches of one fit."""
-    trace, size = question.traces(checkpointing), layout.shard
+    trace, size = question.traces(checkpointing, 1), layout.shard
     while size <= 1 << 14:
         wide = replace(layout, shard=size, replicas=1, micro_batch=1)
         if predict(wide, question.survey, trace).total <= question.capacity:

@@ -26,6 +26,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = (
     "models/llm.py",
     "models/adapters.py",
+    "models/loss.py",
     "estimate/tracing.py",
     "estimate/survey.py",
     "engine/grouping.py",

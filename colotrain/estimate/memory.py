@@ -92,8 +92,7 @@ class _Walk:
         self.groups = find(survey, trace, layout)
         self.root = self.groups[""]
         self.of_block = {block: g for g in self.groups.values() for block in g.blocks}
-        size = layout.micro_batch
-        self.sizes = [fixed + grows * size for fixed, grows in trace.storages]
+        self.sizes = trace.storages
         self.gathered: set[str] = set()
         self.kept_gradients: dict[str, list[object]] = {}
         """Group → whole gradients that wait for the last micro-batch."""
@@ -169,7 +168,7 @@ class _Walk:
 
     def micro_batch(self, *, last: bool) -> None:
         self.count += 1
-        self.tally.begin("inputs", "activations", self.trace.input_bytes * self.layout.micro_batch)
+        self.tally.begin("inputs", "activations", self.trace.input_bytes)
         self._fetch(self.root)
         self._arrive(self.root)
         for index, segment in enumerate(self.forward):
@@ -289,8 +288,8 @@ class _Walk:
         for key in (*fresh, *self.kept_gradients.pop(group.name, [])):
             self.tally.end(key)
         sharded = ("gradients", group.name)
-        key = sharded if sharded not in self.tally.alive else "sum"
-        self.tally.begin(key, "gradients", num_bytes // self.layout.shard)
+        place: object = sharded if sharded not in self.tally.alive else "sum"
+        self.tally.begin(place, "gradients", num_bytes // self.layout.shard)
         if alone:  # the divided copy
             self.tally.begin("divided", "buffers", num_bytes)
             self.tally.end("divided")

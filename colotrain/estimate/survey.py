@@ -106,6 +106,7 @@ def follow(
     precision: str,
     checkpointing: bool,
     device: str,
+    micro_batch: int,
 ) -> Trace | None:
     """A micro-batch followed through the model; None where that does not work without values."""
     module = build_on_meta(model)
@@ -115,8 +116,14 @@ def follow(
     module.train()
     try:
         sample = _sample(data)
-        options = {"precision": precision, "checkpointing": checkpointing, "device": device}
-        return trace(module, sample, **options)  # type: ignore[arg-type]
+        return trace(
+            module,
+            sample,
+            precision=precision,
+            checkpointing=checkpointing,
+            device=device,
+            micro_batch=micro_batch,
+        )
     except NotTraceable:
         return None
 

@@ -6,7 +6,7 @@ from colotrain.estimate.communication import Traffic, traffic
 from colotrain.estimate.groups import find
 from colotrain.estimate.hardware import Costs, Hardware
 from colotrain.estimate.layout import Layout
-from colotrain.plan import Prediction, Survey, Trace, Work
+from colotrain.plan import Prediction, Survey, Trace
 
 
 def step_time(
@@ -25,7 +25,7 @@ def step_time(
     """
     costs = hardware.costs
     sent = traffic(layout, survey, trace)
-    computing = layout.accumulation_steps * compute_s(layout, trace, costs, hardware.overlaps)
+    computing = layout.accumulation_steps * compute_s(trace, costs, hardware.overlaps)
     exchanging = exchange_s(sent, costs)
     if hardware.overlaps:
         rest = exchanging * _exposed_share(layout, sent)
@@ -40,17 +40,17 @@ def step_time(
     return Prediction(step_s=step_s, tokens_per_s=tokens_per_s, mfu=mfu)
 
 
-def compute_s(layout: Layout, trace: Trace, costs: Costs, overlaps: bool) -> float:
+def compute_s(trace: Trace, costs: Costs, overlaps: bool) -> float:
     """Forward and backward of a micro-batch, recomputation included.
 
     A GPU's host only hands out the work: where it is slower than the GPU, it decides.
     """
     device = host = 0.0
     for segment in trace.segments:
-        work, size = segment.work, layout.micro_batch
-        device += at(work.matmul_flops, size) * costs.flop_s
-        device += at(work.attention_flops, size) * costs.attention_flop_s
-        device += at(work.moved_bytes, size) * costs.byte_s
+        work = segment.work
+        device += work.matmul_flops * costs.flop_s
+        device += work.attention_flops * costs.attention_flop_s
+        device += work.moved_bytes * costs.byte_s
         host += work.num_ops * costs.op_s
     return max(device, host) if overlaps else device + host
 
@@ -68,23 +68,3 @@ def _exposed_share(layout: Layout, sent: Traffic) -> float:
     """What no computing can hide: the first all-gather and the last reduction of a micro-batch."""
     collectives = sent.gathers + sent.reductions
     return min(1.0, 2 * layout.accumulation_steps / collectives) if collectives else 0.0
-
-
-def at(pair: tuple[float, float], micro_batch: int) -> float:
-    """A fixed number and one per sample, for a micro-batch of this size."""
-    return pair[0] + pair[1] * micro_batch
-
-
-def total(trace: Trace, micro_batch: int) -> Work:
-    """The work of a whole micro-batch, as fixed numbers."""
-    works = [segment.work for segment in trace.segments]
-
-    def summed(name: str) -> tuple[float, float]:
-        return (sum(at(getattr(work, name), micro_batch) for work in works), 0.0)
-
-    return Work(
-        matmul_flops=summed("matmul_flops"),
-        attention_flops=summed("attention_flops"),
-        moved_bytes=summed("moved_bytes"),
-        num_ops=sum(work.num_ops for work in works),
-    )

@@ -78,7 +78,14 @@ def _by_plan(plan: RunPlan) -> dict[str, int]:
     recompute = plan.train.activation_checkpointing == "blocks"
     sample = {name: tensor[0] for name, tensor in _batch(plan, "meta").items()}
     precision = plan.train.precision
-    followed = trace(model, sample, precision=precision, checkpointing=recompute, device="cpu")
+    followed = trace(
+        model,
+        sample,
+        precision=precision,
+        checkpointing=recompute,
+        device="cpu",
+        micro_batch=plan.batch.micro_batch,
+    )
     looked = survey(plan.model, plan.freeze, plan.data.seq_len)
     ledger = predict(dataclasses.replace(layout, baseline=0), looked, followed)
     return {f.name: getattr(ledger, f.name) for f in dataclasses.fields(ledger)}
