@@ -81,9 +81,6 @@ def plan(
     cross_check: Annotated[
         bool, typer.Option("--trace", help="Check the memory with torch's own tracker (seconds).")
     ] = False,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Measure this machine first (20 s), and keep it.")
-    ] = False,
     svg: Annotated[str, typer.Option(metavar="FILE", help="Write it as a picture.")] = "",
     as_json: Json = False,
 ) -> int:
@@ -96,7 +93,6 @@ def plan(
         advise=advise,
         compare=compare,
         cross_check=cross_check,
-        probe=probe,
         svg=svg,
     )
 

@@ -15,7 +15,6 @@ from colotrain.estimate import offload
 from colotrain.estimate.advise import Option, best, largest_micro_batch, rank
 from colotrain.estimate.communication import traffic
 from colotrain.estimate.layout import Layout
-from colotrain.estimate.machines import load
 from colotrain.observe.fold import follow
 from colotrain.observe.view import summary
 from colotrain.plan import Ledger, RunPlan, Survey
@@ -27,7 +26,7 @@ NOT_FOLLOWED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "
     "(it cannot be built on the meta device, or its forward looks at values)"
 )
-NOT_MEASURED = "times are of a typical CPU: `colotrain plan --probe` measures this machine in 20 s"
+NOT_MEASURED = "times are those of typical CPU cores; this machine was not measured"
 
 
 def plan(
@@ -37,20 +36,13 @@ def plan(
     advise: bool = False,
     compare: tuple[str, str] | None = None,
     cross_check: bool = False,
-    probe: bool = False,
     svg: str = "",
 ) -> int:
     """Resolve the overrides and print the plan; exit code 3 where it does not fit.
 
     A single word that is no override names a run, whose prediction is set beside what was measured.
     """
-    if probe:
-        from colotrain.estimate.probe import measure_here
-
-        measure_here()
-        if not words:
-            return 0
-    if len(words) == 1 and "=" not in words[0]:
+    if len(words) == 1 and _names_a_run(words[0]):
         return show_run(words[0], as_json=as_json)
     if compare is not None:
         return show_comparison(words, compare, as_json=as_json)
@@ -67,6 +59,13 @@ def plan(
     else:
         print_plan(stdout_console(), setting, document)
     return 0 if document["memory"]["fits"] else DoesNotFit.exit_code
+
+
+def _names_a_run(word: str) -> bool:
+    try:
+        return "=" not in word and bool(RunDir.find(word))
+    except UsageError:
+        return False
 
 
 def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def _warnings(setting: Setting) -> Iterator[str]:
         yield "times are not estimated: set cluster.profile, or cluster=a100-80g and the like"
     elif not plan.time.step_s:
         yield "times are not estimated"
-    elif plan.cluster.device == "cpu" and load() is None:
+    elif plan.cluster.device == "cpu":
         yield NOT_MEASURED
 
 

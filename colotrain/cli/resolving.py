@@ -13,7 +13,6 @@ from colotrain.config.remedy import remedy
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.estimate.cache import kept
-from colotrain.estimate.machines import recall
 from colotrain.launch.rendezvous import Node
 from colotrain.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
 
@@ -74,9 +73,7 @@ def _resolve(
 ) -> tuple[RunPlan, Situation]:
     from colotrain.config.resolve import investigate
 
-    return investigate(
-        config, survey=_look, machine=machine, found=found, trace=_follow, measured=recall
-    )
+    return investigate(config, survey=_look, machine=machine, found=found, trace=_follow)
 
 
 def _look(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:

@@ -49,8 +49,6 @@ from colotrain.rundir import run_name
 
 TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, bool, str, int], Trace | None]
 """Follows a micro-batch: model, freezing, data, precision, checkpointing, device, its size."""
-Measured = Callable[[int, int, str], Hardware | None]
-"""What this machine was measured to do: with so many ranks, threads of each, and precision."""
 
 
 def resolve(
@@ -61,13 +59,12 @@ def resolve(
     name: str | None = None,
     found: Sequence[Problem] = (),
     trace: TraceModel | None = None,
-    measured: Measured | None = None,
 ) -> RunPlan:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
     `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
-    and time are left out), `measured` is what this machine was measured to do. `found` are problems
-    of composing `config`, reported with those found here.
+    and time are left out). `found` are problems of composing `config`, reported with those
+    found here.
     """
     return investigate(
         config,
@@ -76,7 +73,6 @@ def resolve(
         name=name,
         found=found,
         trace=trace,
-        measured=measured,
     )[0]
 
 
@@ -88,7 +84,6 @@ def investigate(
     name: str | None = None,
     found: Sequence[Problem] = (),
     trace: TraceModel | None = None,
-    measured: Measured | None = None,
 ) -> tuple[RunPlan, Situation]:
     """As `resolve`, and the situation that alternatives to the plan can be weighed in."""
     problems = list(found)
@@ -119,7 +114,7 @@ def investigate(
         question=Question(
             survey=at_most,
             traces=_traces(trace, model, freeze, data, train, scale.device),
-            hardware=_hardware(settings, scale, machine, measured) if trace else None,
+            hardware=_hardware(settings, scale, machine) if trace else None,
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
             tokens_per_step=batch_plan.tokens_per_step,
@@ -182,9 +177,9 @@ def _traces(
 
 
 def _hardware(
-    settings: Config, scale: Scale, machine: Machine, measured: Measured | None
+    settings: Config, scale: Scale, machine: Machine
 ) -> Callable[[Layout], Hardware] | None:
-    """The hardware of a layout: of the profile, or of this machine as measured."""
+    """The hardware of a layout: of the profile, or typical CPU cores."""
     profile, train = settings.cluster.profile, settings.train
     threads = max(1, machine.num_cores // scale.procs_per_node)
     if profile.name is not None:
@@ -198,8 +193,7 @@ def _hardware(
         return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
     if scale.device != "cpu":
         return None
-    found = measured and measured(scale.procs_per_node, threads, train.precision)
-    return lambda layout: found or typical_cpu(threads=threads, precision=train.precision)
+    return lambda layout: typical_cpu(threads=threads, precision=train.precision)
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:

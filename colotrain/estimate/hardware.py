@@ -1,4 +1,4 @@
-"""What hardware does per second, from published figures or measured. Standard library only."""
+"""What hardware does per second, from published figures. Standard library only."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Hardware:
     """Dense, in the precision of the plan; what MFU is a share of."""
     overlaps: bool
     """Collectives run beside computing (GPUs); on CPU they take turns."""
-    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +108,11 @@ TYPICAL_CORE = Costs(
     element_s=4e-9,
     step_s=4e-3,
 )
-"""One core of a server of about 2020, in fp32: until the machine is measured."""
+"""One core of a server of about 2020, in fp32."""
 
 
 def typical_cpu(*, threads: int, precision: str) -> Hardware:
-    """A CPU that was not measured. Half precision is slower where it has no instructions for it."""
+    """Cores of a CPU. Half precision is slower where it has no instructions for it."""
     slower = 1.0 if precision == "fp32" else 2.0
     core = TYPICAL_CORE
     costs = replace(
@@ -123,5 +122,5 @@ def typical_cpu(*, threads: int, precision: str) -> Hardware:
         byte_s=core.byte_s / min(threads, 4),
     )
     return Hardware(
-        name="a CPU that was not measured", costs=costs, peak_flops=60e9 * threads, overlaps=False
+        name="typical CPU cores", costs=costs, peak_flops=60e9 * threads, overlaps=False
     )
