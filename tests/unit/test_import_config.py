@@ -141,6 +141,13 @@ def test_a_value_of_a_wrong_kind_is_said_and_not_taken(value: Any) -> None:
     assert recipes.settings(found) == {}
 
 
+@pytest.mark.parametrize("name", ["Lion", "Muon", "Adafactor", "FusedLion", "torch.optim.SGD"])
+def test_every_optimizer_that_is_here_is_taken_by_its_name(name: str) -> None:
+    (finding,) = recipes.findings({"optimizer": {"type": name}}, "deepspeed")
+    plain = name.rpartition(".")[2].lower().removeprefix("fused")
+    assert finding.settings == {"optim.name": plain}
+
+
 def test_of_two_plugins_the_one_that_holds_more_is_taken() -> None:
     config = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     assert recipes.settings(recipes.findings(config, "deepspeed"))["plugin.name"] == "gemini"

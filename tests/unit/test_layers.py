@@ -86,7 +86,7 @@ RULES = [
     Rule(
         "colotrain.migrate.*",
         BASE | names("colotrain.migrate"),
-        names("yaml colotrain.config.schema"),
+        names("yaml colotrain.config.checks"),
     ),
     Rule(
         "colotrain.launch.*",
