@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test lint types fmt docs wheel constraints clean
+.PHONY: help run test lint types fmt docs site wheel constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ fmt: $(VENV)/.dev ## rewrite the code as ruff formats it
 docs: $(VENV)/.core ## write the reference in docs/configuration.md anew
 	$(BIN)/python scripts/write_reference.py
 
+site: $(VENV)/.dev ## build the documentation as a site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 wheel: $(VENV)/.dev ## build dist/colotrain-*.whl
 	$(BIN)/python -m build --wheel --no-isolation
 
@@ -52,7 +55,7 @@ constraints: $(VENV)/.dev ## write what is installed (with torch for CPU) to con
 	mv constraints.new constraints.txt
 
 clean: ## remove build outputs and caches (the environment stays: rm -r .venv)
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
 	find colotrain tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/pip:

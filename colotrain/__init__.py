@@ -5,6 +5,8 @@ The Python API is as small as the command line, and as lazy: importing it loads 
     import colotrain
 
     plan = colotrain.resolve(["recipe=llm-tiny", "plugin=zero3"])
+    summary = colotrain.run(["recipe=llm-tiny", "plugin=zero3", "name=first"])
+    view = colotrain.read_run("first")              # loss, gradients, memory, throughput
 
     def on_gradients(model, step):                  # train.on_gradients=mymodule:on_gradients
         for view in colotrain.gradients(model):
@@ -14,7 +16,7 @@ The Python API is as small as the command line, and as lazy: importing it loads 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from colotrain.plan import RunPlan
 
 __version__ = "0.1.0"
-__all__ = ["gradients", "read_run", "resolve"]
+__all__ = ["gradients", "read_run", "resolve", "run"]
 
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
@@ -32,6 +34,19 @@ def resolve(overrides: Sequence[str]) -> RunPlan:
     from colotrain.cli.resolving import plan_from
 
     return plan_from(overrides)
+
+
+def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False) -> dict[str, Any]:
+    """Train what `overrides` describe, here and to the end; the summary, as in `summary.json`.
+
+    Its `status` tells a run that was stopped from one that finished. A run that fails raises
+    `ColotrainError` with the first cause, a plan that does not fit `DoesNotFit` (unless `force`).
+    With `progress` it is followed on stderr. Call it under `if __name__ == "__main__"` in a
+    script, as with everything that starts processes.
+    """
+    from colotrain.cli.run import run_quietly
+
+    return run_quietly(list(overrides), progress=progress, force=force)
 
 
 def read_run(name: str | None = None) -> RunView:

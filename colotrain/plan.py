@@ -134,15 +134,30 @@ class TrainPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RulePlan:
+    """What differs for the parameters that a glob names."""
+
+    match: str
+    lr_scale: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimPlan:
-    name: Literal["adamw", "sgd"]
+    name: str
+    """adamw, sgd, lion, muon, adafactor, or `package.module:Class`."""
     lr: float
     betas: tuple[float, ...]
     eps: float
     weight_decay: float
-    schedule: Literal["cosine", "linear", "constant"]
+    schedule: Literal["cosine", "linear", "constant", "wsd"]
     warmup_steps: int
     final_ratio: float
+    decay_steps: int | None = None
+    """wsd: steps of the decay at the end; None: a fifth of the run."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Of an optimizer of the user's own."""
+    rules: tuple[RulePlan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,17 +335,13 @@ class Survey:
     """It cannot be built without storage: every rank begins with the whole model."""
 
 
-Level = tuple[int, int, int, int]
-"""Bytes alive at a moment: fixed ones, those per sample, gradients of the block, of the root."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is computed. Each pair is a fixed number and one per sample of the micro-batch."""
+    """What is computed."""
 
-    matmul_flops: tuple[float, float] = (0.0, 0.0)
-    attention_flops: tuple[float, float] = (0.0, 0.0)
-    moved_bytes: tuple[float, float] = (0.0, 0.0)
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
     """Read and written by everything that is neither of the two."""
     num_ops: int = 0
 
@@ -342,10 +353,8 @@ class Segment:
     phase: Literal["forward", "backward"]
     block: str
     """The block that is being computed; empty for what lies between blocks."""
-    start: Level
-    end: Level
-    peaks: tuple[Level, ...]
-    """The moments of which one needs the most, whatever the micro-batch is."""
+    events: tuple[int, ...]
+    """n: storage n begins; -1 - n: it ends."""
     work: Work = field(default_factory=Work)
     reduced: bool = True
     """backward: gradients are complete at its end, not only at that of the whole backward."""
@@ -356,9 +365,11 @@ class Trace:
     """A micro-batch as autograd carries it out, forward and backward, with whole parameters."""
 
     segments: tuple[Segment, ...]
+    storages: tuple[int, ...]
+    """Bytes of each storage."""
+    gradients: dict[int, str]
+    """Storage that becomes a parameter's gradient → block of the parameter."""
     buffer_bytes: int = 0
     """The model's own buffers."""
     input_bytes: int = 0
-    """A sample of the batch."""
-    exact: bool = True
-    """Whether every size grows linearly with the micro-batch, as was checked."""
+    """The micro-batch itself."""

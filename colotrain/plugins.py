@@ -56,8 +56,8 @@ ROWS: dict[str, Row] = {
     ),
 }
 
-AUTO_ORDER = ("zero1", "zero2", "zero3", "gemini")
-"""`plugin=auto` takes the first of these that fits: from least to most communication."""
+AUTO_ORDER = ("zero1", "zero2", "fsdp-hybrid", "zero3", "gemini")
+"""`plugin=auto` chooses among these; where it knows no times, it takes the first that fits."""
 
 
 def expand(module: str) -> list[str]:

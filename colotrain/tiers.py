@@ -66,6 +66,8 @@ class Placement:
     """Where everything is, in the order of the groups."""
 
     groups: tuple[Placed, ...]
+    top: Tier
+    """Where training works: the device, which is the host on CPU."""
     fits: bool
     """Whether the budget holds it."""
     need: dict[Tier, int]
@@ -73,8 +75,9 @@ class Placement:
 
     @property
     def streams(self) -> bool:
-        """Whether anything rests below the uppermost tier in use."""
-        return len({tier for placed in self.groups for tier in dataclasses.astuple(placed)}) > 1
+        """Whether anything rests below the uppermost tier."""
+        tiers = {tier for placed in self.groups for tier in dataclasses.astuple(placed)}
+        return bool(tiers - {self.top})
 
     @property
     def uses_disk(self) -> bool:
@@ -104,7 +107,7 @@ def place(groups: Sequence[GroupBytes], budget: Budget, other: Other, *, device:
         zip(TIERS, (budget.device_bytes, budget.host_bytes, budget.disk_bytes), strict=True)
     )
     fits = all(need[tier] <= limits[tier] for tier in used)
-    return Placement(groups=tuple(placed), fits=fits, need=need)
+    return Placement(groups=tuple(placed), top=top, fits=fits, need=need)
 
 
 def lowest(placement: Placement, other: Placement) -> Placement:
@@ -185,16 +188,14 @@ def bytes_by_tier(groups: Iterable[GroupBytes], placement: Placement) -> dict[st
     return found
 
 
-def moved_bytes(
-    groups: Iterable[GroupBytes], placement: Placement, *, top: Tier, micro_batches: int
-) -> int:
+def moved_bytes(groups: Iterable[GroupBytes], placement: Placement, *, micro_batches: int) -> int:
     """Bytes that a step reads from and writes to the lower tiers.
 
     Optimizer state and parameters are read and written for the update, parameters read once more
     per forward and per backward; gradients are written by the first micro-batch, read and
     written by the others, and read for the update.
     """
-    moved = 0
+    moved, top = 0, placement.top
     for group, placed in zip(groups, placement.groups, strict=True):
         if placed.optimizer != top:
             moved += 2 * group.optimizer

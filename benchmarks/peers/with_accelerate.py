@@ -1,26 +1,16 @@
-"""Hugging Face Accelerate under `accelerate launch`: ddp, and FSDP2 as zero2 and zero3."""
+"""Hugging Face Accelerate on CPU, under torchrun: ddp."""
 
 from __future__ import annotations
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
 from workload import OPTIMIZER, Meter, Model, Tokens, arguments
 
 
 def main() -> None:
     asked = arguments()
     meter = Meter(asked.out)
-    plugin = None
-    if asked.variant.startswith("fsdp2"):
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=asked.variant.endswith("zero3"),
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-        )
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=asked.accumulation, fsdp_plugin=plugin
-    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=asked.accumulation)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
     loader = torch.utils.data.DataLoader(Tokens(), asked.micro_batch)

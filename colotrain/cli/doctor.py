@@ -77,7 +77,7 @@ def look_around(overrides: list[str]) -> Surroundings:
     """This machine, with what the `cluster` settings say of the others."""
     from colotrain.config.checks import split_address
     from colotrain.config.compose import gather
-    from colotrain.config.schema import Cluster
+    from colotrain.config.schema_cluster import Cluster
     from colotrain.data.cache import cache_folder
     from colotrain.errors import ConfigError
     from colotrain.records import read

@@ -133,8 +133,9 @@ def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
     from colotrain.launch.forkserver import warm_up
 
     warm_up()
-    plan = for_one_step(settle(list(overrides)).plan)
-    check_fits(plan)
+    setting = settle(list(overrides))
+    check_fits(setting)
+    plan = for_one_step(setting.plan)
     if choice.noise:
         check_noise(plan)
     with tempfile.TemporaryDirectory(prefix="colotrain-") as folder:

@@ -6,6 +6,7 @@ import sys
 import time
 
 from colotrain.cli.output import print_json
+from colotrain.launch.queue import job_log
 from colotrain.observe.fold import follow
 from colotrain.observe.liveness import state
 from colotrain.observe.logs import Lines, sources
@@ -24,7 +25,9 @@ def logs(
 ) -> int:
     """Print the last lines of every log; with `follows`, go on until the run has ended."""
     rundir = RunDir.find(run, root=RUNS)
-    found = {source.name: Lines(source) for source in sources(rundir, rank=rank)}
+    found = {
+        source.name: Lines(source) for source in sources(rundir, job_log=job_log(rundir), rank=rank)
+    }
     last = [line for reader in found.values() for line in reader.last(lines)]
     if as_json:
         rows = [{"from": name, "file": str(r.source.path)} for name, r in found.items()]
@@ -36,7 +39,7 @@ def logs(
         print(f"{rundir.name}: nothing was printed yet", file=sys.stderr)
     while follows:
         now = state(rundir, follow(rundir, ranks={0}))
-        for source in sources(rundir, rank=rank):
+        for source in sources(rundir, job_log=job_log(rundir), rank=rank):
             known = found.get(source.name)
             if known is None or known.source != source:
                 found[source.name] = Lines(source)

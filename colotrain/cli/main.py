@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from colotrain.cli import cluster, inputs
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep
 from colotrain.errors import ColotrainError, UsageError
 
 app = typer.Typer(
@@ -20,25 +22,6 @@ app = typer.Typer(
 )
 ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's own class, wherever this version of typer keeps it."""
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings in Hydra's grammar: recipe=llm-tiny plugin=zero2 train.seed=1.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Run a plan that does not fit in memory all the same.")
-]
-Run = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RUN", help="A run's name or folder; by default the newest.", show_default=False
-    ),
-]
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,12 +39,6 @@ def about(
     ] = False,
 ) -> None:
     """Distributed PyTorch training: change the plugin, and nothing else changes."""
-
-
-Sweep = Annotated[
-    bool,
-    typer.Option("--sweep", help="A run for every combination of values: optim.lr=1e-3,3e-4."),
-]
 
 
 @app.command()
@@ -85,11 +62,39 @@ def run(
 
 
 @app.command()
-def plan(overrides: Overrides = None, as_json: Json = False) -> int:
-    """Show what a run would be, without running it."""
+def plan(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE | RUN",
+            help="Settings as for `run`; or a run, to set what it took beside what was predicted.",
+            show_default=False,
+        ),
+    ] = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Weigh all plugins, micro-batches and recomputation.")
+    ] = False,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Two sets of settings, each quoted, side by side."),
+    ] = None,
+    cross_check: Annotated[
+        bool, typer.Option("--trace", help="Check the memory with torch's own tracker (seconds).")
+    ] = False,
+    svg: Annotated[str, typer.Option(metavar="FILE", help="Write it as a picture.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Show what a run would be, without running it: memory, time, and what fits."""
     from colotrain.cli.plan import plan as show
 
-    return show(overrides or [], as_json=as_json)
+    return show(
+        words or [],
+        as_json=as_json,
+        advise=advise,
+        compare=compare,
+        cross_check=cross_check,
+        svg=svg,
+    )
 
 
 @app.command()
@@ -134,58 +139,6 @@ def resume(name: Run = None, overrides: Overrides = None, as_json: Json = False)
         overrides = [name, *(overrides or [])]
         name = None
     return go_on(name, overrides or [], as_json=as_json)
-
-
-@app.command()
-def submit(
-    overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script.")] = False,
-    test_only: Annotated[
-        bool, typer.Option("--test-only", help="Ask SLURM whether it would take the job.")
-    ] = False,
-    sweep: Sweep = False,
-    max_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)
-    ] = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> int:
-    """Hand a run, or a sweep of runs, to SLURM."""
-    from colotrain.cli import submit as module
-
-    what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
-    if sweep:
-        return module.submit_sweep(overrides or [], max_parallel=max_parallel, **what)
-    if max_parallel is not None:
-        raise UsageError("--max-parallel: expected --sweep beside it", "add --sweep")
-    return module.submit(overrides or [], **what)
-
-
-@app.command(hidden=True)
-def node(
-    path: Annotated[str, typer.Argument(metavar="RUN_DIR")],
-    head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "127.0.0.1:0",
-) -> int:
-    """A node's part of a run: what the script of a job starts."""
-    from colotrain.cli.node import node as take_part
-
-    return take_part(path, head)
-
-
-@app.command()
-def logs(
-    name: Run = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="Of this rank only.", show_default=False)
-    ] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines per log.")] = 40,
-    as_json: Json = False,
-) -> int:
-    """Show what the job and the workers of a run print."""
-    from colotrain.cli.logs import logs as show
-
-    return show(name, follows=follow, rank=rank, lines=lines, as_json=as_json)
 
 
 @app.command()
@@ -311,78 +264,6 @@ def inspect_grads(
     return module.inspect_grads(words or [], step=step, live=live, choice=choice)
 
 
-data_app = typer.Typer(
-    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
-)
-app.add_typer(data_app, name="data", no_args_is_help=True)
-
-
-@data_app.callback()
-def data() -> None:
-    """Look at data before training on them."""
-
-
-@data_app.command("inspect")
-def inspect_data(
-    overrides: Overrides = None,
-    sample: Annotated[
-        int, typer.Option(min=0, help="Which sample to show: its place in the run's order.")
-    ] = 0,
-    split: Annotated[str, typer.Option(help="train or validation.")] = "train",
-    as_json: Json = False,
-) -> int:
-    """Show counts, lengths, and a sample with what is learned of it."""
-    from colotrain.cli.data import inspect
-
-    return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
-
-
-@app.command()
-def doctor(
-    overrides: Overrides = None,
-    all_nodes: Annotated[
-        bool, typer.Option("--all-nodes", help="On every node of an allocation, and between them.")
-    ] = False,
-    only: Annotated[str, typer.Option(metavar="NAMES", help="Only these checks: name,runs.")] = "",
-    as_json: Json = False,
-) -> int:
-    """Find what could keep a run from starting or from going fast, with the fix for each."""
-    from colotrain.cli.doctor import doctor as examine
-
-    return examine(overrides or [], as_json=as_json, all_nodes=all_nodes, only=only)
-
-
-@app.command()
-def import_config(
-    file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
-    kind: Annotated[
-        str, typer.Option(help="deepspeed, accelerate or lightning; by default its keys tell.")
-    ] = "",
-    to: Annotated[
-        str, typer.Option(metavar="RECIPE", help="By default recipes/NAME.yaml, as the file.")
-    ] = "",
-    as_json: Json = False,
-) -> int:
-    """Write the recipe that another tool's configuration amounts to, key by key."""
-    from colotrain.cli.import_config import import_config as write
-
-    return write(file, kind=kind, to=to, as_json=as_json)
-
-
-@app.command()
-def plot(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN…", help="Runs to draw; by default the newest."),
-    ] = None,
-    out: Annotated[str, typer.Option(metavar="FILE", help="A .png or .svg file.")] = "plot.png",
-) -> int:
-    """Draw loss, gradient norms, memory and throughput of one run or several."""
-    from colotrain.cli.plot import plot as draw
-
-    return draw(names or [], out=out)
-
-
 @app.command()
 def completion(
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", show_default=False)],
@@ -408,6 +289,10 @@ def complete_word(word: Annotated[str, typer.Argument()] = "") -> int:
     for candidate in complete(word, Search.at(Path.cwd())):
         sys.stdout.write(f"{candidate}\n")
     return 0
+
+
+inputs.register(app)
+cluster.register(app)
 
 
 def verbs() -> list[str]:

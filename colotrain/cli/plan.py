@@ -1,44 +1,82 @@
-"""`colotrain plan`: what a run would be, without running it."""
+"""`colotrain plan`: what a run would be, without running it; and how near that came, of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from colotrain.cli.output import print_json, stdout_console
+from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
 from colotrain.cli.resolving import Setting, settle
-from colotrain.config.model import at_peak
-from colotrain.config.sizes import format_size
-from colotrain.errors import DoesNotFit
+from colotrain.config.remedy import remedy
+from colotrain.errors import DoesNotFit, UsageError
 from colotrain.estimate import offload
-from colotrain.estimate.communication import Traffic, traffic
-from colotrain.estimate.memory import model_state_bytes
+from colotrain.estimate.advise import Option, best, largest_micro_batch, rank
+from colotrain.estimate.communication import traffic
+from colotrain.estimate.layout import Layout
+from colotrain.observe.fold import follow
+from colotrain.observe.view import summary
 from colotrain.plan import Ledger, RunPlan, Survey
 from colotrain.plugins import ROWS
 from colotrain.records import to_plain
+from colotrain.rundir import RunDir
 
-NOT_ESTIMATED = "activations and time are not estimated yet"
-NO_TIME = {"step_s": 0.0, "tokens_per_s": 0.0, "mfu": 0.0}
+NOT_FOLLOWED = (
+    "activations and time are not estimated: a micro-batch could not be followed through the model "
+    "(it cannot be built on the meta device, or its forward looks at values)"
+)
+NOT_MEASURED = "times are those of typical CPU cores; this machine was not measured"
 
 
-def plan(overrides: list[str], *, as_json: bool) -> int:
-    """Resolve the overrides and print the plan; exit code 3 where it does not fit."""
-    setting = settle(overrides, here=False)
-    made = setting.plan
-    document = describe(made, setting.survey)
+def plan(
+    words: list[str],
+    *,
+    as_json: bool = False,
+    advise: bool = False,
+    compare: tuple[str, str] | None = None,
+    cross_check: bool = False,
+    svg: str = "",
+) -> int:
+    """Resolve the overrides and print the plan; exit code 3 where it does not fit.
+
+    A single word that is no override names a run, whose prediction is set beside what was measured.
+    """
+    if len(words) == 1 and _names_a_run(words[0]):
+        return show_run(words[0], as_json=as_json)
+    if compare is not None:
+        return show_comparison(words, compare, as_json=as_json)
+    setting = settle(words, here=False)
+    document = describe(setting, advise=advise)
+    if cross_check:
+        from colotrain.estimate.tracker import cross_check as check
+
+        document["trace"] = check(setting.plan)
+    if svg:
+        export(svg, setting, document)
     if as_json:
         print_json(document)
     else:
-        _print(stdout_console(), setting, document)
+        print_plan(stdout_console(), setting, document)
     return 0 if document["memory"]["fits"] else DoesNotFit.exit_code
 
 
-def describe(plan: RunPlan, survey: Survey) -> dict[str, Any]:
+def _names_a_run(word: str) -> bool:
+    try:
+        return "=" not in word and bool(RunDir.find(word))
+    except UsageError:
+        return False
+
+
+def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     """The document of `plan --json`."""
-    return {
+    plan, situation = setting.plan, setting.situation
+    recompute = plan.train.activation_checkpointing == "blocks"
+    trace = situation.question.traces(recompute, plan.batch.micro_batch)
+    layout = situation.layout(plan.plugin)
+    sent = traffic(layout, setting.survey, trace)
+    options = list(_advice(setting) if advise else _other_plugins(setting))
+    document = {
         "schema": plan.schema,
         "name": plan.name,
         "world_size": plan.world_size,
@@ -56,123 +94,153 @@ def describe(plan: RunPlan, survey: Survey) -> dict[str, Any]:
             {"pattern": pattern, "matched": plan.freeze.matched.get(pattern, 0)}
             for pattern in plan.freeze.patterns
         ],
-        "memory": _memory(plan.memory, plan.cluster.memory_bytes),
-        "communication": {"bytes_per_step": _traffic(plan, survey).bytes_per_step},
-        "time": NO_TIME,
-        **_groups(plan, survey),
-        "alternatives": list(_alternatives(plan, survey)),
-        "warnings": [*plan.warnings, NOT_ESTIMATED],
+        "memory": memory_of(plan.memory, plan.cluster.memory_bytes),
+        "communication": {
+            "bytes_per_step": sent.bytes_per_step,
+            "gathers": sent.gathers,
+            "reductions": sent.reductions,
+            "reduced": sent.reduced,
+        },
+        "time": to_plain(plan.time),
+        **_groups(plan, setting.survey),
+        "alternatives": [_shown(option, plan.cluster.memory_bytes) for option in options],
+        "warnings": [*plan.warnings, *_warnings(setting)],
     }
-
-
-def _memory(ledger: Ledger, capacity: int) -> dict[str, Any]:
-    sums = {"baseline": 0, "peak": ledger.total, "capacity": capacity}
-    return to_plain(ledger) | sums | {"fits": ledger.total <= capacity}
+    if advise:
+        document["advice"] = _sentences(setting, options, layout)
+    if not document["memory"]["fits"]:
+        document["remedy"] = remedy(situation, plan)
+    return document
 
 
 def _groups(plan: RunPlan, survey: Survey) -> dict[str, Any]:
     """gemini: its groups, and where everything rests."""
     if plan.plugin.chunk_bytes is None:
         return {}
-    peak = at_peak(survey, plan.freeze)
     return {
-        "groups": offload.describe_groups(plan.plugin, peak),
+        "groups": offload.describe_groups(plan.plugin, survey),
         "tiers": offload.describe_tiers(
-            plan.plugin, peak, plan.optim, plan.cluster.device, plan.batch.accumulation_steps
+            plan.plugin, survey, plan.optim, plan.cluster.device, plan.batch.accumulation_steps
         ),
     }
 
 
-def _alternatives(plan: RunPlan, survey: Survey) -> Iterator[dict[str, Any]]:
-    """The other plugins on the same ranks."""
-    peak = at_peak(survey, plan.freeze)
+def memory_of(ledger: Ledger, capacity: int) -> dict[str, Any]:
+    sums = {"peak": ledger.total, "capacity": capacity, "fits": ledger.total <= capacity}
+    return to_plain(ledger) | sums
+
+
+def _shown(option: Option, capacity: int) -> dict[str, Any]:
+    return {
+        "plugin": option.plugin,
+        "micro_batch": option.layout.micro_batch,
+        "accumulation_steps": option.layout.accumulation_steps,
+        "activation_checkpointing": "blocks" if option.checkpointing else "none",
+        "memory": memory_of(option.memory, capacity),
+        "time": to_plain(option.time),
+        "fits": option.fits,
+    }
+
+
+def _warnings(setting: Setting) -> Iterator[str]:
+    question, plan = setting.situation.question, setting.plan
+    recompute = plan.train.activation_checkpointing == "blocks"
+    if question.traces(recompute, plan.batch.micro_batch) is None:
+        yield NOT_FOLLOWED
+    elif question.hardware is None:
+        yield "times are not estimated: set cluster.profile, or cluster=a100-80g and the like"
+    elif not plan.time.step_s:
+        yield "times are not estimated"
+    elif plan.cluster.device == "cpu":
+        yield NOT_MEASURED
+
+
+def _other_plugins(setting: Setting) -> Iterator[Option]:
+    """The other plugins, everything else being equal."""
+    plan, situation = setting.plan, setting.situation
+    for name in ROWS:
+        if name != plan.plugin.name:
+            other = situation.lay_out(name)
+            yield situation.option(other)
+
+
+def _advice(setting: Setting) -> Iterator[Option]:
+    """All plugins, micro-batches and both ways of keeping activations: what fits, fastest first."""
+    situation = setting.situation
+    if situation.question.traces(False, 1) is None:
+        yield from _other_plugins(setting)
+        return
+    every = situation.question.every(_layouts(setting), checkpointing=(False, True))
+    yield from rank(every)
+
+
+def _layouts(setting: Setting) -> Iterator[tuple[str, Layout]]:
+    situation = setting.situation
     for name, row in ROWS.items():
-        if name == plan.plugin.name:
-            continue
-        shard = plan.cluster.procs_per_node if row.hybrid else plan.world_size
-        ledger = model_state_bytes(row, peak, shard, plan.optim)
-        memory = _memory(ledger, plan.cluster.memory_bytes)
-        yield {"plugin": name, "memory": memory, "time": NO_TIME, "fits": memory["fits"]}
+        if not row.hybrid or situation.scale.nodes > 1:
+            made = situation.lay_out(name)
+            yield name, replace(situation.layout(made), micro_batch=1)
 
 
-def _traffic(plan: RunPlan, survey: Survey) -> Traffic:
-    return traffic(plan.plugin, survey, plan.batch, plan.train.precision)
-
-
-def _print(console: Console, setting: Setting, document: dict[str, Any]) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    rows = _rows(setting.plan, _traffic(setting.plan, setting.survey))
-    for title, text in (*rows, *_group_rows(document)):
-        table.add_row(title, text)
-    console.print(table)
-    if setting.plan.freeze.patterns:
-        console.print(_freeze_table(document))
-    console.print(_memory_table(document))
-    for warning in document["warnings"]:
-        console.print(f"warning: {warning}", style="yellow")
-
-
-def _rows(plan: RunPlan, sent: Traffic) -> Iterator[tuple[str, str]]:
-    batch, cluster, counts = plan.batch, plan.cluster, plan.parameters
-    yield "run", plan.name
-    yield "plugin", f"{plan.plugin.name}: {plan.plugin.reason}"
-    ranks = f"{plan.world_size} on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
-    mesh = " × ".join(map(str, plan.plugin.mesh))
-    yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}"
-    unit = "samples" if plan.data.source == "target" else "tokens"
-    yield (
-        "batch",
-        f"{batch.global_batch} = micro-batch {batch.micro_batch} × accumulation "
-        f"{batch.accumulation_steps} × {batch.data_parallel} ranks; "
-        f"{batch.tokens_per_step:,} {unit} per step",
+def _sentences(setting: Setting, options: Iterable[Option], layout: Layout) -> list[str]:
+    plan, question = setting.plan, setting.situation.question
+    recompute = plan.train.activation_checkpointing == "blocks"
+    largest = largest_micro_batch(question, layout, checkpointing=recompute)
+    found = best(options)
+    sentences = [f"The largest micro-batch that fits under {plan.plugin.name} is {largest}."]
+    if found is None:
+        return [*sentences, f"Nothing fits as it is: {remedy(setting.situation, plan)}."]
+    keeping = "blocks" if found.checkpointing else "none"
+    settings = (
+        f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
+        f"train.activation_checkpointing={keeping}"
     )
-    yield (
-        "parameters",
-        f"{counts.total:,}: {counts.trainable:,} trained, {counts.frozen:,} frozen",
-    )
-    yield (
-        "reduction",
-        f"gradients {sent.reduced}; each rank sends {format_size(sent.bytes_per_step)} per step "
-        f"in {sent.gathers} all-gathers and {sent.reductions} reductions",
-    )
+    gain = plan.time.step_s / found.time.step_s if found.time.step_s else 0.0
+    faster = f", {gain:.2f} times the speed of the plan as it is" if gain > 1.01 else ""
+    return [*sentences, f"The fastest of all is {settings}{faster}."]
 
 
-def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """gemini: groups with their padding, and bytes per tier."""
-    groups, tiers = document.get("groups"), document.get("tiers")
-    if groups:
-        sizes = " to ".join(format_size(n) for n in sorted({groups["smallest"], groups["largest"]}))
-        chunk, rest = format_size(groups["chunk_bytes"]), format_size(groups["rest"])
-        padding = f"{format_size(groups['padding'])} of padding"
-        unused = f"buffers {groups['unused_share']:.0%} unused"
-        text = f"{groups['count']} of {sizes} (chunk size {chunk}), and the rest, {rest}"
-        yield "groups", f"{text}; {unused}, {padding}"
-    for kind, sizes in (tiers["bytes"] if tiers else {}).items():
-        yield kind, ", ".join(f"{format_size(n)} on {tier}" for tier, n in sizes.items())
-    if tiers and tiers["moved_bytes"]:
-        yield "moved", f"{format_size(tiers['moved_bytes'])} per step and rank between tiers"
+def show_comparison(words: list[str], both: tuple[str, str], *, as_json: bool) -> int:
+    """Two plans beside each other, each the words and its own overrides."""
+    settings = [settle([*words, *each.split()], here=False) for each in both]
+    documents = [describe(setting) for setting in settings]
+    if as_json:
+        print_json({"schema": 1, "plans": documents})
+    else:
+        print_comparison(stdout_console(), both, documents)
+    return 0 if all(document["memory"]["fits"] for document in documents) else DoesNotFit.exit_code
 
 
-def _freeze_table(document: dict[str, Any]) -> Table:
-    table = Table("frozen by", "parameters", box=None, pad_edge=False, header_style="bold")
-    table.columns[1].justify = "right"
-    for row in document["freeze"]:
-        table.add_row(row["pattern"], str(row["matched"]))
-    return table
+def show_run(name: str, *, as_json: bool) -> int:
+    """What was predicted of a run, beside what it took."""
+    rundir = RunDir.find(name)
+    made = rundir.plan()
+    view = follow(rundir)
+    if not view.peak_by_rank:
+        raise UsageError(f"{rundir.name}: has not done a step yet", "look again when it has")
+    document = beside(made, summary(view, made, rundir), name=rundir.name)
+    if as_json:
+        print_json(document)
+    else:
+        print_run(stdout_console(), document)
+    return 0
 
 
-def _memory_table(document: dict[str, Any]) -> Table:
-    """The plan's plugin first, then the others, each as bytes per rank."""
-    columns = ("parameters", "gradients", "optimizer", "gathered", "peak", "capacity")
-    table = Table("bytes per rank", *columns, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    chosen = {"plugin": document["plugin"]["name"], "memory": document["memory"]}
-    for row in (chosen, *document["alternatives"]):
-        memory = row["memory"]
-        note = "" if memory["fits"] else " (does not fit)"
-        sizes = [format_size(memory[column]) for column in columns]
-        table.add_row(row["plugin"] + note, *sizes, style=None if row is chosen else "dim")
-    return table
+def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, Any]:
+    """Predicted and measured, with the error as a share of what was measured."""
+    memory, time = measured["memory"], measured["time"]
+    return {
+        "schema": 1,
+        "run": name,
+        "plugin": plan.plugin.name,
+        "memory": {
+            "predicted": memory_of(plan.memory, plan.cluster.memory_bytes),
+            "measured": {"peak": memory["measured_peak"], "peak_by_rank": memory["peak_by_rank"]},
+            "error": memory["error"],
+        },
+        "time": {
+            "predicted": to_plain(plan.time),
+            "measured": {"step_s": time["step_s"], "tokens_per_s": measured["tokens_per_s"]},
+            "error": time["error"],
+        },
+    }

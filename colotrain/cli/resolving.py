@@ -8,10 +8,13 @@ from typing import Any
 
 from colotrain.config.checks import split_address
 from colotrain.config.machine import Machine
+from colotrain.config.plugin import Situation
+from colotrain.config.remedy import remedy
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem
+from colotrain.estimate.cache import kept
 from colotrain.launch.rendezvous import Node
-from colotrain.plan import FreezePlan, ModelPlan, RunPlan, Survey
+from colotrain.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
 
@@ -22,9 +25,14 @@ class Setting:
 
     config: dict[str, Any]
     plan: RunPlan
-    survey: Survey
-    """The look at the model that the plan was made from."""
+    situation: Situation
+    """What the plan was decided for, and alternatives to it can be weighed in."""
     machine: Machine
+
+    @property
+    def survey(self) -> Survey:
+        """The look at the model, with everything training that ever will."""
+        return self.situation.question.survey
 
     def resolve(self, config: dict[str, Any]) -> RunPlan:
         """The plan of a changed configuration on the same machine."""
@@ -54,27 +62,54 @@ def settle(
     config, problems = gather(overrides)
     adjust(config)
     machine = this_machine()
-    plan, survey = _resolve(config, machine, found=problems)
+    plan, situation = _resolve(config, machine, found=problems)
     if here:
         check_place(plan, machine, several=several)
-    return Setting(config=config, plan=plan, survey=survey, machine=machine)
+    return Setting(config=config, plan=plan, situation=situation, machine=machine)
 
 
 def _resolve(
     config: dict[str, Any], machine: Machine, found: Sequence[Problem] = ()
-) -> tuple[RunPlan, Survey]:
-    from colotrain.config.resolve import resolve
+) -> tuple[RunPlan, Situation]:
+    from colotrain.config.resolve import investigate
 
-    surveys: list[Survey] = []
+    return investigate(config, survey=_look, machine=machine, found=found, trace=_follow)
 
-    def look(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+
+def _look(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+    def look() -> Survey:
         from colotrain.estimate.survey import survey
 
-        surveys.append(survey(model, freeze, seq_len))
-        return surveys[-1]
+        return survey(model, freeze, seq_len)
 
-    plan = resolve(config, survey=look, machine=machine, found=found)
-    return plan, surveys[-1]
+    return kept(Survey, model, (freeze, seq_len), look)
+
+
+def _follow(
+    model: ModelPlan,
+    freeze: FreezePlan,
+    data: DataPlan,
+    precision: str,
+    checkpointing: bool,
+    device: str,
+    micro_batch: int,
+) -> Trace | None:
+    def look() -> Followed:
+        from colotrain.estimate.survey import follow
+
+        trace = follow(model, freeze, data, precision, checkpointing, device, micro_batch)
+        return Followed(trace=trace)
+
+    sample = (data.seq_len, data.target, data.args)
+    about = (freeze, sample, precision, checkpointing, device, micro_batch)
+    return kept(Followed, model, about, look).trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What became of the wish to follow a micro-batch."""
+
+    trace: Trace | None
 
 
 def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
@@ -84,6 +119,11 @@ def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
         key, value = "cluster.nodes", plan.cluster.nodes
         raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
     most, why = machine.num_devices, f"{machine.num_devices} GPUs that torch can use"
+    if plan.cluster.device == "cuda" and not most:
+        expected = "a GPU that torch can use: this machine has none"
+        fix = "use `colotrain plan` to plan for other machines, or cluster=local to run on this one"
+        device = plan.cluster.device
+        raise ConfigError([Problem(key="cluster.device", value=device, expected=expected, fix=fix)])
     if plan.cluster.device == "cpu":
         most, why = MOST_RANKS_PER_CORE * machine.num_cores, f"{machine.num_cores} cores"
     procs = plan.cluster.procs_per_node
@@ -115,12 +155,12 @@ def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
     return Node(rank=cluster["rank"], host=host, port=port)
 
 
-def check_fits(plan: RunPlan) -> None:
-    """Refuse a plan whose model state alone is more than a rank may use (`DoesNotFit`, exit 3)."""
+def check_fits(setting: Setting) -> None:
+    """Refuse a plan whose peak is more than a rank may use (`DoesNotFit`, exit code 3)."""
+    plan = setting.plan
     need, room = plan.memory.total, plan.cluster.memory_bytes
     if need > room:
         raise DoesNotFit(
-            f"{plan.plugin.name} needs {format_size(need)} of model state per rank, "
-            f"of {format_size(room)}",
-            "use more ranks or a smaller model, or --force to run it anyway",
+            f"{plan.plugin.name} needs {format_size(need)} per rank, of {format_size(room)}",
+            f"{remedy(setting.situation, plan)}, or --force to run it anyway",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from colotrain.data.tokens import Prepared
     from colotrain.observe.events import Event
+    from colotrain.observe.view import RunView
 
 ALONE = Node()
 
@@ -33,18 +35,40 @@ def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: boo
     plan = setting.plan
     node = place_of(setting.config, plan)
     if not force:
-        check_fits(plan)
+        check_fits(setting)
     rundir = RunDir(RUNS / plan.name)
     if node.is_head and rundir.plan_file.exists() and plan.checkpoint.resume == "none":
         raise UsageError(
             f"name={plan.name}: {rundir.path} exists",
             "choose another name, or checkpoint.resume=auto to go on with it",
         )
+    if detach and plan.elastic.max_nodes > 1:
+        raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
         from colotrain.cli.detach import detach as start
 
         return start(plan, rundir, setting.config, as_json=as_json)
     return train(plan, rundir, setting.config, node=node, as_json=as_json)
+
+
+def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[str, Any]:
+    """Train here to the end and return the summary; a run that fails is a `ColotrainError`.
+
+    Without `progress` nothing is printed. What was stopped or preempted returns as it is.
+    """
+    from rich.console import Console
+
+    warm_up()
+    setting = settle(overrides)
+    if not force:
+        check_fits(setting)
+    rundir = RunDir(RUNS / setting.plan.name)
+    console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
+    exit_code, cause = carry_out(setting.plan, rundir, setting.config, console=console)
+    document, _ = sum_up(setting.plan, rundir)
+    if exit_code == ColotrainError.exit_code:
+        raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
+    return document
 
 
 def resume(run: str | None, overrides: list[str], *, as_json: bool) -> int:
@@ -74,23 +98,30 @@ def train(
     `config` is what a new plan was made from, so that the run can be resumed with changes; None
     where the plan is the run's own. A node other than the first only helps.
     """
-    from colotrain.observe.fold import follow
     from colotrain.observe.progress import print_summary
-    from colotrain.observe.view import summary
 
     console = stderr_console()
     if not node.is_head:
         return help_out(plan, rundir, node, console=console)
     exit_code, cause = carry_out(plan, rundir, config, node=node, console=console)
-    view = follow(rundir)
-    document = summary(view, plan, rundir)
-    rundir.write_summary(document)
+    document, view = sum_up(plan, rundir)
     print_summary(console, document, plan, view=view)
     if as_json:
         print_json(document)
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
     return exit_code
+
+
+def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
+    """Write `summary.json`; what is in it, and the view that it was made from."""
+    from colotrain.observe.fold import follow
+    from colotrain.observe.view import summary
+
+    view = follow(rundir)
+    document = summary(view, plan, rundir)
+    rundir.write_summary(document)
+    return document, view
 
 
 def help_out(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> int:

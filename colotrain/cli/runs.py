@@ -233,8 +233,9 @@ def cells(row: Row) -> list[Text]:
 def stop(run: str | None, *, root: Path = RUNS, timeout_s: float = STOP_TIMEOUT_S) -> int:
     """Ask a run to save and stop, and wait until it has; 1 where it has not, or has failed."""
     rundir = RunDir.find(run, root=root)
-    submitted = queue.recall(rundir)
-    if submitted is not None:
+    submitted, launcher = queue.recall(rundir), launcher_of(rundir)
+    by_hand = launcher is not None and not launcher.job  # as after `resume` of what was a job
+    if submitted is not None and not by_hand:
         return stop_job(rundir, submitted.job, timeout_s=timeout_s)
     view = follow(rundir, ranks={0})
     now = state(rundir, view)

@@ -11,7 +11,7 @@ from typing import Any
 from colotrain.cli.output import print_json
 from colotrain.cli.resolving import Setting, check_fits, settle
 from colotrain.cli.sweeps import Element, elements_of, write_sweep
-from colotrain.config.schema import Slurm
+from colotrain.config.schema_cluster import Slurm
 from colotrain.config.slurm import num_gpus
 from colotrain.errors import UsageError
 from colotrain.launch import queue
@@ -125,7 +125,7 @@ def settle_job(overrides: list[str], *, force: bool) -> Setting:
     """A plan for the cluster's machines: the GPUs that the job asks for count, not those here."""
     setting = settle(overrides, here=False, adjust=_take_gpus)
     if not force:
-        check_fits(setting.plan)
+        check_fits(setting)
     return setting
 
 

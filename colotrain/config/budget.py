@@ -84,7 +84,8 @@ def check_budget(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Prob
 def _check_folder(text: str) -> Iterator[Problem]:
     key, fix = "plugin.disk_path", "name a folder on a local disk"
     folder = Path(text).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not nearest.is_dir():
         yield Problem(key=key, value=text, expected="a folder", fix=fix)
         return
     where = existing(folder)
@@ -122,6 +123,11 @@ def file_system(place: Path) -> str:
 def check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
     """Whether what the plan puts on disk fits there, and within its budget."""
     if budget.disk_path is None or need == 0:
+        return
+    if need > budget.disk_bytes:
+        expected = f"at least {need:,} bytes per rank for what plugin.budget.host cannot hold"
+        fix = "raise either"
+        yield Problem(key="plugin.budget.disk", value=budget.disk_bytes, expected=expected, fix=fix)
         return
     free = shutil.disk_usage(existing(Path(budget.disk_path))).free
     whole = need * scale.procs_per_node

@@ -58,6 +58,7 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
     "optim.schedule.final_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
+OPTIMIZERS = ("adamw", "sgd", "lion", "muon", "adafactor")
 TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 NOT_YET: dict[str, tuple[Any, str]] = {}
@@ -149,12 +150,31 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
         yield Problem(
             key=key, value=optim.betas, expected="numbers from 0 up to, but not, 1", fix=fix
         )
-    if optim.name == "adamw" and len(optim.betas) != 2:
+    if optim.name in ("adamw", "lion", "muon") and len(optim.betas) != 2:
         fix = "for example optim.betas=[0.9,0.95]"
         yield Problem(key=key, value=optim.betas, expected="two numbers", fix=fix)
     if optim.name == "sgd" and len(optim.betas) not in (1, 2):
         fix = "for example optim.betas=[0.9]"
         yield Problem(key=key, value=optim.betas, expected="SGD's momentum", fix=fix)
+    if ":" in optim.name:
+        yield from _check_dotted("optim.name", optim.name)
+    elif optim.name not in OPTIMIZERS:
+        expected = f"one of {', '.join(OPTIMIZERS)}, or `package.module:Class`"
+        fix = suggest(optim.name, OPTIMIZERS)
+        yield Problem(key="optim.name", value=optim.name, expected=expected, fix=fix)
+    if optim.args and ":" not in optim.name:
+        expected = "nothing but for an optimizer of your own"
+        yield Problem(key="optim.args", value=optim.args, expected=expected, fix="remove it")
+    for index, rule in enumerate(optim.rules):
+        for name, value in (("lr_scale", rule.lr_scale), ("weight_decay", rule.weight_decay)):
+            if value is not None and not 0 <= value < math.inf:
+                where = f"optim.rules[{index}].{name}"
+                yield Problem(key=where, value=value, expected="0 or more", fix="correct it")
+    decay = optim.schedule.decay_steps
+    if decay is not None and (optim.schedule.name != "wsd" or decay < 1):
+        expected = "1 or more" if decay < 1 else "nothing but under optim.schedule.name=wsd"
+        where = "optim.schedule.decay_steps"
+        yield Problem(key=where, value=decay, expected=expected, fix="remove it")
 
 
 def _check_nodes(settings: Config) -> Iterator[Problem]:

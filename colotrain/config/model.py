@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
 from colotrain.config.scale import touches
-from colotrain.config.schema import Config, Data, Freeze
+from colotrain.config.schema import Config, Data, Freeze, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.plan import FreezePlan, ModelPlan, ParameterCounts, Survey
 
@@ -37,6 +37,7 @@ def look(
         problems.append(_wrong_model(model, "has parameters", "register them on the module"))
     if not touches(problems, ("freeze",)):
         problems += _check_freeze(settings.freeze, found)
+    problems += _check_rules(settings.optim, found)
     if not touches(problems, ("data",)):
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)
@@ -61,6 +62,16 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
         expected = "at least one parameter that trains from the first step (all are frozen)"
         value, fix = ", ".join(freeze.patterns) or None, "name some in freeze.except"
         yield Problem(key="freeze.patterns", value=value, expected=expected, fix=fix)
+
+
+def _check_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
+    names = [parameter.name for parameter in survey.parameters]
+    for index, rule in enumerate(optim.rules):
+        if not any(fnmatchcase(name, rule.match) for name in names):
+            key, expected = f"optim.rules[{index}].match", "a glob that matches a parameter's name"
+            yield Problem(
+                key=key, value=rule.match, expected=expected, fix=_nearest(rule.match, names)
+            )
 
 
 def _nearest(glob: str, names: list[str]) -> str:

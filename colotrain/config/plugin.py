@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,56 +15,118 @@ from colotrain.config.scale import Scale
 from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, format_size, parse_size
 from colotrain.errors import Problem, suggest
-from colotrain.estimate.memory import model_state_bytes
+from colotrain.estimate.advise import TIE, Option, Question, best
+from colotrain.estimate.layout import Layout, layout_of
 from colotrain.estimate.offload import least_bytes, predict, tiered
 from colotrain.packing import choose_chunk_bytes, units_of
-from colotrain.plan import Ledger, OptimPlan, PluginPlan, Survey
+from colotrain.plan import (
+    BatchPlan,
+    Ledger,
+    ObservePlan,
+    OptimPlan,
+    PluginPlan,
+    Survey,
+    TrainPlan,
+)
 from colotrain.plugins import AUTO_ORDER, ROWS, Row, expand
 
 MOST_BLOCKS = 10_000
 
 
-def decide(
-    asked: Plugin,
-    scale: Scale,
-    survey: Survey,
-    optim: OptimPlan,
-    *,
-    machine: Machine,
-    split: bool,
-) -> tuple[PluginPlan, Ledger]:
-    """The plan of a plugin that `check_plugin` accepts, and its model state in bytes per rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a plugin is decided for."""
 
-    `split`: blocks may be cut into their modules to reach the chunk size.
+    scale: Scale
+    question: Question
+    batch: BatchPlan
+    train: TrainPlan
+    optim: OptimPlan
+    observe: ObservePlan
+    machine: Machine
+    snapshots: bool
+    """Checkpoints are written from a copy while training goes on."""
+
+    def option(self, plugin: PluginPlan) -> Option:
+        """What `plugin` needs, everything else as planned; less what rests in lower tiers."""
+        layout = self.layout(plugin)
+        recompute = self.train.activation_checkpointing == "blocks"
+        option = self.question.option(plugin.name, layout, checkpointing=recompute)
+        survey, device = self.question.survey, self.scale.device
+        memory = tiered(option.memory, plugin, survey, self.optim, device)
+        fits = memory.total <= self.question.capacity
+        return dataclasses.replace(option, memory=memory, fits=fits)
+
+    def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
+        """The plan of the plugin `name`, with its own defaults or what was asked for."""
+        asked = asked or Plugin()
+        survey, split = self.question.survey, can_split(self.train)
+        return _lay_out(name, asked, self.scale, survey, self.machine, reason=reason, split=split)
+
+    def layout(self, plugin: PluginPlan) -> Layout:
+        every, steps = self.observe.grads_every, self.train.max_steps
+        return layout_of(
+            plugin,
+            self.batch,
+            optim=self.optim,
+            precision=self.train.precision,
+            device=self.scale.device,
+            procs_per_node=self.scale.procs_per_node,
+            records_gradients=0 < every <= steps,
+            snapshots=self.snapshots,
+        )
+
+
+def can_split(train: TrainPlan) -> bool:
+    """Whether blocks may be cut up: not where a block's forward is replaced as a whole."""
+    return train.activation_checkpointing == "none" and not train.compile
+
+
+def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
+    """The plan of a plugin that `check_plugin` accepts, and what it needs.
+
+    `auto` is the fastest that fits; where times are not known, the first that fits.
     """
-
-    def lay_out(name: str, reason: str) -> tuple[PluginPlan, Ledger]:
-        plugin = _lay_out(name, asked, scale, survey, machine, reason=reason, split=split)
-        ledger = state_of(name, asked, scale, survey, optim)
-        return plugin, tiered(ledger, plugin, survey, optim, scale.device)
-
+    scale = situation.scale
     if asked.name != "auto":
-        return lay_out(asked.name, "asked for")
-    too_large = []
-    for name in AUTO_ORDER:
-        _, ledger = lay_out(name, "")
-        if ledger.total <= scale.memory_bytes:
-            break
-        too_large.append(f"{name} needs {format_size(ledger.total)}")
-    need, room = format_size(ledger.total), format_size(scale.memory_bytes)
-    fits = ledger.total <= scale.memory_bytes
-    reason = f"the first that fits: {need} of model state per rank, of {room}"
-    if not fits:
-        reason = f"none fits: even {name} needs {need} of model state per rank, of {room}"
-    elif too_large:
-        reason = f"{reason} ({', '.join(too_large)})"
-    return lay_out(name, reason)
+        plugin = situation.lay_out(asked.name, asked, reason="asked for")
+        return plugin, situation.option(plugin)
+    names = [n for n in AUTO_ORDER if not ROWS[n].hybrid or scale.nodes > 1]
+    plugins = {name: situation.lay_out(name, asked) for name in names}
+    options = [situation.option(plugins[name]) for name in names]
+    chosen = best(options)
+    reason = explain(chosen, options, situation.question.capacity)
+    chosen = chosen or min(options, key=lambda option: option.memory.total)
+    return dataclasses.replace(plugins[chosen.plugin], reason=reason), chosen
 
 
-def state_of(name: str, asked: Plugin, scale: Scale, survey: Survey, optim: OptimPlan) -> Ledger:
-    """Model state in bytes per rank under the plugin `name`."""
-    shard = _mesh(name, asked, scale)[-1]
-    return model_state_bytes(_row(name, asked.reshard), survey, shard, optim)
+def explain(chosen: Option | None, options: list[Option], capacity: int) -> str:
+    """Why `auto` takes what it takes, in one sentence."""
+    room = format_size(capacity)
+    if chosen is None:
+        least = min(options, key=lambda option: option.memory.total)
+        need = format_size(least.memory.total)
+        return f"none fits: even {least.plugin} needs {need} per rank, of {room}"
+    need, timed = format_size(chosen.memory.total), chosen.time.step_s > 0
+    beside = [_beside(o, chosen) for o in options if o is not chosen]
+    others = f" ({'; '.join(beside)})" if beside else ""
+    if timed and sum(option.fits for option in options) > 1:
+        step = format_seconds(chosen.time.step_s)
+        return f"the fastest that fits: {step} a step, {need} per rank of {room}{others}"
+    return f"the first that fits: {need} per rank, of {room}{others}"
+
+
+def _beside(option: Option, chosen: Option) -> str:
+    if not option.fits:
+        return f"{option.plugin} needs {format_size(option.memory.total)}"
+    if option.time.step_s <= TIE * chosen.time.step_s:
+        return f"{option.plugin} is as fast"
+    return f"{option.plugin} takes {format_seconds(option.time.step_s)}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`85 ms`, `1.25 s`: three figures, for people."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _row(name: str, reshard: bool | None) -> Row:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +15,19 @@ from colotrain.config.checks import check, find_resume
 from colotrain.config.data import data_plan
 from colotrain.config.machine import Machine
 from colotrain.config.model import SurveyModel, at_peak, count, look
-from colotrain.config.plugin import check_override_names, check_plugin, check_room, decide
+from colotrain.config.plugin import (
+    Situation,
+    check_override_names,
+    check_plugin,
+    check_room,
+    decide,
+)
 from colotrain.config.scale import Scale, ranks_here, scale_out
 from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
+from colotrain.estimate.advise import Question, Traces
+from colotrain.estimate.hardware import Hardware, Sheet, from_sheet, typical_cpu
+from colotrain.estimate.layout import Layout
 from colotrain.plan import (
     BatchPlan,
     CheckpointPlan,
@@ -28,12 +38,17 @@ from colotrain.plan import (
     ModelPlan,
     ObservePlan,
     OptimPlan,
+    RulePlan,
     RunPlan,
+    Trace,
     TrainPlan,
 )
 from colotrain.records import read, sections
 from colotrain.resizing import reachable
 from colotrain.rundir import run_name
+
+TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, bool, str, int], Trace | None]
+"""Follows a micro-batch: model, freezing, data, precision, checkpointing, device, its size."""
 
 
 def resolve(
@@ -43,12 +58,34 @@ def resolve(
     machine: Machine,
     name: str | None = None,
     found: Sequence[Problem] = (),
+    trace: TraceModel | None = None,
 ) -> RunPlan:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
-    `survey` looks at the model. `found` are problems of composing `config`, reported with those
+    `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
+    and time are left out). `found` are problems of composing `config`, reported with those
     found here.
     """
+    return investigate(
+        config,
+        survey=survey,
+        machine=machine,
+        name=name,
+        found=found,
+        trace=trace,
+    )[0]
+
+
+def investigate(
+    config: dict[str, Any],
+    *,
+    survey: SurveyModel,
+    machine: Machine,
+    name: str | None = None,
+    found: Sequence[Problem] = (),
+    trace: TraceModel | None = None,
+) -> tuple[RunPlan, Situation]:
+    """As `resolve`, and the situation that alternatives to the plan can be weighed in."""
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
     if settings is None:
@@ -68,43 +105,95 @@ def resolve(
         problems += check_override_names(settings.plugin, looked)
     if problems or looked is None or batch is None or data is None:
         raise ConfigError(list({str(problem): problem for problem in problems}.values()))
-    optim = _optim(settings.optim)
-    plugin, memory = decide(
-        settings.plugin,
-        scale,
-        at_peak(looked, freeze),
-        optim,
+    optim, train = _optim(settings.optim), _train(settings.train)
+    observe = _observe(settings.observe)
+    batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings)
+    at_most = at_peak(looked, freeze)
+    situation = Situation(
+        scale=scale,
+        question=Question(
+            survey=at_most,
+            traces=_traces(trace, model, freeze, data, train, scale.device),
+            hardware=_hardware(settings, scale, machine) if trace else None,
+            capacity=scale.memory_bytes,
+            global_batch=batch.global_batch,
+            tokens_per_step=batch_plan.tokens_per_step,
+            world_size=scale.world,
+        ),
+        batch=batch_plan,
+        train=train,
+        optim=optim,
+        observe=observe,
         machine=machine,
-        split=can_split(settings.train),
+        snapshots=checkpoint.enabled and checkpoint.async_,
     )
-    problems += check_room(plugin, at_peak(looked, freeze), optim, scale)
+    plugin, option = decide(settings.plugin, situation)
+    problems += check_room(plugin, at_most, optim, scale)
     if problems:
         raise ConfigError(problems)
-    return RunPlan(
+    plan = RunPlan(
         name=run_name(name or settings.name or _default_name(settings, plugin.name)),
         recipe=settings.recipe,
         world_size=scale.world,
         plugin=plugin,
         model=model,
         data=data,
-        batch=_batch(batch, data),
-        train=_train(settings.train),
+        batch=batch_plan,
+        train=train,
         optim=optim,
         freeze=dataclasses.replace(freeze, matched=looked.matched),
         cluster=_cluster(scale, machine),
         elastic=_elastic(settings.elastic, scale.nodes),
-        checkpoint=_checkpoint(settings),
-        observe=_observe(settings.observe),
+        checkpoint=checkpoint,
+        observe=observe,
         parameters=count(looked),
-        memory=memory,
+        memory=option.memory,
+        time=option.time,
         flops_per_token=looked.flops_per_token,
         warnings=tuple(_warnings(settings, scale, machine)),
     )
+    return plan, situation
 
 
-def can_split(train: Train) -> bool:
-    """Whether blocks may be cut up: not where a block's forward is replaced as a whole."""
-    return train.activation_checkpointing == "none" and not train.compile
+def _traces(
+    trace: TraceModel | None,
+    model: ModelPlan,
+    freeze: FreezePlan,
+    data: DataPlan,
+    train: TrainPlan,
+    device: str,
+) -> Traces:
+    """Traces of the model with everything training that ever will, made when they are asked for."""
+    thawed = tuple(glob for globs in freeze.unfreeze.values() for glob in globs)
+    at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
+
+    @functools.cache
+    def traces(checkpointing: bool, micro_batch: int) -> Trace | None:
+        if trace is None:
+            return None
+        return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)
+
+    return traces
+
+
+def _hardware(
+    settings: Config, scale: Scale, machine: Machine
+) -> Callable[[Layout], Hardware] | None:
+    """The hardware of a layout: of the profile, or typical CPU cores."""
+    profile, train = settings.cluster.profile, settings.train
+    threads = max(1, machine.num_cores // scale.procs_per_node)
+    if profile.name is not None:
+        sheet = Sheet(
+            name=profile.name,
+            peak_flops=profile.tflops[train.precision] * 1e12,
+            memory_bytes_per_s=profile.memory_gb_per_s * 1e9,
+            link_bytes_per_s=profile.link_gb_per_s * 1e9,
+            node_bytes_per_s=profile.node_gb_per_s * 1e9,
+        )
+        return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
+    if scale.device != "cpu":
+        return None
+    return lambda layout: typical_cpu(threads=threads, precision=train.precision)
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
@@ -180,6 +269,12 @@ def _optim(optim: Optim) -> OptimPlan:
         schedule=optim.schedule.name,
         warmup_steps=optim.schedule.warmup_steps,
         final_ratio=optim.schedule.final_ratio,
+        decay_steps=optim.schedule.decay_steps,
+        args=optim.args,
+        rules=tuple(
+            RulePlan(match=rule.match, lr_scale=rule.lr_scale, weight_decay=rule.weight_decay)
+            for rule in optim.rules
+        ),
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from colotrain.config.batch import Batch, Sizes, solve
 from colotrain.config.machine import Machine
-from colotrain.config.schema import Cluster, Config
+from colotrain.config.schema import Config
+from colotrain.config.schema_cluster import Cluster
 from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem, suggest
 
@@ -35,11 +36,16 @@ def scale_out(
     cluster = settings.cluster
     device = machine.device if cluster.device == "auto" else cluster.device
     problems += _check_device(cluster, device, machine)
-    batch = _solve(settings, ranks_here(device, machine), problems)
+    problems += _check_profile(settings)
+    profile = cluster.profile
+    default = ranks_here(device, machine)
+    if profile.name is not None and device == "cuda" and machine.num_devices == 0:
+        default = (profile.devices_per_node, profile.devices_per_node)
+    batch = _solve(settings, default, problems)
     nodes = max(1, cluster.nodes)
     procs = 0 if cluster.procs_per_node == "auto" else cluster.procs_per_node
     if cluster.procs_per_node == "auto":
-        procs = batch.world // nodes if batch else ranks_here(device, machine)[0]
+        procs = batch.world // nodes if batch else default[0]
     procs = max(1, procs)
     memory_bytes = _memory_bytes(cluster, device, procs, machine, problems)
     scale = Scale(nodes=nodes, procs_per_node=procs, device=device, memory_bytes=memory_bytes)
@@ -51,9 +57,30 @@ def _check_device(cluster: Cluster, device: str, machine: Machine) -> Iterator[P
     if device not in ("cpu", "cuda"):
         fix = suggest(device, ("auto", "cpu", "cuda"))
         yield Problem(key=key, value=device, expected="auto, cpu or cuda", fix=fix)
-    if device == "cuda" and machine.num_devices == 0 and cluster.procs_per_node == "auto":
+    elsewhere = cluster.profile.name is not None
+    here = machine.num_devices > 0 or elsewhere
+    if device == "cuda" and not here and cluster.procs_per_node == "auto":
         fix = "set cluster.device=cpu, or cluster.procs_per_node and cluster.memory"
         yield Problem(key=key, value=device, expected="a GPU that torch can use", fix=fix)
+
+
+def _check_profile(settings: Config) -> Iterator[Problem]:
+    """A profile has all of its figures, or none."""
+    profile, precision = settings.cluster.profile, settings.train.precision
+    if profile.name is None:
+        return
+    key = "cluster.profile"
+    if precision not in profile.tflops:
+        known = ", ".join(profile.tflops) or "none"
+        fix = f"train.precision is one of those it has, or set {key}.tflops={{{precision}:N}}"
+        yield Problem(key=f"{key}.tflops", expected=f"a peak in {precision} (has {known})", fix=fix)
+    for name in ("memory_gb_per_s", "link_gb_per_s", "node_gb_per_s"):
+        if getattr(profile, name) <= 0:
+            fix = f"set {key}.{name} as in conf/cluster/a100-80g.yaml"
+            yield Problem(key=f"{key}.{name}", expected="a number above 0", fix=fix)
+    for name, value in profile.tflops.items():
+        if value <= 0:
+            yield Problem(key=f"{key}.tflops.{name}", value=value, expected="a number above 0")
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:

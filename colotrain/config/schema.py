@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Size = int | float | str
-"""Bytes (`1048576`), text (`512MiB`, `10GiB`), or a fraction of what is there (`0.5`)."""
+from colotrain.config.schema_cluster import Cluster
+from colotrain.config.sizes import Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +169,10 @@ class Train:
 class Schedule:
     """The learning rate over the run."""
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd: constant, then linear at the end."""
+    decay_steps: int | None = None
+    """wsd: steps of the linear end; null: a fifth of the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     final_ratio: float = 0.1
@@ -178,15 +180,33 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What differs for some parameters."""
+
+    match: str
+    """A glob on parameter names."""
+    lr_scale: float | None = None
+    """Their learning rate, as a multiple of `optim.lr`."""
+    weight_decay: float | None = None
+    """Their weight decay, whatever their shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Optim:
     """The optimizer."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw (fused) or sgd."""
+    name: str = "adamw"
+    """adamw, sgd, lion, muon (for the matrices of layers; AdamW for the rest), adafactor, or
+    `package.module:Class`, which is called with parameter groups, `lr` and `args`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of an optimizer of your own."""
+    rules: list[Rule] = field(default_factory=list)
+    """For some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; of several
+    that match, later ones win."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's two decay rates; the first is SGD's momentum."""
+    """The two decay rates of AdamW and Lion; the first is SGD's momentum, the second Muon's."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
@@ -213,98 +233,6 @@ class Accumulate:
 
     steps: int | Literal["auto"] = "auto"
     """Micro-batches per rank and step; auto: from the other three sizes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slurm:
-    """The job that `colotrain submit` hands to SLURM; what is null is left to the site."""
-
-    partition: str | None = None
-    """Partition, or several with commas between."""
-    account: str | None = None
-    """Account that is charged."""
-    qos: str | None = None
-    """Quality of service."""
-    time: str | int | None = None
-    """Time limit: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
-    gpus_per_node: int | str | None = None
-    """GPUs on each node (`8`, `h100:8`): as many ranks, unless `cluster.procs_per_node` is set."""
-    gres: str | None = None
-    """Generic resources of each node, where a site has no `gpus_per_node`: `gpu:8`."""
-    cpus_per_task: int | None = None
-    """CPUs of each node: one launcher runs there, with all its ranks."""
-    memory: str | int | None = None
-    """Memory of each node: `64G`; `0` is all of it."""
-    exclude: str | None = None
-    """Nodes not to use."""
-    nodelist: str | None = None
-    """Nodes to use."""
-    dependency: str | None = None
-    """As in `afterok:1234`."""
-    constraint: str | None = None
-    """Features that nodes must have."""
-    reservation: str | None = None
-    """Reservation to run in."""
-    mail_user: str | None = None
-    """Who is told by mail."""
-    mail_type: str | None = None
-    """Of what: `END,FAIL`."""
-    comment: str | None = None
-    """Any text."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Any other flag of sbatch, without its dashes: `{exclusive: true, switches: 1}`."""
-    setup: list[str] = field(default_factory=list)
-    """Lines of shell before the run, as they are written: `module load cuda`."""
-    container: list[str] = field(default_factory=list)
-    """Words before the command on each node: `[apptainer, exec, --nv, image.sif]`."""
-    python: str | None = None
-    """The interpreter on the nodes; null: the one that submits."""
-    snapshot: bool = False
-    """Run from a copy of the git working tree, so that editing code cannot change a queued job."""
-    warn_s: int = 60
-    """Seconds before the time limit at which the run saves and is queued again."""
-    max_requeues: int = 100
-    """How often a job that was preempted or ran out of time is queued again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """What the hardware can do, for `colotrain plan` (`cluster=a100-80g` and others set it)."""
-
-    name: str | None = None
-    """What it is called; without a name, the figures of this machine are taken."""
-    devices_per_node: int = 1
-    """Ranks of a node where `cluster.procs_per_node` is auto and this machine has no such device."""
-    tflops: dict[str, float] = field(default_factory=dict)
-    """Dense peak by precision, in 10^12 operations per second: `{bf16: 312}`."""
-    memory_gb_per_s: float = 0.0
-    """Memory bandwidth of a device, in 10^9 bytes per second."""
-    link_gb_per_s: float = 0.0
-    """What a rank can send to the others of its node, one way."""
-    node_gb_per_s: float = 0.0
-    """What a node can send to other nodes, one way, over all its adapters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """Where the run happens."""
-
-    nodes: int = 1
-    """Machines."""
-    procs_per_node: int | Literal["auto"] = "auto"
-    """Ranks per machine; auto: one per GPU, or one per physical core on CPU (at most 8)."""
-    device: str = "auto"
-    """auto, cpu, or cuda."""
-    memory: Size = "auto"
-    """Memory a rank may use; auto: the GPU's, or an equal part of the host's."""
-    rank: int | None = None
-    """Several machines started by hand: this one's number, from 0."""
-    head: str | None = None
-    """Several machines started by hand: `HOST:PORT` of machine 0, where the others find it."""
-    slurm: Slurm = field(default_factory=Slurm)
-    """The job that `colotrain submit` hands to SLURM."""
-    profile: Profile = field(default_factory=Profile)
-    """The hardware that is planned for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from colotrain.errors import Problem
 
+Size = int | float | str
+"""Bytes (`1048576`), text (`512MiB`, `10GiB`), or a fraction of what is there (`0.5`)."""
 UNITS = {
     "b": 1,
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from colotrain.config.schema import Slurm
+from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import Problem
 
 TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|infinite|unlimited", re.I)

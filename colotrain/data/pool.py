@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from colotrain.errors import ColotrainError
@@ -18,6 +20,9 @@ from colotrain.lifeline import end_with
 MOST_WORKERS = 16
 AHEAD = 2
 """Pieces of work per process that are under way at once: memory is bounded by their number."""
+
+_MAIN_NAMES = ("__spec__", "__file__")
+"""By which multiprocessing finds the main module."""
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -51,19 +56,34 @@ def in_order(
     pool = ProcessPoolExecutor(
         workers, mp_context=context, initializer=_begin, initargs=(os.getpid(), begin, args)
     )
-    waiting: deque[Future[Result]] = deque(pool.submit(function, piece) for piece in first)
+    waiting: deque[Future[Result]] = deque()
     try:
-        for piece in stream:
+        for piece in chain(first, stream):
             if len(waiting) >= AHEAD * workers:
                 yield waiting.popleft().result()
-            waiting.append(pool.submit(function, piece))
+            with _main_hidden():  # processes are started when there is work for them
+                waiting.append(pool.submit(function, piece))
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        problem = "a process that tokenizes was killed"
+        problem = "a process that tokenizes was killed, or could not start"
         raise ColotrainError(problem, "is memory short? try data.workers=1") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Processes started meanwhile do not load this one's main module, which may be a script
+    without a guard, a notebook or stdin: they need nothing of it.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in _MAIN_NAMES if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
 
 
 def _begin(parent: int, begin: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -115,6 +115,7 @@ def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
 
 def manifest_of(run: Run) -> Manifest:
     """Everything beside the tensors, as it is after `run.step` steps."""
+    spared = tuple(sorted(unchanged(run)))
     return Manifest(
         step=run.step,
         optimizer_steps=run.optimizer.steps,
@@ -129,8 +130,8 @@ def manifest_of(run: Run) -> Manifest:
         frozen=dict(run.gradients.frozen),
         plan=to_plain(run.plan),
         versions=_versions(),
-        left_out=tuple(sorted(unchanged(run))),
-        began_with=_began_with(run),
+        left_out=spared,
+        began_with=_began_with(run) if spared else {},
         written_at=time.time(),
     )
 

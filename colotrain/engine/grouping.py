@@ -56,9 +56,10 @@ def find_groups(
 def _parts(name: str, module: nn.Module) -> Iterator[Block]:
     """Modules inside a block that hold parameters which nothing else in it holds."""
     owners = Counter(p for child in module.children() for p in set(child.parameters()))
+    owners.update(p for p in module._parameters.values() if p is not None)
     for key, child in module.named_children():
         own = set(child.parameters())
-        if own and all(owners[p] == 1 and p not in module._parameters.values() for p in own):
+        if own and all(owners[p] == 1 for p in own):
             yield f"{name}.{key}", child
             yield from _parts(f"{name}.{key}", child)
 

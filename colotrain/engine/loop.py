@@ -120,6 +120,8 @@ def train(run: Run) -> str:
         clock = Clock()
         run.generator_state = torch.get_rng_state()
         run.sharded.calls.clear()
+        if run.tiers is not None:
+            run.tiers.begin_step()
         unfreeze_(run)
         gradients.clear_(run.sharded.module)
         batches = Fetch(run)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.optimizers import OF_SHARDS, is_hidden_matrix, make, settled
 from colotrain.engine.placement import Tiers
-from colotrain.engine.sharding import local_shard
+from colotrain.engine.sharding import local_shard, shard_range
+from colotrain.errors import ColotrainError
 from colotrain.plan import OptimPlan
 
 
@@ -24,11 +28,12 @@ class Watch(Protocol):
 
 
 class ShardOptimizer:
-    """Steps every trainable parameter once per step, on plain local tensors.
+    """Steps every trainable parameter once per step.
 
-    The optimizer never sees a DTensor: updates are elementwise, so that a shard's update is the
-    shard of the update. `steps` counts what the optimizer itself did. With `tiers` whose placement
-    streams, parameters are updated group by group while their state is at hand.
+    Where updates are elementwise, a shard's update is the shard of the update, and the optimizer
+    sees plain local tensors; `engine.optimizers` says what the others see. `steps` counts what the
+    optimizer itself did. With `tiers` whose placement streams, parameters are updated group by
+    group while their state is at hand.
     """
 
     def __init__(self, plan: OptimPlan, *, max_steps: int, tiers: Tiers | None = None) -> None:
@@ -36,25 +41,55 @@ class ShardOptimizer:
         self._calls = 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, nn.Parameter] = {}
+        self.stepped: dict[str, nn.Parameter] = {}
+        """Name → what torch's optimizer holds: the shard, or the sharded parameter itself."""
+        self._names: dict[nn.Parameter, str] = {}
         self.torch: torch.optim.Optimizer | None = None
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin to train `parameters` (name → sharded parameter)."""
         fresh = {n: nn.Parameter(local_shard(p.detach())) for n, p in parameters.items()}
+        of_shards = self.plan.name in OF_SHARDS
         self.parameters.update(parameters)
         self.shards.update(fresh)
-        for decay in (True, False):
-            chosen = [s for n, s in fresh.items() if (parameters[n].ndim >= 2) == decay]
-            if not chosen:
-                continue
-            group = {"params": chosen, "weight_decay": self.plan.weight_decay if decay else 0.0}
+        self.stepped.update(fresh if of_shards else parameters)
+        self._names |= {self.stepped[name]: name for name in fresh}
+        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+        for name in fresh:
+            key = settings_of(name, parameters[name].ndim, self.plan)
+            groups.setdefault(key, []).append(self.stepped[name])
+        for (lr_scale, weight_decay, muon), chosen in groups.items():
+            group = {"params": chosen, "weight_decay": weight_decay, "lr_scale": lr_scale}
+            group |= {"muon": muon} if self.plan.name == "muon" else {}
             if self.torch is None:
-                self.torch = _make(self.plan, [group])
+                self.torch = make(self.plan, [group], self)
                 self.torch.register_step_post_hook(self._count)
             else:
                 self.torch.add_param_group(group)
         if self.tiers is not None:
             self.tiers.watch_gradients()
+
+    def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+        """`value`, laid out like `shard`, of every rank put together (collective)."""
+        found = _like(self.parameters[self._names[shard]], value)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
+        parameter = self.parameters[self._names[shard]]
+        if not isinstance(parameter, DTensor):
+            return whole
+        start, rows = shard_range(parameter)
+        return whole[start : start + rows]
+
+    def num_rows(self, shard: nn.Parameter) -> int | None:
+        """Rows of the whole parameter; None where this rank has all of it."""
+        parameter = self.parameters[self._names[shard]]
+        return parameter.shape[0] if isinstance(parameter, DTensor) else None
+
+    def sum_(self, values: Tensor) -> None:
+        """Add up `values` over the ranks that share one copy of the model (collective)."""
+        sharded = next(p for p in self.parameters.values() if isinstance(p, DTensor))
+        dist.all_reduce(values, group=sharded.device_mesh.get_group(-1))
 
     @property
     def streams(self) -> bool:
@@ -64,8 +99,12 @@ class ShardOptimizer:
     def drop(self, names: Iterable[str]) -> None:
         """Cease to train parameters, and forget their state."""
         assert self.torch is not None
-        dropped = {self.shards.pop(name) for name in names}
-        self.parameters = {n: p for n, p in self.parameters.items() if n in self.shards}
+        names = list(names)
+        if self.tiers is not None:
+            self.tiers.forget(names)
+        for name in names:
+            del self.shards[name], self.parameters[name]
+        dropped = {self.stepped.pop(name) for name in names}
         for shard in dropped:
             self.torch.state.pop(shard, None)
         for group in self.torch.param_groups:
@@ -74,9 +113,14 @@ class ShardOptimizer:
     def step(self, *, factor: float, watch: Watch | None = None) -> float:
         """One update with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
+        if self.streams and self.plan.name not in OF_SHARDS:
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: its state cannot be streamed from host or disk",
+                f"give plugin.budget more room, or choose one of {', '.join(OF_SHARDS)}",
+            )
         lr = self.plan.lr * schedule(self.plan, self.steps, self.max_steps)
         for group in self.torch.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self._calls, visits = 0, 0
         for names in self._visits():
             visits += 1
@@ -104,72 +148,137 @@ class ShardOptimizer:
             scaled = torch._foreach_mul(list(grads.values()), factor)
             grads = dict(zip(grads, scaled, strict=True))
         for name, grad in grads.items():
-            self.shards[name].grad = grad
-        self.torch.step()
+            if self.plan.name in OF_SHARDS:  # elsewhere it is the parameter's own, scaled above
+                self.stepped[name].grad = grad
+        try:
+            self.torch.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if self.plan.name in OF_SHARDS:
+                raise
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: it cannot update sharded parameters ({error})",
+                f"use operations that DTensors have, or one of {', '.join(OF_SHARDS)}",
+            ) from error
         for name in grads:
-            self.shards[name].grad = None
+            if self.plan.name in OF_SHARDS:
+                self.stepped[name].grad = None
 
     def _count(self, *_: object) -> None:
         self._calls += 1
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Name → state tensors; those of the parameter's shape are DTensors laid out like it."""
+        """Name → state tensors; those of the parameter's shape are DTensors laid out like it.
+
+        Raises `ColotrainError` for state that is not tensors: it could not be saved. All ranks
+        must call.
+        """
         assert self.torch is not None
         return {
             name: {
-                key: _like(self.parameters[name], value)
-                for key, value in self.torch.state[shard].items()
-                if isinstance(value, Tensor)
+                key: self._tensor(name, key, value)
+                for key, value in self.torch.state[stepped].items()
+                if value is not None
             }
-            for name, shard in self.shards.items()
-            if shard in self.torch.state
+            for name, stepped in self.stepped.items()
+            if stepped in self.torch.state
         }
+
+    def _tensor(self, name: str, key: str, value: Any) -> Tensor:
+        found = None
+        if isinstance(value, Tensor):
+            of_shards = self.plan.name in OF_SHARDS
+            shared = key == "col_var" and value.ndim == 2  # adafactor's sums over all rows
+            parameter = self.parameters[name]
+            found = settled(value)
+            if of_shards and not shared:
+                found = _like(parameter, value)
+        if found is None:
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: its state {key!r} of {name} is a "
+                f"{type(value).__name__} that no checkpoint can hold",
+                "keep tensors of the parameter's shape, or whole ones, or set checkpoint.every=0",
+            )
+        return found
 
     def prepare_state_(self) -> None:
         """Make zeroed state for every parameter, so that a checkpoint can be read into it."""
         assert self.torch is not None
-        for shard in (self.shards[name] for names in self._visits() for name in names):
-            if not self.torch.state[shard]:
-                self.torch.state[shard] = _blank_state(self.plan, shard)
+        for name in (name for names in self._visits() for name in names):
+            stepped = self.stepped[name]
+            if not self.torch.state[stepped]:
+                muon = settings_of(name, self.parameters[name].ndim, self.plan)[2]
+                blank = _blank_state(self.plan, stepped, muon=muon)
+                self.torch.state[stepped] = blank
 
 
-def _make(plan: OptimPlan, groups: list[dict]) -> torch.optim.Optimizer:
-    if plan.name == "adamw":
-        betas = (plan.betas[0], plan.betas[1])
-        return torch.optim.AdamW(groups, lr=plan.lr, betas=betas, eps=plan.eps, fused=True)
-    return torch.optim.SGD(groups, lr=plan.lr, momentum=plan.betas[0], fused=True)
+def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bool]:
+    """(scale of the learning rate, weight decay, whether it is muon's) of a parameter.
+
+    Matrices decay and vectors do not, unless a rule says otherwise; of several rules that match,
+    each adds to or replaces what those before it say.
+    """
+    lr_scale, weight_decay = 1.0, plan.weight_decay if ndim >= 2 else 0.0
+    for rule in plan.rules:
+        if fnmatchcase(name, rule.match):
+            lr_scale = lr_scale if rule.lr_scale is None else rule.lr_scale
+            weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
+    return lr_scale, weight_decay, plan.name == "muon" and is_hidden_matrix(name, ndim)
+
+
+class _Alone:
+    """The layout of a parameter that is whole."""
+
+    def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+        return value
+
+    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
+        return whole
+
+    def num_rows(self, shard: nn.Parameter) -> int | None:
+        return None
+
+    def sum_(self, values: Tensor) -> None:
+        raise AssertionError("nothing is shared")
 
 
 def state_ratio(plan: OptimPlan) -> float:
     """Bytes of optimizer state per byte of parameter, as one step on a small matrix shows."""
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
-    small = _make(plan, [{"params": [matrix]}])
+    small = make(plan, [{"params": [matrix]}], _Alone())
     small.step()
     tensors = [t for t in small.state[matrix].values() if isinstance(t, Tensor) and t.ndim]
     return sum(t.numel() * t.itemsize for t in tensors) / (matrix.numel() * matrix.itemsize)
 
 
-def _blank_state(plan: OptimPlan, shard: nn.Parameter) -> dict[str, Tensor]:
-    if plan.name == "adamw":
-        step = torch.zeros((), dtype=torch.float32, device=shard.device)
-        moments = {key: torch.zeros_like(shard.data) for key in ("exp_avg", "exp_avg_sq")}
-        return {"step": step, **moments}
-    if plan.betas[0]:
-        return {"momentum_buffer": torch.zeros_like(shard.data)}
-    return {}
+def _blank_state(plan: OptimPlan, like: nn.Parameter, *, muon: bool) -> dict[str, Any]:
+    """The state that a first step makes for a parameter like this one, its tensors zeroed."""
+    twin = nn.Parameter(torch.zeros_like(like.detach()))
+    twin.grad = torch.zeros_like(twin)
+    group = {"params": [twin], "weight_decay": 0.0} | ({"muon": muon} if muon else {})
+    optimizer = make(plan, [group], _Alone())
+    optimizer.step()
+    state = dict(optimizer.state[twin])
+    for value in state.values():
+        if isinstance(value, Tensor):
+            value.zero_()
+    return state
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor) or value.shape != parameter.to_local().shape:
+    """`value` as a DTensor where its rows are those of this rank's shard of `parameter`."""
+    if not isinstance(parameter, DTensor) or value.ndim != parameter.ndim:
         return value
+    if value.shape[0] != parameter.to_local().shape[0]:
+        return value
+    shape = torch.Size((parameter.shape[0], *value.shape[1:]))
     return DTensor.from_local(
         value,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 
@@ -182,7 +291,8 @@ def scale_(tensors: list[Tensor], factor: float) -> None:
 def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:
     """Share of the peak learning rate in `step` (0 is the first): warm-up, then the shape.
 
-    cosine: SGDR's half cosine (Loshchilov and Hutter 2017), down to `final_ratio`.
+    cosine: SGDR's half cosine (Loshchilov and Hutter 2017), down to `final_ratio`. wsd: constant,
+    then a straight line down over the last `decay_steps` (Hu et al. 2024).
     """
     if step < plan.warmup_steps:
         return (step + 1) / plan.warmup_steps
@@ -190,6 +300,9 @@ def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:
         return 1.0
     span = max(max_steps - 1 - plan.warmup_steps, 1)
     progress = min((step - plan.warmup_steps) / span, 1.0)
-    if plan.schedule == "linear":
+    if plan.schedule == "wsd":
+        decay = min(plan.decay_steps or max(max_steps // 5, 1), max_steps)
+        progress = min(max(step - (max_steps - 1 - decay), 0) / decay, 1.0)
+    if plan.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - plan.final_ratio) * progress
     return plan.final_ratio + (1.0 - plan.final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -9,26 +9,20 @@ pages before they are used and to write them back and drop them afterwards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from colotrain.engine.disk import (
-    ALIGNMENT,
-    DiskStore,
-    Region,
-    aligned,
-    return_free_memory,
-    whole_pages,
-)
-from colotrain.engine.freezing import matches
-from colotrain.engine.sharding import Group, ShardedModel
+from colotrain.engine.disk import ALIGNMENT, DiskStore, Region, return_free_memory, whole_pages
+from colotrain.engine.homes import Home
+from colotrain.engine.sharding import ShardedModel
 from colotrain.errors import ColotrainError
 from colotrain.observe.probes import memory_now, reset_peak
 from colotrain.plan import RunPlan
@@ -46,83 +40,8 @@ from colotrain.tiers import (
 
 TENSORS_OF_STATE = 3
 """Space for alignment is kept for so many tensors of optimizer state per parameter."""
-SAFETY = 1.5
-"""By which the first guess exceeds the arithmetic, for what no arithmetic knows: a first step that
-is killed for memory teaches nothing, and after it things may move up again."""
-MARGIN = 0.03
+MARGIN = 0.1
 """Of what is measured, added to it: the next step's peak is not exactly this one's."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Home:
-    """Where one group's tensors rest on this rank."""
-
-    index: int
-    group: Group
-    names: dict[str, Any]
-    """Parameter name → torch's record of it (FSDPParam)."""
-    regions: dict[Kind, list[Region]] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Parameter name → mapped memory for its sharded gradient."""
-    kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Parameter name → key of its optimizer state → the tensor below the device."""
-    parameters: Tier = "device"
-    """Where the parameters are now; on CPU the device is the host."""
-    last_trained: str = ""
-    """The last parameter of the group whose gradient is reduced."""
-
-    def pages(self, *kinds: Kind) -> list[Region]:
-        return [region for kind in kinds for region in self.regions.get(kind, [])]
-
-
-Modules = list[tuple[str, list[nn.Module]]]
-
-
-def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) -> list[GroupBytes]:
-    """What each group weighs on a rank, the root's last, when all that ever trains does so.
-
-    `state_ratio` is bytes of optimizer state per byte of parameter. The same on every rank: shards
-    are counted with the padding that makes them equal.
-    """
-    ranks = plan.plugin.mesh[-1]
-    thawed = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.ndim and parameter.numel():
-            names.setdefault(parameter, []).append(name)
-    sizes = []
-    for name, modules in [*groups, ("", [model])]:
-        whole = trained = 0
-        for parameter in (p for module in modules for p in module.parameters()):
-            known_as = names.pop(parameter, None)
-            if known_as is None:  # counted with a group inside this one
-                continue
-            rows = -(-parameter.shape[0] // ranks)
-            size = rows * (parameter.numel() // parameter.shape[0]) * parameter.itemsize
-            whole += size
-            trained += size if parameter.requires_grad or matches(known_as, thawed) else 0
-        state = round(trained * state_ratio)
-        sizes.append(GroupBytes(name=name, parameters=whole, gradients=trained, optimizer=state))
-    return sizes
-
-
-def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> Other:
-    """What else a rank will need, before any step has shown it. All ranks must call.
-
-    Gathered parameters: the root's with the output of its gather, and two groups'; of one group
-    the whole gradient, the part of it being added, and the input of its reduction; activations as
-    the ledger has them.
-    """
-    now = memory_now()[0] if plan.cluster.device == "cpu" else 0
-    base = torch.tensor(now, dtype=torch.int64, device=plan.cluster.device)
-    dist.all_reduce(base, op=dist.ReduceOp.MAX)
-    ranks = plan.plugin.mesh[-1]
-    blocks = sorted(size.parameters for size in sizes[:-1])
-    gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
-    reduced = 3 * ranks * max(size.gradients for size in sizes)
-    passing = SAFETY * (gathered + reduced) + plan.memory.activations
-    compute = int(base) + int(passing)
-    return Other(compute=compute, update=int(base))
 
 
 class Tiers:
@@ -143,6 +62,7 @@ class Tiers:
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="tiers-read")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
         self.writing: Future[None] | None = None
+        self.lane = torch.cuda.Stream() if self.device == "cuda" else None
         self.order: dict[tuple[int, int], int] = {}
         """Two groups gathered one after the other → the one that came next, the last time."""
         self.gathered = (-1, -1)
@@ -151,6 +71,16 @@ class Tiers:
 
     def _decide(self, other: Other) -> Placement:
         return place(self.sizes, self.budget, other, device=self.device)
+
+    def begin_step(self) -> None:
+        """Measure from here: what validation and checkpoints needed is no matter of placement."""
+        self.trim()
+        return_free_memory()
+        reset_peak()
+
+    def offloads(self, index: int) -> bool:
+        """Whether a group's parameters begin outside the device (CUDA alone has another)."""
+        return self.device != "cpu" and self.placement.groups[index].parameters != self.top
 
     def is_short(self) -> bool:
         """Whether this rank has used more memory than it may, since things were last settled."""
@@ -184,7 +114,6 @@ class Tiers:
         self.exhausted = self.settled and not changed
         self.settled = True
         self._move(optimizer)
-        reset_peak()
         return changed
 
     def _reserve(self, wanted: Placement) -> None:
@@ -216,7 +145,6 @@ class Tiers:
         moved = moved_bytes(
             self.sizes,
             self.placement,
-            top=self.top,
             micro_batches=self.plan.batch.accumulation_steps,
         )
         budget = {k: v for k, v in asdict(self.budget).items() if k.endswith("_bytes")}
@@ -236,7 +164,14 @@ class Tiers:
         names = {id(p): name for name, p in sharded.module.named_parameters()}
         for index, group in enumerate(sharded.groups):
             own = {names[id(param.sharded_param)]: param for param in group.params}
-            self.homes.append(Home(index=index, group=group, names=own, parameters=self.top))
+            home = Home(
+                index=index,
+                group=group,
+                names=own,
+                parameters=self.top,
+                pinned=self.device != "cpu",
+            )
+            self.homes.append(home)
         self.norms = sharded.norms
         if self.placement.uses_disk:
             self._open_store()
@@ -260,44 +195,17 @@ class Tiers:
         """Bring each group's parameters where they belong; `fresh` ones have no values yet."""
         for home in self.homes:
             wanted = self.placement.groups[home.index].parameters
-            if wanted != home.parameters and home.names:
-                self._rehouse(home, wanted, fresh=fresh)
-
-    def _rehouse(self, home: Home, tier: Tier, *, fresh: bool) -> None:
-        params = list(home.names.values())
-        sizes = [param.padded_sharded_param_size.numel() for param in params]
-        dtypes = [param.sharded_param.dtype for param in params]
-        if tier == "disk":
-            if "parameters" not in home.regions:
-                home.regions["parameters"] = [self._take(sizes, dtypes)]
-            flats = home.regions["parameters"][0].carve(sizes, dtypes)
-        else:
-            pin = self.device != "cpu"
-            each = zip(sizes, dtypes, strict=True)
-            flats = [torch.empty(n, dtype=d, pin_memory=pin) for n, d in each]
-        for param, flat in zip(params, flats, strict=True):
-            if not fresh:
-                flat.copy_(param._sharded_param_data)
-            rows = param.sharded_param._local_tensor.shape[0]
-            param._sharded_param_data = flat
-            local = flat.view(param.padded_sharded_param_size)[:rows]
-            param.sharded_param._local_tensor = local
-        home.parameters = tier
-        self._write_back(home, "parameters")
-        for fsdp_group in home.group.handle._get_fsdp_state()._fsdp_param_groups:
-            self._watch_gathers(home.index, fsdp_group)
-
-    def _take(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Region:
-        assert self.store is not None
-        each = zip(sizes, dtypes, strict=True)
-        return self.store.take(max(1, sum(aligned(n * d.itemsize) for n, d in each)))
+            if wanted == home.parameters or not home.names:
+                continue
+            home.move_parameters(wanted, self.store, fresh=fresh)
+            self._write_back(home, "parameters")
+            for fsdp_group in home.group.handle._get_fsdp_state()._fsdp_param_groups:
+                self._watch_gathers(home.index, fsdp_group)
 
     def release(self, parameter: Tensor) -> None:
         """Write back and drop a parameter that was just filled."""
         for home in self.homes:
-            if home.parameters == "disk" and any(
-                p.sharded_param is parameter for p in home.names.values()
-            ):
+            if home.parameters == "disk" and home.holds(parameter):
                 self._write_back(home, "parameters")
 
     def trim(self) -> None:
@@ -367,44 +275,27 @@ class Tiers:
                     home.last_trained = name
                 if leaf.requires_grad and not hasattr(leaf, "_colotrain_watched"):
                     leaf._colotrain_watched = True
-                    hook = functools.partial(self._gradient, home, name, param)
+                    hook = functools.partial(self._gradient, home, name)
                     leaf.register_post_accumulate_grad_hook(hook)
 
-    def _gradient(self, home: Home, name: str, param: Any, leaf: Tensor) -> None:
+    def _gradient(self, home: Home, name: str, leaf: Tensor) -> None:
         """Called when a sharded gradient is complete or has been added to."""
         self.norms.pop(name, None)
         if self.placement.groups[home.index].gradients != "disk" or leaf.grad is None:
             return
-        local = leaf.grad._local_tensor  # type: ignore[attr-defined]
-        if name not in home.gradients:
-            self._make_room_for_gradients(home)
-        own = home.gradients[name].view(local.shape)
-        if local.data_ptr() != own.data_ptr():
-            own.copy_(local)
-            leaf.grad = param.to_sharded_dtensor(own)
+        own = home.keep_gradient(name, leaf, self.store)
         if own.numel():
             self.norms[name] = torch._foreach_norm([own])[0]
         if name == home.last_trained:
             self._write_back(home, "gradients")
-
-    def _make_room_for_gradients(self, home: Home) -> None:
-        missing = {
-            n: p
-            for n, p in home.names.items()
-            if n not in home.gradients and p.sharded_param.requires_grad
-        }
-        sizes = [p.sharded_param._local_tensor.numel() for p in missing.values()]
-        dtypes = [p.sharded_param.dtype for p in missing.values()]
-        region = self._take(sizes, dtypes)
-        home.regions.setdefault("gradients", []).append(region)
-        home.gradients |= dict(zip(missing, region.carve(sizes, dtypes), strict=True))
 
     # -- the optimizer
 
     def visit(self, optimizer: Any) -> Iterator[list[str]]:
         """Names of the parameters to update, group by group, their state at hand meanwhile.
 
-        While one group is updated the next one's pages are fetched.
+        While one group is updated the next one's pages are fetched, or its state is copied to the
+        device.
         """
         return_free_memory()
         housed = {name for home in self.homes for name in home.names}
@@ -416,65 +307,61 @@ class Tiers:
         for number, (home, names) in enumerate(busy):
             if ahead is not None:
                 ahead.result()
-            self._arrive(home, names, optimizer)
-            if number + 1 < len(busy):
-                following = busy[number + 1][0]
+            if number == 0 or self.lane is None:
+                self._raise(home, names, optimizer)
+            self._join()
+            for following, others in busy[number + 1 : number + 2]:
                 changed = following.pages("optimizer", "parameters")
                 ahead = self.reader.submit(_fetch, following.pages("gradients"), changed)
+                if self.lane is not None:
+                    self._raise(following, others, optimizer)
             yield names
-            self.leave(home, names, optimizer)
-        self._flush()
+            self._lower(home, names, optimizer)
+        self._finish()
 
-    def _arrive(self, home: Home, names: list[str], optimizer: Any) -> None:
-        """Optimizer state where the shards are; what may stay there leaves its place below."""
-        stays = self.placement.groups[home.index].optimizer == self.top
-        for name in names:
-            shard = optimizer.shards[name]
-            for key, kept in home.kept.get(name, {}).items():
-                if kept.device != shard.device or stays:
-                    optimizer.torch.state[shard][key] = kept.to(
-                        shard.device, non_blocking=True, copy=True
-                    )
-        if stays:
-            home.kept.clear()
+    def _raise(self, home: Home, names: list[str], optimizer: Any) -> None:
+        to_stay = self.placement.groups[home.index].optimizer == self.top
+        with self._copying(after_update=False):
+            home.raise_state(names, optimizer, to_stay=to_stay)
 
-    def leave(self, home: Home, names: list[str], optimizer: Any) -> None:
-        """Bring the state of `names` back to where it rests."""
+    def _lower(self, home: Home, names: list[str], optimizer: Any) -> None:
         for region in home.pages("gradients"):
             region.drop()
-        if self.placement.groups[home.index].optimizer == self.top:
+        tier = self.placement.groups[home.index].optimizer
+        if tier == self.top:
             self._write_back(home, "parameters")
             return
-        states = {name: _large(optimizer.torch.state[optimizer.shards[name]]) for name in names}
-        fresh = {n: s for n, s in states.items() if s and n not in home.kept}
-        if fresh:
-            home.kept |= self._make_room_for_state(home, fresh)
-        for name, state in states.items():
-            for key, value in state.items():
-                kept = home.kept[name][key]
-                if value is not kept:
-                    kept.copy_(value)
-                    optimizer.torch.state[optimizer.shards[name]][key] = kept
+        with self._copying(after_update=True):
+            home.lower_state(names, optimizer, tier, self.store)
+        if self.lane is not None and home.pages("optimizer"):
+            self.lane.synchronize()  # its pages can be written only when they are there
         self._write_back(home, "parameters", "optimizer")
 
-    def _make_room_for_state(
-        self, home: Home, states: Mapping[str, Mapping[str, Tensor]]
-    ) -> dict[str, dict[str, Tensor]]:
-        flat = [(n, k, t) for n, state in states.items() for k, t in state.items()]
-        if self.placement.groups[home.index].optimizer == "disk":
-            sizes, dtypes = [t.numel() for *_, t in flat], [t.dtype for *_, t in flat]
-            region = self._take(sizes, dtypes)
-            home.regions.setdefault("optimizer", []).append(region)
-            tensors = region.carve(sizes, dtypes)
-        else:
-            pin = self.device != "cpu"
-            tensors = [torch.empty(t.numel(), dtype=t.dtype, pin_memory=pin) for *_, t in flat]
-        kept: dict[str, dict[str, Tensor]] = {}
-        for (name, key, value), tensor in zip(flat, tensors, strict=True):
-            kept.setdefault(name, {})[key] = tensor.view(value.shape)
-        return kept
+    @contextmanager
+    def _copying(self, *, after_update: bool) -> Iterator[None]:
+        """On CUDA: copies on a stream of their own, beside the update of another group."""
+        if self.lane is None:
+            yield
+            return
+        if after_update:
+            self.lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.lane):
+            yield
 
-    def _flush(self) -> None:
+    def _join(self) -> None:
+        """Let the update wait for the copies made so far."""
+        if self.lane is not None:
+            torch.cuda.current_stream().wait_stream(self.lane)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Optimizer state of `names` is not wanted any more."""
+        for name in names:
+            for home in self.homes:
+                home.kept.pop(name, None)
+
+    def _finish(self) -> None:
+        if self.lane is not None:
+            self.lane.synchronize()
         if self.writing is not None:
             self.writing.result()
             self.writing = None
@@ -492,11 +379,6 @@ def _write(regions: list[Region]) -> None:
         region.start_writing()
     for region in regions:
         region.finish_writing(forget=False)
-
-
-def _large(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a parameter's state that are worth moving: not its step count."""
-    return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0 and v.numel()}
 
 
 def _with_parameters_of(placement: Placement, current: Placement) -> Placement:

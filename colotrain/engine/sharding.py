@@ -17,7 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from colotrain.models.loading import allocate_, fill_
@@ -91,10 +96,13 @@ def shard_(
     plan: RunPlan,
     mesh: DeviceMesh,
     modules_of: list[tuple[str, list[nn.Module]]],
+    *,
+    offloads: Callable[[int], bool] = lambda index: False,
 ) -> ShardedModel:
     """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
 
-    All ranks must call. Freeze beforehand.
+    All ranks must call. Freeze beforehand. Parameters, gradients and updates of the groups that
+    `offloads(index)` names (the root's index is the last) are on the host, beside a GPU.
     """
     compute = COMPUTE_DTYPE[plan.train.precision]
     policy = MixedPrecisionPolicy(
@@ -107,12 +115,14 @@ def shard_(
         "ignored_params": {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0},
     }
     groups = []
-    for name, modules in modules_of:
+    for index, (name, modules) in enumerate(modules_of):
+        policy_of = _offload(offloads(index))
         stays = stays_gathered(name, plan.plugin)
         target = modules[0] if len(modules) == 1 else modules
-        fully_shard(target, reshard_after_forward=not stays, **options)  # type: ignore[call-overload]
+        fully_shard(target, reshard_after_forward=not stays, **options, **policy_of)  # type: ignore[call-overload]
         groups.append(Group(name=name, handle=modules[0], stays_gathered=stays))  # type: ignore[arg-type]
-    fully_shard(model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
+    root = _offload(offloads(len(modules_of)))
+    fully_shard(model, reshard_after_forward=False, **options, **root)  # type: ignore[call-overload]
     stays = plan.plugin.parameters_live == "step"
     groups.append(Group(name="", handle=model, stays_gathered=stays))  # type: ignore[arg-type]
     for group in groups:
@@ -127,6 +137,11 @@ def shard_(
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
     return sharded
+
+
+def _offload(wanted: bool) -> dict[str, CPUOffloadPolicy]:
+    """Not pinned by torch: the memory that the tiers give it is, where that is possible."""
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if wanted else {}
 
 
 def stays_gathered(name: str, plugin: PluginPlan) -> bool:

@@ -27,24 +27,25 @@ from torch import Tensor, nn
 from colotrain.data.loader import BatchLoader, Split, open_samples, order_of
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
+from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.loop import Run, train
 from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
-from colotrain.engine.placement import Tiers, guess, weigh
+from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import make_mesh, materialise_, shard_, stays_gathered
 from colotrain.engine.statistics import describe_parameters
 from colotrain.engine.transport import install
+from colotrain.engine.weighing import guess, weigh
 from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
-from colotrain.observe.logs import own_log
-from colotrain.observe.probes import matmul_peak_flops
+from colotrain.observe.probes import matmul_peak_flops, own_log
 from colotrain.plan import RunPlan
 from colotrain.resizing import resize
 from colotrain.rundir import RunDir
@@ -161,6 +162,7 @@ def prepare(
 ) -> Run:
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
+    place_what_stays()
     if rank == 0:
         tidy(rundir.checkpoints)
     dist.barrier()
@@ -186,11 +188,13 @@ def prepare(
     if plan.plugin.budget is not None:
         sizes = weigh(model, groups, plan, state_ratio(plan.optim))
         tiers = Tiers(plan, sizes, guess(plan, sizes))
-    sharded = shard_(model, plan, mesh, groups)
-    install(sharded)
     if tiers is None:
+        sharded = shard_(model, plan, mesh, groups)
+        install(sharded)
         materialise_(sharded, device=plan.cluster.device, seed=seed)
     else:
+        sharded = shard_(model, plan, mesh, groups, offloads=tiers.offloads)
+        install(sharded)
         tiers.attach(sharded)
         house, release = tiers.house_parameters, tiers.release
         materialise_(sharded, device=plan.cluster.device, seed=seed, house=house, release=release)
@@ -219,8 +223,11 @@ def prepare(
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
     random.seed(seed * 100_003 + rank)
     np.random.seed((seed * 100_003 + rank) % 2**32)
+    if tiers is None:
+        optimizer.prepare_state_()
     if resumed is not None:
         checkpoint.restore(run, resumed)
+    place_what_passes()
     return run
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from colotrain.estimate.memory import shard_numel
-from colotrain.plan import BatchPlan, ParameterInfo, PluginPlan, Survey
-
-REDUCE_BYTES = 4
-"""Gradients are reduced in fp32 whenever computing is in half precision."""
-COMPUTE_BYTES = {"fp32": None, "bf16": 2, "fp16": 2}
+from colotrain.estimate.groups import Group, find
+from colotrain.estimate.layout import Layout
+from colotrain.plan import Survey, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,44 +18,57 @@ class Traffic:
     reductions: int
     reduced: str
     """`once a step` or `every micro-batch`."""
-    bytes_per_step: int
+    gathered_bytes: float
+    """Sent in all-gathers."""
+    reduced_bytes: float
+    """Sent in reduce-scatters."""
+    replicated_bytes: float
+    """Sent in all-reduces between replicas."""
+
+    @property
+    def bytes_per_step(self) -> int:
+        return round(self.gathered_bytes + self.reduced_bytes + self.replicated_bytes)
 
 
-def traffic(plugin: PluginPlan, survey: Survey, batch: BatchPlan, precision: str) -> Traffic:
-    """Collectives and bytes of a step under `plugin`.
+def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traffic:
+    """Collectives and bytes of a step.
 
     A ring of n ranks sends (n - 1) / n of the whole per all-gather or reduce-scatter, and twice
     that per all-reduce (Patarasuk and Yuan 2009). Kept parameters are gathered once a step; freed
-    ones for each forward and again for each backward, but for the root's, which stay in between.
+    ones for each forward and again for each backward that reaches them, but for the root's, which
+    stay in between.
     """
-    shard = plugin.mesh[-1]
-    replicas = plugin.mesh[0] if len(plugin.mesh) > 1 else 1
-    groups: dict[str, list[ParameterInfo]] = {}
-    for parameter in survey.parameters:
-        groups.setdefault(parameter.group, []).append(parameter)
-    steps = batch.accumulation_steps
-    reductions = steps if plugin.gradients == "sharded" else 1
-    sent, num_gathers, num_reductions = 0.0, 0, 0
-    for name, members in groups.items():
-        uses = 1 if plugin.parameters_live == "step" else steps * (2 if name else 1)
-        gathered, reduced = _bytes(members, shard, COMPUTE_BYTES[precision])
-        sent += uses * gathered * (shard - 1) / shard
-        if reduced:
-            sent += reductions * reduced * (shard - 1) / shard
-            sent += 2 * (replicas - 1) / replicas * reduced / shard
-            num_reductions += reductions
-        num_gathers += uses
+    groups = find(survey, trace, layout)
+    steps, ring = layout.accumulation_steps, (layout.shard - 1) / layout.shard
+    reductions = steps if layout.gradients == "sharded" else 1
+    uses = dict(_uses(groups, trace, steps))
+    trained = [g for g in groups.values() if g.reduced_bytes]
+    replicas = layout.replicas
+    whole = sum(g.reduced_bytes for g in trained)
     return Traffic(
-        gathers=num_gathers if shard > 1 else 0,
-        reductions=num_reductions if shard > 1 else 0,
-        reduced="every micro-batch" if plugin.gradients == "sharded" else "once a step",
-        bytes_per_step=round(sent),
+        gathers=sum(uses.values()) if layout.shard > 1 else 0,
+        reductions=reductions * len(trained) if layout.shard > 1 else 0,
+        reduced="every micro-batch" if layout.gradients == "sharded" else "once a step",
+        gathered_bytes=ring * sum(uses[n] * g.gathered_bytes for n, g in groups.items()),
+        reduced_bytes=ring * reductions * whole,
+        replicated_bytes=2 * (replicas - 1) / replicas * whole / layout.shard,
     )
 
 
-def _bytes(members: list[ParameterInfo], shard: int, compute: int | None) -> tuple[int, int]:
-    """A group's bytes when gathered, and when its gradients are reduced (padding included)."""
-    gathered = sum(shard_numel(p, shard) * shard * (compute or p.itemsize) for p in members)
-    trained = [p for p in members if p.frozen_by is None]
-    width = REDUCE_BYTES if compute else None
-    return gathered, sum(shard_numel(p, shard) * shard * (width or p.itemsize) for p in trained)
+def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator[tuple[str, int]]:
+    """(group, all-gathers in a step). A backward also fetches the group before its first one."""
+    reached = {s.block for s in trace.segments if s.phase == "backward"} if trace else None
+    fetched = ""
+    for name, group in groups.items():
+        if reached is not None and name and not reached & set(group.blocks):
+            fetched = name
+        else:
+            break
+    for name, group in groups.items():
+        if not group.gathered_bytes:
+            yield name, 0
+        elif group.stays:
+            yield name, 1
+        else:
+            again = reached is None or bool(reached & set(group.blocks)) or name == fetched
+            yield name, steps * (2 if name and again else 1)

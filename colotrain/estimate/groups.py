@@ -6,13 +6,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
+from colotrain.estimate.layout import Layout
+from colotrain.packing import pack, units_of
 from colotrain.plan import ParameterInfo, Survey, Trace
 from colotrain.plugins import expand
-
-if TYPE_CHECKING:
-    from colotrain.estimate.memory import Layout
 
 REDUCE_BYTES = 4
 """Gradients are reduced in fp32 whenever computing is in half precision."""
@@ -29,14 +27,18 @@ class Group:
     """Whole from the first forward of a step to its last backward."""
     shard_bytes: int
     """Of a rank, as stored."""
-    gathered_bytes: int
-    """Whole and padded, in the dtype that is computed in."""
+    gathered_sizes: tuple[int, ...]
+    """Whole and padded parameters in the dtype that is computed in, each in bytes."""
     reduced_bytes: int
     """Whole and padded gradients in the dtype they are reduced in; 0 where nothing trains."""
     trained_bytes: int
     """Whole gradients as they are accumulated."""
     trained_shard_bytes: int
     trained_shard_numel: int
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(self.gathered_sizes)
 
 
 def find(survey: Survey, trace: Trace | None, layout: Layout) -> dict[str, Group]:
@@ -53,30 +55,19 @@ def find(survey: Survey, trace: Trace | None, layout: Layout) -> dict[str, Group
 
 
 def _packed(blocks: list[str], survey: Survey, layout: Layout) -> list[tuple[str, ...]]:
-    """As `engine.grouping.pack`."""
+    """As `engine.grouping`, but for blocks that are cut up: their parts come and go together."""
     if layout.chunk_bytes is None:
         return [(block,) for block in blocks]
-    sizes = Counter[str]()
-    for parameter in survey.parameters:
-        sizes[parameter.group] += parameter.numel * parameter.itemsize
-    packed: list[list[str]] = []
-    room = 0
-    for block in blocks:
-        alike = packed and _stays(block, layout) == _stays(packed[-1][0], layout)
-        if alike and sizes[block] <= room:
-            packed[-1].append(block)
-            room -= sizes[block]
-        else:
-            packed.append([block])
-            room = layout.chunk_bytes - sizes[block]
-    return [tuple(blocks) for blocks in packed]
+    units = [unit for unit in units_of(survey.parameters, split=False) if unit.name in blocks]
+    chunks = pack(units, layout.chunk_bytes, kind=lambda name: _stays(name, layout))
+    return [chunk.names for chunk in chunks]
 
 
 def _stays(name: str, layout: Layout) -> bool:
     for pattern, reshard in layout.reshard_overrides.items():
         if any(fnmatchcase(name, glob) for glob in expand(pattern)):
             return not reshard
-    return layout.row.parameters_live == "step"
+    return layout.parameters_live == "step"
 
 
 def _group(
@@ -94,18 +85,20 @@ def _group(
     return Group(
         name=name,
         blocks=blocks,
-        stays=_stays(name, layout) if name else layout.row.parameters_live == "step",
-        shard_bytes=sum(_rows(p, shard) * p.itemsize for p in members),
-        gathered_bytes=sum(padded[p.name] * (compute or p.itemsize) for p in members),
+        stays=_stays(name, layout) if name else layout.parameters_live == "step",
+        shard_bytes=sum(shard_numel(p, shard) * p.itemsize for p in members),
+        gathered_sizes=tuple(
+            padded[p.name] * (compute or p.itemsize) for p in members if padded[p.name]
+        ),
         reduced_bytes=sum(padded[p.name] * (reduce or p.itemsize) for p in trained),
         trained_bytes=sum(p.numel * (reduce or p.itemsize) for p in trained),
-        trained_shard_bytes=sum(_rows(p, shard) * p.itemsize for p in trained),
-        trained_shard_numel=sum(_rows(p, shard) for p in trained),
+        trained_shard_bytes=sum(shard_numel(p, shard) * p.itemsize for p in trained),
+        trained_shard_numel=sum(shard_numel(p, shard) for p in trained),
     )
 
 
-def _rows(parameter: ParameterInfo, shard: int) -> int:
-    """Elements of the first, largest shard."""
+def shard_numel(parameter: ParameterInfo, shard: int) -> int:
+    """Elements of the first shard; `fully_shard` cuts dimension 0 and rounds up."""
     if not parameter.shape:
         return parameter.numel
     rows = parameter.shape[0]
@@ -114,4 +107,4 @@ def _rows(parameter: ParameterInfo, shard: int) -> int:
 
 def _padded(parameter: ParameterInfo, shard: int) -> int:
     """Elements that are exchanged: every rank's part is as large as the largest."""
-    return _rows(parameter, shard) * shard if parameter.shape else 0
+    return shard_numel(parameter, shard) * shard if parameter.shape else 0

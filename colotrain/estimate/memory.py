@@ -1,55 +1,29 @@
 """What a plan needs, in bytes per rank. Standard library only; `plan`'s shapes go in and out.
 
-A step is walked through as the engine carries it out on `fully_shard` (torch/distributed/fsdp/
-_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py of torch 2.13): the peak is the highest
-moment of it, not the sum of each category's own maximum.
+A step is walked through allocation by allocation, as the engine carries it out on `fully_shard`
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py of torch 2.13).
+The peak is the highest moment of it, not the sum of each category's own maximum.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from colotrain.estimate.groups import Group, find
-from colotrain.plan import Ledger, Level, OptimPlan, ParameterInfo, Segment, Survey, Trace
-from colotrain.plugins import Row
+from colotrain.estimate.groups import Group, find, shard_numel
+from colotrain.estimate.heap import Heap
+from colotrain.estimate.layout import Layout, state_bytes
+from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
 
-STATE_BYTES = 4
-"""Optimizer state is kept in fp32."""
 LARGEST_SHARED_BYTES = 64 << 20
 """As in `engine.transport`: larger groups are exchanged through a window."""
 WINDOW_BYTES = 4 << 20
 """As in `engine.channel`."""
-_BLOCK = re.compile(r"^(.*?\.)?\d+\.")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Everything about a plan that decides how much memory a rank needs."""
-
-    row: Row
-    shard: int
-    """Ranks that share a copy of the model."""
-    replicas: int = 1
-    accumulation_steps: int = 1
-    micro_batch: int = 1
-    precision: str = "fp32"
-    optim: OptimPlan
-    device: str = "cpu"
-    shared_memory: bool = False
-    """The ranks of a shard group exchange through shared memory (CPU, one host)."""
-    chunk_bytes: int | None = None
-    reshard_overrides: dict[str, bool] = field(default_factory=dict)
-    records_gradients: bool = False
-    """Statistics of every gradient are recorded now and then, from copies of the shards."""
-    snapshots: bool = False
-    """Checkpoints are written from a copy while training goes on."""
-    off_device_bytes: int = 0
-    """Of parameters and optimizer state, what a plugin keeps in lower tiers."""
-    baseline: int = 0
+HEAP_SPREAD, GRADIENT_SPREAD = 1.16, 1.29
+"""Small, long-lived objects keep holes of the heap from merging, so that gradients, which come
+while activations go, do not fit into them. Calibrated on real runs of models of 0.2 to 25 M
+parameters, of which none is among those that `benchmarks/planner.py` draws."""
 
 
 def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
@@ -57,250 +31,320 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
 
     `survey` with everything training that ever will. Without a trace, activations are left out.
     """
-    return max(moments(layout, survey, trace), key=lambda ledger: ledger.total)
-
-
-def moments(layout: Layout, survey: Survey, trace: Trace | None) -> Iterator[Ledger]:
-    """Ledgers of the moments at which a run may need the most memory."""
     if trace is None:
-        shown = model_state_bytes(layout.row, survey, layout.shard, layout.optim)
-        yield dataclasses.replace(shown, baseline=layout.baseline)
-        return
-    step = _Step(layout, survey, trace)
-    yield from step.start()
-    yield from step.walk()
-    yield from step.update()
+        return dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
+    tally = Tally(heap=Heap() if layout.device == "cpu" else None)
+    _Walk(layout, survey, trace, tally).run()
+    return dataclasses.replace(tally.peak, baseline=layout.baseline)
 
 
-class _Step:
-    """The state of a rank's memory while a step is walked through."""
+class Tally:
+    """Bytes alive by category, and what they were at the highest moment so far.
 
-    def __init__(self, layout: Layout, survey: Survey, trace: Trace) -> None:
-        self.layout, self.survey, self.trace = layout, survey, trace
+    With a heap, what its free parts keep resident counts as buffers.
+    """
+
+    def __init__(self, heap: Heap | None) -> None:
+        self.heap = heap
+        self.alive: dict[object, tuple[str, int]] = {}
+        self.sums = dict.fromkeys((f.name for f in dataclasses.fields(Ledger)), 0)
+        self.now = self.fullest = self.highest = 0
+        self.at_fullest = dict(self.sums)
+        self.most_gradients = 0
+
+    def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
+        """`lasts`: it lives as long as the run, in pages of its own."""
+        if num_bytes <= 0:
+            return
+        self.alive[key] = (category, num_bytes)
+        self.sums[category] += num_bytes
+        self.now += num_bytes
+        if self.heap is not None and not lasts:
+            self.heap.take(key, num_bytes)
+        slack = self.heap.slack if self.heap is not None else 0
+        self.highest = max(self.highest, self.now + slack)
+        self.most_gradients = max(self.most_gradients, self.sums["gradients"])
+        if self.now > self.fullest:
+            self.fullest, self.at_fullest = self.now, dict(self.sums)
+
+    @property
+    def peak(self) -> Ledger:
+        """The fullest moment; what is resident beyond it counts as buffers."""
+        retained = self.highest - self.fullest
+        if self.heap is not None:
+            holes = (HEAP_SPREAD - 1) * self.heap.extent + GRADIENT_SPREAD * self.most_gradients
+            retained += round(holes)
+        return Ledger(**{**self.at_fullest, "buffers": self.at_fullest["buffers"] + retained})
+
+    def end(self, key: object) -> None:
+        category, num_bytes = self.alive.pop(key, ("", 0))
+        if not category:
+            return
+        self.sums[category] -= num_bytes
+        self.now -= num_bytes
+        if self.heap is not None:
+            self.heap.give(key)
+
+    def become(self, key: object, category: str) -> None:
+        """The same bytes are something else from now on."""
+        if key in self.alive:
+            old, num_bytes = self.alive[key]
+            self.alive[key] = (category, num_bytes)
+            self.sums[old] -= num_bytes
+            self.sums[category] += num_bytes
+
+
+class _Walk:
+    """Two steps of a rank, as a sequence of allocations."""
+
+    def __init__(self, layout: Layout, survey: Survey, trace: Trace, tally: Tally) -> None:
+        self.layout, self.survey, self.trace, self.tally = layout, survey, trace, tally
         self.groups = find(survey, trace, layout)
         self.root = self.groups[""]
         self.of_block = {block: g for g in self.groups.values() for block in g.blocks}
-        every = self.groups.values()
-        self.parameters = sum(g.shard_bytes for g in every)
-        trained = sum(g.trained_shard_numel for g in every)
-        self.optimizer = trained * _state_bytes(layout.optim)
-        kept = self.parameters + self.optimizer - layout.off_device_bytes
-        self.optimizer = max(0, kept - self.parameters)
+        self.sizes = trace.storages
         self.gathered: set[str] = set()
-        self.receiving = 0
-        """A private all-gather buffer that is being held."""
-        self.reducing = 0
-        """A private reduce-scatter buffer that is being held."""
-        self.reduced: set[str] = set()
-        """Groups whose sharded gradients exist."""
-        self.whole: dict[str, int] = {}
-        """Group → bytes of its accumulated whole gradients."""
-        self.shared = self._shared_bytes()
+        self.kept_gradients: dict[str, list[object]] = {}
+        """Group → whole gradients that wait for the last micro-batch."""
+        self.unreduced: dict[str, list[object]] = {}
+        """Group → whole gradients of this backward."""
+        self.forward = [s for s in trace.segments if s.phase == "forward"]
+        self.backward = [s for s in trace.segments if s.phase == "backward"]
+        self.count = 0
 
-    def _shared_bytes(self) -> int:
+    def run(self) -> None:
+        self.build()
+        for _ in range(2):
+            self.step()
+
+    def build(self) -> None:
+        """What lasts. Models that cannot be built on the meta device are whole at first."""
+        layout, tally, groups = self.layout, self.tally, list(self.groups.values())
+        parameters = self.survey.parameters
+        whole = sum(p.numel * p.itemsize for p in parameters)
+        largest = max((p.numel * p.itemsize for p in parameters), default=0)
+        shards = sum(g.shard_bytes for g in groups)
+        if self.survey.built_whole:
+            tally.begin("whole", "parameters", max(0, whole - shards), lasts=True)
+        tally.begin("shards", "parameters", shards, lasts=True)
+        tally.begin("initial", "buffers", largest, lasts=True)
+        tally.end("initial")
+        tally.end("whole")
+        moments = sum(g.trained_shard_numel for g in groups) * state_bytes(layout.optim)
+        tally.begin("moments", "optimizer", moments, lasts=True)
+        tally.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
+        tally.begin("shared", "buffers", self.shared_bytes(), lasts=True)
+        if layout.snapshots:
+            tally.begin("snapshot", "buffers", shards + moments, lasts=True)
+
+    def shared_bytes(self) -> int:
         """Pages of shared memory that a rank touches: buffers, its part of its peers', windows."""
-        layout, size = self.layout, self.layout.shard
-        if not layout.shared_memory or size == 1:
+        size = self.layout.shard
+        if not self.layout.shared_memory or size == 1:
             return 0
-        every = list(self.groups.values())
-        gather = max(
-            (g.gathered_bytes for g in every if self._is_shared(g.gathered_bytes)), default=0
+        gathers = [g.gathered_bytes for g in self.groups.values()]
+        reductions = [g.reduced_bytes for g in self.groups.values()]
+        gather, reduce = (
+            max((n for n in sizes if n <= LARGEST_SHARED_BYTES), default=0)
+            for sizes in (gathers, reductions)
         )
-        reduce = max(
-            (g.reduced_bytes for g in every if self._is_shared(g.reduced_bytes)), default=0
-        )
-        large = any(
-            not self._is_shared(n) for g in every for n in (g.gathered_bytes, g.reduced_bytes)
-        )
+        large = max(*gathers, *reductions) > LARGEST_SHARED_BYTES
         windows = size * WINDOW_BYTES if large else 0
         return 2 * gather + reduce + reduce * (size - 1) // size + windows
 
-    def _is_shared(self, num_bytes: int) -> bool:
-        return self.layout.shared_memory and num_bytes <= LARGEST_SHARED_BYTES
-
     def _private(self, num_bytes: int) -> int:
-        """A collective's buffer, where it is not shared memory; one rank alone needs none."""
-        if self.layout.shard == 1 or self._is_shared(num_bytes):
-            return 0
-        return num_bytes
+        """A collective's buffer, where it is not shared memory."""
+        shared = self.layout.shared_memory and num_bytes <= LARGEST_SHARED_BYTES
+        return 0 if shared else num_bytes
 
-    def ledger(
-        self, level: Level, *, extra: int = 0, gradients: int = 0, gathered: int = 0
-    ) -> Ledger:
-        """The state now, with `level` of the trace and what comes on top for a moment."""
-        layout, trace = self.layout, self.trace
-        fixed, grows, block, root = level
-        inputs = trace.input_bytes * layout.micro_batch
-        sharded = sum(self.groups[name].trained_shard_bytes for name in self.reduced)
-        snapshot = self.parameters + self.optimizer if layout.snapshots else 0
-        return Ledger(
-            parameters=self.parameters,
-            gradients=sharded + sum(self.whole.values()) + block + root + gradients,
-            optimizer=self.optimizer,
-            activations=fixed + grows * layout.micro_batch + inputs,
-            gathered=sum(self.groups[n].gathered_bytes for n in self.gathered) + gathered,
-            buffers=trace.buffer_bytes
-            + self.shared
-            + self.receiving
-            + self.reducing
-            + extra
-            + snapshot,
-            baseline=layout.baseline,
-        )
-
-    def start(self) -> Iterator[Ledger]:
-        """Building: models that cannot be built on the meta device are whole on every rank."""
-        whole = sum(p.numel * p.itemsize for p in self.survey.parameters)
-        largest = max((p.numel * p.itemsize for p in self.survey.parameters), default=0)
-        held = whole if self.survey.built_whole else self.parameters + largest
-        yield Ledger(
-            parameters=held, buffers=self.trace.buffer_bytes, baseline=self.layout.baseline
-        )
-
-    def walk(self) -> Iterator[Ledger]:
-        """The micro-batches of a step; what is between the first two and the last is like them."""
+    def step(self) -> None:
         num = self.layout.accumulation_steps
+        for group in self.groups.values():  # the gradients of the step before
+            self.tally.end(("gradients", group.name))
         for index in sorted({0, min(1, num - 1), num - 1}):
-            yield from self._micro_batch(last=index == num - 1)
+            self.micro_batch(last=index == num - 1)
+        if self.layout.records_gradients:
+            self._record()
 
-    def _micro_batch(self, *, last: bool) -> Iterator[Ledger]:
-        forward = [s for s in self.trace.segments if s.phase == "forward"]
-        backward = [s for s in self.trace.segments if s.phase == "backward"]
-        yield from self._gather(self.root, forward[0].start)
-        for index, segment in enumerate(forward):
-            group = self.of_block.get(segment.block)
-            if group is not None:
-                yield from self._gather(group, segment.start)
-            yield from map(self.ledger, segment.peaks)
-            rest = {s.block for s in forward[index + 1 :]}
-            if group is not None and not group.stays and not rest & set(group.blocks):
-                self.gathered.discard(group.name)
-        self.receiving = 0
-        yield from self._backward(backward, last=last)
+    def _record(self) -> None:
+        """Statistics: copies of the shards before the update, and one difference at a time."""
+        trained = [p for p in self.survey.parameters if p.frozen_by is None]
+        sizes = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
+        for index, num_bytes in enumerate(sizes):
+            self.tally.begin(("copy", index), "buffers", num_bytes)
+        self.tally.begin("difference", "buffers", max(sizes, default=0))
+        for key in ["difference", *(("copy", index) for index in range(len(sizes)))]:
+            self.tally.end(key)
 
-    def _gather(self, group: Group, level: Level) -> Iterator[Ledger]:
-        """Forward: the last buffer is let go when the next group has arrived."""
-        if group.name in self.gathered or not group.gathered_bytes:
-            return
-        buffer = self._private(group.gathered_bytes)
-        yield self.ledger(level, extra=buffer)
-        self.receiving = buffer
-        self.gathered.add(group.name)
-        yield self.ledger(level)
-
-    def _backward(self, segments: list[Segment], *, last: bool) -> Iterator[Ledger]:
-        order = list(
-            dict.fromkeys(self.of_block[s.block].name for s in segments if s.block in self.of_block)
-        )
-        late: list[Group] = []
-        self._prefetch(order[:1])
-        for index, segment in enumerate(segments):
+    def micro_batch(self, *, last: bool) -> None:
+        self.count += 1
+        self.tally.begin("inputs", "activations", self.trace.input_bytes)
+        self._fetch(self.root)
+        self._arrive(self.root)
+        for index, segment in enumerate(self.forward):
             group = self.of_block.get(segment.block)
             if group is not None and group.name not in self.gathered:
-                self.gathered.add(group.name)
-                yield self.ledger(segment.start)
-            if group is not None:
-                at = order.index(group.name)
-                self._prefetch(order[at + 1 : at + 2])
-            yield from map(self.ledger, segment.peaks)
-            rest = {s.block for s in segments[index + 1 :]}
-            if group is None or rest & set(group.blocks):
+                self._fetch(group)
+                self._arrive(group, frees=False)
+            self._play(segment)
+            rest = {s.block for s in self.forward[index + 1 :]}
+            if group is not None and not group.stays and not rest & set(group.blocks):
+                self._free(group)
+        for name in self.groups:
+            self.tally.end(("received", name))
+        self._backward(last=last)
+        self.tally.end("inputs")
+
+    def _play(self, segment: Segment) -> None:
+        """What autograd and the model's own code allocate in a segment."""
+        tally, gradients = self.tally, self.trace.gradients
+        for event in segment.events:
+            number = event if event >= 0 else -1 - event
+            owner = gradients.get(number)
+            if event < 0:
+                if owner is None:
+                    tally.end(number)
+            elif owner is None:
+                tally.begin(number, "activations", self.sizes[number])
+            else:
+                self._gradient(number, self.of_block.get(owner, self.root))
+
+    def _gradient(self, number: int, group: Group) -> None:
+        """A gradient comes to be; one that is kept already takes it up."""
+        kept = self.kept_gradients.get(group.name)
+        if kept and self.layout.precision == "fp32":
+            self.tally.begin("added", "activations", self.sizes[number])
+            self.tally.end("added")
+            return
+        key = ("gradient", number, self.count)
+        self.tally.begin(key, "activations", self.sizes[number])
+        self.unreduced.setdefault(group.name, []).append(key)
+
+    def _fetch(self, group: Group) -> None:
+        """An all-gather into a buffer, private ones held until the parameters are copied out."""
+        if self.layout.shard > 1 and group.name not in self.gathered:
+            self.tally.begin(
+                ("received", group.name), "buffers", self._private(group.gathered_bytes)
+            )
+
+    def _arrive(self, group: Group, *, frees: bool = True) -> None:
+        """Copy out. In forward the buffer is held until the next group arrives."""
+        if group.name in self.gathered:
+            return
+        if not frees:
+            for name in self.groups:
+                if name != group.name:
+                    self.tally.end(("received", name))
+        for index, num_bytes in enumerate(group.gathered_sizes):
+            self.tally.begin(("whole", group.name, index), "gathered", num_bytes)
+        self.gathered.add(group.name)
+        if frees and group is not self.root:
+            self.tally.end(("received", group.name))
+
+    def _free(self, group: Group) -> None:
+        for index in range(len(group.gathered_sizes)):
+            self.tally.end(("whole", group.name, index))
+        self.gathered.discard(group.name)
+
+    def _backward(self, *, last: bool) -> None:
+        blocks = [s.block for s in self.backward if s.block in self.of_block]
+        order = [self.groups[n] for n in dict.fromkeys(self.of_block[b].name for b in blocks)]
+        late: list[Group] = []
+        for group in order[:1]:
+            self._fetch(group)
+        for index, segment in enumerate(self.backward):
+            found = self.of_block.get(segment.block)
+            if found is not None and found.name not in self.gathered:
+                self._arrive(found)
+            if found is not None:
+                at = order.index(found)
+                for group in order[at + 1 : at + 2]:
+                    if ("received", group.name) not in self.tally.alive:
+                        self._fetch(group)
+            self._play(segment)
+            rest = {s.block for s in self.backward[index + 1 :]}
+            if found is None or rest & set(found.blocks):
                 continue
             if segment.reduced:
-                yield from self._finish(group, segment.end, last=last)
+                self._finish(found, last=last)
             else:
-                late.append(group)
-        end = segments[-1].end
-        yield from self._finish(self.root, end, last=last)
-        end = (*end[:3], 0)
-        for group in late:
-            yield from self._finish(group, end, last=last)
-        self.receiving = self.reducing = 0
-        self.gathered = {n for n in self.gathered if self._is_kept(self.groups[n], last)}
+                late.append(found)
+        for group in (self.root, *late):
+            self._finish(group, last=last)
+        for name in self.groups:
+            self.tally.end(("received", name))
+            self.tally.end(("reduced", name))
+        for name in set(self.gathered):
+            if last or not self.groups[name].stays:
+                self._free(self.groups[name])
 
-    def _prefetch(self, names: list[str]) -> None:
-        waiting = [self.groups[n] for n in names if n not in self.gathered]
-        self.receiving = sum(self._private(g.gathered_bytes) for g in waiting)
-
-    def _is_kept(self, group: Group, last: bool) -> bool:
-        return group.stays and not last
-
-    def _finish(self, group: Group, level: Level, *, last: bool) -> Iterator[Ledger]:
+    def _finish(self, group: Group, *, last: bool) -> None:
         """What `fully_shard` does when the backward of a group is over: free, reduce, keep."""
-        num_bytes, before = group.reduced_bytes, self.whole.get(group.name, 0)
-        without = (level[0], level[1], 0, level[3]) if group is not self.root else (*level[:3], 0)
-        if not self._is_kept(group, last):
-            self.gathered.discard(group.name)
-        if not num_bytes:
+        fresh = self.unreduced.pop(group.name, [])
+        for key in fresh:
+            self.tally.become(key, "gradients")
+        if last or not group.stays:
+            self._free(group)
+        if not group.reduced_bytes:
             return
-        if not (last or self.layout.row.gradients == "sharded"):
-            self.whole[group.name] = group.trained_bytes
-            converted = group.trained_bytes if self.layout.precision != "fp32" else 0
-            yield self.ledger(level, gradients=converted if not before else 0)
+        if not (last or self.layout.gradients == "sharded"):
+            self._keep(group, fresh)
             return
-        self.reducing = 0
-        buffer = self._private(num_bytes) or (num_bytes if self.layout.shard == 1 else 0)
-        yield self.ledger(level, extra=buffer)
-        self.whole.pop(group.name, None)
-        divided = num_bytes if self.layout.shard == 1 else 0
-        yield self.ledger(without, extra=buffer + divided, gradients=group.trained_shard_bytes)
-        self.reducing = buffer
-        self.reduced.add(group.name)
+        for name in self.groups:  # at most one buffer of a reduction is held
+            self.tally.end(("reduced", name))
+        alone, num_bytes = self.layout.shard == 1, group.reduced_bytes
+        buffer = num_bytes if alone else self._private(num_bytes)
+        self.tally.begin(("reduced", group.name), "buffers", buffer)
+        for key in (*fresh, *self.kept_gradients.pop(group.name, [])):
+            self.tally.end(key)
+        sharded = ("gradients", group.name)
+        place: object = sharded if sharded not in self.tally.alive else "sum"
+        self.tally.begin(place, "gradients", num_bytes // self.layout.shard)
+        if alone:  # the divided copy
+            self.tally.begin("divided", "buffers", num_bytes)
+            self.tally.end("divided")
+        self.tally.end("sum")
 
-    def update(self) -> Iterator[Ledger]:
-        """The optimizer's update, and the statistics of it."""
-        rest = (0, 0, 0, 0)
-        yield self.ledger(rest)
-        if self.layout.records_gradients:
-            trained = [p for p in self.survey.parameters if p.frozen_by is None]
-            shards = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
-            yield self.ledger(rest, extra=sum(shards) + max(shards, default=0))
+    def _keep(self, group: Group, fresh: list[object]) -> None:
+        """Whole gradients stay as they are, or are added up in the dtype they are reduced in."""
+        if self.layout.precision == "fp32":
+            self.kept_gradients.setdefault(group.name, []).extend(fresh)
+            return
+        if group.name not in self.kept_gradients:
+            key = ("summed", group.name, self.count)
+            self.tally.begin(key, "gradients", group.trained_bytes)
+            self.kept_gradients[group.name] = [key]
+        for key in fresh:
+            self.tally.end(key)
 
 
-def model_state_bytes(row: Row, survey: Survey, shard: int, optim: OptimPlan) -> Ledger:
+def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
     """Parameters, gradients, optimizer state and gathered parameters on the largest rank.
 
-    `shard` is how many ranks share one copy of the model. Frozen parameters have no gradient and
-    no optimizer state. Activations and buffers are not in it.
+    Frozen parameters have no gradient and no optimizer state. Activations and buffers are not in
+    it. Gradients are as they are while accumulating.
     """
-    parameters = survey.parameters
+    parameters, shard = survey.parameters, layout.shard
     trainable = [p for p in parameters if p.frozen_by is None]
-    gradients_over = 1 if row.gradients == "whole" else shard
+    gradients_over = 1 if layout.gradients == "whole" else shard
     return Ledger(
         parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
         gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
-        optimizer=sum(shard_numel(p, shard) for p in trainable) * _state_bytes(optim),
-        gathered=_gathered_bytes(row, parameters),
+        optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim),
+        gathered=_gathered_bytes(layout, parameters),
     )
 
 
-def shard_numel(parameter: ParameterInfo, shard: int) -> int:
-    """Elements of the first shard; `fully_shard` cuts dimension 0 and rounds up."""
-    if not parameter.shape:
-        return parameter.numel
-    rows = parameter.shape[0]
-    return math.ceil(rows / shard) * (parameter.numel // max(1, rows))
-
-
-def _state_bytes(optim: OptimPlan) -> int:
-    """Per trainable element: Adam keeps two moments, SGD one if it has momentum."""
-    if optim.name == "adamw":
-        return 2 * STATE_BYTES
-    return STATE_BYTES if optim.betas and optim.betas[0] else 0
-
-
-def _gathered_bytes(row: Row, parameters: Iterable[ParameterInfo]) -> int:
+def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
     """Whole parameters that live beside the shards.
 
-    Kept through the step: all of them. Freed after use: approximately what no block holds, and
-    the two largest blocks (the one in use and the one being fetched), told apart by their names.
+    Kept through the step: all of them. Freed after use: what no block holds, and the two largest
+    blocks (the one in use and the one being fetched).
     """
     groups: dict[str, int] = {}
-    for parameter in parameters:
-        found = _BLOCK.match(parameter.name)
-        name = found[0] if found else ""
-        groups[name] = groups.get(name, 0) + parameter.numel * parameter.itemsize
-    if row.parameters_live == "step":
+    for p in parameters:
+        groups[p.group] = groups.get(p.group, 0) + p.numel * p.itemsize
+    if layout.parameters_live == "step":
         return sum(groups.values())
     outside = groups.pop("", 0)
     return outside + sum(sorted(groups.values())[-2:])

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from colotrain.estimate.memory import model_state_bytes, shard_numel
+from colotrain.estimate.groups import shard_numel
+from colotrain.estimate.layout import state_bytes
 from colotrain.packing import Chunk, pack, padding, units_of
 from colotrain.plan import Ledger, OptimPlan, ParameterInfo, PluginPlan, Survey
-from colotrain.plugins import ROWS
 from colotrain.tiers import (
     Budget,
     GroupBytes,
@@ -54,8 +54,7 @@ def weigh(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupByt
     for name, inside in zip(names, members(chunks, survey), strict=True):
         trained = [p for p in inside if p.frozen_by is None]
         gradients = sum(shard_numel(p, ranks) * p.itemsize for p in trained)
-        only = Survey(parameters=tuple(trained), matched={}, flops_per_token=0.0)
-        state = model_state_bytes(ROWS["zero3"], only, ranks, optim).optimizer
+        state = sum(shard_numel(p, ranks) for p in trained) * state_bytes(optim)
         parameters = sum(shard_numel(p, ranks) * p.itemsize for p in inside)
         sizes.append(
             GroupBytes(name=name, parameters=parameters, gradients=gradients, optimizer=state)
@@ -102,14 +101,15 @@ def tiered(
         return ledger
     sizes, placement = predict(plugin, survey, optim, ledger, device)
     top: Tier = "host" if device == "cpu" else "device"
-    left = {
+    gone = {
         kind: sum(
             getattr(size, kind)
             for size, placed in zip(sizes, placement.groups, strict=True)
-            if getattr(placed, kind) == top
+            if getattr(placed, kind) != top
         )
         for kind in ("parameters", "gradients", "optimizer")
     }
+    left = {kind: max(0, getattr(ledger, kind) - num) for kind, num in gone.items()}
     window = streaming_bytes(sizes, placement.groups, top)
     return dataclasses.replace(ledger, **left, buffers=ledger.buffers + window)
 
@@ -137,12 +137,11 @@ def describe_tiers(
     plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, micro_batches: int
 ) -> dict[str, Any]:
     """Bytes per tier, and those that a step moves; all on the device where there is no budget."""
-    top: Tier = "host" if device == "cpu" else "device"
     sizes = weigh(plugin, survey, optim)
     if plugin.budget is None:
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
         placement = place(sizes, unlimited, Other(compute=0, update=0), device=device)
     else:
         _, placement = predict(plugin, survey, optim, Ledger(), device)
-    moved = moved_bytes(sizes, placement, top=top, micro_batches=micro_batches)
+    moved = moved_bytes(sizes, placement, micro_batches=micro_batches)
     return {"bytes": bytes_by_tier(sizes, placement), "moved_bytes": moved}

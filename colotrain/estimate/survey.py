@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from colotrain.data.loader import open_samples
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_blocks
 from colotrain.errors import ConfigError, Problem
-from colotrain.models.loading import build, build_on_meta
-from colotrain.plan import FreezePlan, ModelPlan, ParameterInfo, Survey
+from colotrain.estimate.tracing import NotTraceable, trace
+from colotrain.models.loading import build, build_on_meta, fills_itself
+from colotrain.plan import DataPlan, FreezePlan, ModelPlan, ParameterInfo, Survey, Trace
 
 
 def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     """Build the model without storage where that is possible, freeze it, and list what it has."""
     module = build_on_meta(model)
+    whole = module is None or not (model.hf or fills_itself(module))
     if module is None:
         module = build(model, seed=0)
     frozen = freeze_(module, freeze)
@@ -42,6 +47,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         matched=frozen.matched,
         flops_per_token=flops_per_token(module, seq_len),
         vocab_size=vocab_size(module),
+        built_whole=whole,
         isolates="document_ids" in inspect.signature(module.forward).parameters,
     )
 
@@ -91,3 +97,45 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
     if callable(own):
         return float(own(seq_len))
     return 6.0 * sum(parameter.numel() for parameter in module.parameters())
+
+
+def follow(
+    model: ModelPlan,
+    freeze: FreezePlan,
+    data: DataPlan,
+    precision: str,
+    checkpointing: bool,
+    device: str,
+    micro_batch: int,
+) -> Trace | None:
+    """A micro-batch followed through the model; None where that does not work without values."""
+    module = build_on_meta(model)
+    if module is None:
+        return None
+    freeze_(module, freeze)
+    module.train()
+    try:
+        sample = _sample(data)
+        return trace(
+            module,
+            sample,
+            precision=precision,
+            checkpointing=checkpointing,
+            device=device,
+            micro_batch=micro_batch,
+        )
+    except NotTraceable:
+        return None
+
+
+def _sample(data: DataPlan) -> dict[str, Tensor]:
+    """The tensors of one sample: of a user's dataset, its first one's."""
+    if data.source == "target":
+        first = open_samples(data, "train")[0]
+        return {name: value.to("meta") for name, value in _tensors(first).items()}
+    tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _tensors(sample: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: torch.as_tensor(value) for name, value in sample.items()}

@@ -1,8 +1,7 @@
 """What a micro-batch keeps in memory and computes, found by running it once without storage.
 
 Forward and backward run on the meta device; every operation is seen, every storage is followed
-from its birth to its end. So what autograd saves is observed, not guessed, for any model. Two
-micro-batches of different size tell what is fixed and what grows with the micro-batch.
+from its birth to its end. So what autograd saves is observed, not guessed, for any model.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from torch.utils.flop_counter import flop_registry
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.grouping import find_blocks
-from colotrain.plan import Level, Segment, Trace, Work
+from colotrain.plan import Segment, Trace, Work
 
 ATTENTION = ("attention", "sdpa")
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIZES = (2, 3)
-"""Micro-batches to trace: a dimension of 1 may be treated in a way of its own."""
 
 Batch = dict[str, Tensor]
 
@@ -43,7 +40,7 @@ def trace(
     precision: str,
     checkpointing: bool,
     device: str,
-    sizes: tuple[int, int] = SIZES,
+    micro_batch: int,
 ) -> Trace:
     """Follow a micro-batch through `model`, which is changed: give it one that is not needed.
 
@@ -59,8 +56,8 @@ def trace(
         block.forward = _always_as_on(device, block.forward)
     if checkpointing:
         checkpoint_blocks_(model)
-    small, large = (record(model, _batch(sample, size), device=device) for size in sizes)
-    return _join(small, large, sizes, model, sample)
+    batch = _batch(sample, micro_batch)
+    return _read(record(model, batch, device=device), model, batch)
 
 
 def _batch(sample: Batch, size: int) -> Batch:
@@ -84,6 +81,7 @@ class Stretch:
     phase: str
     block: str
     changes: list[tuple[int, int]] = field(default_factory=list)
+    """(storage, 1 where it begins or -1 where it ends)."""
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
@@ -337,66 +335,26 @@ def _untouched(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), **options)
 
 
-def _join(
-    small: Recording, large: Recording, sizes: tuple[int, int], model: nn.Module, sample: Batch
-) -> Trace:
-    """One trace of two recordings: what differs between them grows with the micro-batch."""
-    first, second = sizes
-    same = [(s.phase, s.block, len(s.changes)) for s in small.stretches] == [
-        (s.phase, s.block, len(s.changes)) for s in large.stretches
-    ] and len(small.storages.sizes) == len(large.storages.sizes)
-    if not same:
-        raise NotTraceable("micro-batches of different sizes are computed in different ways")
-
-    def split(low: float, high: float) -> tuple[float, float]:
-        slope = (high - low) / (second - first)
-        return low - slope * first, slope
-
-    pairs = [
-        tuple(map(round, split(a, b)))
-        for a, b in zip(small.storages.sizes, large.storages.sizes, strict=True)
-    ]
-    segments, level = [], (0, 0, 0, 0)
-    for one, two in zip(small.stretches, large.stretches, strict=True):
-        start, moments = level, [level]
-        for number, sign in one.changes:
-            level = _changed(level, pairs[number], sign, small.storages.owners.get(number))
-            moments.append(level)
-        names = ("matmul_flops", "attention_flops", "moved_bytes")
-        numbers = {n: split(getattr(one, n), getattr(two, n)) for n in names}
-        segments.append(
-            Segment(
-                phase=one.phase,  # type: ignore[arg-type]
-                block=one.block,
-                start=start,
-                end=level,
-                peaks=tuple(highest(moments)),
-                work=Work(**numbers, num_ops=one.num_ops),  # type: ignore[arg-type]
-                reduced=one.reduced,
-            )
+def _read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
+    segments = tuple(
+        Segment(
+            phase=stretch.phase,  # type: ignore[arg-type]
+            block=stretch.block,
+            events=tuple(n if sign > 0 else -1 - n for n, sign in stretch.changes),
+            work=Work(
+                matmul_flops=stretch.matmul_flops,
+                attention_flops=stretch.attention_flops,
+                moved_bytes=stretch.moved_bytes,
+                num_ops=stretch.num_ops,
+            ),
+            reduced=stretch.reduced,
         )
-        if one.phase == "backward" and one.block and one.reduced:
-            level = (level[0], level[1], 0, level[3])  # reduced, and then freed
-    return Trace(
-        segments=tuple(segments),
-        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
-        input_bytes=sum(t.numel() * t.element_size() for t in sample.values()),
+        for stretch in recording.stretches
     )
-
-
-def _changed(level: Level, size: Any, sign: int, owner: str | None) -> Level:
-    fixed, grows, block, root = level
-    if owner is None:
-        return fixed + sign * size[0], grows + sign * size[1], block, root
-    if sign < 0:  # the end of the recording
-        return level
-    return (fixed, grows, block + size[0], root) if owner else (fixed, grows, block, root + size[0])
-
-
-def highest(levels: list[Level]) -> Iterator[Level]:
-    """Those levels that no other one exceeds in every part."""
-    kept: list[Level] = []
-    for level in sorted(set(levels), reverse=True):
-        if not any(all(a >= b for a, b in zip(other, level, strict=True)) for other in kept):
-            kept.append(level)
-    return iter(kept)
+    return Trace(
+        segments=segments,
+        storages=tuple(recording.storages.sizes),
+        gradients=recording.storages.owners,
+        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        input_bytes=sum(t.numel() * t.element_size() for t in batch.values()),
+    )

@@ -30,6 +30,8 @@ from colotrain.launch.meeting import (
 BEAT_S = 1.0
 EAGER_BEAT_S = 0.1
 """While a round is waited for."""
+SAY_S = 5.0
+"""After so long a wait for other nodes it is said who is missing."""
 GONE_S = 10.0
 """How long a head whose host answers that nobody listens, or has no such name, is tried again."""
 FOLDER_S = 60.0
@@ -46,19 +48,25 @@ class Round:
     port: int
 
 
+def _silent(text: str) -> None: ...
+
+
 class Alone:
     """The meeting of a run on one node."""
 
     def __init__(self, open_store: Callable[[], int]) -> None:
         self.open_store, self.rounds = open_store, 0
 
-    def next_round(self, *, timeout_s: float) -> Round:
+    def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
         self.rounds += 1
         port = self.open_store()
         return Round(number=self.rounds, nodes=(0,), address="127.0.0.1", port=port)
 
     def regroup(self) -> str:
         return ""
+
+    def is_orderly(self) -> bool:
+        return True
 
     def end(self, cause: str = "") -> None: ...
 
@@ -91,9 +99,10 @@ class Attendance:
         self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True)
         self._thread.start()
 
-    def next_round(self, *, timeout_s: float) -> Round:
-        """Wait until a new round has begun with this node in it."""
+    def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
+        """Wait until a new round has begun with this node in it; `say` who keeps it waiting."""
         deadline = time.monotonic() + timeout_s
+        say_at: float | None = time.monotonic() + SAY_S
         with self._changed:
             self.waits = True
             self._changed.notify_all()
@@ -103,6 +112,9 @@ class Attendance:
                 if left_s <= 0:
                     raise MeetingError(self._what_is_missing(timeout_s))
                 self._changed.wait(min(left_s, 0.5))
+                if say_at is not None and time.monotonic() > say_at and self.waits:
+                    say_at = None
+                    say(f"waiting for {self._whom()}")
             state = self.state
         nodes = tuple(int(node) for node in state["nodes"])
         address = plain_address(str(state["address"])) or self._address_of_head()
@@ -121,6 +133,11 @@ class Attendance:
             kind = Refused if self.state.get("refused") else MeetingError
             raise kind(closed or "the run has ended on the other nodes")
 
+    def _whom(self) -> str:
+        if not self.state:
+            return f"node 0 at {self.head[0]}:{self.head[1]} ({self.trouble or 'no answer yet'})"
+        return f"node {self.state.get('missing') or 'of the last round, which ends'}"
+
     def _what_is_missing(self, waited_s: float) -> str:
         host, port = self.head
         if not self.state:
@@ -138,6 +155,11 @@ class Attendance:
                 return str(self.error)
             closed = str(self.state.get("closed") or "")
             return closed or (str(self.state["why"]) if self.state.get("regroup") else "")
+
+    def is_orderly(self) -> bool:
+        """Whether all of the round are still there, and can save before they leave it."""
+        with self._changed:
+            return bool(self.state.get("orderly")) and self.error is None
 
     def end(self, cause: str = "") -> None:
         """Leave; with a `cause`, end the run for all nodes. Returns within seconds."""

@@ -31,6 +31,8 @@ from colotrain.rundir import RunDir
 POLL_S = 0.2
 REGROUP_S = 3.0
 """How long nodes may take to learn that others come or go: some of the meeting's reports."""
+LOST_GRACE_S = 10.0
+"""For workers that wait for a rank that is gone: they cannot save any more."""
 EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75, "interrupted": 130}
 
 
@@ -116,6 +118,13 @@ class Launch:
         num = len(self.causes)
         return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
 
+    def say(self, text: str) -> None:
+        """Tell whoever follows the run, which on other nodes than the first is stderr."""
+        if self.node.is_head:
+            self.events.write("note", text=text)
+        else:
+            print(f"node {self.node.rank}: {text}", file=sys.stderr, flush=True)
+
     def asked_to_stop(self) -> bool:
         return bool(self.signals) or self.rundir.stop_file.exists()
 
@@ -135,7 +144,8 @@ class Launch:
 
     def has_stopped(self) -> bool | None:
         """Whether the newest attempt's workers stopped before their last step; None: not yet."""
-        return self.ended[-1].kind == "stopped" if self.ended else None
+        words = self.last_words()
+        return words[-1].kind == "stopped" if words else None
 
 
 def launch(
@@ -248,7 +258,7 @@ def _elastic(current: Launch) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     plan, rundir, interrupted = current.plan, current.rundir, current.was_interrupted_by_others
-    rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop)
+    rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop, say=current.say)
 
     class Agent(LocalElasticAgent):
         """Tells why workers died, and gives up at once where trying again cannot help."""
@@ -269,7 +279,11 @@ def _elastic(current: Launch) -> None:
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
             if worker_group.state == WorkerState.HEALTHY:  # others come or go
-                current.begins_again(rendezvous.regroup())
+                grace_s = plan.elastic.grace_s if rendezvous.is_orderly() else LOST_GRACE_S
+                reason = rendezvous.regroup()
+                time.sleep(2 * POLL_S)  # what other nodes know of it may be on its way
+                current.begins_again(current.cause() if current.elsewhere else reason)
+                self._shutdown(timeout=int(grace_s))  # a signal, on which they save
             super()._restart_workers(worker_group)
 
     folder = _log_folder(current)
@@ -284,8 +298,17 @@ def _elastic(current: Launch) -> None:
         local_addr="127.0.0.1",
     )
     logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
-    agent = Agent(spec=spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=10)
+    agent = Agent(
+        spec=spec,
+        logs_specs=logs,
+        start_method="forkserver",
+        shutdown_timeout=10,
+        exit_barrier_timeout=min(300.0, plan.elastic.hang_timeout_s),
+    )
     current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
+    current.watch.first_rank = lambda: (
+        (agent.get_worker_group().group_rank or 0) * plan.cluster.procs_per_node
+    )
     current.watch.logs = folder
     failed: BaseException | None = None
     try:
@@ -296,7 +319,7 @@ def _elastic(current: Launch) -> None:
         raise
     finally:
         ends_all = failed is not None and not isinstance(failed, Stopped)
-        rendezvous.end(current.cause() if ends_all else "")
+        rendezvous.end(current.whole_cause() if ends_all else "")
 
 
 def _deaths(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:

@@ -145,7 +145,7 @@ class Meeting:
                     pass
         except TimeoutError:
             why = f"was silent for {SILENT_S:.0f} s"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             time.sleep(RETURN_S)
         if member is not None:
             self._remove(member, why)
@@ -233,17 +233,22 @@ class Meeting:
 
     def _state(self, member: _Member, *, stale: bool) -> dict[str, Any]:
         node, head = member.passport.node, self.passport.node
-        joins = [n for n, m in self.members.items() if m.waits and n != node]
+        waiting = [n for n, m in self.members.items() if m.waits and n != node]
+        fresh = [n for n in waiting if n not in self.nodes]
         addresses = [m.address for n, m in self.members.items() if n != head]
         missing = [str(n) for n in range(self.most) if n not in self.members]
+        why = "the others went on without this node"
+        if waiting:
+            why = f"node {fresh[0]} joins" if fresh else f"node {waiting[0]} begins again"
         return {
             "round": 0 if member.waits or node not in self.nodes else self.round,
             "nodes": self.nodes,
             "port": self.port,
             # the head reaches its own store where the others do
             "address": addresses[0] if node == head and addresses else "",
-            "regroup": bool(stale or joins or self.lost),
-            "why": self.lost or (f"node {joins[0]} joins" if joins else "others went on without"),
+            "regroup": bool(stale or waiting or self.lost),
+            "why": self.lost or why,
+            "orderly": bool(fresh) and fresh == waiting and not self.lost and not stale,
             "missing": ", ".join(missing),
             "closed": self.closed,
             "refused": self.closed in self.refusals,

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.records import from_plain, to_plain
@@ -178,3 +179,11 @@ def recall(rundir: RunDir) -> Submitted | None:
         return from_plain(Submitted, json.loads(rundir.job_file.read_text("utf-8")))
     except (OSError, ValueError, RecursionError, ConfigError):
         return None
+
+
+def job_log(rundir: RunDir) -> Path | None:
+    """What the run's job prints to; a job that is queued again appends to it."""
+    known = recall(rundir)
+    if known is None:
+        return None
+    return RunDir(Path(known.script).parent).logs / f"job-{known.job}.log"

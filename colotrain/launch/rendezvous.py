@@ -51,13 +51,22 @@ class Node:
 class Rendezvous:
     """What a launcher holds of the meeting: all of it on node 0, its own attendance elsewhere."""
 
-    def __init__(self, plan: RunPlan, rundir: RunDir, node: Node, stop: Callable[[], bool]) -> None:
-        """`stop` is asked while waiting for other nodes: a wish to stop ends the wait.
+    def __init__(
+        self,
+        plan: RunPlan,
+        rundir: RunDir,
+        node: Node,
+        *,
+        stop: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        """`stop` is asked while waiting for other nodes: a wish to stop ends the wait. `say` is
+        told whom it waits for.
 
         Raises `UsageError` where node 0 cannot listen.
         """
         self.plan, self.rundir, self.node = plan, rundir, node
-        self.wait_s = plan.elastic.hang_timeout_s
+        self.wait_s, self.say = plan.elastic.hang_timeout_s, say
         self.stores: list[Any] = []
         self.meeting: Meeting | None = None
         self.attendance: Alone | Attendance = Alone(self._open_store)
@@ -122,6 +131,10 @@ class Rendezvous:
         """Why the workers have to be started anew with other nodes; empty otherwise."""
         return self.attendance.regroup()
 
+    def is_orderly(self) -> bool:
+        """Whether the workers can save before they are started anew: nobody was lost."""
+        return self.attendance.is_orderly()
+
     def end(self, cause: str = "") -> None:
         """Leave; with a `cause`, the run has failed and ends on every node."""
         self.attendance.end(cause)
@@ -152,7 +165,7 @@ class Rendezvous:
                 return ours.rundir.name
 
             def next_rendezvous(self) -> RendezvousInfo:
-                found = ours.attendance.next_round(timeout_s=ours.wait_s)
+                found = ours.attendance.next_round(timeout_s=ours.wait_s, say=ours.say)
                 where = found.address, found.port
                 store = TCPStore(*where, is_master=False, timeout=ours.timeout)
                 rank = found.nodes.index(ours.node.rank)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colotrain.config.schema import Slurm
+from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import UsageError
 
 PORTS = (20000, 10000)

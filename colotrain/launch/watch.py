@@ -62,6 +62,8 @@ class Watch:
     rundir: RunDir
     pids: Callable[[], dict[int, int]] = lambda: {}
     """Local rank → process id of the workers of this machine."""
+    first_rank: Callable[[], int] = lambda: 0
+    """The rank of its first worker: other machines' workers may have the same process ids."""
     logs: Path | None = None
     """Where the logs of these workers are."""
     verdict: str | None = None
@@ -85,8 +87,10 @@ class Watch:
         self.looked_at = now
         pids = self.pids()
         self.seen.update(pids.values())
-        beats = {b.pid: b for b in read_beats(self.rundir.heartbeats)}
-        here = {local: beats[pid] for local, pid in pids.items() if pid in beats}
+        beats = {(b.rank, b.pid): b for b in read_beats(self.rundir.heartbeats)}
+        first = self.first_rank()
+        found = {local: beats.get((first + local, pid)) for local, pid in pids.items()}
+        here = {local: beat for local, beat in found.items() if beat is not None}
         self._look_at_stop(here, asked_to_stop, now)
         silent = {local: b for local, b in here.items() if now - b.t > b.patience_s}
         if silent and self.verdict is None:

@@ -43,15 +43,11 @@ def optimizer_name(value: str) -> Answer:
     return Answer(outcome="none", note=f"{value} is not there: adamw is used instead")
 
 
-def available() -> set[str]:
+def available() -> tuple[str, ...]:
     """The optimizers that colotrain has by name."""
-    import typing
+    from colotrain.config.checks import OPTIMIZERS
 
-    from colotrain.config.schema import Optim
-    from colotrain.records import field_types
-
-    options = typing.get_args(field_types(Optim)["name"])
-    return {str(option) for option in options if isinstance(option, str)}
+    return OPTIMIZERS
 
 
 def _optimizer(value: Any, _: Flat) -> Answer:

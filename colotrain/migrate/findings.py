@@ -50,7 +50,7 @@ def read(rules: Rules, config: Mapping[str, Any]) -> list[Finding]:
     found = []
     for key, value in flat.items():
         rule = next((rule for glob, rule in rules.items() if fits(key, glob)), unknown)
-        answer = rule(value, flat)
+        answer = _ask(rule, key, value, flat)
         found.append(
             Finding(
                 key=key,
@@ -61,6 +61,14 @@ def read(rules: Rules, config: Mapping[str, Any]) -> list[Finding]:
             )
         )
     return found
+
+
+def _ask(rule: Rule, key: str, value: Any, flat: Flat) -> Answer:
+    """The rule's answer; a value that it cannot read is said to have none."""
+    try:
+        return rule(value, flat)
+    except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
+        return Answer(outcome="none", note=f"{value!r} is nothing that can be read as {key}")
 
 
 def fits(key: str, glob: str) -> bool:

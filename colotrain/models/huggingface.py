@@ -11,7 +11,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
     Without labels, what `forward` itself returns.
     """
     labels = batch.pop("labels", None)
-    output = forward(*inputs, use_cache=False, **batch)
+    tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
+    with _without_a_look_at_values() if any(t.is_meta for t in tensors) else nullcontext():
+        output = forward(*inputs, use_cache=False, **batch)
     if labels is None:
         return output
     loss = F.cross_entropy(
@@ -66,6 +68,22 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
         reduction="sum",
     )
     return loss, (labels != IGNORE_INDEX).sum()
+
+
+@contextmanager
+def _without_a_look_at_values() -> Iterator[None]:
+    """Let masks be made on the meta device, where no position can be seen to start anew."""
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    found = getattr(masks, name, None)
+    if masks is None or found is None:
+        yield
+        return
+    setattr(masks, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, found)
 
 
 def isolating_loss(
@@ -123,8 +141,12 @@ def read_rows_(
         local.copy_(stored.rows(name, *(part or ())))
 
 
+@functools.cache
 def fingerprint(folder: Path) -> str:
-    """Tells whether a directory still holds the same model: its config and its files' headers."""
+    """Tells whether a directory holds the same model: its config, and its files' headers and sizes.
+
+    Looked at once in a process: a run is asked what it began with, whatever became of that since.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in weight_files(folder):
         with path.open("rb") as file:
@@ -236,7 +258,6 @@ def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, st
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    optional = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
     base = f"{getattr(model, 'base_model_prefix', '')}."
     wanted: dict[str, tuple[Tensor, list[str]]] = {
         name: (p, aliases[id(p)]) for name, p in model.named_parameters()
@@ -248,9 +269,8 @@ def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, st
         candidates = [*names, *(n.removeprefix(base) for n in names), *(base + n for n in names)]
         stored = next((c for c in candidates if c in files), None)
         if stored is None:
-            if name in optional or not isinstance(tensor, nn.Parameter):
-                continue  # a buffer keeps what the constructor gave it
-            problems.append(f"{name} is missing")
+            if isinstance(tensor, nn.Parameter):  # a buffer keeps what the constructor gave it
+                problems.append(f"{name} is missing")
         elif files.shape(stored) != tuple(tensor.shape):
             problems.append(f"{name} is {files.shape(stored)}, not {tuple(tensor.shape)}")
         else:

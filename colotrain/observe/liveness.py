@@ -38,6 +38,8 @@ class Launcher:
     pid: int
     start_time: str
     """Opaque; equal for the same process only. Empty where the system does not tell."""
+    job: str = ""
+    """Of SLURM, which never lets two allocations of one job be."""
 
 
 _UNKNOWN = ""
@@ -52,6 +54,9 @@ def claim(rundir: RunDir) -> contextlib.ExitStack:
     """
     with _locked(rundir.path):
         holder, mine = launcher_of(rundir), _identity(os.getpid())
+        succeeds = bool(holder and holder.job and holder.job == mine.job)
+        if succeeds and is_alive(rundir) is None:  # its node was lost
+            holder = None
         if holder is not None and holder != mine and _holds(rundir):
             fix = f"stop it with `colotrain stop {rundir.name}`"
             if is_alive(rundir) is None:
@@ -134,6 +139,7 @@ def _identity(pid: int) -> Launcher:
         pid_namespace=_pid_namespace(),
         pid=pid,
         start_time=_start_time(pid) or _UNKNOWN,
+        job=os.environ.get("SLURM_JOB_ID", ""),
     )
 
 

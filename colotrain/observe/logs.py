@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,16 @@ class Source:
     path: Path
 
 
-def sources(rundir: RunDir, *, rank: int | None = None) -> list[Source]:
+def sources(
+    rundir: RunDir, *, job_log: Path | None = None, rank: int | None = None
+) -> list[Source]:
     """The logs there are now: of one rank, or of the job and all ranks.
 
     Workers say in their first event where they write to.
     """
-    found = [] if rank is not None else list(_of_job(rundir))
+    found = []
+    if rank is None and job_log is not None and job_log.is_file():
+        found.append(Source(name="job", path=job_log))
     started = {e.rank: e for e in EventReader(rundir).drain() if e.kind == "started"}
     newest = max((event.attempt or 0 for event in started.values()), default=0)
     for number, event in sorted(started.items(), key=lambda item: item[0] or 0):
@@ -39,19 +42,6 @@ def sources(rundir: RunDir, *, rank: int | None = None) -> list[Source]:
             if path.is_file():
                 found.append(Source(name=f"rank {number} {stream}", path=path))
     return found
-
-
-def _of_job(rundir: RunDir) -> Iterator[Source]:
-    """SLURM's file of the newest job; a job that is queued again appends to its own."""
-    from colotrain.launch.queue import recall
-
-    known = recall(rundir)
-    if known is None:
-        return
-    folder = RunDir(Path(known.script).parent).logs
-    path = folder / f"job-{known.job}.log"
-    if path.is_file():
-        yield Source(name="job", path=path)
 
 
 class Lines:
@@ -84,12 +74,3 @@ class Lines:
         self.offset += end
         for line in chunk[:end].decode("utf-8", "replace").splitlines():
             yield f"{self.source.name}: {clean(line)}"
-
-
-def own_log() -> str:
-    """The file that this process's stderr goes to; empty where it is none or cannot be told."""
-    try:
-        path = os.readlink("/proc/self/fd/2")
-    except OSError:
-        return ""
-    return path if path.startswith("/") and path.endswith(".log") else ""

@@ -9,14 +9,14 @@ from typing import Any
 
 from colotrain.errors import ColotrainError
 from colotrain.observe.fold import follow
-from colotrain.observe.formats import clean
+from colotrain.observe.formats import clean, format_bytes
 from colotrain.observe.gradients import Heat
 from colotrain.observe.view import Series
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 
 MOST_LABELS = 16
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,20 +117,22 @@ def draw_layers_of_runs(axes: Any, runs: Sequence[Curves]) -> None:
 
 
 def draw_memory(axes: Any, runs: Sequence[Curves]) -> None:
-    """Predicted bytes by category as a stack, the measured peak as a line across it."""
-    categories = list(dict.fromkeys(name for run in runs for name in run.ledger))
+    """Predicted bytes by category as a stack; the measured peak stands under each run's name."""
+    most = max((sum(run.ledger.values()) for run in runs), default=0)
+    unit, label = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     below = [0.0] * len(runs)
-    for category in categories:
-        sizes = [run.ledger.get(category, 0) / GIB for run in runs]
+    for category in dict.fromkeys(name for run in runs for name in run.ledger):
+        sizes = [run.ledger.get(category, 0) / unit for run in runs]
         axes.bar(range(len(runs)), sizes, bottom=below, width=0.6, label=category)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
-    for index, run in enumerate(runs):
-        if run.peak:
-            label = "measured peak (the whole process)" if not index else None
-            axes.hlines(run.peak / GIB, index - 0.4, index + 0.4, colors="black", label=label)
-    axes.set_xticks(range(len(runs)), [run.name for run in runs], fontsize=7)
+    names = [f"{run.name}\nprocess: {_size(run.peak)}" for run in runs]
+    axes.set_xticks(range(len(runs)), names, fontsize=7)
     axes.set_xlim(-0.8, len(runs) - 0.2)
-    _title(axes, "memory of the rank that peaks, predicted by category", y="GiB", legend=True)
+    _title(axes, "memory by category (predicted), of the rank that peaks", y=label, legend=True)
+
+
+def _size(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "not measured"
 
 
 def draw_throughput(axes: Any, runs: Sequence[Curves]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -125,3 +126,12 @@ def _multiplication(size: int, device: torch.device, dtype: torch.dtype) -> Call
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def own_log() -> str:
+    """The file that this process's stderr goes to; empty where it is none or cannot be told."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if path.startswith("/") and path.endswith(".log") else ""

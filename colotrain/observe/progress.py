@@ -230,7 +230,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         ("validation loss", shown(_validation_loss(view), ".4f")),
         ("tokens/s", shown(summary["tokens_per_s"], ",.0f")),
         ("MFU", _mfu(summary["mfu"], view)),
-        ("peak memory", _peaks(peaks)),
+        ("peak memory", _peaks(peaks) + _foreseen(summary["memory"])),
         ("time to first step", format_duration(summary["time_to_first_step_s"])),
         ("restarts", restarts),
         ("run directory", summary["run_dir"]),
@@ -252,6 +252,13 @@ def _peaks(peaks: Sequence[int]) -> str:
         least, most = format_bytes(min(peaks)), format_bytes(peaks[highest])
         return f"{least} to {most} on {len(peaks)} ranks (most on rank {highest})"
     return ", ".join(f"rank {rank}: {format_bytes(peak)}" for rank, peak in enumerate(peaks)) or "-"
+
+
+def _foreseen(memory: dict[str, Any]) -> str:
+    """What had been predicted, and by how much it was off."""
+    if memory.get("error") is None:
+        return ""
+    return f"; predicted {format_bytes(memory['predicted_peak'])} ({memory['error']:+.1%})"
 
 
 def _validation_loss(view: RunView, step: int | None = None) -> float | None:

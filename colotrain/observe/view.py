@@ -112,6 +112,8 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     """The document `summary.json` of the design; numbers that JSON cannot hold are texts."""
     losses = [loss for _, loss in view.loss]
     tokens_per_s = overall_tokens_per_s(view)
+    step_s = plan.batch.tokens_per_step / tokens_per_s if tokens_per_s else 0.0
+    measured = measured_peak(view, plan)
     document = {
         "status": view.status,
         "steps": view.steps,
@@ -128,7 +130,14 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "peak_by_rank": list(view.peak_by_rank),
             "ledger": to_plain(plan.memory),
             "predicted_peak": plan.memory.total,
-            "tiers": view.tiers,
+            "measured_peak": measured,
+            "error": error(plan.memory.total, measured),
+            **({"tiers": view.tiers} if view.tiers else {}),
+        },
+        "time": {
+            "step_s": step_s,
+            "predicted_step_s": plan.time.step_s,
+            "error": error(plan.time.step_s, step_s),
         },
         "restarts": view.restarts,
         "plugin": plan.plugin.name,
@@ -137,6 +146,17 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     }
     safe: dict[str, Any] = json_safe(document)
     return safe
+
+
+def measured_peak(view: RunView, plan: RunPlan) -> int:
+    """Of the rank that peaked. What CUDA reports leaves out the context, which the plan has in."""
+    highest = max(view.peak_by_rank, default=0)
+    return highest + plan.memory.baseline if plan.cluster.device == "cuda" and highest else highest
+
+
+def error(predicted: float, measured: float) -> float | None:
+    """How much more was predicted than measured, as a share of that; None where either lacks."""
+    return predicted / measured - 1 if predicted and measured else None
 
 
 def overall_tokens_per_s(view: RunView) -> float:

@@ -22,8 +22,10 @@ from colotrain.data.loader import open_samples, order_of, stack
 from colotrain.models.loading import build_whole
 from colotrain.plan import FreezePlan, RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout_
+from colotrain.verify.optimizers import optimizer_of
 
 Tensors = dict[str, Tensor]
+Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,8 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     without_dropout_(model)
     if not model.training:
         model.train()
-    optimizer = _optimizer(model, plan)
+    optimizers: Optimizers = {}
+    _add_to(optimizers, model, plan)
     samples = MaskedSamples(open_samples(plan.data, "train"))
     order = order_of(samples.samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
     size = plan.batch.global_batch
@@ -80,17 +83,17 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)
-            _add_to(optimizer, model, plan)
-        optimizer.zero_grad(set_to_none=True)
+            _add_to(optimizers, model, plan)
+        model.zero_grad(set_to_none=True)
         loss = _mean_loss(model(**batch))
         loss.backward()
         losses.append(loss.item())
         gradients.append(_gradients(model, own))
         if plan.train.grad_clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), plan.train.grad_clip)
-        for group in optimizer.param_groups:
-            group["lr"] = plan.optim.lr * _rate(plan, step)
-        optimizer.step()
+        for optimizer, lr in optimizers.values():
+            optimizer.param_groups[0]["lr"] = lr * _rate(plan, step)
+            optimizer.step()
         parameters.append(_values(model, own))
     return Trajectory(
         losses=losses,
@@ -127,24 +130,12 @@ def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
     return frozen
 
 
-def _optimizer(model: nn.Module, plan: RunPlan) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": plan.optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    if plan.optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=plan.optim.lr, momentum=plan.optim.betas[0])
-    beta1, beta2 = plan.optim.betas
-    return torch.optim.AdamW(groups, lr=plan.optim.lr, betas=(beta1, beta2), eps=plan.optim.eps)
-
-
-def _add_to(optimizer: torch.optim.Optimizer, model: nn.Module, plan: RunPlan) -> None:
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for parameter in model.parameters():
-        if parameter.requires_grad and id(parameter) not in known:
-            decay = plan.optim.weight_decay if parameter.ndim >= 2 else 0.0
-            optimizer.add_param_group({"params": [parameter], "weight_decay": decay})
+def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
+    """An optimizer, with its learning rate, for every parameter that begins to train."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name not in optimizers:
+            made = optimizer_of(name, parameter, plan.optim)
+            optimizers[name] = made, made.param_groups[0]["lr"]
 
 
 def _rate(plan: RunPlan, step: int) -> float:
@@ -152,6 +143,9 @@ def _rate(plan: RunPlan, step: int) -> float:
     optim, last = plan.optim, plan.train.max_steps - 1
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
+    if optim.schedule == "wsd":
+        tail = min(optim.decay_steps or max(plan.train.max_steps // 5, 1), plan.train.max_steps)
+        return 1.0 - (1.0 - optim.final_ratio) * max(step - (last - tail), 0) / tail
     done = min((step - optim.warmup_steps) / max(last - optim.warmup_steps, 1), 1.0)
     shape = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}
     return 1.0 + (optim.final_ratio - 1.0) * shape[optim.schedule]

@@ -60,6 +60,13 @@ def make_directory(kind: str, folder: Path) -> Path:
     return folder
 
 
+def plain(folder: Path) -> Any:
+    """What transformers loads."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
 def samples(count: int = 64) -> list[dict[str, Tensor]]:
     """For `data.target`: random tokens, the labels shifted already."""
     tokens = torch.randint(VOCAB, (count, SEQ + 1), generator=torch.Generator().manual_seed(5))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +102,20 @@ def test_bad_records_and_cut_documents_are_told_at_the_start(colotrain: Colotrai
     assert result.code == 0, result.err
     assert "warning: 1 bad records are left out" in result.err
     assert "documents are cut at data.seq_len=32" in result.err
+
+
+def test_the_python_api_trains_looks_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script = Path(__file__).parents[2] / "scripts" / "notebook_example.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "picture.png"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished: loss" in done.stdout
+    assert "embed.weight                     frozen" in done.stdout
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert done.stderr == ""

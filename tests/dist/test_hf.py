@@ -19,6 +19,8 @@ from colotrain.verify import runner
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.reference import Trajectory
 from tests.dist import hf
+from tests.dist.conftest import Colotrain
+from tests.dist.test_run import losses
 
 pytest.importorskip("transformers")
 
@@ -65,12 +67,15 @@ def adapters_at_first(plan: RunPlan) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", hf.KINDS)
 def test_every_plugin_trains_and_exports_as_plain_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = hf.make_directory(kind, tmp_path / kind)
     plans = [plan_of(kind, folder, p, *v) for p in ROWS for v in (*variants(kind), ())]
+    recompute = "train.activation_checkpointing=blocks"
+    plans += [plan_of(kind, folder, "zero3", recompute, *v) for v in variants(kind)]
 
     def reference(plan: RunPlan, *, steps: int) -> Trajectory:
         return hf.fine_tune(plan, adapters_at_first(plan), steps=steps)
@@ -114,3 +119,32 @@ def logits_of_checkpoint(run: RunDir, plan: RunPlan) -> Any:
         for name, parameter in model.named_parameters():
             parameter.copy_(held.get(name, parameter))
         return model(input_ids=inputs()).logits
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_what_trained_resumes_elsewhere_but_not_on_another_model(
+    colotrain: Colotrain,
+) -> None:
+    folder = hf.make_directory("llama", colotrain.cwd / "llama")
+    options = (
+        *(f"model.hf={folder}", "data.target=tests.dist.hf:samples", "train.global_batch=8"),
+        *(*LORA, "adapter.targets=[q_proj]", "checkpoint.content=trained", "optim.lr=0.05"),
+        *("train.micro_batch=2", "train.eval_steps=1", "optim.schedule.name=constant"),
+        "cluster.procs_per_node=2",
+    )
+    unfreeze = ("freeze.unfreeze={2:[model.layers.1.*]}",)
+    whole = colotrain.run(*options, *unfreeze, "plugin=zero2", "train.max_steps=4")
+    colotrain.run(*options, *unfreeze, "plugin=zero3", "train.max_steps=3", "name=half")
+    held = read_whole(colotrain.rundir("half").checkpoint(3))
+    names = {n.removeprefix("model.") for n in held if n.startswith("model.")}
+    assert {n for n in names if ".lora_" not in n} == {
+        n for n, _ in hf.plain(folder).named_parameters() if n.startswith("model.layers.1.")
+    }
+    again = ("train.max_steps=4", "plugin=gemini", "cluster.procs_per_node=1", "name=half")
+    resumed = colotrain.run(*options, *unfreeze, *again)
+    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-5)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    refused = colotrain("run", *options, *unfreeze, *again, "train.max_steps=5")
+    assert refused.code == 1
+    assert "of a run that began with another model" in refused.err.splitlines()[-1]

@@ -217,7 +217,7 @@ def test_a_sweep_is_one_array_with_a_throttle(site: Site) -> None:
     table = json.loads(site.colotrain("runs", "--sweep", "four", "--json"))["runs"]
     assert [row["state"] for row in table] == ["finished"] * 4
     assert {tuple(row["chosen"].values()) for row in table} == {
-        (lr, plugin) for lr in ("1e-3", "3e-4") for plugin in ("zero2", "zero3")
+        (lr, plugin) for lr in ("0.001", "0.0003") for plugin in ("zero2", "zero3")
     }
     by_rate: dict[str, set[float]] = {}
     for row in table:
@@ -231,7 +231,7 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
 ) -> None:
     """Where the site requeues by no exit code, the job asks for it itself."""
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
-        limits = ("cluster.slurm.time=1", "cluster.slurm.warn_s=45", "data.args.seconds=1.5")
+        limits = ("cluster.slurm.time=1", "cluster.slurm.warn_s=25", "data.args.seconds=2.5")
         job = site.submit("name=short", *limits)
         state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=600)
         assert state == "COMPLETED", site.log("short")

@@ -15,6 +15,7 @@ from torch import nn
 
 from colotrain.config.adapter import check_adapter, plan_adapter
 from colotrain.config.schema import Adapter
+from colotrain.engine.grouping import find_groups
 from colotrain.errors import ConfigError, Problem
 from colotrain.models import adapters
 from colotrain.models.loading import build, build_whole
@@ -171,3 +172,14 @@ def test_what_would_compute_something_else_is_refused(
 ) -> None:
     _, problems = read(peft_folder(tmp_path, **changes), **written)
     assert any(line in str(problem) for problem in problems)
+
+
+def test_a_layer_with_an_adapter_can_be_split_from_its_block() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    model = build(llm(plan("*mlp*", "query")), seed=0)
+    batch = {"input_ids": ids, "labels": ids}
+    groups = find_groups(model, chunk_bytes=2048, batch=batch, split=True)
+    names = [name for name, _ in groups]
+    assert any("mlp" in name for name in names)
+    grouped = [p for _, modules in groups for module in modules for p in module.parameters()]
+    assert {id(p) for p in grouped} <= {id(p) for p in model.parameters()}

@@ -69,6 +69,7 @@ def _model(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     module = type(sys)("colotrain.estimate.survey")
     module.survey = lambda *_: looked  # type: ignore[attr-defined]
+    module.follow = lambda *_: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "colotrain.estimate.survey", module)
 
 
@@ -194,7 +195,7 @@ def test_plan_prints_one_document(colotrain: Run, arguments: list[str]) -> None:
     assert document["freeze"] == [{"pattern": "embed*", "matched": 1}]
     assert document["communication"]["bytes_per_step"] > 0
     assert set(document["time"]) == {"step_s", "tokens_per_s", "mfu"}
-    assert [line for line in document["warnings"] if "not estimated yet" in line]
+    assert [line for line in document["warnings"] if "are not estimated" in line]
 
 
 @pytest.mark.usefixtures("_model")
@@ -203,7 +204,8 @@ def test_memory_adds_up_and_is_compared_with_what_there_is(colotrain: Run) -> No
     document = json.loads(out)
     memory = document["memory"]
     parts = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
-    assert set(memory) == {*parts, "baseline", "peak", "capacity", "fits"}
+    parts = (*parts, "baseline")
+    assert set(memory) == {*parts, "peak", "capacity", "fits"}
     assert memory["peak"] == sum(memory[part] for part in parts)
     assert (memory["capacity"], memory["fits"]) == (1 << 30, True)
     others = {other["plugin"]: other for other in document["alternatives"]}
@@ -240,7 +242,7 @@ def test_plan_shows_people_the_same_on_lines_that_can_be_searched(colotrain: Run
 def test_ranks_need_a_place_here_to_run_but_not_to_be_planned() -> None:
     elsewhere = ["recipe=mine", "cluster.device=cuda", "cluster.procs_per_node=16"]
     assert resolving.plan_from(elsewhere, here=False).world_size == 16
-    with pytest.raises(ConfigError, match=r"at most \d+ ranks on this machine"):
+    with pytest.raises(ConfigError, match="a GPU that torch can use: this machine has none"):
         resolving.plan_from(elsewhere)
     with pytest.raises(ConfigError, match=r"at most \d+ ranks on this machine"):
         resolving.plan_from(
@@ -250,9 +252,9 @@ def test_ranks_need_a_place_here_to_run_but_not_to_be_planned() -> None:
 
 @pytest.mark.usefixtures("_model")
 def test_a_plan_that_cannot_fit_is_refused_before_it_runs() -> None:
-    resolving.check_fits(resolving.plan_from(["recipe=mine"]))
+    resolving.check_fits(resolving.settle(["recipe=mine"]))
     with pytest.raises(DoesNotFit, match="--force"):
-        resolving.check_fits(resolving.plan_from(["recipe=mine", "cluster.memory=1KiB"]))
+        resolving.check_fits(resolving.settle(["recipe=mine", "cluster.memory=1KiB"]))
 
 
 # Output
@@ -306,7 +308,7 @@ def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str])
         ("recipe=mi", ["recipe=mine"]),
         ("plugin=zero", ["plugin=zero1", "plugin=zero2", "plugin=zero3"]),
         ("plugin.name=gem", ["plugin.name=gemini"]),
-        ("cluster=", ["cluster=local"]),
+        ("cluster=lo", ["cluster=local"]),
         ("train.max_s", ["train.max_steps="]),
         ("optim.schedule.w", ["optim.schedule.warmup_steps="]),
         ("train.precision=b", ["train.precision=bf16"]),

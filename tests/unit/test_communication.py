@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from colotrain.estimate.communication import traffic
-from colotrain.plan import BatchPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.estimate.communication import Traffic
+from colotrain.estimate.communication import traffic as traffic_of
+from colotrain.estimate.layout import layout_of
+from colotrain.plan import BatchPlan, OptimPlan, ParameterInfo, PluginPlan, Survey
 from colotrain.plugins import ROWS
 
 BLOCKS = 4
@@ -37,6 +39,22 @@ def plugin(name: str, mesh: tuple[int, ...]) -> PluginPlan:
 
 def batch(steps: int) -> BatchPlan:
     return BatchPlan(global_batch=steps, micro_batch=1, accumulation_steps=steps, data_parallel=1)
+
+
+OPTIM = OptimPlan(
+    name="sgd",
+    lr=1.0,
+    betas=(0.0,),
+    eps=1e-8,
+    weight_decay=0.0,
+    schedule="constant",
+    warmup_steps=0,
+    final_ratio=1.0,
+)
+
+
+def traffic(plugin: PluginPlan, survey: Survey, batch: BatchPlan, precision: str) -> Traffic:
+    return traffic_of(layout_of(plugin, batch, optim=OPTIM, precision=precision), survey)
 
 
 @pytest.mark.parametrize(

@@ -215,3 +215,39 @@ def test_messages_without_any_template_are_an_error_with_a_way_out(tmp_path: Pat
     path = write(tmp_path / "chat.jsonl", [{"messages": conversation(1)}])
     with pytest.raises(ConfigError, match=r"data\.chat_template=chatml"):
         prepare(plan_of(path))
+
+
+HEADERS = (
+    "{{- bos_token }}\n"
+    "{%- for message in messages %}\n"
+    "    {{- '[' + message['role'] + ']\\n' }}\n"
+    "    {%- if message['role'] == 'assistant' %}\n"
+    "        {%- generation %}{{- message['content'] | trim + eos_token }}{% endgeneration %}\n"
+    "    {%- else %}\n"
+    "        {{- message['content'] | trim + eos_token }}\n"
+    "    {%- endif %}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '[assistant]\\n' }}\n{%- endif %}\n"
+)
+"""Laid out with white-space control over several lines, as models' templates are."""
+
+
+def test_texts_and_learned_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = make_tokenizer(tmp_path / "model", chat_template=HEADERS)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), chat_template=HEADERS, **TOKENS
+    )
+    rows = [{"messages": conversation(random.randint(1, 4))} for _ in range(10)]
+    rows[0]["messages"].insert(0, {"role": "system", "content": "  Be brief, ünïcode 😀.  "})
+    path = write(tmp_path / "chat.jsonl", rows)
+    samples = open_samples(plan_of(path, tokenizer=str(folder), seq_len=600), "train")
+    for i, row in enumerate(rows):
+        found = theirs.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = found["input_ids"], found["assistant_masks"]
+        sample = samples[i]
+        assert sample["input_ids"][: len(ids)].tolist() == ids
+        wanted = [t if m else IGNORE_INDEX for t, m in zip(ids[1:], mask[1:], strict=True)]
+        assert sample["labels"][: len(wanted)].tolist() == wanted

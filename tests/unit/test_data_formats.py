@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ import numpy as np
 import pytest
 
 from colotrain.data import formats, pool, records, tokenising
+from colotrain.data.loader import BatchLoader, open_samples, order_of
 from colotrain.data.prepared import Prepared
 from colotrain.data.tokens import decode, prepare, prepare_shards
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.plan import DataPlan
+from colotrain.plan import BatchPlan, DataPlan
 
 pa = pytest.importorskip("pyarrow")
 WORDS = [
@@ -285,6 +289,71 @@ def test_a_process_that_dies_is_an_error_with_a_way_out() -> None:
     found = pool.in_order(die, range(9), workers=2, begin=nothing, args=())
     with pytest.raises(ColotrainError, match=r"data\.workers=1"):
         list(found)
+
+
+def test_a_script_without_a_guard_and_without_a_file_may_prepare_data(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}) for text in random_texts(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    plan = plan_of(tmp_path / "rows.jsonl", workers=2)
+    code = (
+        "from colotrain.data import records; from colotrain.data.tokens import prepare\n"
+        "from colotrain.plan import BatchPlan, DataPlan\n"
+        f"records.BLOCK_BYTES = 100\nprint(prepare({plan!r}).num_train > 0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable], input=code, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("kind", [*WRITERS, "text", "nanogpt", "megatron"])
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_in_the_middle_of_any_format_the_next_batch_is_found_anew(
+    tmp_path: Path, kind: str, packing: str
+) -> None:
+    """What a resumed run does: a fresh look at the data gives the batches that were to come."""
+    texts, rng = random_texts(80), np.random.default_rng()
+    if kind in WRITERS:
+        path = WRITERS[kind](tmp_path, [{"text": text} for text in texts])
+    elif kind == "text":
+        path = tmp_path / "text"
+        path.mkdir()
+        for i, text in enumerate(texts):
+            (path / f"{i}.txt").write_text(text)
+    elif kind == "megatron":
+        path = write_megatron(tmp_path / "a", [rng.integers(0, 99, 20) for _ in texts], 8, "<u2")
+    else:
+        if packing == "whole":
+            pytest.skip("its documents are not known")
+        path = tmp_path / "a.bin"
+        rng.integers(0, 99, 3000).astype(np.uint16).tofile(path)
+    plan = plan_of(path, packing=packing, isolate=packing == "whole")
+
+    def batches(world_size: int, steps: range) -> list[list[list[int]]]:
+        """The sequences of each step, over all ranks in the order of the positions."""
+        samples = open_samples(plan, "train")
+        order = order_of(samples, seed=5, shuffle=True)
+        batch = BatchPlan(
+            global_batch=8,
+            micro_batch=2,
+            accumulation_steps=4 // world_size,
+            data_parallel=world_size,
+        )
+        ranks = [BatchLoader(samples, order, batch, rank) for rank in range(world_size)]
+        return [
+            [
+                row
+                for micro in range(batch.accumulation_steps)
+                for loader in ranks
+                for row in loader.micro_batch(step, micro)["input_ids"].tolist()
+            ]
+            for step in steps
+        ]
+
+    whole = batches(1, range(12))
+    assert batches(2, range(7, 12)) == whole[7:]
+    assert batches(4, range(3, 5)) == whole[3:5]
 
 
 def test_columns_of_other_names_are_found(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from colotrain.cli.main import guarded
 from colotrain.migrate import recipes
@@ -139,6 +141,46 @@ def test_a_value_of_a_wrong_kind_is_said_and_not_taken(value: Any) -> None:
     assert recipes.settings(found) == {}
 
 
+@pytest.mark.parametrize("name", ["Lion", "Muon", "Adafactor", "FusedLion", "torch.optim.SGD"])
+def test_every_optimizer_that_is_here_is_taken_by_its_name(name: str) -> None:
+    (finding,) = recipes.findings({"optimizer": {"type": name}}, "deepspeed")
+    plain = name.rpartition(".")[2].lower().removeprefix("fused")
+    assert finding.settings == {"optim.name": plain}
+
+
 def test_of_two_plugins_the_one_that_holds_more_is_taken() -> None:
     config = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     assert recipes.settings(recipes.findings(config, "deepspeed"))["plugin.name"] == "gemini"
+
+
+KEYS = {kind: [key.replace("*", "x") for key in recipes.RULES[kind]] for kind in KINDS}
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.sampled_from(["auto", "", "none", "1e9", "nan", "FULL_SHARD", "3"]),
+    st.text(max_size=8),
+    st.lists(st.integers(), max_size=3),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_value_of_any_key_is_dropped_or_breaks_anything(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(KINDS))
+    keys = data.draw(st.lists(st.sampled_from(KEYS[kind]), unique=True, max_size=6))
+    flat = {key: data.draw(VALUES) for key in keys if "[" not in key}
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        place = nested
+        *above, name = key.split(".")
+        for section in above:
+            place = place.setdefault(section, {}) if isinstance(place, dict) else {}
+        if isinstance(place, dict):
+            place[name] = value
+    found = recipes.findings(nested, kind)
+    assert [finding.key for finding in found] == [key for key, _ in flatten(nested)]
+    assert all(finding.outcome in MEANING for finding in found)
+    text = recipes.render(Path("theirs"), kind, found)
+    assert isinstance(yaml.safe_load(text), dict)

@@ -37,7 +37,7 @@ PURE_FACE = (
 )
 FACE = (
     "colotrain.observe.progress colotrain.observe.liveness colotrain.observe.output "
-    "colotrain.observe.terminal colotrain.observe.live"
+    "colotrain.observe.terminal colotrain.observe.live colotrain.observe.logs"
 )
 TOKENISING = (
     "colotrain.data.cache colotrain.data.corpora colotrain.data.vocabulary colotrain.data.formats "
@@ -46,6 +46,12 @@ TOKENISING = (
     "colotrain.data.tokenising colotrain.data.tokens"
 )
 """The part of `data` that makes token files: no torch, as other processes load it."""
+ON_PAPER = (
+    "colotrain.estimate.layout colotrain.estimate.groups colotrain.estimate.heap "
+    "colotrain.estimate.memory colotrain.estimate.offload colotrain.estimate.communication "
+    "colotrain.estimate.hardware colotrain.estimate.time colotrain.estimate.advise"
+)
+"""The planner without torch."""
 WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes")
 
 
@@ -73,14 +79,14 @@ RULES = [
         BASE
         | names(
             "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.data.formats "
-            "colotrain.estimate.memory colotrain.estimate.offload"
+            f"{ON_PAPER}"
         ),
     ),
-    Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema")),
+    Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema_cluster")),
     Rule(
         "colotrain.migrate.*",
         BASE | names("colotrain.migrate"),
-        names("yaml colotrain.config.schema"),
+        names("yaml colotrain.config.checks"),
     ),
     Rule(
         "colotrain.launch.*",
@@ -94,8 +100,8 @@ RULES = [
         BASE | names(TOKENISING) | names("numpy"),
         names("tokenizers pyarrow jinja2"),
     ),
-    Rule("colotrain.estimate.memory", BASE | names("psutil")),
-    Rule("colotrain.estimate.offload", BASE | names("colotrain.estimate.memory")),
+    Rule(ON_PAPER, BASE | names(ON_PAPER)),
+    Rule("colotrain.estimate.cache", BASE | names("colotrain.data.cache")),
     Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
     Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),
@@ -248,8 +254,7 @@ except SystemExit as stop:
 WITHOUT_TORCH = [
     *(m for m in MODULES if m.startswith(("colotrain.config.", "colotrain.launch."))),
     *TOKENISING.split(),
-    "colotrain.estimate.memory",
-    "colotrain.estimate.offload",
+    *ON_PAPER.split(),
 ]
 
 

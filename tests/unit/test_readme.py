@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+import typer
 from omegaconf import OmegaConf
 
-from colotrain.cli.main import verbs
+from colotrain.cli.main import app, verbs
 from colotrain.config.schema import Config
 from colotrain.plugins import ROWS
-from colotrain.records import field_types, from_plain
+from colotrain.records import field_types, from_plain, sections
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +40,10 @@ def blocks(*languages: str) -> list[str]:
 def commands() -> list[list[str]]:
     """The arguments of every `colotrain` shown, also of those that `make run ARGS=…` stands for."""
     found = []
-    for line in "".join(blocks("bash", "sh", "console", "")).splitlines():
+    text = "".join(blocks("bash", "sh", "console", "")).replace("\\\n", " ")
+    for line in text.splitlines():
+        if not line.lstrip().startswith(("colotrain ", "make run")):  # others quote otherwise
+            continue
         words = shlex.split(line, comments=True)
         if words[:1] == ["colotrain"]:
             found.append(words[1:])
@@ -62,9 +71,13 @@ def is_key(path: str) -> bool:
     return kind is not None
 
 
-def is_shipped(folder: str, name: str) -> bool:
-    own = f"# recipes/{name}.yaml\n"
-    return (ROOT / folder / f"{name}.yaml").is_file() or any(own in b for b in blocks("yaml"))
+def is_shipped(folder: str, names: str) -> bool:
+    """Whether each of `names` (a sweep has several) is shipped, or shown as a file of one's own."""
+    return all(
+        (ROOT / folder / f"{name}.yaml").is_file()
+        or any(f"{folder}/{name}.yaml" in page.read_text("utf-8") for page in PAGES)
+        for name in names.split(",")
+    )
 
 
 def rows(heading: str) -> list[str]:
@@ -88,6 +101,27 @@ def test_a_verb_that_is_shown_exists() -> None:
     assert shown <= set(verbs())
 
 
+@pytest.mark.parametrize("command", [shlex.join(words) for words in commands()])
+def test_a_command_that_is_shown_is_one(command: str) -> None:
+    """Verb, options and arguments are parsed as on the command line; nothing is run."""
+    words = [word for word in shlex.split(command) if word not in ("...", "…")]
+    for parsed in parse(words):
+        parsed.close()
+
+
+def parse(words: list[str]) -> Iterator[click.Context]:
+    """The contexts of a command line, the outer one first."""
+    group = typer.main.get_command(app)
+    context = group.make_context("colotrain", words)
+    yield context
+    while isinstance(context.command, click.Group):
+        name, command, rest = context.command.resolve_command(context, context._protected_args)
+        rest = [*rest, *context.args]
+        assert command is not None
+        context = command.make_context(name, rest, parent=context)
+        yield context
+
+
 @pytest.mark.parametrize("override", sorted(overrides()))
 def test_a_key_that_is_shown_exists(override: str) -> None:
     key, _, value = override.partition("=")
@@ -100,7 +134,13 @@ def test_a_key_that_is_shown_exists(override: str) -> None:
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_a_recipe_that_is_shown_is_valid(text: str) -> None:
-    from_plain(Config, OmegaConf.to_container(OmegaConf.create(text)))
+    """A recipe, or the file of a group, which has the keys of one section."""
+    keys = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(keys, dict)
+    keys.pop("defaults", None)
+    groups = [cls for cls in sections(Config).values() if set(keys) <= set(field_types(cls))]
+    whole = set(keys) <= set(field_types(Config)) or not groups
+    from_plain(Config if whole else groups[0], keys)
 
 
 @pytest.mark.parametrize("text", blocks("python"))
@@ -126,3 +166,17 @@ def test_the_reference_of_keys_is_up_to_date() -> None:
     page = ROOT / "docs" / "configuration.md"
     renew = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))["page"]
     assert renew(page.read_text("utf-8")) == page.read_text("utf-8"), "run `make docs`"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.name != "journal.md":
+            relative = page.relative_to(ROOT / "docs").with_suffix(".html")
+            assert (tmp_path / relative).is_file(), f"{page.name} is not in the site"

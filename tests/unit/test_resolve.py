@@ -16,8 +16,9 @@ from colotrain.config.machine import Machine, this_machine
 from colotrain.config.resolve import resolve
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.estimate.layout import Layout
 from colotrain.estimate.memory import model_state_bytes
-from colotrain.plan import FreezePlan, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
+from colotrain.plan import FreezePlan, Ledger, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
 from colotrain.plugins import ROWS
 
 LAPTOP = Machine(
@@ -61,6 +62,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
                 numel=shape[0] * shape[1],
                 itemsize=4,
                 frozen_by=reasons.get(name),
+                group=".".join(name.split(".")[:2]) if name.startswith("blocks.") else "",
             )
             for name, shape in SHAPES.items()
         ),
@@ -381,10 +383,17 @@ def test_model_state_is_counted_in_bytes_per_rank() -> None:
     )
     looked = survey(ModelPlan(target=""), FreezePlan(patterns=("embed*",)), 1)
     whole, trained = TOTAL * 4, (TOTAL - 256 * 64) * 4
-    zero1 = model_state_bytes(ROWS["zero1"], looked, 2, optim)
+
+    def state(name: str) -> Ledger:
+        row = ROWS[name]
+        live, gradients = row.parameters_live, row.gradients
+        layout = Layout(parameters_live=live, gradients=gradients, shard=2, optim=optim)
+        return model_state_bytes(layout, looked)
+
+    zero1 = state("zero1")
     assert (zero1.parameters, zero1.gradients) == (whole // 2, trained)
     assert (zero1.optimizer, zero1.gathered) == (trained, whole)
-    zero3 = model_state_bytes(ROWS["zero3"], looked, 2, optim)
+    zero3 = state("zero3")
     outside, block = 2 * 256 * 64 * 4, 2 * 64 * 64 * 4
     assert (zero3.gradients, zero3.gathered) == (trained // 2, outside + 2 * block)
 
@@ -480,7 +489,10 @@ def test_with_nothing_to_run_the_recipes_are_listed() -> None:
             {"observe.trackers": ["wandbb"]},
             "observe.trackers=wandbb: expected one of tensorboard, wandb; did you mean wandb?",
         ),
-        ({"elastic.min_nodes": 2}, "elastic.min_nodes=2: expected 1, as cluster.nodes"),
+        ({"elastic.min_nodes": 2}, "elastic.min_nodes=2: expected from 1 to cluster.nodes, 1"),
+        ({"cluster.rank": 1}, "cluster.rank=1: expected from 0 to 0, one of 1 nodes"),
+        ({"cluster.head": "host"}, "cluster.head=host: expected HOST:PORT of node 0"),
+        ({"cluster.head": "h:99999"}, "cluster.head=h:99999: expected HOST:PORT of node 0"),
         ({"cluster.device": "tpu"}, "cluster.device=tpu: expected auto, cpu or cuda"),
         ({"cluster.memory": "lots"}, "cluster.memory=lots: expected auto, bytes, a size like"),
         ({"train.seed": -1}, "train.seed=-1: expected 0 or more"),

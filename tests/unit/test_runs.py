@@ -261,6 +261,9 @@ def test_a_row_of_the_list(rundir: RunDir, root: Path, capsys: pytest.CaptureFix
         "tokens_per_s": 300.0,
         "run_dir": str(rundir.path),
         "problem": None,
+        "job": None,
+        "job_state": None,
+        "job_reason": None,
     }
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from colotrain.config.checks import check
-from colotrain.config.schema import Cluster, Config, Model, Slurm
+from colotrain.config.schema import Config, Model
+from colotrain.config.schema_cluster import Cluster, Slurm
 from colotrain.errors import UsageError
 from colotrain.launch.slurm import Job, quote, render
 

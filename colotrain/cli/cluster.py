@@ -1,0 +1,79 @@
+"""The verbs for clusters: one small function each, registered beside the others of `main`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep
+from colotrain.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    for verb in (submit, logs, doctor):
+        app.command()(verb)
+    app.command(hidden=True)(node)
+
+
+def submit(
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script.")] = False,
+    test_only: Annotated[
+        bool, typer.Option("--test-only", help="Ask SLURM whether it would take the job.")
+    ] = False,
+    sweep: Sweep = False,
+    max_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> int:
+    """Hand a run, or a sweep of runs, to SLURM."""
+    from colotrain.cli import submit as module
+
+    what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
+    if sweep:
+        return module.submit_sweep(overrides or [], max_parallel=max_parallel, **what)
+    if max_parallel is not None:
+        raise UsageError("--max-parallel: expected --sweep beside it", "add --sweep")
+    return module.submit(overrides or [], **what)
+
+
+def node(
+    path: Annotated[str, typer.Argument(metavar="RUN_DIR")],
+    head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "127.0.0.1:0",
+) -> int:
+    """A node's part of a run: what the script of a job starts."""
+    from colotrain.cli.node import node as take_part
+
+    return take_part(path, head)
+
+
+def logs(
+    name: Run = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Of this rank only.", show_default=False)
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines per log.")] = 40,
+    as_json: Json = False,
+) -> int:
+    """Show what the job and the workers of a run print."""
+    from colotrain.cli.logs import logs as show
+
+    return show(name, follows=follow, rank=rank, lines=lines, as_json=as_json)
+
+
+def doctor(
+    overrides: Overrides = None,
+    all_nodes: Annotated[
+        bool, typer.Option("--all-nodes", help="On every node of an allocation, and between them.")
+    ] = False,
+    only: Annotated[str, typer.Option(metavar="NAMES", help="Only these checks: name,runs.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Find what could keep a run from starting or from going fast, with the fix for each."""
+    from colotrain.cli.doctor import doctor as examine
+
+    return examine(overrides or [], as_json=as_json, all_nodes=all_nodes, only=only)

@@ -1,0 +1,69 @@
+"""Verbs on what goes into runs, and pictures of what came out: data, import-config, plot."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from colotrain.cli.arguments import Json, Overrides
+
+data_app = typer.Typer(
+    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+@data_app.callback()
+def data() -> None:
+    """Look at data before training on them."""
+
+
+@data_app.command("inspect")
+def inspect_data(
+    overrides: Overrides = None,
+    sample: Annotated[
+        int, typer.Option(min=0, help="Which sample to show: its place in the run's order.")
+    ] = 0,
+    split: Annotated[str, typer.Option(help="train or validation.")] = "train",
+    as_json: Json = False,
+) -> int:
+    """Show counts, lengths, and a sample with what is learned of it."""
+    from colotrain.cli.data import inspect
+
+    return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
+
+
+def import_config(
+    file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
+    kind: Annotated[
+        str, typer.Option(help="deepspeed, accelerate or lightning; by default its keys tell.")
+    ] = "",
+    to: Annotated[
+        str, typer.Option(metavar="RECIPE", help="By default recipes/NAME.yaml, as the file.")
+    ] = "",
+    as_json: Json = False,
+) -> int:
+    """Write the recipe that another tool's configuration amounts to, key by key."""
+    from colotrain.cli.import_config import import_config as write
+
+    return write(file, kind=kind, to=to, as_json=as_json)
+
+
+def plot(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN…", help="Runs to draw; by default the newest."),
+    ] = None,
+    out: Annotated[str, typer.Option(metavar="FILE", help="A .png or .svg file.")] = "plot.png",
+) -> int:
+    """Draw loss, gradient norms, memory and throughput of one run or several."""
+    from colotrain.cli.plot import plot as draw
+
+    return draw(names or [], out=out)
+
+
+def register(app: typer.Typer) -> None:
+    """Add these verbs to the command line."""
+    app.add_typer(data_app, name="data", no_args_is_help=True)
+    app.command()(import_config)
+    app.command()(plot)

@@ -1,0 +1,257 @@
+"""A plan as people read it at a glance: bars by category, a capacity line, what fits in green."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.cli.resolving import Setting
+from colotrain.config.plugin import format_seconds
+from colotrain.config.sizes import format_size
+from colotrain.errors import UsageError
+from colotrain.observe.charts import GREEN, ORANGE, SERIES, VERMILLION
+from colotrain.plan import RunPlan
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "buffers",
+    "baseline",
+)
+BAR_WIDTH = 36
+PICTURE_WIDTH = 110
+MOST_ROWS = 16
+
+
+def print_plan(console: Console, setting: Setting, document: dict[str, Any]) -> None:
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="bold", no_wrap=True)
+    head.add_column(overflow="fold")
+    for title, text in (*_rows(setting.plan, document), *_group_rows(document)):
+        head.add_row(title, text)
+    console.print(head)
+    if document["freeze"]:
+        console.print(_freeze_table(document))
+    console.print()
+    console.print(_ledger_table(document["memory"]))
+    console.print()
+    console.print(_options_table(document))
+    if "trace" in document:
+        console.print()
+        console.print(_check_table(document["trace"]))
+    for sentence in document.get("advice", ()):
+        console.print(sentence, style="bold")
+    if "remedy" in document:
+        console.print(f"does not fit: {document['remedy']}", style=f"bold {VERMILLION}")
+    for warning in document["warnings"]:
+        console.print(f"warning: {warning}", style="yellow")
+
+
+def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
+    batch, cluster, counts = plan.batch, plan.cluster, plan.parameters
+    sent = document["communication"]
+    yield "run", plan.name
+    yield "plugin", f"{plan.plugin.name}: {plan.plugin.reason}"
+    ranks = f"{plan.world_size} on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
+    mesh = " × ".join(map(str, plan.plugin.mesh))
+    yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}"
+    unit = "samples" if plan.data.source == "target" else "tokens"
+    yield (
+        "batch",
+        f"{batch.global_batch} = micro-batch {batch.micro_batch} × accumulation "
+        f"{batch.accumulation_steps} × {batch.data_parallel} ranks; "
+        f"{batch.tokens_per_step:,} {unit} per step",
+    )
+    yield (
+        "parameters",
+        f"{counts.total:,}: {counts.trainable:,} trained, {counts.frozen:,} frozen",
+    )
+    yield (
+        "reduction",
+        f"gradients {sent['reduced']}; each rank sends {format_size(sent['bytes_per_step'])} per "
+        f"step in {sent['gathers']} all-gathers and {sent['reductions']} reductions",
+    )
+    if plan.time.step_s:
+        speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
+        yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
+
+
+def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """gemini: groups with their padding, and bytes per tier."""
+    groups, tiers = document.get("groups"), document.get("tiers")
+    if groups:
+        sizes = " to ".join(format_size(n) for n in sorted({groups["smallest"], groups["largest"]}))
+        chunk, rest = format_size(groups["chunk_bytes"]), format_size(groups["rest"])
+        padding = f"{format_size(groups['padding'])} of padding"
+        unused = f"buffers {groups['unused_share']:.0%} unused"
+        text = f"{groups['count']} of {sizes} (chunk size {chunk}), and the rest, {rest}"
+        yield "groups", f"{text}; {unused}, {padding}"
+    for kind, sizes in (tiers["bytes"] if tiers else {}).items():
+        yield kind, ", ".join(f"{format_size(n)} on {tier}" for tier, n in sizes.items())
+    if tiers and tiers["moved_bytes"]:
+        yield "moved", f"{format_size(tiers['moved_bytes'])} per step and rank between tiers"
+
+
+def _freeze_table(document: dict[str, Any]) -> Table:
+    table = Table("frozen by", "parameters", box=None, pad_edge=False, header_style="bold")
+    table.columns[1].justify = "right"
+    for row in document["freeze"]:
+        table.add_row(row["pattern"], str(row["matched"]))
+    return table
+
+
+def _ledger_table(memory: dict[str, Any]) -> Table:
+    """One bar per category, all on the scale of what a rank may use."""
+    capacity, peak = memory["capacity"], memory["peak"]
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    scale, before = max(capacity, peak, 1), 0
+    for index, name in enumerate(CATEGORIES):
+        size = memory[name]
+        style = SERIES[index % len(SERIES)]
+        table.add_row(name, format_size(size), _piece(before, size, scale, style))
+        before += size
+    style, word = (GREEN, "fits") if memory["fits"] else (VERMILLION, "does not fit")
+    total = _piece(0, peak, scale, style)
+    at = min(BAR_WIDTH, round(capacity / scale * BAR_WIDTH))
+    total.append(" " * max(0, at - len(total)))
+    total.append("│", f"bold {ORANGE}").append(f" {format_size(capacity)} per rank: ")
+    total.append(word, f"bold {style}")
+    table.add_row("peak", format_size(peak), total)
+    return table
+
+
+def _piece(before: int, size: int, scale: int, style: str) -> Text:
+    """A bar that begins where the one before ended."""
+    start = round(before / scale * BAR_WIDTH)
+    width = round((before + size) / scale * BAR_WIDTH) - start
+    bar = "█" * width if width else "▏" if size else ""
+    return Text(" " * start).append(bar, style)
+
+
+def _options_table(document: dict[str, Any]) -> Table:
+    """The plan first, then its alternatives."""
+    columns = ("micro-batch", "recompute", "peak", "step", "tokens/s", "MFU")
+    table = Table("plugin", *columns, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    own = {
+        "plugin": document["plugin"]["name"],
+        "micro_batch": document["batch"]["micro"],
+        "memory": document["memory"],
+        "time": document["time"],
+        "fits": document["memory"]["fits"],
+    }
+    others = document["alternatives"]
+    recomputes = {o["plugin"]: o["activation_checkpointing"] for o in others[:1]}
+    own["activation_checkpointing"] = next(iter(recomputes.values()), "")
+    if "advice" in document:
+        own["activation_checkpointing"] = ""
+    for row in (own, *others[:MOST_ROWS]):
+        table.add_row(*_option_cells(row), style=_option_style(row, own))
+    if len(others) > MOST_ROWS:
+        table.add_row(f"and {len(others) - MOST_ROWS} more", style="dim")
+    return table
+
+
+def _option_cells(row: dict[str, Any]) -> list[str]:
+    time = row["time"]
+    known = time["step_s"] > 0
+    return [
+        row["plugin"] + ("" if row["fits"] else " (does not fit)"),
+        str(row["micro_batch"]),
+        row["activation_checkpointing"],
+        format_size(row["memory"]["peak"]),
+        format_seconds(time["step_s"]) if known else "-",
+        f"{time['tokens_per_s']:,.0f}" if known else "-",
+        f"{time['mfu']:.1%}" if known else "-",
+    ]
+
+
+def _option_style(row: dict[str, Any], own: dict[str, Any]) -> str:
+    style = GREEN if row["fits"] else VERMILLION
+    return f"bold {style}" if row is own else style
+
+
+def _check_table(check: dict[str, Any]) -> Table:
+    """The plan beside torch's own tracker."""
+    table = Table("bytes per rank", "plan", "torch's tracker", box=None, pad_edge=False)
+    for name, pair in check["categories"].items():
+        table.add_row(name, format_size(pair["plan"]), format_size(pair["tracker"]))
+    return table
+
+
+def print_comparison(
+    console: Console, names: tuple[str, str], documents: list[dict[str, Any]]
+) -> None:
+    table = Table("", *names, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    first, second = documents
+    table.add_row("plugin", *(d["plugin"]["name"] for d in documents))
+    for name in (*CATEGORIES, "peak", "capacity"):
+        sizes = [d["memory"][name] for d in documents]
+        table.add_row(name, *map(format_size, sizes), style="bold" if name == "peak" else None)
+    fits = [
+        Text("yes", GREEN) if d["memory"]["fits"] else Text("no", VERMILLION) for d in documents
+    ]
+    table.add_row("fits", *fits)
+    table.add_row(
+        "sent per step", *(format_size(d["communication"]["bytes_per_step"]) for d in documents)
+    )
+    if first["time"]["step_s"] and second["time"]["step_s"]:
+        table.add_row("step", *(format_seconds(d["time"]["step_s"]) for d in documents))
+        table.add_row("tokens/s", *(f"{d['time']['tokens_per_s']:,.0f}" for d in documents))
+        table.add_row("MFU", *(f"{d['time']['mfu']:.1%}" for d in documents))
+    console.print(table)
+
+
+def print_run(console: Console, document: dict[str, Any]) -> None:
+    memory, time = document["memory"], document["time"]
+    table = Table(document["run"], "predicted", "measured", "error", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in CATEGORIES:
+        table.add_row(name, format_size(memory["predicted"][name]), "", "", style="dim")
+    peaks = (memory["predicted"]["peak"], memory["measured"]["peak"])
+    table.add_row("peak", *map(format_size, peaks), signed(memory["error"]), style="bold")
+    if time["predicted"]["step_s"] and time["measured"]["step_s"]:
+        steps = (time["predicted"]["step_s"], time["measured"]["step_s"])
+        table.add_row("step", *map(format_seconds, steps), signed(time["error"]), style="bold")
+    console.print(table)
+
+
+def signed(error: float | None) -> str:
+    """`+3.2%`: by how much more was predicted than measured."""
+    return "-" if error is None else f"{error:+.1%}"
+
+
+def export(path: str, setting: Setting, document: dict[str, Any]) -> None:
+    """Write what the terminal shows as a picture, in colour whatever the terminal."""
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=PICTURE_WIDTH,
+        force_terminal=True,
+        color_system="truecolor",
+        no_color=False,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+    )
+    print_plan(console, setting, document)
+    try:
+        Path(path).write_text(console.export_svg(title="colotrain plan"), "utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error

@@ -1,0 +1,130 @@
+"""Which plugin, micro-batch and checkpointing to take: all that fit, the fastest first.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from colotrain.estimate.hardware import Hardware
+from colotrain.estimate.layout import Layout
+from colotrain.estimate.memory import predict
+from colotrain.estimate.time import step_time
+from colotrain.plan import Ledger, Prediction, Survey, Trace
+
+MOST_SAMPLES = 1024
+"""Larger micro-batches are not looked for."""
+TIE = 1.01
+"""Predictions this near are alike: then what exchanges less, or needs less, is taken."""
+
+Traces = Callable[[bool, int], Trace | None]
+"""The trace with or without activation checkpointing, of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A way to carry a plan out, with what it needs."""
+
+    plugin: str
+    layout: Layout
+    checkpointing: bool
+    memory: Ledger
+    time: Prediction
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What does not change between the options."""
+
+    survey: Survey
+    """With everything training that ever will."""
+    traces: Traces
+    hardware: Callable[[Layout], Hardware] | None
+    capacity: int
+    global_batch: int
+    tokens_per_step: int
+    world_size: int
+
+    def option(self, plugin: str, layout: Layout, *, checkpointing: bool) -> Option:
+        trace = self.traces(checkpointing, layout.micro_batch)
+        memory = predict(layout, self.survey, trace)
+        time = Prediction()
+        if trace is not None and self.hardware is not None:
+            time = step_time(
+                layout,
+                self.survey,
+                trace,
+                self.hardware(layout),
+                tokens_per_step=self.tokens_per_step,
+                flops_per_token=self.survey.flops_per_token,
+                world_size=self.world_size,
+            )
+        return Option(
+            plugin=plugin,
+            layout=layout,
+            checkpointing=checkpointing,
+            memory=memory,
+            time=time,
+            fits=memory.total <= self.capacity,
+        )
+
+    def every(
+        self, layouts: Iterable[tuple[str, Layout]], *, checkpointing: Iterable[bool]
+    ) -> Iterator[Option]:
+        """Each layout with each micro-batch that divides the global batch, both ways."""
+        both = list(checkpointing)
+        for plugin, layout in layouts:
+            for size in self.micro_batches():
+                steps = self.global_batch // (self.world_size * size)
+                sized = replace(layout, micro_batch=size, accumulation_steps=steps)
+                for recompute in both:
+                    yield self.option(plugin, sized, checkpointing=recompute)
+
+    def micro_batches(self) -> list[int]:
+        share = self.global_batch // self.world_size
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        return [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
+
+
+def rank(options: Iterable[Option]) -> list[Option]:
+    """Those that fit, the fastest first; without times in the order they came."""
+    return sorted((o for o in options if o.fits), key=lambda option: option.time.step_s)
+
+
+def best(options: Iterable[Option]) -> Option | None:
+    """The fastest that fits; of those that are as fast, the first."""
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        return None
+    limit = TIE * min(option.time.step_s for option in fitting)
+    return next(option for option in fitting if option.time.step_s <= limit)
+
+
+def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: bool) -> int:
+    """The largest power of two that fits as micro-batch, whatever the global batch is; or 0."""
+
+    def fits(size: int) -> bool:
+        trace = question.traces(checkpointing, size)
+        sized = replace(layout, micro_batch=size)
+        return predict(sized, question.survey, trace).total <= question.capacity
+
+    if question.traces(checkpointing, 1) is None or not fits(1):
+        return 0
+    size = 1
+    while size < MOST_SAMPLES and fits(2 * size):
+        size = 2 * size
+    return size
+
+
+def ranks_needed(question: Question, layout: Layout, *, checkpointing: bool) -> int | None:
+    """The smallest power of two of ranks, sharing one copy, on which micro-batches of one fit."""
+    trace, size = question.traces(checkpointing, 1), layout.shard
+    while size <= 1 << 14:
+        wide = replace(layout, shard=size, replicas=1, micro_batch=1)
+        if predict(wide, question.survey, trace).total <= question.capacity:
+            return size
+        size = 2 * size
+    return None

@@ -1,0 +1,91 @@
+"""What decides how much memory and time a plan needs. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from colotrain.plan import BatchPlan, OptimPlan, PluginPlan
+from colotrain.plugins import Gradients, ParametersLive
+
+STATE_BYTES = 4
+"""Optimizer state is kept in fp32."""
+CPU_BASELINE_BYTES = 281 << 20
+"""Calibrated on torch 2.13 for CPU; `benchmarks/planner.py` tells how well it holds."""
+CUDA_BASELINE_BYTES = 800 << 20
+"""A context of about 0.5 GiB, and NCCL's channels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Everything about a plan that decides how much memory a rank needs."""
+
+    parameters_live: ParametersLive
+    gradients: Gradients
+    shard: int
+    """Ranks that share a copy of the model."""
+    replicas: int = 1
+    accumulation_steps: int = 1
+    micro_batch: int = 1
+    precision: str = "fp32"
+    optim: OptimPlan
+    device: str = "cpu"
+    shared_memory: bool = False
+    """The ranks of a shard group exchange through shared memory (CPU, one host)."""
+    chunk_bytes: int | None = None
+    reshard_overrides: dict[str, bool] = field(default_factory=dict)
+    records_gradients: bool = False
+    """Statistics of every gradient are recorded now and then, from copies of the shards."""
+    snapshots: bool = False
+    """Checkpoints are written from a copy while training goes on."""
+    baseline: int = 0
+
+
+def layout_of(
+    plugin: PluginPlan,
+    batch: BatchPlan,
+    *,
+    optim: OptimPlan,
+    precision: str = "fp32",
+    device: str = "cpu",
+    procs_per_node: int = 1,
+    records_gradients: bool = False,
+    snapshots: bool = False,
+) -> Layout:
+    """The layout of a plugin that is decided, on ranks that are known."""
+    shard = plugin.mesh[-1]
+    return Layout(
+        parameters_live=plugin.parameters_live,
+        gradients=plugin.gradients,
+        shard=shard,
+        replicas=plugin.mesh[0] if len(plugin.mesh) > 1 else 1,
+        accumulation_steps=batch.accumulation_steps,
+        micro_batch=batch.micro_batch,
+        precision=precision,
+        optim=optim,
+        device=device,
+        shared_memory=device == "cpu" and shard <= procs_per_node,
+        chunk_bytes=plugin.chunk_bytes,
+        reshard_overrides=plugin.reshard_overrides,
+        records_gradients=records_gradients,
+        snapshots=snapshots,
+        baseline=baseline_bytes(device, world=shard),
+    )
+
+
+def state_bytes(optim: OptimPlan) -> int:
+    """Optimizer state per trainable element: Adam keeps two moments, SGD one if it has momentum.
+
+    At most two are assumed of Muon, whose embeddings are AdamW's, and of the user's own.
+    """
+    if optim.name == "sgd":
+        return STATE_BYTES if optim.betas and optim.betas[0] else 0
+    return {"lion": 1, "adafactor": 0}.get(optim.name, 2) * STATE_BYTES
+
+
+def baseline_bytes(device: str, *, world: int) -> int:
+    """What a worker holds before there is a model.
+
+    On CPU: the interpreter with torch, most of it inherited from the server that workers are forked
+    from, and the pages of libraries that training touches. On CUDA: the context and NCCL's buffers.
+    """
+    return CUDA_BASELINE_BYTES if device == "cuda" else CPU_BASELINE_BYTES

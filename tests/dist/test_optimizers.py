@@ -1,0 +1,77 @@
+"""Every optimizer under every plugin against one process of plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from colotrain.cli.resolving import plan_from
+from colotrain.engine.optim import schedule
+from colotrain.errors import ConfigError
+from colotrain.plugins import ROWS
+from colotrain.verify.compare import Tolerance
+from colotrain.verify.runner import verify
+from tests.dist.conftest import SMALL, Colotrain
+from tests.dist.test_difficult_models import plan_of
+from tests.dist.test_run import losses
+
+RULES = "optim.rules=[{match: '*bias',weight_decay: 0.2},{match: 'layers.1.*',lr_scale: 0.5}]"
+WSD = ("optim.schedule.name=wsd", "optim.schedule.decay_steps=2", "optim.schedule.warmup_steps=1")
+OPTIMIZERS = {
+    "adamw": ("optim.lr=0.01", RULES),
+    "sgd": ("optim.betas=[0.9]", *WSD),
+    "lion": ("optim.lr=0.003", RULES, *WSD),
+    "adafactor": ("optim.lr=0.02", RULES),
+    "muon": ("optim.lr=0.02", RULES),
+    "torch.optim:NAdam": ("optim.lr=0.01", "+optim.args={betas: [0.8,0.9]}"),
+    "torch.optim:Adagrad": ("optim.lr=0.05", RULES),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_updates_shards_as_it_updates_whole_parameters(
+    name: str, tmp_path: Path
+) -> None:
+    """muon iterates in bfloat16, where a last bit of difference in its input may show."""
+    more = (f"optim.name={name}", "train.max_steps=4", *OPTIMIZERS[name])
+    plans = [plan_of(model, p, *more) for model in ("Stack", "Tied") for p in ROWS]
+    exact = Tolerance(parameter=1e-5)
+    loose = Tolerance(loss=1e-4, gradient=1e-3, parameter=2e-3)
+    results = list(verify(plans, tmp_path, tolerance=loose if name == "muon" else exact))
+    wrong = [f"{r.plugin}: {r.difference}" for r in results if not r.passed]
+    assert len(results) == len(plans)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["lion", "muon", "adafactor", "torch.optim:NAdam"])
+def test_a_run_goes_on_under_another_plugin_and_world_size(colotrain: Colotrain, name: str) -> None:
+    options = (*SMALL, f"optim.name={name}", "optim.lr=0.01", "optim.schedule.name=constant")
+    whole = colotrain.run(*options, "plugin=zero2", "train.max_steps=4")
+    colotrain.run(*options, "plugin=zero3", "train.max_steps=2", "name=half")
+    again = ("plugin=gemini", "cluster.procs_per_node=1", "name=half", "train.max_steps=4")
+    resumed = colotrain.run(*options, *again)
+    assert losses(resumed) == pytest.approx(losses(whole), abs=2e-3 if name == "muon" else 1e-5)
+
+
+def test_an_optimizer_that_cannot_be_had_is_refused_in_a_line() -> None:
+    for overrides, line in [
+        (["optim.name=adamv"], "optim.name=adamv: expected one of adamw, sgd, lion, muon, adafac"),
+        (["+optim.args={x: 1}"], "optim.args={'x': 1}: expected nothing but for an optimizer of"),
+        (["optim.rules=[{match: nothing*}]"], "optim.rules[0].match=nothing*: expected a glob"),
+        (["optim.rules=[{match: '*',lr_scale: -1}]"], "optim.rules[0].lr_scale=-1: expected 0 or"),
+        (["optim.schedule.decay_steps=3"], "optim.schedule.decay_steps=3: expected nothing but"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            plan_from([*SMALL, *overrides])
+        assert str(caught.value).startswith(line)
+
+
+def test_wsd_is_constant_and_then_falls_in_a_line() -> None:
+    plan = plan_of("Stack", "zero2", *WSD, "optim.schedule.final_ratio=0.0").optim
+    assert [schedule(plan, step, 6) for step in range(6)] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+    default = plan_of("Stack", "zero2", WSD[0], "optim.schedule.final_ratio=0.5").optim
+    rates = [schedule(default, step, 10) for step in range(10)]
+    assert rates == pytest.approx([1.0] * 8 + [0.75, 0.5])

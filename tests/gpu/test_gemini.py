@@ -1,0 +1,48 @@
+"""gemini beside a GPU: what exceeds the device's budget rests on the host, the run is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.conftest import SMALL, Colotrain
+from tests.dist.test_run import losses
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BASE = (*SMALL, "cluster.procs_per_node=1", "cluster.device=cuda", "plugin=gemini")
+
+
+@pytest.fixture
+def colotrain(tmp_path: Path) -> Colotrain:
+    return Colotrain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "lowered"),
+    [
+        (("model.args.d_model=64",), "plugin.budget.device=0.9", {"device"}),
+        (("model.args.d_model=512",), "plugin.budget.device=60MiB", {"host"}),
+    ],
+)
+def test_the_losses_are_those_of_a_run_on_the_device(
+    colotrain: Colotrain, model: tuple[str, ...], budget: str, lowered: set[str]
+) -> None:
+    always = (*BASE, *model, "train.max_steps=5")
+    device = colotrain.run(*always, "name=device")
+    tiered = colotrain.run(*always, "name=tiered", budget)
+    assert losses(tiered) == pytest.approx(losses(device), abs=1e-5)
+    placed = [e for e in colotrain.events("tiered") if e.kind == "tiers"][-1]
+    assert set(placed.fields["bytes"]["optimizer"]) & lowered
+
+
+def test_the_disk_takes_what_the_host_may_not(colotrain: Colotrain) -> None:
+    always = (*BASE, "model.args.d_model=512", "train.max_steps=5")
+    device = colotrain.run(*always, "name=device")
+    small = ("plugin.budget.device=60MiB", "plugin.budget.host=8MiB")
+    folder = f"plugin.disk_path={colotrain.cwd / 'disk'}"
+    tiered = colotrain.run(*always, *small, folder, "name=tiered")
+    assert losses(tiered) == pytest.approx(losses(device), abs=1e-5)
+    assert list((colotrain.cwd / "disk").iterdir()) == []

@@ -1,0 +1,283 @@
+"""Several nodes: the plan on another number of them, and the meeting of their launchers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resolve import lines, plan, with_values
+
+from colotrain.errors import ColotrainError
+from colotrain.launch import attendance, meeting
+from colotrain.launch.attendance import Attendance, Round
+from colotrain.launch.meeting import Meeting, MeetingError, Passport, Refused, Stopped
+from colotrain.resizing import reachable, resize
+
+ELASTIC = (("cluster.nodes", 2), ("elastic.min_nodes", 1), ("elastic.max_nodes", 4))
+BATCH = (("train.global_batch", 32), ("train.micro_batch", 2), ("cluster.procs_per_node", 2))
+
+
+def test_the_global_batch_stays_whatever_the_number_of_nodes() -> None:
+    two = plan(*ELASTIC[:2], ("elastic.max_nodes", 2), *BATCH)
+    assert (two.world_size, two.batch.accumulation_steps) == (4, 4)
+    one = resize(two, 1)
+    assert (one.world_size, one.batch.accumulation_steps, one.batch.data_parallel) == (2, 8, 2)
+    assert one.batch.global_batch == two.batch.global_batch
+    assert one.plugin.mesh == (2,)
+    assert resize(two, 2) is two
+
+
+def test_replicas_follow_the_nodes() -> None:
+    two = plan(*ELASTIC, *BATCH, ("plugin.name", "fsdp-hybrid"), ("elastic.max_nodes", 2))
+    assert [resize(two, nodes).plugin.mesh for nodes in (1, 2, 4)] == [(1, 2), (2, 2), (4, 2)]
+
+
+def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused() -> None:
+    (line,) = lines(with_values(*ELASTIC, *BATCH))
+    assert "which it is not for 3 (reachable: 1, 2, 4)" in line
+    two = plan(*ELASTIC[:2], *BATCH)
+    with pytest.raises(ColotrainError, match="numbers of nodes that can: 1, 2"):
+        resize(two, 3)
+    assert reachable(12, 2, range(1, 5)) == [1, 2, 3]
+
+
+def passport(node: int, **changes: Any) -> Passport:
+    made = {"host": f"host-{node}", "instance": f"i{node}", "versions": {"torch": "2.13"}}
+    return Passport(node=node, **{**made, "plan": {"a": {"b": 1}}, **changes})
+
+
+class Hall:
+    """A meeting and those who attend it, ended with the test."""
+
+    def __init__(self) -> None:
+        self.listener = meeting.listen("127.0.0.1", 0)
+        self.port = self.listener.getsockname()[1]
+        self.stores = 0
+        self.guests: list[Attendance] = []
+
+    def open(self, fewest: int = 2, most: int = 2, expected: int = 2) -> Meeting:
+        self.meeting = Meeting(
+            self.listener,
+            secret="secret",
+            passport=passport(0),
+            fewest=fewest,
+            most=most,
+            expected=expected,
+            open_store=self.open_store,
+        )
+        return self.meeting
+
+    def open_store(self) -> int:
+        self.stores += 1
+        return 5000 + self.stores
+
+    def join(self, node: int, secret: str = "secret", **changes: Any) -> Attendance:
+        stop = changes.pop("stop", lambda: False)
+        guest = Attendance(
+            ("127.0.0.1", self.port),
+            passport(node, **changes),
+            secret=lambda: secret,
+            lost_s=5,
+            stop=stop,
+        )
+        self.guests.append(guest)
+        return guest
+
+    def rounds(self, *guests: Attendance, timeout_s: float = 20) -> list[Round]:
+        """All ask for the next round at once."""
+        found: dict[int, Round] = {}
+
+        def ask(index: int, guest: Attendance) -> None:
+            found[index] = guest.next_round(timeout_s=timeout_s)
+
+        threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(guests)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s + 5)
+        return [found[index] for index in range(len(guests))]
+
+
+@pytest.fixture
+def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
+    for module, name, value in (
+        (meeting, "RETURN_S", 0.3),
+        (meeting, "LAST_CALL_S", 0.5),
+        (meeting, "GOODBYE_S", 1.0),
+        (attendance, "RETURN_S", 0.3),
+        (attendance, "FOLDER_S", 0.5),
+        (attendance, "GONE_S", 0.5),
+        (attendance, "BEAT_S", 0.1),
+    ):
+        monkeypatch.setattr(module, name, value)
+    made = Hall()
+    yield made
+    for guest in made.guests:
+        guest.end()
+    made.listener.close()
+
+
+def until(true: Callable[[], object], timeout_s: float = 15) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_round_has_the_nodes_in_the_order_of_their_numbers(hall: Hall) -> None:
+    hall.open(fewest=3, most=3, expected=3)
+    found = hall.rounds(hall.join(2), hall.join(0), hall.join(1))
+    assert {(r.number, r.nodes, r.port) for r in found} == {(1, (0, 1, 2), 5001)}
+    assert {r.address for r in found} == {"127.0.0.1"}
+
+
+def test_every_round_has_a_store_of_its_own(hall: Hall) -> None:
+    hall.open()
+    guests = hall.join(0), hall.join(1)
+    assert [r.port for r in hall.rounds(*guests)] == [5001, 5001]
+    assert [(r.number, r.port) for r in hall.rounds(*guests)] == [(2, 5002)] * 2
+
+
+def test_a_node_that_waits_calls_the_others(hall: Hall) -> None:
+    hall.open(fewest=1, most=2, expected=1)
+    first = hall.join(0)
+    assert hall.rounds(first)[0].nodes == (0,)
+    assert first.regroup() == ""
+    second = hall.join(1)
+    late = threading.Thread(target=second.next_round, kwargs={"timeout_s": 20})
+    late.start()
+    until(lambda: first.regroup() == "node 1 joins")
+    assert first.next_round(timeout_s=20).nodes == (0, 1)
+    late.join(10)
+    assert second.round == 2
+
+
+def test_a_node_that_is_lost_is_named_and_the_rest_go_on(hall: Hall) -> None:
+    hall.open(fewest=1)
+    first, second = hall.join(0), hall.join(1)
+    hall.rounds(first, second)
+    _vanish(second)
+    until(first.regroup)
+    assert first.regroup() == "node 1 (host-1) has gone"
+    assert first.next_round(timeout_s=20).nodes == (0,)
+
+
+def _vanish(guest: Attendance) -> None:
+    """Its process dies: the connection ends without a word."""
+    guest.passport = passport(1, plan={"other": 1})  # and it would not be let in again
+    guest.state = {}
+    for sock in _sockets_of(guest)[-1:]:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets_of(guest: Attendance) -> list[socket.socket]:
+    import gc
+
+    mine = [s for s in gc.get_objects() if type(s) is socket.socket and s.fileno() >= 0]
+    return [s for s in mine if _peer(s) == guest.head[1]]
+
+
+def _peer(sock: socket.socket) -> int | None:
+    try:
+        return int(sock.getpeername()[1])
+    except OSError:
+        return None
+
+
+def test_a_node_that_differs_is_told_what(hall: Hall) -> None:
+    hall.open()
+    head = hall.join(0)
+    odd = hall.join(1, versions={"torch": "2.12"}, plan={"a": {"b": 2}, "c": 3})
+    for guest in (odd, head):
+        with pytest.raises(Refused) as raised:
+            guest.next_round(timeout_s=20)
+        for part in ("node 1 (host-1)", "torch 2.12, not 2.13", "a.b 2, not 1", "c 3, not 'unset'"):
+            assert part in str(raised.value)
+
+
+def test_a_node_that_does_not_know_the_secret_is_not_let_in(hall: Hall) -> None:
+    hall.open(fewest=1)
+    with pytest.raises(MeetingError, match="both need one shared folder"):
+        hall.join(1, secret="guessed").next_round(timeout_s=20)
+    assert hall.meeting.members == {}
+
+
+def test_a_second_launcher_of_a_node_is_not_let_in(hall: Hall) -> None:
+    hall.open()
+    hall.rounds(hall.join(0), hall.join(1))
+    with pytest.raises(MeetingError, match=r"another launcher \(host-1\) is node 1"):
+        hall.join(1, instance="another").next_round(timeout_s=20)
+
+
+def test_the_wait_ends_with_the_name_of_who_is_missing(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "SAY_S", 0.2)
+    hall.open()
+    said: list[str] = []
+    with pytest.raises(MeetingError, match="node 1 did not come within 3 s"):
+        hall.join(0).next_round(timeout_s=3, say=said.append)
+    assert said == ["waiting for node 1"]
+
+
+def test_the_wait_ends_when_the_run_is_stopped(hall: Hall) -> None:
+    hall.open()
+    with pytest.raises(Stopped):
+        hall.join(0, stop=lambda: True).next_round(timeout_s=20)
+
+
+def test_one_node_can_end_the_run_for_all(hall: Hall) -> None:
+    hall.open()
+    first, second = hall.join(0), hall.join(1)
+    hall.rounds(first, second)
+    second.end("rank 3 was killed")
+    with pytest.raises(MeetingError, match="rank 3 was killed"):
+        first.next_round(timeout_s=20)
+
+
+def test_a_head_that_has_gone_is_named(hall: Hall) -> None:
+    hall.open()
+    first, second = hall.join(0), hall.join(1)
+    hall.rounds(first, second)
+    hall.listener.shutdown(socket.SHUT_RDWR)
+    hall.listener.close()
+    for sock in _sockets_of(second):
+        sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(MeetingError, match=f"node 0 at 127.0.0.1:{hall.port} is out of reach"):
+        second.next_round(timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"x\n", b"[]\n", b"{}\n", b'{"proof": 1}\n', b"\xff\n", b'{"proof": "', b"9" * 99]
+)
+def test_garbage_neither_ends_the_meeting_nor_gets_in(hall: Hall, line: bytes) -> None:
+    hall.open()
+    with socket.create_connection(("127.0.0.1", hall.port), timeout=5) as stranger:
+        assert json.loads(stranger.makefile("rb").readline())["nonce"]
+        stranger.sendall(line)
+    assert len(hall.rounds(hall.join(0), hall.join(1))) == 2
+
+
+def test_a_member_that_sends_garbage_is_only_lost_itself(hall: Hall) -> None:
+    hall.open(fewest=1)
+    with socket.create_connection(("127.0.0.1", hall.port), timeout=5) as guest:
+        stream = guest.makefile("rwb")
+        nonce = json.loads(stream.readline())["nonce"]
+        from dataclasses import asdict
+
+        meeting.send(stream, asdict(passport(1)) | {"proof": meeting.proof("secret", nonce)})
+        assert json.loads(stream.readline())["refused"] == ""
+        meeting.send(stream, {"round": "seven", "waits": []})
+    assert hall.rounds(hall.join(0))[0].nodes == (0,)
+
+
+def test_loopback_stays_loopback(tmp_path: Path) -> None:
+    with meeting.listen("localhost", 0) as own, meeting.listen("10.1.2.3", 0) as shared:
+        assert own.getsockname()[0] == "127.0.0.1"
+        assert shared.getsockname()[0] in ("::", "0.0.0.0")

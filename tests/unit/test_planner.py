@@ -1,0 +1,271 @@
+"""The planner: what a step needs and takes, against published tables and hand counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from colotrain.engine.freezing import freeze_
+from colotrain.estimate.advise import Question, best, largest_micro_batch
+from colotrain.estimate.communication import traffic
+from colotrain.estimate.hardware import Sheet, from_sheet
+from colotrain.estimate.heap import Heap
+from colotrain.estimate.layout import Layout
+from colotrain.estimate.memory import model_state_bytes, predict
+from colotrain.estimate.survey import survey
+from colotrain.estimate.time import step_time
+from colotrain.estimate.tracing import record, trace
+from colotrain.models.loading import build_on_meta, build_whole
+from colotrain.plan import (
+    FreezePlan,
+    Ledger,
+    ModelPlan,
+    OptimPlan,
+    ParameterInfo,
+    Survey,
+    Trace,
+)
+from colotrain.plugins import ROWS
+
+SEQ_LEN = 64
+MODEL = ModelPlan(
+    target="colotrain.models.llm:LLM",
+    args={
+        "vocab_size": 128,
+        "d_model": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "d_hidden": 128,
+    },
+)
+ADAM = OptimPlan(
+    name="adamw",
+    lr=1.0,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.0,
+    schedule="constant",
+    warmup_steps=0,
+    final_ratio=1.0,
+)
+
+
+def layout(plugin: str, shard: int, **changes: object) -> Layout:
+    row = ROWS[plugin]
+    made = Layout(
+        parameters_live=row.parameters_live,
+        gradients=row.gradients,
+        shard=shard,
+        optim=ADAM,
+        device="cuda",
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def traced(*, size: int = 2, checkpointing: bool = False, patterns: tuple[str, ...] = ()) -> Trace:
+    model = build_on_meta(MODEL)
+    assert model is not None
+    freeze_(model, FreezePlan(patterns=patterns))
+    tokens = torch.empty(SEQ_LEN, dtype=torch.int64, device="meta")
+    return trace(
+        model,
+        {"input_ids": tokens, "labels": tokens},
+        precision="fp32",
+        checkpointing=checkpointing,
+        device="cpu",
+        micro_batch=size,
+    )
+
+
+def looked_at(*patterns: str) -> Survey:
+    return survey(MODEL, FreezePlan(patterns=patterns), SEQ_LEN)
+
+
+def most_alive(found: Trace) -> int:
+    alive = highest = 0
+    for event in (event for segment in found.segments for event in segment.events):
+        alive += found.storages[event] if event >= 0 else -found.storages[-1 - event]
+        highest = max(highest, alive)
+    return highest
+
+
+# Following a micro-batch
+
+
+def test_what_is_seen_without_storage_is_what_the_real_model_allocates() -> None:
+    model = build_whole(MODEL, seed=0)
+    tokens = torch.zeros((2, SEQ_LEN), dtype=torch.int64)
+    real = record(model, {"input_ids": tokens, "labels": tokens.clone()}, device="cpu")
+    sizes = [size for size in real.storages.sizes if size >= 1024]
+    assert sorted(n for n in traced().storages if n >= 1024) == sorted(sizes)
+
+
+def test_recomputing_blocks_keeps_less_and_computes_more() -> None:
+    kept, again = traced(), traced(checkpointing=True)
+    assert most_alive(again) < most_alive(kept)
+    forward = sum(s.work.matmul_flops for s in kept.segments if s.phase == "forward" and s.block)
+    extra = sum(s.work.matmul_flops for s in again.segments) - sum(
+        s.work.matmul_flops for s in kept.segments
+    )
+    assert 0.5 * forward < extra <= forward
+
+
+def test_a_frozen_prefix_has_no_backward_and_keeps_nothing() -> None:
+    found = traced(patterns=("embed*", "blocks.0.*", "blocks.1.*"))
+    blocks = {s.block for s in found.segments if s.phase == "backward" and s.block}
+    assert blocks == {"blocks.2", "blocks.3"}
+    assert most_alive(found) < 0.75 * most_alive(traced())
+
+
+def test_matrix_products_are_counted_as_two_operations_per_weight_and_token() -> None:
+    matrices = sum(p.numel for p in looked_at().parameters if len(p.shape) == 2)
+    matrices -= 128 * 64  # the embedding is looked up
+    flops = sum(s.work.matmul_flops for s in traced(size=2).segments)
+    assert flops == pytest.approx(6 * matrices * 2 * SEQ_LEN, rel=0.05)
+
+
+# Memory
+
+
+def test_the_zero_paper_s_model_on_64_gpus() -> None:
+    """Figure 1 of ZeRO (Rajbhandari et al. 2020): 7.5 B parameters, mixed precision and Adam.
+
+    2 + 2 bytes of 16-bit parameters and gradients, and 12 of optimizer state, of which 4 are a
+    copy of the parameters in fp32; in our terms the fp32 shards and two moments are those 12, and
+    gathered parameters and whole gradients the other four.
+    """
+    numel = 7_500_000_000
+    weight = ParameterInfo(
+        name="w", shape=(numel // 100, 100), numel=numel, itemsize=2, frozen_by=None
+    )
+    half = Survey(parameters=(weight,), matched={}, flops_per_token=1.0)
+
+    def gigabytes(parameters_over: int, gradients_over: int, optimizer_over: int) -> float:
+        states = model_state_bytes(layout("zero3", 64), half)
+        assert states.optimizer == pytest.approx(8 * numel / 64, rel=1e-6)
+        per_rank = 2 / parameters_over + 2 / gradients_over + 12 / optimizer_over
+        return per_rank * numel / 1e9
+
+    published = {(1, 1, 1): 120.0, (1, 1, 64): 31.4, (1, 64, 64): 16.6, (64, 64, 64): 1.9}
+    for shards, expected in published.items():
+        assert gigabytes(*shards) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("plugin", ["zero1", "zero2", "zero3"])
+def test_the_peak_is_a_moment_not_a_sum_of_maxima(plugin: str) -> None:
+    found, looked = traced(), looked_at()
+    ledger = predict(layout(plugin, 4, accumulation_steps=2), looked, found)
+    states = model_state_bytes(layout(plugin, 4), looked)
+    assert (ledger.parameters, ledger.optimizer) == (states.parameters, states.optimizer)
+    assert 0 < ledger.activations <= most_alive(found) + found.input_bytes
+    assert ledger.total < most_alive(found) + states.total + found.input_bytes
+
+
+def test_more_sharding_needs_less() -> None:
+    found, looked = traced(), looked_at()
+    need = [
+        predict(layout(name, 4, accumulation_steps=2), looked, found).total
+        for name in ("zero1", "zero2", "zero3")
+    ]
+    assert need[0] > need[1] > need[2]
+
+
+def test_a_snapshot_takes_parameters_and_optimizer_once_more() -> None:
+    found, looked = traced(), looked_at()
+    without = predict(layout("zero2", 2), looked, found)
+    taken = predict(layout("zero2", 2, snapshots=True), looked, found)
+    assert taken.total - without.total == without.parameters + without.optimizer
+
+
+def test_a_heap_keeps_what_it_once_was() -> None:
+    heap = Heap()
+    heap.take("a", 1 << 20)
+    heap.take("b", 1 << 20)
+    heap.give("a")
+    assert heap.slack >= 1 << 20
+    heap.take("c", 1 << 19)
+    assert heap.extent < (2 << 20) + 1024  # it went into the hole
+    heap.take("own pages", 64 << 20)
+    assert heap.extent < 3 << 20
+
+
+# Communication and time
+
+
+def test_a_frozen_prefix_is_not_gathered_for_backward_but_for_one_group_fetched_ahead() -> None:
+    patterns = ("embed*", "blocks.0.*", "blocks.1.*")
+    found = traced(patterns=patterns)
+    sent = traffic(layout("zero3", 4), looked_at(*patterns), found)
+    assert sent.gathers == 1 + 2 * 4 - 1
+    assert sent.reductions == 3
+
+
+SHEET = Sheet(
+    name="a GPU",
+    peak_flops=312e12,
+    memory_bytes_per_s=2e12,
+    link_bytes_per_s=300e9,
+    node_bytes_per_s=25e9,
+)
+
+
+def seconds(made: Layout, procs_per_node: int) -> float:
+    hardware = from_sheet(SHEET, made, procs_per_node=procs_per_node)
+    found = step_time(
+        made,
+        looked_at(),
+        traced(),
+        hardware,
+        tokens_per_step=1024,
+        flops_per_token=1.0,
+        world_size=made.shard,
+    )
+    assert math.isclose(found.tokens_per_s, 1024 / found.step_s)
+    return found.step_s
+
+
+def test_slower_links_and_longer_rings_take_longer() -> None:
+    near, far = seconds(layout("zero3", 8), 8), seconds(layout("zero3", 8), 2)
+    assert near < far < seconds(layout("zero3", 1024), 8)
+
+
+# Advice
+
+
+def question(capacity: int) -> Question:
+    return Question(
+        survey=looked_at(),
+        traces=lambda checkpointing, size: traced(size=size, checkpointing=checkpointing),
+        hardware=lambda made: from_sheet(SHEET, made, procs_per_node=8),
+        capacity=capacity,
+        global_batch=16,
+        tokens_per_step=16 * SEQ_LEN,
+        world_size=4,
+    )
+
+
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
+    capacity = predict(layout("zero2", 4), looked_at(), traced(size=8)).total
+    asked = question(capacity)
+    assert largest_micro_batch(asked, layout("zero2", 4), checkpointing=False) == 8
+
+
+def test_advice_never_names_what_does_not_fit() -> None:
+    layouts = [(name, layout(name, 4)) for name in ("zero1", "zero2", "zero3")]
+    every = list(question(1 << 40).every(layouts, checkpointing=(False, True)))
+    assert len(every) == 3 * 3 * 2
+    median = sorted(option.memory.total for option in every)[len(every) // 2]
+    tight = list(question(median).every(layouts, checkpointing=(False, True)))
+    chosen = best(tight)
+    assert chosen is not None
+    assert chosen.fits
+    assert chosen.memory.total <= median
+    assert best(question(1).every(layouts, checkpointing=(True,))) is None
+
+
+def test_a_ledger_adds_up() -> None:
+    assert Ledger(parameters=1, gradients=2, activations=4, baseline=8).total == 15
