@@ -181,7 +181,8 @@ def test_a_snapshot_takes_the_memory_that_was_planned(saved: Colotrain) -> None:
     planned = saved.rundir("saved").plan().snapshot_bytes
     taken = [e.fields["bytes"] for e in saved.events("saved") if e.kind == "checkpoint_started"]
     assert len(taken) == 3
-    assert max(taken) == pytest.approx(planned, rel=0.05)  # generators are not in the plan
+    generators = 16 << 10
+    assert planned <= max(taken) <= planned + generators
 
 
 def test_the_newest_one_is_always_kept(rundir: RunDir) -> None:
