@@ -57,7 +57,7 @@ def trace(
     if checkpointing:
         checkpoint_blocks_(model)
     batch = _batch(sample, micro_batch)
-    return _read(record(model, batch, device=device), model, batch)
+    return read(record(model, batch, device=device), model, batch)
 
 
 def _batch(sample: Batch, size: int) -> Batch:
@@ -335,7 +335,8 @@ def _untouched(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), **options)
 
 
-def _read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
+def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
+    """What was recorded of a micro-batch, as plain data."""
     segments = tuple(
         Segment(
             phase=stretch.phase,  # type: ignore[arg-type]
