@@ -314,8 +314,8 @@ class _Walk:
             key = ("summed", group.name, self.count)
             self.tally.begin(key, "gradients", group.trained_bytes)
             self.kept_gradients[group.name] = [key]
-        for key in fresh:
-            self.tally.end(key)
+        for made in fresh:
+            self.tally.end(made)
 
 
 def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:

@@ -317,10 +317,14 @@ def _backend(
     enable_gqa: bool,
 ) -> str:
     if device == "cpu":
-        real = [_untouched(t) for t in (query, key, value)]
-        real_mask = None if mask is None else _untouched(mask)
         found = torch._fused_sdp_choice(
-            *real, real_mask, dropout_p, is_causal, enable_gqa=enable_gqa
+            _untouched(query),
+            _untouched(key),
+            _untouched(value),
+            None if mask is None else _untouched(mask),
+            dropout_p,
+            is_causal,
+            enable_gqa=enable_gqa,
         )
         return "flash" if SDPBackend(found) == SDPBackend.FLASH_ATTENTION else "math"
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -331,8 +335,13 @@ def _backend(
 
 def _untouched(tensor: Tensor) -> Tensor:
     """A real tensor like `tensor` whose memory is asked for and never used."""
-    options = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "cpu"}
-    return torch.empty_strided(tensor.shape, tensor.stride(), **options)
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        device="cpu",
+    )
 
 
 def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
