@@ -331,8 +331,11 @@ class Tiers:
         if tier == self.top:
             self._write_back(home, "parameters")
             return
+        known = len(home.kept)
         with self._copying(after_update=True):
             home.lower_state(names, optimizer, tier, self.store)
+        if len(home.kept) > known:  # what the optimizer itself allocated is free again
+            return_free_memory()
         if self.lane is not None and home.pages("optimizer"):
             self.lane.synchronize()  # its pages can be written only when they are there
         self._write_back(home, "parameters", "optimizer")

@@ -57,7 +57,7 @@ def trace(
     if checkpointing:
         checkpoint_blocks_(model)
     batch = _batch(sample, micro_batch)
-    return _read(record(model, batch, device=device), model, batch)
+    return read(record(model, batch, device=device), model, batch)
 
 
 def _batch(sample: Batch, size: int) -> Batch:
@@ -317,10 +317,14 @@ def _backend(
     enable_gqa: bool,
 ) -> str:
     if device == "cpu":
-        real = [_untouched(t) for t in (query, key, value)]
-        real_mask = None if mask is None else _untouched(mask)
         found = torch._fused_sdp_choice(
-            *real, real_mask, dropout_p, is_causal, enable_gqa=enable_gqa
+            _untouched(query),
+            _untouched(key),
+            _untouched(value),
+            None if mask is None else _untouched(mask),
+            dropout_p,
+            is_causal,
+            enable_gqa=enable_gqa,
         )
         return "flash" if SDPBackend(found) == SDPBackend.FLASH_ATTENTION else "math"
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -331,11 +335,17 @@ def _backend(
 
 def _untouched(tensor: Tensor) -> Tensor:
     """A real tensor like `tensor` whose memory is asked for and never used."""
-    options = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad, "device": "cpu"}
-    return torch.empty_strided(tensor.shape, tensor.stride(), **options)
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        device="cpu",
+    )
 
 
-def _read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
+def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
+    """What was recorded of a micro-batch, as plain data."""
     segments = tuple(
         Segment(
             phase=stretch.phase,  # type: ignore[arg-type]

@@ -230,13 +230,14 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Where the site requeues by no exit code, the job asks for it itself."""
+    few = ("train.max_steps=5", "checkpoint.every=1")
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
-        limits = ("cluster.slurm.time=1", "cluster.slurm.warn_s=25", "data.args.seconds=2.5")
-        job = site.submit("name=short", *limits)
-        state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=600)
+        limits = ("cluster.slurm.time=1", "cluster.slurm.warn_s=45", "data.args.seconds=4")
+        job = site.submit("name=short", *limits, *few)
+        state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=800)
         assert state == "COMPLETED", site.log("short")
         assert len(site.events("short", "resumed")) >= 2
-        straight = site.submit(FAST, "name=straight")
+        straight = site.submit(FAST, "name=straight", *few)
         site.lab.wait_for(straight, "COMPLETED", timeout_s=WAIT_S)
         assert site.losses("short") == site.losses("straight")
         log = site.log("short")

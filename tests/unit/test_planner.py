@@ -11,13 +11,14 @@ import torch
 from colotrain.engine.freezing import freeze_
 from colotrain.estimate.advise import Question, best, largest_micro_batch
 from colotrain.estimate.communication import traffic
+from colotrain.estimate.groups import find
 from colotrain.estimate.hardware import Sheet, from_sheet
 from colotrain.estimate.heap import Heap
 from colotrain.estimate.layout import Layout
 from colotrain.estimate.memory import model_state_bytes, predict
 from colotrain.estimate.survey import survey
 from colotrain.estimate.time import step_time
-from colotrain.estimate.tracing import record, trace
+from colotrain.estimate.tracing import read, record, trace
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.plan import (
     FreezePlan,
@@ -99,9 +100,9 @@ def most_alive(found: Trace) -> int:
 def test_what_is_seen_without_storage_is_what_the_real_model_allocates() -> None:
     model = build_whole(MODEL, seed=0)
     tokens = torch.zeros((2, SEQ_LEN), dtype=torch.int64)
-    real = record(model, {"input_ids": tokens, "labels": tokens.clone()}, device="cpu")
-    sizes = [size for size in real.storages.sizes if size >= 1024]
-    assert sorted(n for n in traced().storages if n >= 1024) == sorted(sizes)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    real = read(record(model, batch, device="cpu"), model, batch)
+    assert most_alive(traced()) == pytest.approx(most_alive(real), rel=0.02)
 
 
 def test_recomputing_blocks_keeps_less_and_computes_more() -> None:
@@ -134,25 +135,29 @@ def test_matrix_products_are_counted_as_two_operations_per_weight_and_token() ->
 def test_the_zero_paper_s_model_on_64_gpus() -> None:
     """Figure 1 of ZeRO (Rajbhandari et al. 2020): 7.5 B parameters, mixed precision and Adam.
 
-    2 + 2 bytes of 16-bit parameters and gradients, and 12 of optimizer state, of which 4 are a
-    copy of the parameters in fp32; in our terms the fp32 shards and two moments are those 12, and
-    gathered parameters and whole gradients the other four.
+    Its 12 bytes of optimizer state are our fp32 shards (4) and moments (8); its 16-bit parameters
+    and gradients are what we gather, and what a backward leaves before it is reduced.
     """
     numel = 7_500_000_000
     weight = ParameterInfo(
-        name="w", shape=(numel // 100, 100), numel=numel, itemsize=2, frozen_by=None
+        name="w", shape=(numel // 100, 100), numel=numel, itemsize=4, frozen_by=None
     )
     half = Survey(parameters=(weight,), matched={}, flops_per_token=1.0)
 
-    def gigabytes(parameters_over: int, gradients_over: int, optimizer_over: int) -> float:
-        states = model_state_bytes(layout("zero3", 64), half)
-        assert states.optimizer == pytest.approx(8 * numel / 64, rel=1e-6)
-        per_rank = 2 / parameters_over + 2 / gradients_over + 12 / optimizer_over
-        return per_rank * numel / 1e9
+    def states(shard: int) -> tuple[float, float, float, float]:
+        """GB of shards with moments, of sharded gradients, gathered parameters, whole gradients."""
+        made = layout("zero3", shard, precision="bf16")
+        group, ledger = find(half, None, made)[""], model_state_bytes(made, half)
+        lasting = ledger.parameters + ledger.optimizer
+        sizes = (lasting, group.trained_shard_bytes, group.gathered_bytes, numel * 2)
+        return tuple(size / 1e9 for size in sizes)  # type: ignore[return-value]
 
-    published = {(1, 1, 1): 120.0, (1, 1, 64): 31.4, (1, 64, 64): 16.6, (64, 64, 64): 1.9}
-    for shards, expected in published.items():
-        assert gigabytes(*shards) == pytest.approx(expected, rel=0.1)
+    lasting, _, gathered, whole = states(1)
+    assert lasting + gathered + whole == pytest.approx(120.0, rel=0.1)
+    lasting, sharded, gathered, whole = states(64)
+    assert lasting + gathered + whole == pytest.approx(31.4, rel=0.1)
+    assert lasting + gathered + sharded == pytest.approx(16.6, rel=0.1)
+    assert lasting + sharded == pytest.approx(1.9, rel=0.1)
 
 
 @pytest.mark.parametrize("plugin", ["zero1", "zero2", "zero3"])
@@ -162,7 +167,7 @@ def test_the_peak_is_a_moment_not_a_sum_of_maxima(plugin: str) -> None:
     states = model_state_bytes(layout(plugin, 4), looked)
     assert (ledger.parameters, ledger.optimizer) == (states.parameters, states.optimizer)
     assert 0 < ledger.activations <= most_alive(found) + found.input_bytes
-    assert ledger.total < most_alive(found) + states.total + found.input_bytes
+    assert ledger.total <= most_alive(found) + states.total + found.input_bytes
 
 
 def test_more_sharding_needs_less() -> None:

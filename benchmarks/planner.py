@@ -1,0 +1,126 @@
+"""How near the planner comes: a grid of real runs on CPU, each predicted before it is made.
+
+`python benchmarks/planner.py [--runs 60] [--seed 1000] [--out planner.json]`; runs that are in the
+file already are not made again, so that it can be interrupted. Configurations are drawn from seeds
+that were not used for calibration. Times mean something on a quiet machine only; memory is not
+touched by load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from colotrain.cli.resolving import settle
+from colotrain.plugins import ROWS
+from colotrain.rundir import write_atomically
+
+STEPS = 6
+TIMEOUT_S = 300
+GOOD = 1.05
+"""`auto`'s choice counts as good where no plugin was faster than by this factor."""
+
+
+def draw(seed: int) -> list[str]:
+    """Overrides of a small run, without its plugin."""
+    dice = random.Random(seed)
+    width = dice.choice([128, 192, 256, 384, 512])
+    samples, seq_len = dice.choice([(1, 64), (1, 256), (2, 128), (4, 64), (4, 128), (8, 128)])
+    words = [
+        "recipe=llm-tiny",
+        f"model.args.vocab_size={dice.choice([256, 1024, 4096])}",
+        f"model.args.d_model={width}",
+        f"model.args.num_layers={dice.choice([2, 3, 4, 6, 8])}",
+        f"model.args.num_heads={width // 64}",
+        f"model.args.d_hidden={64 * round(width * 8 / 3 / 64)}",
+        f"data.seq_len={seq_len}",
+        f"train.micro_batch={samples}",
+        f"accumulate.steps={dice.choice([1, 1, 2, 4])}",
+        "train.global_batch=null",
+        f"cluster.procs_per_node={dice.choice([1, 2, 2, 4])}",
+        f"train.max_steps={STEPS}",
+        "train.eval_steps=1",
+        "train.eval_every=0",
+        "checkpoint.every=0",
+        f"train.seed={seed}",
+    ]
+    if dice.random() < 0.3:
+        words.append("freeze.patterns=[embed*,blocks.0.*]")
+    if dice.random() < 0.3:
+        words.append("train.activation_checkpointing=blocks")
+    if dice.random() < 0.3:
+        words.append("observe.grads_every=3")
+    return words
+
+
+def measure(words: list[str], folder: Path) -> dict[str, Any]:
+    """One run: predicted and measured peak, and seconds of a step."""
+    plan = settle(words).plan
+    command = [sys.executable, "-m", "colotrain", "run", *words, "--json"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    summary = json.loads(done.stdout)
+    return {
+        "plugin": plan.plugin.name,
+        "world_size": plan.world_size,
+        "predicted_peak": plan.memory.total,
+        "measured_peak": max(summary["memory"]["peak_by_rank"]),
+        "predicted_step_s": plan.time.step_s,
+        "measured_step_s": summary["time"]["step_s"],
+    }
+
+
+def main(num_runs: int, seed: int, out: Path) -> None:
+    """Five runs for each draw: one under every plugin."""
+    known: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.is_file() else {}
+    for index in range(num_runs):
+        number, plugin = seed + index // len(ROWS), list(ROWS)[index % len(ROWS)]
+        key = f"{number} {plugin}"
+        if key in known:
+            continue
+        with tempfile.TemporaryDirectory(prefix="colotrain-planner-") as folder:
+            known[key] = measure([*draw(number), f"plugin={plugin}", "name=run"], Path(folder))
+        write_atomically(out, json.dumps(known, indent=1))
+        row = known[key]
+        errors = [f"{name} {row_error(row, name):+.1%}" for name in ("peak", "step_s")]
+        print(f"{key}: {', '.join(errors)}", flush=True)
+    report(known)
+
+
+def row_error(row: dict[str, Any], name: str) -> float:
+    return float(row[f"predicted_{name}"] / row[f"measured_{name}"] - 1)
+
+
+def report(known: dict[str, Any]) -> None:
+    for name, what in (("peak", "peak memory"), ("step_s", "step time")):
+        errors = sorted(abs(row_error(row, name)) for row in known.values())
+        high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
+        numbers = f"median {median(errors):.1%}, 95th percentile {high:.1%}, worst {errors[-1]:.1%}"
+        print(f"{what}: {numbers} ({len(errors)} runs)")
+    lowest = min(row_error(row, "peak") for row in known.values())
+    print(f"most that was needed beyond the prediction: {max(0.0, -lowest):.1%}")
+    good = total = 0
+    for number in {key.split()[0] for key in known}:
+        rows = [row for key, row in known.items() if key.split()[0] == number]
+        if len(rows) == len(ROWS):
+            chosen = min(rows, key=lambda row: row["predicted_step_s"])
+            best = min(row["measured_step_s"] for row in rows)
+            good, total = good + (chosen["measured_step_s"] <= GOOD * best), total + 1
+    print(f"the plugin predicted fastest was within {GOOD - 1:.0%} of the best: {good} of {total}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=Path("planner.json"))
+    asked = parser.parse_args()
+    main(asked.runs, asked.seed, asked.out)
