@@ -277,13 +277,24 @@ def _elastic(current: Launch) -> None:
                     current.restarts()
             return result
 
+        def _let_save(self, worker_group: WorkerGroup, grace_s: float) -> None:
+            """Signal the workers, on which they save, and wait until they have ended."""
+            for pid in self._pcontext.pids().values() if self._pcontext else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            deadline = time.monotonic() + grace_s
+            while time.monotonic() < deadline:  # a worker waits for its result to be taken
+                if super()._monitor_workers(worker_group).state != WorkerState.HEALTHY:
+                    return
+                time.sleep(POLL_S)
+
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
             if worker_group.state == WorkerState.HEALTHY:  # others come or go
                 grace_s = plan.elastic.grace_s if rendezvous.is_orderly() else LOST_GRACE_S
                 reason = rendezvous.regroup()
                 time.sleep(2 * POLL_S)  # what other nodes know of it may be on its way
                 current.begins_again(current.cause() if current.elsewhere else reason)
-                self._shutdown(timeout=int(grace_s))  # a signal, on which they save
+                self._let_save(worker_group, grace_s)
             super()._restart_workers(worker_group)
 
     folder = _log_folder(current)
