@@ -96,7 +96,7 @@ def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
     options = [situation.option(plugins[name]) for name in names]
     chosen = best(options)
     reason = explain(chosen, options, situation.question.capacity)
-    chosen = chosen or min(options, key=lambda option: option.memory.total)
+    chosen = chosen or min(reversed(options), key=lambda option: option.memory.total)
     return dataclasses.replace(plugins[chosen.plugin], reason=reason), chosen
 
 
@@ -104,7 +104,7 @@ def explain(chosen: Option | None, options: list[Option], capacity: int) -> str:
     """Why `auto` takes what it takes, in one sentence."""
     room = format_size(capacity)
     if chosen is None:
-        least = min(options, key=lambda option: option.memory.total)
+        least = min(reversed(options), key=lambda option: option.memory.total)
         need = format_size(least.memory.total)
         return f"none fits: even {least.plugin} needs {need} per rank, of {room}"
     need, timed = format_size(chosen.memory.total), chosen.time.step_s > 0
