@@ -55,7 +55,8 @@ def commands() -> list[list[str]]:
 
 
 def overrides() -> set[str]:
-    shown = {word for command in commands() for word in command[1:] if "=" in word}
+    words = [part for command in commands() for word in command[1:] for part in word.split()]
+    shown = {word for word in words if "=" in word}
     return {word for word in shown if not word.startswith("-")}
 
 
