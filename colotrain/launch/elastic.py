@@ -20,6 +20,7 @@ from typing import Any
 
 from colotrain.errors import FINAL_EXIT, UsageError
 from colotrain.launch.causes import Death, describe, num_killed_for_memory
+from colotrain.launch.deaths import deaths_of
 from colotrain.launch.forkserver import ENTRY, warm_up, work
 from colotrain.launch.meeting import MeetingError, Refused, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
@@ -267,8 +268,12 @@ def _elastic(current: Launch) -> None:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.state == WorkerState.SUCCEEDED and interrupted(rendezvous):
                 return RunResult(state=WorkerState.HEALTHY)  # and then it asks who waits
+            if result.state == WorkerState.HEALTHY and (
+                gone := _gone(self._pcontext, worker_group)
+            ):
+                result = RunResult(state=WorkerState.FAILED, failures=left)
             if result.is_failed():
-                current.has_failed(_deaths(folder, self._pcontext, result.failures))
+                current.has_failed(deaths_of(folder, self._pcontext, result.failures))
                 final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
                 if final or current.watch.is_final or not current.progressed:  # it would fail again
                     self._remaining_restarts = 0
@@ -331,30 +336,6 @@ def _elastic(current: Launch) -> None:
     finally:
         ends_all = failed is not None and not isinstance(failed, Stopped)
         rendezvous.end(current.whole_cause() if ends_all else "")
-
-
-def _deaths(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:
-    """How the workers of this machine ended, those that the agent itself terminated left out.
-
-    torch elastic reports only one of several that died within a poll; the processes tell all.
-    """
-    first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
-    ended = getattr(getattr(processes, "_pc", None), "processes", [])
-    codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
-    codes |= {rank: failure.exitcode for rank, failure in failures.items()}
-    deaths = [
-        _death(logs, rank, rank - first_rank, code)
-        for rank, code in codes.items()
-        if code is not None
-    ]
-    return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
-
-
-def _death(folder: Path, rank: int, local_rank: int, code: int) -> Death:
-    logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
-    log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
-    lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
-    return Death(rank=rank, exit_code=code, log=str(log), last_line=lines[-1] if lines else "")
 
 
 def _end_now(current: Launch) -> None:

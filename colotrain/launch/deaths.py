@@ -1,0 +1,48 @@
+"""How the workers of this machine ended, from their processes and logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from colotrain.launch.causes import Death
+
+
+def gone(processes: Any, group: Any) -> dict[int, Any]:
+    """All workers of this machine, where all have left and none has handed over a result.
+
+    A worker waits until its result is taken, so the agent would wait for these for ever.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    ended = getattr(getattr(processes, "_pc", None), "processes", [])
+    if any(process.exitcode is None for process in ended):
+        return {}
+    return {
+        worker.global_rank: ProcessFailure(local, process.pid, process.exitcode, error_file="")
+        for local, (worker, process) in enumerate(zip(group.workers, ended, strict=False))
+    }
+
+
+def deaths_of(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:
+    """How the workers of this machine ended, those that the agent itself terminated left out.
+
+    torch elastic reports only one of several that died within a poll; the processes tell all.
+    """
+    first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
+    ended = getattr(getattr(processes, "_pc", None), "processes", [])
+    codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
+    codes |= {rank: failure.exitcode for rank, failure in failures.items()}
+    deaths = [
+        _death(logs, rank, rank - first_rank, code)
+        for rank, code in codes.items()
+        if code is not None
+    ]
+    return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
+
+
+def _death(folder: Path, rank: int, local_rank: int, code: int) -> Death:
+    logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
+    log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
+    lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
+    return Death(rank=rank, exit_code=code, log=str(log), last_line=lines[-1] if lines else "")
