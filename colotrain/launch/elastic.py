@@ -20,7 +20,7 @@ from typing import Any
 
 from colotrain.errors import FINAL_EXIT, UsageError
 from colotrain.launch.causes import Death, describe, num_killed_for_memory
-from colotrain.launch.deaths import deaths_of
+from colotrain.launch.deaths import deaths_of, gone
 from colotrain.launch.forkserver import ENTRY, warm_up, work
 from colotrain.launch.meeting import MeetingError, Refused, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
@@ -268,9 +268,8 @@ def _elastic(current: Launch) -> None:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.state == WorkerState.SUCCEEDED and interrupted(rendezvous):
                 return RunResult(state=WorkerState.HEALTHY)  # and then it asks who waits
-            if result.state == WorkerState.HEALTHY and (
-                gone := _gone(self._pcontext, worker_group)
-            ):
+            left = result.state == WorkerState.HEALTHY and gone(self._pcontext, worker_group)
+            if left:
                 result = RunResult(state=WorkerState.FAILED, failures=left)
             if result.is_failed():
                 current.has_failed(deaths_of(folder, self._pcontext, result.failures))
