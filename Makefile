@@ -12,10 +12,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test lint types fmt docs site wheel constraints clean
+.PHONY: help run test test-all lint types fmt docs site wheel constraints clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  make run ARGS="recipe=llm-1b plugin=gemini"     other arguments of `colotrain run`'
 	@echo '  make test PYTEST_ARGS="tests/unit -x"           other arguments of pytest'
@@ -25,7 +25,10 @@ help: ## show this list
 run: $(VENV)/.core ## install, then train the smallest recipe (or ARGS)
 	$(BIN)/colotrain run $(ARGS)
 
-test: lint types ## install, then every check and every test
+test: lint types ## install, then every check, and every test that is not slow
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint types ## the slow tests, too
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff: mistakes and formatting

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
