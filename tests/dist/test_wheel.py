@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-
 ROOT = Path(__file__).parents[2]
 
 
