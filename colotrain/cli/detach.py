@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from colotrain.cli.output import print_json
@@ -15,6 +17,8 @@ from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
 START_S = 60.0
+SETTLE_S = 5.0
+"""How long a launcher that has begun is watched for what it may refuse at once."""
 POLL_S = 0.05
 
 
@@ -25,11 +29,17 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
     rundir.create()
     with liveness.claim(rundir):  # where another launches this run, it is not to be touched
         write_down(plan, rundir, config)
+    told = _size(rundir.launcher_events)
     process = start(rundir)
-    deadline = time.monotonic() + START_S
-    while not _has_claimed(rundir, process.pid):
-        if process.poll() is not None or time.monotonic() > deadline:
+    deadline, claimed_at = time.monotonic() + START_S, math.inf
+    while _size(rundir.launcher_events) == told:  # until it launches
+        now = time.monotonic()
+        if process.poll() or (now > deadline and claimed_at == math.inf):
             raise ColotrainError(_why(rundir), f"its whole output is in {rundir.launcher_log}")
+        if _has_claimed(rundir, process.pid):
+            claimed_at = min(claimed_at, now)
+        if process.poll() == 0 or now > claimed_at + SETTLE_S:  # preparing data may take long
+            break
         time.sleep(POLL_S)
     if as_json:
         print_json({"run_dir": str(rundir.path), "pid": process.pid})
@@ -54,6 +64,10 @@ def start(rundir: RunDir) -> subprocess.Popen[bytes]:
 def _has_claimed(rundir: RunDir, pid: int) -> bool:
     launcher = liveness.launcher_of(rundir)
     return launcher is not None and launcher.pid == pid
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _why(rundir: RunDir) -> str:
