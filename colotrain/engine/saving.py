@@ -36,6 +36,7 @@ from colotrain.rundir import RunDir, write_atomically
 
 SLOWEST_BYTES_PER_S = 10e6
 """A disk slower than this is taken for one that hangs."""
+LINGER_S = 60.0
 POLL_S = 0.02
 LONGEST_POLL_S = 0.5
 NICENESS = 10
@@ -128,6 +129,11 @@ class Saver:
                     f"see that {self.rundir.checkpoints} is on a disk that answers",
                 )
         return save.error
+
+    def linger(self) -> None:
+        """Give a save in flight its time although the run has failed; nothing is raised."""
+        if self.current is not None and self.current.thread is not None:
+            self.current.thread.join(LINGER_S)
 
     def _new(self, pieces: list[Piece], manifest: Manifest) -> Save:
         number, final = next(_numbers), self.rundir.checkpoint(manifest.step)

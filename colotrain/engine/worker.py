@@ -78,7 +78,11 @@ def main(path: str) -> int:
         text = "".join(traceback.format_exception(error))
         events.write("failed", **where, error=f"{type(error).__name__}: {error}", traceback=text)
         sys.stderr.write(text)
-        return FINAL_EXIT if isinstance(error, ColotrainError) else 1
+        if not isinstance(error, ColotrainError):
+            return 1
+        if run is not None:  # every rank has met it, and can finish what it was saving
+            run.saver.linger()
+        return FINAL_EXIT
     dist.destroy_process_group()
     return 0
 
