@@ -66,6 +66,9 @@ class Run:
     generator_state: Tensor | None = None
     """torch's generator at the beginning of the step."""
     saved_step: int = -1
+    baseline_bytes: int = 0
+    """Resident before there was a model; 0 on CUDA, whose peak is that of tensors alone."""
+    memory_is_told: bool = False
     restored: set[str] = field(default_factory=set)
     """Parameters that came from a checkpoint."""
     skipped_batches: int = 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from colotrain.engine.sharding import local_shard
 from colotrain.engine.statistics import Recorder
 from colotrain.observe.probes import highest_peak, memory_now
 
@@ -41,8 +44,38 @@ def record_step(
         peak=peak,
         **shared,
     )
+    if result.record or not run.memory_is_told:
+        record_memory(run, peak)
     if run.rank == 0 and (warning := run.spikes.look(result.loss)):
         run.events.write("note", text=f"step {run.step}: {warning}")
+
+
+def record_memory(run: Run, peak: int) -> None:
+    """What this rank held at its peak, in the categories of the ledger.
+
+    What is counted as activations is the rest: with them whole parameters and gradients, and all
+    else that is there within a step only. What rests on disk is not memory, so that with tiers
+    there is no such event.
+    """
+    if run.tiers is not None or run.optimizer.torch is None:
+        return
+    model, states = run.sharded.module, run.optimizer.torch.state.values()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    held = {
+        "parameters": sum(local_shard(p).nbytes for p in model.parameters()),
+        "gradients": sum(local_shard(grad).nbytes for grad in grads),
+        "optimizer": sum(
+            local_shard(value).nbytes
+            for state in states
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ),
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "baseline": run.baseline_bytes,
+    }
+    run.memory_is_told = True
+    rest = max(0, peak - sum(held.values()))
+    run.events.write("memory", step=run.step, **held, activations=rest)
 
 
 def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:

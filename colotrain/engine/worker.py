@@ -45,7 +45,7 @@ from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
-from colotrain.observe.probes import matmul_peak_flops, own_log
+from colotrain.observe.probes import matmul_peak_flops, memory_now, own_log
 from colotrain.plan import RunPlan
 from colotrain.resizing import resize
 from colotrain.rundir import RunDir
@@ -66,11 +66,12 @@ def main(path: str) -> int:
     device = connect(plan)
     attempt = agree_on_attempt(rundir)
     events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
-    run = None
+    run, baseline_bytes = None, memory_now()[0] if device.type == "cpu" else 0
     try:
         if rank == 0:
             announce_peak(events, plan, device)
         run = prepare(plan, rundir, device=device, events=events, stop=stop, heartbeat=heartbeat)
+        run.baseline_bytes = baseline_bytes
         announce(run, attempt)
         train(run)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import deque
@@ -13,6 +14,7 @@ from colotrain.observe.events import Event
 from colotrain.observe.facts import Checkpoint, Failure, Nonfinite, Step
 from colotrain.observe.gradients import Cell, GradientHistory, Heat
 from colotrain.observe.view import SMOOTHING_STEPS, RankView
+from colotrain.plan import Ledger
 
 SMOOTHING = 0.2
 """Weight of a rank's newest step in its smoothed time."""
@@ -30,6 +32,8 @@ class Attempt:
     steps: dict[int, Step] = field(default_factory=dict)
     evals: dict[int, float] = field(default_factory=dict)
     peaks: dict[int, int] = field(default_factory=dict)
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    """What each rank held at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     gradients: GradientHistory = field(default_factory=GradientHistory)
@@ -58,6 +62,9 @@ class Attempt:
             case "resumed" if rank == 0:
                 self.latest[event.kind] = event
                 self._forget(event.count("step"))
+            case "memory":
+                names = [field.name for field in dataclasses.fields(Ledger)]
+                self.ledgers[rank] = Ledger(**{name: event.count(name) for name in names})
             case "parameters" | "gradients" if rank == 0:
                 self.gradients.add(event)
             case _ if rank == 0:

@@ -139,10 +139,25 @@ def bar(value: float, *, of: float, width: int, style: str = SKY, mark: float = 
     filled = round(width * min(1.0, value / of)) if of > 0 else 0
     filled = max(filled, 1 if value > 0 else 0)
     line = Text.assemble(("█" * filled, style), ("·" * (width - filled), "dim"))
-    if 0 < mark <= of:
-        at = min(width - 1, round(width * mark / of))
-        line = Text.assemble(line[:at], ("│", f"bold {ORANGE}"), line[at + 1 :])
-    return line
+    return _marked(line, mark, of=of)
+
+
+def stacked_bar(
+    parts: Sequence[tuple[str, float]], *, of: float, width: int, mark: float = 0
+) -> Text:
+    """As `bar`, of the sum of `parts`, in which every part has its share as in `stacked`."""
+    value = sum(size for _, size in parts)
+    filled = max(1, round(width * min(1.0, value / of))) if of > 0 else 0
+    line = stacked(parts, width=filled).append("·" * (width - filled), "dim")
+    return _marked(line, mark, of=of)
+
+
+def _marked(line: Text, mark: float, *, of: float) -> Text:
+    """With a line at `mark`, where the whole is `of`."""
+    if not 0 < mark <= of:
+        return line
+    at = min(len(line) - 1, round(len(line) * mark / of))
+    return Text.assemble(line[:at], ("│", f"bold {ORANGE}"), line[at + 1 :])
 
 
 def stacked(parts: Sequence[tuple[str, float]], *, width: int) -> Text:

@@ -21,10 +21,12 @@ from colotrain.observe.charts import (
     heat_lines,
     spark,
     stacked,
+    stacked_bar,
 )
 from colotrain.observe.formats import clean, format_bytes, format_duration, shown
 from colotrain.observe.scene import Scene, stragglers, worst_parameters
 from colotrain.observe.view import mfu
+from colotrain.plan import Ledger
 from colotrain.records import to_plain
 
 ROOMY = 72
@@ -122,6 +124,8 @@ def memory(scene: Scene, width: int, height: int) -> list[Text]:
     view, plan = scene.view, scene.plan
     capacity, predicted = plan.cluster.memory_bytes, plan.memory.total
     lines = [_prediction(scene, width)] if height > 2 else []
+    if height > 3 and view.ledgers:
+        lines.append(_measurement(scene, width))
     if height > 4 and view.tiers:
         lines.append(_tiers(scene, width))
     peaks = sorted(enumerate(view.peak_by_rank), key=lambda item: (-item[1], item[0]))
@@ -133,7 +137,8 @@ def memory(scene: Scene, width: int, height: int) -> list[Text]:
         numbers += f", now {format_bytes(rss)}" if width > 50 else ""
         line = Text(f"{rank:>4} ")
         bar_width = max(4, width - 5 - (26 if width > 50 else 13))
-        line.append_text(bar(peak, of=capacity, width=bar_width, mark=predicted))
+        parts = _parts(view.ledgers.get(rank)) or [("peak", float(peak))]
+        line.append_text(stacked_bar(parts, of=capacity, width=bar_width, mark=predicted))
         lines.append(line.append(numbers))
     if len(listed) < len(peaks):
         rest = peaks[len(listed) :]
@@ -152,6 +157,29 @@ def _prediction(scene: Scene, width: int) -> Text:
         part = f" {name} {format_bytes(size)}"
         if size > 0 and len(line) + len(part) <= width:
             line.append(part, "dim")
+    return line
+
+
+NAMES = {"baseline": "torch", "buffers": "model buffers", "activations": "step"}
+"""Categories of the ledger by another name, so that no two begin with one letter."""
+
+
+def _parts(ledger: Ledger | None) -> list[tuple[str, float]]:
+    """What a rank held at its peak, the largest categories first."""
+    sizes = to_plain(ledger) if ledger is not None else {}
+    found = [(NAMES.get(name, name), float(size)) for name, size in sizes.items() if size > 0]
+    return sorted(found, key=lambda part: -part[1])
+
+
+def _measurement(scene: Scene, width: int) -> Text:
+    """The legend of the bars, with the sizes of the rank that has the highest peak."""
+    ledgers = scene.view.ledgers
+    rank = max(ledgers, key=lambda r: ledgers[r].total)
+    line = Text(f"  measured (rank {rank})")
+    for i, (name, size) in enumerate(_parts(ledgers[rank])):
+        part = f" {name} {format_bytes(int(size))}"
+        if len(line) + len(part) <= width:
+            line.append(part[:2], SERIES[i % len(SERIES)]).append(part[2:], "dim")
     return line
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from colotrain.observe.events import json_safe
 from colotrain.observe.facts import Checkpoint, Failure, Nonfinite
 from colotrain.observe.gradients import GradientRecord, Heat
-from colotrain.plan import RunPlan
+from colotrain.plan import Ledger, RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 
@@ -83,6 +83,8 @@ class RunView:
     """Bytes, of the latest attempt that has done a step."""
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     """gemini: what of the model (parameters, gradients, optimizer) → tier → bytes per rank."""
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    """Rank → what it held at its peak; activations with all else that is there within a step."""
     ranks: tuple[RankView, ...] = ()
     gradients: GradientRecord | None = None
     """The newest record."""
@@ -114,6 +116,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     tokens_per_s = overall_tokens_per_s(view)
     step_s = plan.batch.tokens_per_step / tokens_per_s if tokens_per_s else 0.0
     measured = measured_peak(view, plan)
+    of_peak = max(view.ledgers.values(), key=lambda ledger: ledger.total, default=None)
     document = {
         "status": view.status,
         "steps": view.steps,
@@ -131,6 +134,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "ledger": to_plain(plan.memory),
             "predicted_peak": plan.memory.total,
             "measured_peak": measured,
+            **({"measured": to_plain(of_peak)} if of_peak else {}),
             "error": error(plan.memory.total, measured),
             **({"tiers": view.tiers} if view.tiers else {}),
         },

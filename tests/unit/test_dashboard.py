@@ -517,3 +517,14 @@ def test_an_outline_folds_to_the_same_picture_of_the_end(tmp_path: Path) -> None
     assert [rank.step for rank in outline.ranks] == [300] * 4
     for ours, theirs in zip(outline.ranks, whole.ranks, strict=True):
         assert ours.busy_s == pytest.approx(theirs.busy_s)
+
+
+def test_memory_is_shown_by_category_with_the_sizes_of_the_fullest_rank() -> None:
+    sizes = {"parameters": 40, "gradients": 40, "optimizer": 80, "baseline": 50, "activations": 90}
+    told = [
+        worker("memory", 100.7, rank=rank, **{k: v * MIB * (rank + 1) for k, v in sizes.items()})
+        for rank in (0, 1)
+    ]
+    view = fold([*rich_run(num_ranks=2), *told])
+    text = picture(view, width=120, height=60, focus="ranks")
+    assert "measured (rank 1) step 180MiB optimizer 160MiB torch 100MiB" in text

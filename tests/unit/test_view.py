@@ -478,3 +478,15 @@ def test_a_rollback_forgets_what_is_done_again() -> None:
     events += [step(n) for n in (1, 2, 3, 4)]
     events += [worker("resumed", 105.0, step=2, path="/c/2"), step(3, t=106.0, loss=7.0)]
     assert fold(events).loss == ((1, 1.0), (2, 0.5), (3, 7.0))
+
+
+def test_what_each_rank_held_at_its_peak_is_told_by_category(rundir: RunDir) -> None:
+    sizes = {"parameters": 40, "optimizer": 80, "baseline": 50, "activations": 7}
+    told = [
+        worker("memory", 100.7, rank=rank, step=1, **sizes | {"gradients": 10 * rank})
+        for rank in (0, 1)
+    ]
+    view = fold([*(event for file in restarted_run()[:2] for event in file), *told])
+    assert {rank: ledger.total for rank, ledger in view.ledgers.items()} == {0: 177, 1: 187}
+    measured = summary(view, plan_of(), rundir)["memory"]["measured"]
+    assert (measured["gradients"], measured["activations"], measured["gathered"]) == (10, 7, 0)
