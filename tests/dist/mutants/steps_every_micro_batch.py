@@ -6,10 +6,10 @@ from colotrain.verify import worker
 step = ShardOptimizer.step
 
 
-def step_often(self, *, factor):
+def step_often(self, *, factor, watch=None):
     for _ in range(3):
         step(self, factor=1.0)
-    return step(self, factor=factor)
+    return step(self, factor=factor, watch=watch)
 
 
 def main(path: str) -> int:
