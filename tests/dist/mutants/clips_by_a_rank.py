@@ -8,10 +8,10 @@ from colotrain.verify import worker
 update = loop.update_
 
 
-def update_(run, result):
+def update_(run, result, recorder=None):
     squares = gradients.local_facts(run.gradients).chunk(2)[0].sum().item()
     own = math.sqrt(squares) * run.gradients.factor
-    return update(run, loop.dataclasses.replace(result, grad_norm=own))
+    return update(run, loop.dataclasses.replace(result, grad_norm=own), recorder)
 
 
 def main(path: str) -> int:
