@@ -12,7 +12,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all lint types fmt docs site wheel constraints clean
+.PHONY: help run test test-all bench lint types fmt docs site wheel constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,11 @@ lint: $(VENV)/.dev ## ruff: mistakes and formatting
 
 types: $(VENV)/.dev ## mypy
 	$(BIN)/mypy
+
+bench: $(VENV)/.core ## colotrain beside what else trains; writes bench.json and bench.md
+	$(INSTALL) accelerate lightning ninja setuptools wheel
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
+	$(BIN)/python benchmarks/compare.py
 
 fmt: $(VENV)/.dev ## rewrite the code as ruff formats it
 	$(BIN)/ruff check --fix
