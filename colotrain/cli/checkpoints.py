@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.output import is_live, print_json, stdout_console
+from colotrain.cli.output import print_json, stdout_console
 from colotrain.engine.manifest import MANIFEST, Manifest, damage, read_manifest
 from colotrain.errors import ColotrainError
 from colotrain.observe.formats import clean, format_bytes, format_duration
+from colotrain.observe.terminal import is_live
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir
 

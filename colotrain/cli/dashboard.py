@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from colotrain.cli.output import is_live, print_json, stdout_console
+from colotrain.cli.output import print_json, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.observe.dashboard import KEYS, Beside, render
 from colotrain.observe.events import Event, EventReader
@@ -19,6 +19,7 @@ from colotrain.observe.liveness import state
 from colotrain.observe.output import last_lines
 from colotrain.observe.progress import PlainProgress, in_foreground
 from colotrain.observe.scene import FOCI, Focus
+from colotrain.observe.terminal import is_live
 from colotrain.observe.view import RunView
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain

@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.output import is_live, print_json, stderr_console, stdout_console
+from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.cli.resolving import plan_from
 from colotrain.config.sizes import format_size
 from colotrain.errors import UsageError
+from colotrain.observe.terminal import is_live
 
 if TYPE_CHECKING:
     from colotrain.data.inspection import Token

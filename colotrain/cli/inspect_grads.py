@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.output import is_live, print_json, stderr_console, stdout_console
+from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.observe.charts import STATUS_STYLES
 from colotrain.observe.difference import Comparison, Difference, compare
@@ -31,6 +31,7 @@ from colotrain.observe.gradients import (
     records,
 )
 from colotrain.observe.liveness import state
+from colotrain.observe.terminal import is_live
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir

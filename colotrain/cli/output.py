@@ -23,11 +23,6 @@ def stderr_console() -> Console:
     return _console(sys.stderr)
 
 
-def is_live(console: Console) -> bool:
-    """Whether colour, cursor movement and redraws are wanted: on a capable terminal only."""
-    return console.is_terminal and not console.is_dumb_terminal
-
-
 class _Console(Console):
     """A console whose reader may go away (`| head`) without ending what it reports on."""
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.output import is_live, print_json, stderr_console, stdout_console
+from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.launch import queue
 from colotrain.observe.events import EventReader
 from colotrain.observe.fold import Fold, follow
 from colotrain.observe.liveness import is_alive, launcher_of, state
 from colotrain.observe.progress import clean, format_duration, print_plain, shown
+from colotrain.observe.terminal import is_live
 from colotrain.observe.view import ENDED, RunView, overall_tokens_per_s
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain

@@ -37,12 +37,10 @@ def submit(
     job = job_of([rundir], plan, slurm, name=plan.name, logs=rundir.logs, cwd=Path.cwd())
     script = render(job, slurm)
     if dry_run:
-        sys.stdout.write(script)
-        return 0
+        return show(script)
     said = queue.test(script)
     if test_only:
-        _print({"test": said, "run": plan.name}, said, as_json=as_json)
-        return 0
+        return report({"test": said, "run": plan.name}, said, as_json=as_json)
     check_free(rundir, plan)
     write_run(rundir, plan, setting.config)
     if slurm.snapshot:
@@ -58,8 +56,7 @@ def submit(
         "test": said,
     }
     text = f"{plan.name}: job {number}; `colotrain runs`, `colotrain logs {plan.name} -f`"
-    _print(document, text, as_json=as_json)
-    return 0
+    return report(document, text, as_json=as_json)
 
 
 def submit_sweep(
@@ -84,12 +81,10 @@ def submit_sweep(
     job = _as_array(job, max_parallel)
     script = render(job, slurm)
     if dry_run:
-        sys.stdout.write(script)
-        return 0
+        return show(script)
     said = queue.test(script)
     if test_only:
-        _print({"test": said, "sweep": folder.name}, said, as_json=as_json)
-        return 0
+        return report({"test": said, "sweep": folder.name}, said, as_json=as_json)
     for rundir, plan in zip(rundirs, plans, strict=True):
         check_free(rundir, plan)
     for rundir, setting in zip(rundirs, settings, strict=True):
@@ -113,8 +108,7 @@ def submit_sweep(
         "test": said,
     }
     text = f"{folder.name}: job {number}, {len(elements)} runs; `colotrain runs --sweep "
-    _print(document, f"{text}{folder.name}`", as_json=as_json)
-    return 0
+    return report(document, f"{text}{folder.name}`", as_json=as_json)
 
 
 def _element(element: Element) -> dict[str, Any]:
@@ -202,8 +196,16 @@ def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
         stale.unlink(missing_ok=True)
 
 
-def _print(document: dict[str, Any], text: str, *, as_json: bool) -> None:
+def show(script: str) -> int:
+    """Print the script as it is."""
+    sys.stdout.write(script)
+    return 0
+
+
+def report(document: dict[str, Any], text: str, *, as_json: bool) -> int:
+    """Print the document, or what it says in a line."""
     if as_json:
         print_json(document)
     else:
         print(text)
+    return 0

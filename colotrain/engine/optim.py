@@ -200,6 +200,11 @@ class ShardOptimizer:
             )
         return found
 
+    @property
+    def begins_with_zeros(self) -> bool:
+        """Whether zeroed state is what a first step would begin with; unknown of the user's own."""
+        return self.plan.name in ("adamw", "sgd")
+
     def prepare_state_(self) -> None:
         """Make zeroed state for every parameter, so that a checkpoint can be read into it."""
         assert self.torch is not None

@@ -228,7 +228,7 @@ def prepare(
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
     random.seed(seed * 100_003 + rank)
     np.random.seed((seed * 100_003 + rank) % 2**32)
-    if tiers is None and plan.optim.name in ("adamw", "sgd"):  # others may not begin with zeros
+    if tiers is None and optimizer.begins_with_zeros:
         optimizer.prepare_state_()
     if resumed is not None:
         checkpoint.restore(run, resumed)

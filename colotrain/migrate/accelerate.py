@@ -14,6 +14,7 @@ from colotrain.migrate.findings import (
     decided,
     is_on,
     none,
+    offload,
     taken,
     whole,
 )
@@ -90,13 +91,6 @@ def _reshard(value: Any, flat: Flat) -> Answer:
     return Answer(outcome="taken", settings={"plugin.name": name})
 
 
-def _offload(value: Any, _: Flat) -> Answer:
-    if not is_on(value):
-        return Answer(outcome="decided", note="nothing is offloaded unless the plugin is gemini")
-    note = "gemini decides per group, from plugin.budget, what rests where"
-    return Answer(outcome="taken", note=note, settings={"plugin.name": "gemini"})
-
-
 def _checkpointing(value: Any, _: Flat) -> Answer:
     kind = "blocks" if is_on(value) else "none"
     return Answer(outcome="taken", settings={"train.activation_checkpointing": kind})
@@ -156,7 +150,7 @@ RULES: Rules = {
     "fsdp_config.fsdp_version": decided("every plugin is built on FSDP2"),
     "fsdp_config.fsdp_sharding_strategy": _sharding,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
-    "fsdp_config.fsdp_offload_params": _offload,
+    "fsdp_config.fsdp_offload_params": offload,
     "fsdp_config.fsdp_activation_checkpointing": _checkpointing,
     "fsdp_config.fsdp_auto_wrap_policy": decided(WRAPPING),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": decided(WRAPPING),

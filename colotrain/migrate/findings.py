@@ -143,3 +143,11 @@ def numbers(value: Any) -> list[float]:
 
 def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
+
+
+def offload(value: Any, _: Flat) -> Answer:
+    """A switch that sends parameters or optimizer state to a lower tier."""
+    if not is_on(value):
+        return Answer(outcome="decided", note="nothing is offloaded unless the plugin is gemini")
+    note = "gemini decides per group, from plugin.budget, what rests where"
+    return Answer(outcome="taken", note=note, settings={"plugin.name": "gemini"})

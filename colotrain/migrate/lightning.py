@@ -15,6 +15,7 @@ from colotrain.migrate.findings import (
     none,
     number,
     numbers,
+    offload,
     taken,
     whole,
 )
@@ -87,13 +88,6 @@ def _sharding(value: Any, flat: Flat) -> Answer:
     if is_on(flat.get("trainer.strategy.init_args.cpu_offload")):
         name = "gemini"
     return Answer(outcome="taken", settings={"plugin.name": name})
-
-
-def _offload(value: Any, _: Flat) -> Answer:
-    if not is_on(value):
-        return Answer(outcome="decided", note="nothing is offloaded unless the plugin is gemini")
-    note = "gemini decides per group, from plugin.budget, what rests where"
-    return Answer(outcome="taken", note=note, settings={"plugin.name": "gemini"})
 
 
 def _accelerator(value: Any, _: Flat) -> Answer:
@@ -222,9 +216,9 @@ RULES: Rules = {
     "trainer.strategy.class_path": _strategy,
     "trainer.strategy.init_args.stage": _stage,
     "trainer.strategy.init_args.sharding_strategy": _sharding,
-    "trainer.strategy.init_args.cpu_offload": _offload,
-    "trainer.strategy.init_args.offload_optimizer": _offload,
-    "trainer.strategy.init_args.offload_parameters": _offload,
+    "trainer.strategy.init_args.cpu_offload": offload,
+    "trainer.strategy.init_args.offload_optimizer": offload,
+    "trainer.strategy.init_args.offload_parameters": offload,
     "trainer.strategy.init_args.activation_checkpointing_policy*": decided(
         "recomputing is train.activation_checkpointing=blocks"
     ),

@@ -17,6 +17,7 @@ from rich.text import Text
 from colotrain.observe.events import Event
 from colotrain.observe.fold import eta_s, follow
 from colotrain.observe.formats import clean, format_bytes, format_duration, quoted, shown
+from colotrain.observe.terminal import is_live
 from colotrain.observe.view import ENDED, RunView
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
@@ -92,11 +93,6 @@ def progress_for(console: Console, plan: RunPlan, rundir: RunDir) -> ProgressVie
     from colotrain.observe.live import LiveDashboard  # which builds on this module
 
     return LiveDashboard(console, plan, rundir)
-
-
-def is_live(console: Console) -> bool:
-    """Whether the console may be redrawn."""
-    return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
 
 
 def in_foreground(console: Console) -> bool:

@@ -23,6 +23,11 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 _Handler = Callable[[int, FrameType | None], None]
 
 
+def is_live(console: Console) -> bool:
+    """Whether colour, cursor movement and redraws are wanted: on a capable terminal only."""
+    return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
+
+
 class Terminal:
     """Use as a context manager in the main thread; `leave` may be called before its end."""
 

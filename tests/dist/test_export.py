@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +18,25 @@ from colotrain.engine.dcp_json import read_whole
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
 from tests.dist import hf
-from tests.dist.conftest import SMALL, Colotrain
+from tests.dist.conftest import SMALL, Colotrain, Result
 
 transformers = pytest.importorskip("transformers")
 STEPS = 4
 TEXT = "Übermut tut selten gut.\n\tdef f(x): return x ** 2  # naïve 日本\n"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 @pytest.fixture
 def export(
     colotrain: Colotrain, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Outcome]:
+) -> Callable[..., Result]:
     """`colotrain export` in this process, in the folder of the runs."""
     monkeypatch.chdir(colotrain.cwd)
 
-    def call(*arguments: str) -> Outcome:
+    def call(*arguments: str) -> Result:
         capsys.readouterr()
         code = guarded(["export", *arguments])
         captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
+        return Result(code, captured.out, captured.err)
 
     return call
 
@@ -74,7 +62,7 @@ def trained(rundir: RunDir) -> tuple[Any, dict[str, torch.Tensor]]:
 )
 def test_an_llm_becomes_a_llama_that_transformers_loads(
     colotrain: Colotrain,
-    export: Callable[..., Outcome],
+    export: Callable[..., Result],
     tokenizer: str,
     vocab: int,
     more: tuple[str, ...],
@@ -120,7 +108,7 @@ def test_an_llm_becomes_a_llama_that_transformers_loads(
 
 
 def test_a_model_of_ones_own_becomes_safetensors_under_its_names(
-    colotrain: Colotrain, export: Callable[..., Outcome]
+    colotrain: Colotrain, export: Callable[..., Result]
 ) -> None:
     (colotrain.cwd / "own.py").write_text(
         "import torch\n"
@@ -151,7 +139,7 @@ def test_a_model_of_ones_own_becomes_safetensors_under_its_names(
 
 
 def test_an_adapter_goes_out_and_in_again(
-    colotrain: Colotrain, export: Callable[..., Outcome]
+    colotrain: Colotrain, export: Callable[..., Result]
 ) -> None:
     folder = hf.make_directory("gpt2", colotrain.cwd / "gpt2")
     options = (
@@ -174,7 +162,7 @@ def test_an_adapter_goes_out_and_in_again(
 
 
 def test_peft_computes_the_same_with_an_exported_adapter(
-    colotrain: Colotrain, export: Callable[..., Outcome]
+    colotrain: Colotrain, export: Callable[..., Result]
 ) -> None:
     peft = pytest.importorskip("peft")
     for kind, targets in (("llama", "[q_proj,down_proj]"), ("gpt2", "[c_attn]")):
@@ -205,7 +193,7 @@ def _logits(folder: Path) -> Any:
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
-    colotrain: Colotrain, export: Callable[..., Outcome]
+    colotrain: Colotrain, export: Callable[..., Result]
 ) -> None:
     colotrain.run(*SMALL, "name=llm", "train.max_steps=2", "checkpoint.every=1")
     full = colotrain.cwd / "full"

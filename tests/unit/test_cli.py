@@ -16,9 +16,10 @@ import pytest
 from colotrain.cli import resolving
 from colotrain.cli.completion import complete
 from colotrain.cli.main import guarded, verbs
-from colotrain.cli.output import is_live, print_json, stdout_console
+from colotrain.cli.output import print_json, stdout_console
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError, DoesNotFit
+from colotrain.observe.terminal import is_live
 from colotrain.plan import ParameterInfo, RunPlan, Survey
 from colotrain.plugins import ROWS
 
