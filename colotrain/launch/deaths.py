@@ -9,14 +9,14 @@ from colotrain.launch.causes import Death
 
 
 def gone(processes: Any, group: Any) -> dict[int, Any]:
-    """All workers of this machine, where all have left and none has handed over a result.
+    """Rank → end of all workers of this machine, where all have left with exit code 0.
 
-    A worker waits until its result is taken, so the agent would wait for these for ever.
+    torch's agent never learns of these: it waits for results, which they do not hand over.
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     ended = getattr(getattr(processes, "_pc", None), "processes", [])
-    if any(process.exitcode is None for process in ended):
+    if any(process.exitcode != 0 for process in ended):
         return {}
     return {
         worker.global_rank: ProcessFailure(local, process.pid, process.exitcode, error_file="")

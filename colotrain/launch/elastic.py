@@ -14,139 +14,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from colotrain.errors import FINAL_EXIT, UsageError
-from colotrain.launch.causes import Death, describe, num_killed_for_memory
 from colotrain.launch.deaths import deaths_of, gone
 from colotrain.launch.forkserver import ENTRY, warm_up, work
-from colotrain.launch.meeting import MeetingError, Refused, Stopped
+from colotrain.launch.meeting import Refused, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
+from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.watch import Watch
 from colotrain.observe.events import Event, EventReader, EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
-POLL_S = 0.2
-REGROUP_S = 3.0
-"""How long nodes may take to learn that others come or go: some of the meeting's reports."""
 LOST_GRACE_S = 10.0
 """For workers that wait for a rank that is gone: they cannot save any more."""
 EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75, "interrupted": 130}
-
-
-@dataclass(slots=True, kw_only=True)
-class Launch:
-    """One launch of a run's workers on this machine, shared by the two threads."""
-
-    plan: RunPlan
-    rundir: RunDir
-    events: EventWriter
-    worker: str
-    """Module that each worker process runs."""
-    node: Node
-    watch: Watch
-    killed_for_memory: int = field(default_factory=num_killed_for_memory)
-    """Processes that the kernel had ended for want of memory when this began."""
-    attempt_before: int = -1
-    """The newest attempt that has been restarted."""
-    causes: list[str] = field(default_factory=list)
-    """Why earlier attempts failed, the first one first."""
-    deaths: list[Death] = field(default_factory=list)
-    """How the workers of the newest attempt that failed ended."""
-    ended: list[Event] = field(default_factory=list)
-    """What workers said last: failed, finished or stopped."""
-    elsewhere: list[Death] = field(default_factory=list)
-    """How workers of other nodes ended."""
-    begun_at: float = field(default_factory=time.time)
-    """When the newest attempt began: Unix seconds."""
-    progressed: bool = False
-    """Whether any step was made."""
-    error: BaseException | None = None
-    signals: list[str] = field(default_factory=list)
-
-    def take(self, events: list[Event]) -> None:
-        self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
-        self.progressed = self.progressed or any(e.kind == "step" for e in events)
-        self.elsewhere += [
-            Death(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
-        ]
-
-    def cause(self) -> str:
-        """Why the newest attempt failed."""
-        if isinstance(self.error, MeetingError):
-            return str(self.error)
-        if self.watch.verdict is not None:
-            return self.watch.verdict
-        return describe([*self.deaths, *self.elsewhere], self.last_words(), self.error)
-
-    def last_words(self) -> list[Event]:
-        """What the workers of the newest attempt said last."""
-        newest = max((event.attempt or 0 for event in self.ended), default=0)
-        return [e for e in self.ended if e.attempt == newest and newest > self.attempt_before]
-
-    def has_failed(self, deaths: list[Death]) -> None:
-        """Take how this node's workers ended, and tell it to the other nodes."""
-        starved = num_killed_for_memory() > self.killed_for_memory
-        self.deaths = [replace(d, out_of_memory=starved and d.exit_code == -9) for d in deaths]
-        if not self.node.is_head:
-            for death in self.deaths:
-                self.events.write("death", **asdict(death))
-
-    def restarts(self) -> None:
-        """Begin again after a failure."""
-        self.causes.append(self.cause())
-        self.begins_again(self.causes[-1])
-
-    def begins_again(self, cause: str) -> None:
-        """Tell why, and look at the next attempt with fresh eyes."""
-        if self.node.is_head:
-            self.events.write("restart", cause=cause)
-        self.watch.begin()
-        self.attempt_before = max((event.attempt or 0 for event in self.ended), default=-1)
-        self.elsewhere.clear()
-        self.begun_at = time.time()
-
-    def whole_cause(self) -> str:
-        """Why the run failed in the end: the first cause, where restarting did not help."""
-        last = self.cause()
-        if not self.causes:
-            return last
-        same = last.partition("; its log")[0] == self.causes[0].partition("; its log")[0]
-        again = "" if same else f", in the end: {last}"
-        num = len(self.causes)
-        return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
-
-    def say(self, text: str) -> None:
-        """Tell whoever follows the run, which on other nodes than the first is stderr."""
-        if self.node.is_head:
-            self.events.write("note", text=text)
-        else:
-            print(f"node {self.node.rank}: {text}", file=sys.stderr, flush=True)
-
-    def asked_to_stop(self) -> bool:
-        return bool(self.signals) or self.rundir.stop_file.exists()
-
-    def was_interrupted_by_others(self, rendezvous: Rendezvous) -> bool:
-        """Whether the workers have saved and stopped only because nodes come or go.
-
-        The other nodes' agents may know of it a report earlier than this one.
-        """
-        if self.plan.elastic.max_nodes == 1 or self.asked_to_stop():
-            return False
-        deadline = time.monotonic() + REGROUP_S
-        while time.monotonic() < deadline and self.has_stopped() is not False:
-            if rendezvous.regroup() and self.has_stopped():
-                return True
-            time.sleep(POLL_S)
-        return False
-
-    def has_stopped(self) -> bool | None:
-        """Whether the newest attempt's workers stopped before their last step; None: not yet."""
-        words = self.last_words()
-        return words[-1].kind == "stopped" if words else None
 
 
 def launch(
@@ -266,18 +150,20 @@ def _elastic(current: Launch) -> None:
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
-            if result.state == WorkerState.SUCCEEDED and interrupted(rendezvous):
-                return RunResult(state=WorkerState.HEALTHY)  # and then it asks who waits
             left = result.state == WorkerState.HEALTHY and gone(self._pcontext, worker_group)
             if left:
-                result = RunResult(state=WorkerState.FAILED, failures=left)
+                if not current.have_ended_well(left):
+                    result = RunResult(state=WorkerState.FAILED, failures=left)
+                elif not interrupted(rendezvous):  # else it asks who waits
+                    results = dict.fromkeys(left, 0)
+                    result = RunResult(state=WorkerState.SUCCEEDED, return_values=results)
             if result.is_failed():
+                current.catch_up()
                 current.has_failed(deaths_of(folder, self._pcontext, result.failures))
                 final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
                 if final or current.watch.is_final or not current.progressed:  # it would fail again
                     self._remaining_restarts = 0
                 if self._remaining_restarts:
-                    time.sleep(2 * POLL_S)  # let the main thread read the workers' last words
                     current.restarts()
             return result
 
@@ -287,7 +173,7 @@ def _elastic(current: Launch) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline:  # a worker waits for its result to be taken
+            while time.monotonic() < deadline and not gone(self._pcontext, worker_group):
                 if super()._monitor_workers(worker_group).state != WorkerState.HEALTHY:
                     return
                 time.sleep(POLL_S)

@@ -55,6 +55,10 @@ def work(module: str, rundir: str, launcher: int) -> None:
     """Body of a worker process: `module.main(rundir)`, whose result is the exit code.
 
     An exception is printed to the worker's log. `launcher` is a process id.
+
+    It never returns: torch's agent would take the result over a queue, with locks that a worker
+    killed just then holds for ever. Nor are there destructors: those of a broken process group may
+    wait for its peers.
     """
     end_with(launcher)
     try:
@@ -64,5 +68,4 @@ def work(module: str, rundir: str, launcher: int) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)  # destructors of a broken process group may wait for its peers
+    os._exit(code)

@@ -130,10 +130,17 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
         f"# Model and data are those of {BASE} until yours stand here: model.target or model.hf,",
         "# data.path or data.target.",
     ]
-    lines += [f"# {f.key} = {_short(f.value)}: {MEANING[f.outcome]} ({f.note})" for f in left]
+    lines += [
+        _comment(f"{f.key} = {_short(f.value)}: {MEANING[f.outcome]} ({f.note})") for f in left
+    ]
     body = yaml.safe_dump(nested(settings(found)), sort_keys=False, default_flow_style=None)
     text = body if settings(found) else ""
     return "\n".join([*lines, f"defaults: [{BASE}, _self_]", "", text]).rstrip() + "\n"
+
+
+def _comment(text: str) -> str:
+    """One line of YAML, whatever characters a foreign file has in its keys and values."""
+    return "# " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _short(value: Any) -> str:

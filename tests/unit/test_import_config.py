@@ -165,6 +165,14 @@ VALUES = st.one_of(
 )
 
 
+def test_control_characters_of_a_foreign_file_do_not_break_the_recipe() -> None:
+    found = recipes.findings({"scheduler": {"type": "\x1f\n\ud800", "\u2028": 1}}, "deepspeed")
+    text = recipes.render(Path("theirs"), "deepspeed", found)
+    assert yaml.safe_load(text)["defaults"]
+    assert "(\\x1f\\n\\ud800 is not there" in text
+    text.encode("utf-8")
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_no_value_of_any_key_is_dropped_or_breaks_anything(data: st.DataObject) -> None:

@@ -1,0 +1,157 @@
+"""What the launcher's two threads share of one launch: what was seen, and what it means."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+
+from colotrain.launch.causes import Death, describe, num_killed_for_memory
+from colotrain.launch.meeting import MeetingError
+from colotrain.launch.rendezvous import Node, Rendezvous
+from colotrain.launch.watch import Watch
+from colotrain.observe.events import Event, EventWriter
+from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
+
+POLL_S = 0.2
+REGROUP_S = 3.0
+"""How long nodes may take to learn that others come or go: some of the meeting's reports."""
+CATCH_UP_S = 5.0
+"""How long the agent waits for a main thread that is held up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Launch:
+    """One launch of a run's workers on this machine, shared by the two threads."""
+
+    plan: RunPlan
+    rundir: RunDir
+    events: EventWriter
+    worker: str
+    """Module that each worker process runs."""
+    node: Node
+    watch: Watch
+    killed_for_memory: int = field(default_factory=num_killed_for_memory)
+    """Processes that the kernel had ended for want of memory when this began."""
+    attempt_before: int = -1
+    """The newest attempt that has been restarted."""
+    causes: list[str] = field(default_factory=list)
+    """Why earlier attempts failed, the first one first."""
+    deaths: list[Death] = field(default_factory=list)
+    """How the workers of the newest attempt that failed ended."""
+    ended: list[Event] = field(default_factory=list)
+    """What workers said last: failed, finished or stopped."""
+    elsewhere: list[Death] = field(default_factory=list)
+    """How workers of other nodes ended."""
+    begun_at: float = field(default_factory=time.time)
+    """When the newest attempt began: Unix seconds."""
+    progressed: bool = False
+    """Whether any step was made."""
+    looks: int = 0
+    """How often the main thread has read the events."""
+    error: BaseException | None = None
+    signals: list[str] = field(default_factory=list)
+
+    def take(self, events: list[Event]) -> None:
+        self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
+        self.progressed = self.progressed or any(e.kind == "step" for e in events)
+        self.elsewhere += [
+            Death(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
+        ]
+        self.looks += 1
+
+    def catch_up(self) -> bool:
+        """Wait until the main thread has read all that was written before; False if it has not."""
+        wanted, deadline = self.looks + 2, time.monotonic() + CATCH_UP_S  # it may be reading now
+        while self.looks < wanted and time.monotonic() < deadline:
+            time.sleep(POLL_S / 4)
+        return self.looks >= wanted
+
+    def cause(self) -> str:
+        """Why the newest attempt failed."""
+        if isinstance(self.error, MeetingError):
+            return str(self.error)
+        if self.watch.verdict is not None:
+            return self.watch.verdict
+        return describe([*self.deaths, *self.elsewhere], self.last_words(), self.error)
+
+    def last_words(self) -> list[Event]:
+        """What the workers of the newest attempt said last."""
+        newest = max((event.attempt or 0 for event in self.ended), default=0)
+        return [e for e in self.ended if e.attempt == newest and newest > self.attempt_before]
+
+    def have_ended_well(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks, which are gone with exit code 0, have said that they are done.
+
+        Where the main thread is held up, by a terminal that takes no more for instance, that is
+        found out later.
+        """
+
+        def all_said() -> bool:
+            said = {e.rank for e in self.last_words() if e.kind in ("finished", "stopped")}
+            return said.issuperset(ranks)
+
+        return all_said() or not self.catch_up() or all_said()
+
+    def has_failed(self, deaths: list[Death]) -> None:
+        """Take how this node's workers ended, and tell it to the other nodes."""
+        starved = num_killed_for_memory() > self.killed_for_memory
+        self.deaths = [replace(d, out_of_memory=starved and d.exit_code == -9) for d in deaths]
+        if not self.node.is_head:
+            for death in self.deaths:
+                self.events.write("death", **asdict(death))
+
+    def restarts(self) -> None:
+        """Begin again after a failure."""
+        self.causes.append(self.cause())
+        self.begins_again(self.causes[-1])
+
+    def begins_again(self, cause: str) -> None:
+        """Tell why, and look at the next attempt with fresh eyes."""
+        if self.node.is_head:
+            self.events.write("restart", cause=cause)
+        self.watch.begin()
+        self.attempt_before = max((event.attempt or 0 for event in self.ended), default=-1)
+        self.elsewhere.clear()
+        self.begun_at = time.time()
+
+    def whole_cause(self) -> str:
+        """Why the run failed in the end: the first cause, where restarting did not help."""
+        last = self.cause()
+        if not self.causes:
+            return last
+        same = last.partition("; its log")[0] == self.causes[0].partition("; its log")[0]
+        again = "" if same else f", in the end: {last}"
+        num = len(self.causes)
+        return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
+
+    def say(self, text: str) -> None:
+        """Tell whoever follows the run, which on other nodes than the first is stderr."""
+        if self.node.is_head:
+            self.events.write("note", text=text)
+        else:
+            print(f"node {self.node.rank}: {text}", file=sys.stderr, flush=True)
+
+    def asked_to_stop(self) -> bool:
+        return bool(self.signals) or self.rundir.stop_file.exists()
+
+    def was_interrupted_by_others(self, rendezvous: Rendezvous) -> bool:
+        """Whether the workers have saved and stopped only because nodes come or go.
+
+        The other nodes' agents may know of it a report earlier than this one.
+        """
+        if self.plan.elastic.max_nodes == 1 or self.asked_to_stop():
+            return False
+        deadline = time.monotonic() + REGROUP_S
+        while time.monotonic() < deadline and self.has_stopped() is not False:
+            if rendezvous.regroup() and self.has_stopped():
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def has_stopped(self) -> bool | None:
+        """Whether the newest attempt's workers stopped before their last step; None: not yet."""
+        words = self.last_words()
+        return words[-1].kind == "stopped" if words else None
