@@ -235,7 +235,11 @@ def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, A
         "plugin": plan.plugin.name,
         "memory": {
             "predicted": memory_of(plan.memory, plan.cluster.memory_bytes),
-            "measured": {"peak": memory["measured_peak"], "peak_by_rank": memory["peak_by_rank"]},
+            "measured": {
+                **memory.get("measured", {}),
+                "peak": memory["measured_peak"],
+                "peak_by_rank": memory["peak_by_rank"],
+            },
             "error": memory["error"],
         },
         "time": {

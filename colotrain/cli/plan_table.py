@@ -217,13 +217,26 @@ def print_comparison(
     console.print(table)
 
 
+LASTING = ("parameters", "optimizer", "baseline")
+"""Categories that are measured as they are; the others come and go, and are measured together."""
+
+
 def print_run(console: Console, document: dict[str, Any]) -> None:
     memory, time = document["memory"], document["time"]
     table = Table(document["run"], "predicted", "measured", "error", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
+    predicted, measured = memory["predicted"], memory["measured"]
     for name in CATEGORIES:
-        table.add_row(name, format_size(memory["predicted"][name]), "", "", style="dim")
+        if name in LASTING and measured.get(name):
+            off = signed(predicted[name] / measured[name] - 1)
+            table.add_row(name, format_size(predicted[name]), format_size(measured[name]), off)
+        else:
+            table.add_row(name, format_size(predicted[name]), "", "", style="dim")
+    if "activations" in measured:
+        passing = [sum(m[n] for n in CATEGORIES if n not in LASTING) for m in (predicted, measured)]
+        off = signed(passing[0] / passing[1] - 1) if passing[1] else ""
+        table.add_row("within a step", *map(format_size, passing), off)
     peaks = (memory["predicted"]["peak"], memory["measured"]["peak"])
     table.add_row("peak", *map(format_size, peaks), signed(memory["error"]), style="bold")
     if time["predicted"]["step_s"] and time["measured"]["step_s"]:

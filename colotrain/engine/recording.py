@@ -59,11 +59,23 @@ def record_memory(run: Run, peak: int) -> None:
     """
     if run.tiers is not None or run.optimizer.torch is None:
         return
-    model, states = run.sharded.module, run.optimizer.torch.state.values()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in run.sharded.module.parameters() if p.grad is not None]
     held = {
-        "parameters": sum(local_shard(p).nbytes for p in model.parameters()),
+        **lasting_bytes(run),
         "gradients": sum(local_shard(grad).nbytes for grad in grads),
+        "baseline": run.baseline_bytes,
+    }
+    run.memory_is_told = True
+    rest = max(0, peak - sum(held.values()))
+    run.events.write("memory", step=run.step, **held, activations=rest)
+
+
+def lasting_bytes(run: Run) -> dict[str, int]:
+    """What this rank holds of the model between two steps, gradients aside."""
+    model = run.sharded.module
+    states = run.optimizer.torch.state.values() if run.optimizer.torch is not None else ()
+    return {
+        "parameters": sum(local_shard(p).nbytes for p in model.parameters()),
         "optimizer": sum(
             local_shard(value).nbytes
             for state in states
@@ -71,11 +83,7 @@ def record_memory(run: Run, peak: int) -> None:
             if isinstance(value, torch.Tensor)
         ),
         "buffers": sum(buffer.nbytes for buffer in model.buffers()),
-        "baseline": run.baseline_bytes,
     }
-    run.memory_is_told = True
-    rest = max(0, peak - sum(held.values()))
-    run.events.write("memory", step=run.step, **held, activations=rest)
 
 
 def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:

@@ -36,6 +36,7 @@ from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
 from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
+from colotrain.engine.recording import lasting_bytes
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import make_mesh, materialise_, shard_, stays_gathered
 from colotrain.engine.statistics import describe_parameters
@@ -66,12 +67,13 @@ def main(path: str) -> int:
     device = connect(plan)
     attempt = agree_on_attempt(rundir)
     events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
-    run, baseline_bytes = None, memory_now()[0] if device.type == "cpu" else 0
+    run = None
     try:
         if rank == 0:
             announce_peak(events, plan, device)
         run = prepare(plan, rundir, device=device, events=events, stop=stop, heartbeat=heartbeat)
-        run.baseline_bytes = baseline_bytes
+        if device.type == "cpu":
+            run.baseline_bytes = max(0, memory_now()[0] - sum(lasting_bytes(run).values()))
         announce(run, attempt)
         train(run)
     except Exception as error:

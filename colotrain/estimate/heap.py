@@ -19,6 +19,16 @@ SPARE_BYTES = ALIGNMENT + 32
 of just its size is passed over (`_int_memalign`)."""
 SMALL_BYTES = 1024
 """Below it, chunks are recycled by the thread's cache."""
+SPREAD, RECOMPUTED_SPREAD = 0.40, 0.30
+"""How much further the heap reaches in a real step, as shares of what is simulated here.
+
+The few bytes that an aligned tensor leaves over go to the thread's cache, and the next small object
+(a node of autograd's graph, a saved variable) is put there, between two tensors; while it lives,
+their holes do not merge, and a hole of exactly a tensor's size is passed over. Blocks that are
+computed again free their tensors in forward and keep their nodes until backward: there it is more,
+but for what stays through the step. Fitted on 23 runs (one process with plain torch, and 1, 2 and 4
+ranks; median error 2 % of the process, 6 % for nine in ten), of models that `benchmarks/planner.py`
+does not draw."""
 
 
 class Heap:
@@ -42,6 +52,11 @@ class Heap:
     def slack(self) -> int:
         """Resident bytes that nothing uses."""
         return self.extent - self.used
+
+    def spread(self, standing: int, *, recomputes: bool) -> int:
+        """Bytes that the real heap reaches beyond this one's extent."""
+        passing = max(0, self.extent - standing) if recomputes else 0
+        return round(SPREAD * self.extent + RECOMPUTED_SPREAD * passing)
 
     def take(self, key: object, num_bytes: int) -> None:
         if num_bytes < SMALL_BYTES or num_bytes >= FLEETING_BYTES:

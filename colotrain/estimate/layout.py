@@ -9,8 +9,9 @@ from colotrain.plugins import Gradients, ParametersLive
 
 STATE_BYTES = 4
 """Optimizer state is kept in fp32."""
-CPU_BASELINE_BYTES = 284 << 20
-"""Calibrated on torch 2.13 for CPU; `benchmarks/planner.py` tells how well it holds."""
+CPU_BASELINE_BYTES = 281 << 20
+"""Of torch 2.13 for CPU: 264 to 272 MiB when everything is built, less the model; and 8 to 15 MiB
+of its libraries' pages that are first touched in training."""
 CUDA_BASELINE_BYTES = 800 << 20
 """A context of about 0.5 GiB, and NCCL's channels."""
 

@@ -20,10 +20,8 @@ LARGEST_SHARED_BYTES = 64 << 20
 WINDOW_BYTES = 4 << 20
 """As in `engine.channel`."""
 
-HEAP_SPREAD, GRADIENT_SPREAD = 0.87, 1.72
-"""Small, long-lived objects keep holes of the heap from merging, so that gradients, which come
-while activations go, do not fit into them. Calibrated on real runs of models of 0.2 to 25 M
-parameters, of which none is among those that `benchmarks/planner.py` draws."""
+KEPT_SHARE = 0.25
+"""A block that keeps less than this of what its forward allocated computes it again."""
 
 
 def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
@@ -34,8 +32,26 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
     if trace is None:
         return dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
     tally = Tally(heap=Heap() if layout.device == "cpu" else None)
-    _Walk(layout, survey, trace, tally).run()
-    return dataclasses.replace(tally.peak, baseline=layout.baseline)
+    walk = _Walk(layout, survey, trace, tally)
+    walk.run()
+    spread = 0
+    if tally.heap is not None:
+        standing = walk.standing_bytes()
+        spread = tally.heap.spread(standing, recomputes=recomputes(trace))
+    return dataclasses.replace(tally.peak(spread), baseline=layout.baseline)
+
+
+def recomputes(trace: Trace) -> bool:
+    """Whether blocks give up in forward what their backward needs, and compute it again."""
+    reached = {s.block for s in trace.segments if s.phase == "backward"} - {""}
+    made = kept = 0
+    for segment in trace.segments:
+        if segment.phase == "forward" and segment.block in reached:
+            begun = {event for event in segment.events if event >= 0}
+            ended = {-1 - event for event in segment.events if event < 0}
+            made += sum(trace.storages[number] for number in begun)
+            kept += sum(trace.storages[number] for number in begun - ended)
+    return kept < KEPT_SHARE * made
 
 
 class Tally:
@@ -50,7 +66,6 @@ class Tally:
         self.sums = dict.fromkeys((f.name for f in dataclasses.fields(Ledger)), 0)
         self.now = self.fullest = self.highest = 0
         self.at_fullest = dict(self.sums)
-        self.most_gradients = 0
 
     def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
         """`lasts`: it lives as long as the run, in pages of its own."""
@@ -63,17 +78,12 @@ class Tally:
             self.heap.take(key, num_bytes)
         slack = self.heap.slack if self.heap is not None else 0
         self.highest = max(self.highest, self.now + slack)
-        self.most_gradients = max(self.most_gradients, self.sums["gradients"])
         if self.now > self.fullest:
             self.fullest, self.at_fullest = self.now, dict(self.sums)
 
-    @property
-    def peak(self) -> Ledger:
-        """The fullest moment; what is resident beyond it counts as buffers."""
-        retained = self.highest - self.fullest
-        if self.heap is not None:
-            holes = (HEAP_SPREAD - 1) * self.heap.extent + GRADIENT_SPREAD * self.most_gradients
-            retained = max(0, retained + round(holes))
+    def peak(self, spread: int = 0) -> Ledger:
+        """The fullest moment; what is resident beyond it, and `spread`, count as buffers."""
+        retained = self.highest - self.fullest + spread
         return Ledger(**{**self.at_fullest, "buffers": self.at_fullest["buffers"] + retained})
 
     def end(self, key: object) -> None:
@@ -151,6 +161,13 @@ class _Walk:
         large = max(*gathers, *reductions) > LARGEST_SHARED_BYTES
         windows = size * WINDOW_BYTES if large else 0
         return 2 * gather + reduce + reduce * (size - 1) // size + windows
+
+    def standing_bytes(self) -> int:
+        """What stays through the step: whole parameters, and whole gradients that are kept."""
+        groups, layout = self.groups.values(), self.layout
+        kept = layout.gradients == "whole" and layout.accumulation_steps > 1
+        gradients = sum(g.trained_bytes for g in groups) if kept else 0
+        return gradients + sum(g.gathered_bytes for g in groups if g.stays)
 
     def _private(self, num_bytes: int) -> int:
         """A collective's buffer, where it is not shared memory."""
