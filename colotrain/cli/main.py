@@ -81,6 +81,12 @@ def plan(
     cross_check: Annotated[
         bool, typer.Option("--trace", help="Check the memory with torch's own tracker (seconds).")
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="First time this machine's CPUs (20 seconds); kept for later plans."
+        ),
+    ] = False,
     svg: Annotated[str, typer.Option(metavar="FILE", help="Write it as a picture.")] = "",
     as_json: Json = False,
 ) -> int:
@@ -93,6 +99,7 @@ def plan(
         advise=advise,
         compare=compare,
         cross_check=cross_check,
+        measure=measure,
         svg=svg,
     )
 

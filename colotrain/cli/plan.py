@@ -26,7 +26,9 @@ NOT_FOLLOWED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "
     "(it cannot be built on the meta device, or its forward looks at values)"
 )
-NOT_MEASURED = "times are those of typical CPU cores; this machine was not measured"
+NOT_MEASURED = (
+    "times are those of typical CPU cores: add --measure to measure this machine once (20 seconds)"
+)
 
 
 def plan(
@@ -36,6 +38,7 @@ def plan(
     advise: bool = False,
     compare: tuple[str, str] | None = None,
     cross_check: bool = False,
+    measure: bool = False,
     svg: str = "",
 ) -> int:
     """Resolve the overrides and print the plan; exit code 3 where it does not fit.
@@ -44,6 +47,10 @@ def plan(
     """
     if len(words) == 1 and _names_a_run(words[0]):
         return show_run(words[0], as_json=as_json)
+    if measure:
+        from colotrain.cli.measure import measure as measure_machine
+
+        measure_machine(settle(words, here=False))
     if compare is not None:
         return show_comparison(words, compare, as_json=as_json)
     setting = settle(words, here=False)
@@ -151,7 +158,7 @@ def _warnings(setting: Setting) -> Iterator[str]:
         yield "times are not estimated: set cluster.profile, or cluster=a100-80g and the like"
     elif not plan.time.step_s:
         yield "times are not estimated"
-    elif plan.cluster.device == "cpu":
+    elif not question.hardware(setting.situation.layout(plan.plugin)).measured:
         yield NOT_MEASURED
 
 

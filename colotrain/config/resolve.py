@@ -28,6 +28,7 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.estimate.advise import Question, Traces
 from colotrain.estimate.hardware import Hardware, Sheet, from_sheet, typical_cpu
 from colotrain.estimate.layout import Layout
+from colotrain.estimate.rates import hardware_of, known
 from colotrain.plan import (
     BatchPlan,
     CheckpointPlan,
@@ -179,7 +180,7 @@ def _traces(
 def _hardware(
     settings: Config, scale: Scale, machine: Machine
 ) -> Callable[[Layout], Hardware] | None:
-    """The hardware of a layout: of the profile, or typical CPU cores."""
+    """The hardware of a layout: of the profile, as measured here, or typical CPU cores."""
     profile, train = settings.cluster.profile, settings.train
     threads = max(1, machine.num_cores // scale.procs_per_node)
     if profile.name is not None:
@@ -193,7 +194,11 @@ def _hardware(
         return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
     if scale.device != "cpu":
         return None
-    return lambda layout: typical_cpu(threads=threads, precision=train.precision)
+    ranks, precision = scale.procs_per_node, train.precision
+    measured = known(cores=machine.num_cores, ranks=ranks, precision=precision)
+    typical = typical_cpu(threads=threads, precision=precision)
+    here = typical if measured is None else hardware_of(measured)
+    return lambda layout: here
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:

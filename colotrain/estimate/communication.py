@@ -24,6 +24,11 @@ class Traffic:
     """Sent in reduce-scatters."""
     replicated_bytes: float
     """Sent in all-reduces between replicas."""
+    calls: int
+    """How often groups are gathered and reduced, also by a rank that is alone."""
+    gathered_whole: float
+    """Bytes that arrive in all-gathers, a rank's own among them: they are copied twice."""
+    reduced_whole: float
 
     @property
     def bytes_per_step(self) -> int:
@@ -45,13 +50,17 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
     trained = [g for g in groups.values() if g.reduced_bytes]
     replicas = layout.replicas
     whole = sum(g.reduced_bytes for g in trained)
+    gathered = sum(uses[name] * group.gathered_bytes for name, group in groups.items())
     return Traffic(
         gathers=sum(uses.values()) if layout.shard > 1 else 0,
         reductions=reductions * len(trained) if layout.shard > 1 else 0,
         reduced="every micro-batch" if layout.gradients == "sharded" else "once a step",
-        gathered_bytes=ring * sum(uses[n] * g.gathered_bytes for n, g in groups.items()),
+        gathered_bytes=ring * gathered,
         reduced_bytes=ring * reductions * whole,
         replicated_bytes=2 * (replicas - 1) / replicas * whole / layout.shard,
+        calls=sum(uses.values()) + reductions * len(trained),
+        gathered_whole=float(gathered),
+        reduced_whole=float(reductions * whole),
     )
 
 

@@ -31,14 +31,18 @@ class Costs:
     """Read or written by operations that are not matrix products."""
     op_s: float
     gathered_byte_s: float
-    """Of an all-gather, per byte that a ring would send; the copies around it included."""
+    """Of an all-gather, per byte that a ring would send."""
     reduced_byte_s: float
     replicated_byte_s: float
     collective_s: float
+    """Of each, whatever its size; on CPU with all that the engine does for it."""
     element_s: float
     """The optimizer's, per element of the shard."""
     step_s: float = 0.0
     """What a step takes beside all that."""
+    gathered_whole_s: float = 0.0
+    """Of an all-gather on CPU, per byte that arrives: in shared memory nothing is sent."""
+    reduced_whole_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,8 @@ class Hardware:
     """Dense, in the precision of the plan; what MFU is a share of."""
     overlaps: bool
     """Collectives run beside computing (GPUs); on CPU they take turns."""
+    measured: bool = True
+    """Or published; False where the figures are only typical ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +107,14 @@ TYPICAL_CORE = Costs(
     attention_flop_s=1 / 15e9,
     byte_s=1 / 4e9,
     op_s=8e-6,
-    gathered_byte_s=1 / 1.5e9,
-    reduced_byte_s=1 / 1.5e9,
+    gathered_byte_s=0.0,
+    reduced_byte_s=0.0,
     replicated_byte_s=1 / 0.5e9,
     collective_s=2e-4,
     element_s=4e-9,
     step_s=4e-3,
+    gathered_whole_s=1 / 3e9,
+    reduced_whole_s=1 / 3e9,
 )
 """One core of a server of about 2020, in fp32."""
 
@@ -122,5 +130,9 @@ def typical_cpu(*, threads: int, precision: str) -> Hardware:
         byte_s=core.byte_s / min(threads, 4),
     )
     return Hardware(
-        name="typical CPU cores", costs=costs, peak_flops=60e9 * threads, overlaps=False
+        name="typical CPU cores",
+        costs=costs,
+        peak_flops=60e9 * threads,
+        overlaps=False,
+        measured=False,
     )

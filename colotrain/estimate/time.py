@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from colotrain.estimate.communication import Traffic, traffic
 from colotrain.estimate.groups import find
-from colotrain.estimate.hardware import Costs, Hardware
+from colotrain.estimate.hardware import Hardware
 from colotrain.estimate.layout import Layout
 from colotrain.plan import Prediction, Survey, Trace
+
+EXCHANGING = (
+    "gathered_byte_s",
+    "reduced_byte_s",
+    "replicated_byte_s",
+    "gathered_whole_s",
+    "reduced_whole_s",
+    "collective_s",
+)
+"""Kinds of cost that collectives have."""
 
 
 def step_time(
@@ -23,45 +33,42 @@ def step_time(
 
     MFU counts what the model needs, without recomputation (PaLM, Chowdhery et al. 2022).
     """
-    costs = hardware.costs
-    sent = traffic(layout, survey, trace)
-    computing = layout.accumulation_steps * compute_s(trace, costs, hardware.overlaps)
-    exchanging = exchange_s(sent, costs)
+    amounts = amounts_of(layout, survey, trace)
+    spent = {name: amount * getattr(hardware.costs, name) for name, amount in amounts.items()}
+    exchanging = sum(spent.pop(name) for name in EXCHANGING)
+    after = spent.pop("element_s") + spent.pop("step_s")
     if hardware.overlaps:
-        rest = exchanging * _exposed_share(layout, sent)
-        working = max(computing, exchanging) + rest
+        host = spent.pop("op_s")  # it only hands out the work: where it is slower, it decides
+        computing = max(sum(spent.values()), host)
+        exposed = exchanging * _exposed_share(layout, traffic(layout, survey, trace))
+        step_s = max(computing, exchanging) + exposed + after
     else:
-        working = computing + exchanging
-    elements = sum(g.trained_shard_numel for g in find(survey, trace, layout).values())
-    step_s = working + elements * costs.element_s + costs.step_s
+        step_s = sum(spent.values()) + exchanging + after
     tokens_per_s = tokens_per_step / step_s
     ideal = world_size * hardware.peak_flops
     mfu = flops_per_token * tokens_per_s / ideal if ideal else 0.0
     return Prediction(step_s=step_s, tokens_per_s=tokens_per_s, mfu=mfu)
 
 
-def compute_s(trace: Trace, costs: Costs, overlaps: bool) -> float:
-    """Forward and backward of a micro-batch, recomputation included.
-
-    A GPU's host only hands out the work: where it is slower than the GPU, it decides.
-    """
-    device = host = 0.0
-    for segment in trace.segments:
-        work = segment.work
-        device += work.matmul_flops * costs.flop_s
-        device += work.attention_flops * costs.attention_flop_s
-        device += work.moved_bytes * costs.byte_s
-        host += work.num_ops * costs.op_s
-    return max(device, host) if overlaps else device + host
-
-
-def exchange_s(sent: Traffic, costs: Costs) -> float:
-    return (
-        sent.gathered_bytes * costs.gathered_byte_s
-        + sent.reduced_bytes * costs.reduced_byte_s
-        + sent.replicated_bytes * costs.replicated_byte_s
-        + (sent.gathers + sent.reductions) * costs.collective_s
-    )
+def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]:
+    """How much of each kind of work a step has; the names are those of `Costs`."""
+    sent, num = traffic(layout, survey, trace), layout.accumulation_steps
+    works = [segment.work for segment in trace.segments]
+    groups = find(survey, trace, layout).values()
+    return {
+        "flop_s": num * sum(work.matmul_flops for work in works),
+        "attention_flop_s": num * sum(work.attention_flops for work in works),
+        "byte_s": num * sum(work.moved_bytes for work in works),
+        "op_s": num * sum(work.num_ops for work in works),
+        "gathered_byte_s": sent.gathered_bytes,
+        "reduced_byte_s": sent.reduced_bytes,
+        "replicated_byte_s": sent.replicated_bytes,
+        "gathered_whole_s": sent.gathered_whole,
+        "reduced_whole_s": sent.reduced_whole,
+        "collective_s": sent.calls if layout.device == "cpu" else sent.gathers + sent.reductions,
+        "element_s": sum(group.trained_shard_numel for group in groups),
+        "step_s": 1.0,
+    }
 
 
 def _exposed_share(layout: Layout, sent: Traffic) -> float:

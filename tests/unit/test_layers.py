@@ -49,7 +49,8 @@ TOKENISING = (
 ON_PAPER = (
     "colotrain.estimate.layout colotrain.estimate.groups colotrain.estimate.heap "
     "colotrain.estimate.memory colotrain.estimate.offload colotrain.estimate.communication "
-    "colotrain.estimate.hardware colotrain.estimate.time colotrain.estimate.advise"
+    "colotrain.estimate.hardware colotrain.estimate.rates colotrain.estimate.time "
+    "colotrain.estimate.advise"
 )
 """The planner without torch."""
 WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes")

@@ -1,0 +1,128 @@
+"""`colotrain plan --measure`: what this machine does per second, measured for the plan's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from colotrain.cli.output import stderr_console
+from colotrain.cli.resolving import Setting, settle
+from colotrain.errors import ColotrainError, ConfigError, UsageError
+from colotrain.estimate import rates
+from colotrain.estimate.time import amounts_of
+from colotrain.records import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LIMIT_S = 300.0
+
+
+def measure(setting: Setting) -> rates.Measurement:
+    """Measure this machine as the plan would use it, and remember it. Takes about 20 seconds."""
+    plan = setting.plan
+    if plan.cluster.device != "cpu" or setting.config["cluster"]["profile"]["name"]:
+        raise UsageError(
+            f"--measure: the plan is for {plan.cluster.device}, and only CPUs are measured",
+            "leave it out: GPUs are planned for with the published figures of cluster=NAME",
+        )
+    ranks, precision = plan.cluster.procs_per_node, plan.train.precision
+    threads = plan.cluster.threads_per_rank
+    task = _task(ranks, threads, precision)
+    with tempfile.TemporaryDirectory(prefix="colotrain-measure-") as folder:
+        file = Path(folder, "task.json")
+        file.write_text(json.dumps(task), "utf-8")
+        found = _run(file, ranks)
+    cores = setting.machine.num_cores
+    rates.remember(found, cores=cores, ranks=ranks, precision=precision)
+    return found
+
+
+def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
+    """As `estimate.measuring.Task`, plain."""
+    cases = []
+    for index in range(len(rates.SHAPES)):
+        case = settle(rates.overrides(index, ranks=ranks, precision=precision), here=False)
+        question, layout = case.situation.question, case.situation.layout(case.plan.plugin)
+        trace = question.traces(False, case.plan.batch.micro_batch)
+        assert trace is not None, "colotrain's own models can be followed"
+        amounts = amounts_of(layout, case.survey, trace)
+        cases.append({"plan": to_plain(case.plan), "amounts": amounts})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    guess = rates.guess(threads=threads, precision=precision)
+    common = {"port": port, "ranks": ranks, "threads": threads, "precision": precision}
+    return {**common, "cases": cases, "guess": guess}
+
+
+def _run(file: Path, ranks: int) -> rates.Measurement:
+    command = [sys.executable, "-m", "colotrain.estimate.measuring", str(file)]
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with tempfile.TemporaryFile("w+") as errors:
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            answer = _follow(processes[0])
+            for process in processes:
+                process.wait(timeout=LIMIT_S)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if answer is None:
+            errors.seek(0)
+            last = [line.strip() for line in errors if line.strip()]
+            raise ColotrainError(
+                f"--measure: {last[-1] if last else 'a rank ended without a word'}",
+                "see `colotrain doctor`; without --measure, times are of typical cores",
+            )
+        return answer
+
+
+def _follow(process: subprocess.Popen[str]) -> rates.Measurement | None:
+    """Show how far the first rank is; its answer, or None where it gave none."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    assert process.stdout is not None
+    console = stderr_console()
+    columns = (TextColumn("measuring this machine"), BarColumn(), TimeElapsedColumn())
+    answer, deadline = None, time.monotonic() + LIMIT_S
+    with Progress(*columns, console=console, transient=True) as progress:
+        shown = progress.add_task("", total=None)
+        for line in process.stdout:
+            if line.startswith("{"):
+                answer = _read(line)
+            else:
+                _advance(progress, shown, line.split())
+            if time.monotonic() > deadline:
+                break
+    return answer
+
+
+def _read(line: str) -> rates.Measurement | None:
+    try:
+        return from_plain(rates.Measurement, json.loads(line))
+    except (ValueError, ConfigError):
+        return None
+
+
+def _advance(progress: Progress, shown: TaskID, words: Sequence[str]) -> None:
+    if len(words) == 3 and words[0].isdigit() and words[2].isdigit():
+        progress.update(shown, completed=int(words[0]), total=int(words[2]))

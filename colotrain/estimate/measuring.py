@@ -1,0 +1,229 @@
+"""A rank of the measurement of this machine: times real steps of small models, all ranks at once.
+
+`python -m colotrain.estimate.measuring FILE RANK`, once per rank; FILE holds a `Task`. Rank 0 prints
+`NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colotrain.engine import gradients
+from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.allocator import place_what_passes, place_what_stays
+from colotrain.engine.grouping import find_groups
+from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.sharding import make_mesh, materialise_, shard_
+from colotrain.engine.transport import install
+from colotrain.estimate.hardware import Costs
+from colotrain.estimate.rates import Measurement
+from colotrain.models.loading import build
+from colotrain.observe.probes import matmul_peak_flops
+from colotrain.plan import RunPlan
+from colotrain.records import from_plain, to_plain
+
+TIMEOUT_S = 120.0
+CASE_S, FEWEST_STEPS = 1.0, 3
+"""Each case is repeated for so long, and at least so often."""
+MATMULS = ((256, 320, 960), (480, 896, 320), (128, 768, 2048))
+ALONE_WEIGHT, GUESS_WEIGHT = 0.3, 0.03
+"""How much a cost that was measured alone, or is only typical, counts beside a step's time."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AFTER = ("element_s", "step_s")
+"""Costs of what comes after the last backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    plan: RunPlan
+    amounts: dict[str, float]
+    """As `estimate.time.amounts_of` counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    port: int
+    ranks: int
+    threads: int
+    precision: str
+    cases: tuple[Case, ...]
+    guess: dict[str, float]
+
+
+def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
+    """All ranks must call. The result is the same on each."""
+    total = len(task.cases) + 2
+    tell(0, total)
+    peak = matmul_peak_flops(torch.device("cpu"), DTYPES[task.precision])
+    alone = {"flop_s": _flop_s(DTYPES[task.precision]), "byte_s": _byte_s()}
+    if task.ranks > 1:
+        alone["replicated_byte_s"] = _all_reduce_s(4 << 20, task.ranks)
+    tell(1, total)
+    steps, ends = [], []
+    for index, case in enumerate(task.cases):
+        step_s, end_s = _time(case.plan)
+        steps.append(step_s)
+        ends.append(end_s)
+        tell(index + 2, total)
+    measured = [dict(case.amounts) for case in task.cases]
+    inside = [{n: a for n, a in amounts.items() if n not in AFTER} for amounts in measured]
+    after = [{n: amounts[n] for n in AFTER} for amounts in measured]
+    costs = task.guess | fit(inside, steps, task.guess, alone) | fit(after, ends, task.guess, {})
+    costs["replicated_byte_s"] = alone.get("replicated_byte_s", costs["replicated_byte_s"])
+    both = zip(measured, steps, ends, strict=True)
+    errors = [
+        sum(a * costs[n] for n, a in amounts.items()) / (step + end) - 1
+        for amounts, step, end in both
+    ]
+    shared = torch.tensor([*costs.values(), peak, *errors], dtype=torch.float64)
+    dist.broadcast(shared, 0)
+    values = shared.tolist()
+    return Measurement(
+        costs=Costs(**dict(zip(costs, values, strict=False))),
+        peak_flops=values[len(costs)],
+        errors=tuple(values[len(costs) + 1 :]),
+    )
+
+
+def fit(
+    amounts: Sequence[dict[str, float]],
+    seconds: Sequence[float],
+    guess: dict[str, float],
+    alone: dict[str, float],
+) -> dict[str, float]:
+    """Costs with which the amounts of each case add up to its seconds, nearly (least squares).
+
+    Errors count as shares of a case's time. `alone` were measured by themselves and `guess` are
+    typical: they decide what the cases leave open. No cost is below a tenth of what it began from.
+    """
+    begin = guess | alone
+    names = [n for n in amounts[0] if any(a[n] for a in amounts) and begin[n] > 0]
+    rows, sides = [], []
+    for case, took in zip(amounts, seconds, strict=True):
+        rows.append([case[n] * begin[n] / took for n in names])
+        sides.append(1.0)
+    for index, name in enumerate(names):
+        weight = ALONE_WEIGHT if name in alone else GUESS_WEIGHT
+        rows.append([weight * (index == other) for other in range(len(names))])
+        sides.append(weight)
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    side = torch.tensor(sides, dtype=torch.float64)
+    held: dict[int, float] = {}
+    while True:  # what falls below its least is held there, and the others are solved again
+        free = [i for i in range(len(names)) if i not in held]
+        rest = side - sum((matrix[:, i] * value for i, value in held.items()), torch.zeros(()))
+        found = torch.linalg.lstsq(matrix[:, free], rest.unsqueeze(1)).solution[:, 0].tolist()
+        low = [i for i, value in zip(free, found, strict=True) if value < 0.1]
+        if not low:
+            shares = held | dict(zip(free, found, strict=True))
+            return {name: begin[name] * shares[i] for i, name in enumerate(names)}
+        held |= dict.fromkeys(low, 0.1)
+
+
+def _time(plan: RunPlan) -> tuple[float, float]:
+    """Seconds of a step up to its last backward, and of what comes after: medians, slowest rank."""
+    place_what_stays()
+    model = build(plan.model, seed=0)
+    shape = (plan.batch.micro_batch, plan.data.seq_len)
+    tokens = torch.randint(0, int(plan.model.args["vocab_size"]), shape)
+    batch = {"input_ids": tokens, "labels": tokens}
+    groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=batch)
+    sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
+    transport = install(sharded)
+    materialise_(sharded, device="cpu", seed=0)
+    optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
+    optimizer.add(dict(model.named_parameters()))
+    state = gradients.watch(sharded, frozen={})
+    place_what_passes()
+    passed: list[tuple[float, float]] = []
+    begun, over = time.perf_counter(), False
+    while not over:
+        started = time.perf_counter()
+        gradients.clear_(model)
+        num = plan.batch.accumulation_steps
+        accumulate(state, [batch] * num, num=num, totals=StepTotals(nominal=float(tokens.numel())))
+        computed = time.perf_counter()
+        facts = gradients.local_facts(state)
+        ready = len(passed) >= FEWEST_STEPS and computed - begun > CASE_S
+        shared = torch.cat((torch.tensor([float(ready)], dtype=torch.float64), facts))
+        dist.all_reduce(shared)
+        gradients.take_facts_(state, shared[1:], factor=1.0)
+        optimizer.step(factor=1.0)
+        passed.append((computed - started, time.perf_counter() - computed))
+        over = shared[0].item() > 0
+    medians = torch.tensor([median(t) for t in zip(*passed[1:], strict=True)])
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    if transport is not None:
+        transport.close()
+    return tuple(medians.tolist())
+
+
+def _flop_s(dtype: torch.dtype) -> float:
+    """Of matrix products like those of the cases."""
+    total = flops = 0.0
+    for rows, inner, columns in MATMULS:
+        left, right = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
+        total += _median_s(lambda a=left, b=right: a @ b)
+        flops += 2.0 * rows * inner * columns
+    return total / flops
+
+
+def _byte_s() -> float:
+    """Of elementwise operations, in bytes read and written."""
+    left, right = torch.randn(1 << 19), torch.randn(1 << 19)
+    return _median_s(lambda: left * right) / (3 * left.nbytes)
+
+
+def _all_reduce_s(num_bytes: int, ranks: int) -> float:
+    """Of an all-reduce over the process group, per byte that a ring sends."""
+    tensor = torch.zeros(num_bytes // 4)
+    took = _median_s(lambda: dist.all_reduce(tensor), times=5)
+    return took / (2 * (ranks - 1) / ranks * num_bytes)
+
+
+def _median_s(call: Callable[[], Any], *, times: int = 20) -> float:
+    call()
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return median(taken)
+
+
+def main(words: list[str]) -> int:
+    task, rank = from_plain(Task, json.loads(Path(words[0]).read_text("utf-8"))), int(words[1])
+    torch.set_num_threads(task.threads)
+    torch.manual_seed(rank)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", task.port, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=task.ranks, timeout=timeout
+    )
+    out = sys.stdout if rank == 0 else None
+
+    def tell(done: int, of: int) -> None:
+        if out is not None:
+            print(f"{done} of {of}", file=out, flush=True)
+
+    found = measure(task, tell)
+    if out is not None:
+        print(json.dumps(to_plain(found)), file=out, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
