@@ -67,7 +67,7 @@ class Run:
     """torch's generator at the beginning of the step."""
     saved_step: int = -1
     baseline_bytes: int = 0
-    """Resident beside the model when all was built; 0 on CUDA, whose peak is that of tensors alone."""
+    """Resident beside the model when all was built; 0 on CUDA: there peaks are those of tensors."""
     memory_is_told: bool = False
     restored: set[str] = field(default_factory=set)
     """Parameters that came from a checkpoint."""

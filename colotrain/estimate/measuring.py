@@ -1,5 +1,7 @@
 """A rank of the measurement of this machine: times real steps of small models, all ranks at once.
 
+What else the machine does only adds to a time, so that the fastest of several is taken.
+
 `python -m colotrain.estimate.measuring FILE RANK`, once per rank; FILE holds a `Task`. Rank 0 prints
 `NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
 """
@@ -13,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from colotrain.plan import RunPlan
 from colotrain.records import from_plain, to_plain
 
 TIMEOUT_S = 120.0
-CASE_S, FEWEST_STEPS = 1.0, 3
-"""Each case is repeated for so long, and at least so often."""
+ROUNDS, CASE_S = 4, 0.3
+"""Cases take turns, so that a moment in which the machine has other work spoils none of them."""
 MATMULS = ((256, 320, 960), (480, 896, 320), (128, 768, 2048))
 ALONE_WEIGHT, GUESS_WEIGHT = 0.3, 0.03
 """How much a cost that was measured alone, or is only typical, counts beside a step's time."""
@@ -63,19 +64,23 @@ class Task:
 
 def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
     """All ranks must call. The result is the same on each."""
-    total = len(task.cases) + 2
+    total = ROUNDS + 1
     tell(0, total)
     peak = matmul_peak_flops(torch.device("cpu"), DTYPES[task.precision])
     alone = {"flop_s": _flop_s(DTYPES[task.precision]), "byte_s": _byte_s()}
     if task.ranks > 1:
         alone["replicated_byte_s"] = _all_reduce_s(4 << 20, task.ranks)
     tell(1, total)
-    steps, ends = [], []
-    for index, case in enumerate(task.cases):
-        step_s, end_s = _time(case.plan)
-        steps.append(step_s)
-        ends.append(end_s)
+    place_what_stays()
+    timed = [Timed(case.plan) for case in task.cases]
+    place_what_passes()
+    for index in range(ROUNDS):
+        for model in timed:
+            model.run(CASE_S)
         tell(index + 2, total)
+    fastest = torch.tensor([(t.computing_s, t.ending_s) for t in timed], dtype=torch.float64)
+    dist.all_reduce(fastest, dist.ReduceOp.MAX)
+    steps, ends = fastest.t().tolist()
     measured = [dict(case.amounts) for case in task.cases]
     inside = [{n: a for n, a in amounts.items() if n not in AFTER} for amounts in measured]
     after = [{n: amounts[n] for n in AFTER} for amounts in measured]
@@ -131,42 +136,46 @@ def fit(
         held |= dict.fromkeys(low, 0.1)
 
 
-def _time(plan: RunPlan) -> tuple[float, float]:
-    """Seconds of a step up to its last backward, and of what comes after: medians, slowest rank."""
-    place_what_stays()
-    model = build(plan.model, seed=0)
-    shape = (plan.batch.micro_batch, plan.data.seq_len)
-    tokens = torch.randint(0, int(plan.model.args["vocab_size"]), shape)
-    batch = {"input_ids": tokens, "labels": tokens}
-    groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=batch)
-    sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
-    transport = install(sharded)
-    materialise_(sharded, device="cpu", seed=0)
-    optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
-    optimizer.add(dict(model.named_parameters()))
-    state = gradients.watch(sharded, frozen={})
-    place_what_passes()
-    passed: list[tuple[float, float]] = []
-    begun, over = time.perf_counter(), False
-    while not over:
+class Timed:
+    """A small model, sharded as its plan says, and the fastest step of it so far."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        model = build(plan.model, seed=0)
+        shape = (plan.batch.micro_batch, plan.data.seq_len)
+        tokens = torch.randint(0, int(plan.model.args["vocab_size"]), shape)
+        self.batch = {"input_ids": tokens, "labels": tokens}
+        chunk_bytes = plan.plugin.chunk_bytes
+        groups = find_groups(model, chunk_bytes=chunk_bytes, batch=self.batch)
+        self.sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
+        install(self.sharded)
+        materialise_(self.sharded, device="cpu", seed=0)
+        self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
+        self.optimizer.add(dict(model.named_parameters()))
+        self.state = gradients.watch(self.sharded, frozen={})
+        self.computing_s = self.ending_s = float("inf")
+
+    def run(self, seconds: float) -> None:
+        """Steps for about so long, twice at least. All ranks must call."""
+        begun, num, over = time.perf_counter(), 0, False
+        while not over:
+            num += 1
+            over = self._step(num > 1 and time.perf_counter() - begun > seconds)
+
+    def _step(self, ready: bool) -> bool:
+        """As the training loop makes it; whether any rank is ready to end."""
         started = time.perf_counter()
-        gradients.clear_(model)
-        num = plan.batch.accumulation_steps
-        accumulate(state, [batch] * num, num=num, totals=StepTotals(nominal=float(tokens.numel())))
+        gradients.clear_(self.sharded.module)
+        nominal = float(self.batch["labels"].numel())
+        accumulate(self.state, [self.batch], num=1, totals=StepTotals(nominal=nominal))
         computed = time.perf_counter()
-        facts = gradients.local_facts(state)
-        ready = len(passed) >= FEWEST_STEPS and computed - begun > CASE_S
+        facts = gradients.local_facts(self.state)
         shared = torch.cat((torch.tensor([float(ready)], dtype=torch.float64), facts))
         dist.all_reduce(shared)
-        gradients.take_facts_(state, shared[1:], factor=1.0)
-        optimizer.step(factor=1.0)
-        passed.append((computed - started, time.perf_counter() - computed))
-        over = shared[0].item() > 0
-    medians = torch.tensor([median(t) for t in zip(*passed[1:], strict=True)])
-    dist.all_reduce(medians, dist.ReduceOp.MAX)
-    if transport is not None:
-        transport.close()
-    return tuple(medians.tolist())
+        gradients.take_facts_(self.state, shared[1:], factor=1.0)
+        self.optimizer.step(factor=1.0)
+        self.computing_s = min(self.computing_s, computed - started)
+        self.ending_s = min(self.ending_s, time.perf_counter() - computed)
+        return shared[0].item() > 0
 
 
 def _flop_s(dtype: torch.dtype) -> float:
@@ -174,7 +183,7 @@ def _flop_s(dtype: torch.dtype) -> float:
     total = flops = 0.0
     for rows, inner, columns in MATMULS:
         left, right = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-        total += _median_s(lambda a=left, b=right: a @ b)
+        total += _fastest_s(lambda a=left, b=right: a @ b)
         flops += 2.0 * rows * inner * columns
     return total / flops
 
@@ -182,24 +191,24 @@ def _flop_s(dtype: torch.dtype) -> float:
 def _byte_s() -> float:
     """Of elementwise operations, in bytes read and written."""
     left, right = torch.randn(1 << 19), torch.randn(1 << 19)
-    return _median_s(lambda: left * right) / (3 * left.nbytes)
+    return _fastest_s(lambda: left * right) / (3 * left.nbytes)
 
 
 def _all_reduce_s(num_bytes: int, ranks: int) -> float:
     """Of an all-reduce over the process group, per byte that a ring sends."""
     tensor = torch.zeros(num_bytes // 4)
-    took = _median_s(lambda: dist.all_reduce(tensor), times=5)
+    took = _fastest_s(lambda: dist.all_reduce(tensor), times=5)
     return took / (2 * (ranks - 1) / ranks * num_bytes)
 
 
-def _median_s(call: Callable[[], Any], *, times: int = 20) -> float:
+def _fastest_s(call: Callable[[], Any], *, times: int = 20) -> float:
     call()
     taken = []
     for _ in range(times):
         started = time.perf_counter()
         call()
         taken.append(time.perf_counter() - started)
-    return median(taken)
+    return min(taken)
 
 
 def main(words: list[str]) -> int:
@@ -208,9 +217,7 @@ def main(words: list[str]) -> int:
     torch.manual_seed(rank)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore("127.0.0.1", task.port, is_master=rank == 0, timeout=timeout)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=task.ranks, timeout=timeout
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=task.ranks, timeout=timeout)
     out = sys.stdout if rank == 0 else None
 
     def tell(done: int, of: int) -> None:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.grouping import find_blocks
@@ -27,6 +27,23 @@ ATTENTION = ("attention", "sdpa")
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Batch = dict[str, Tensor]
+
+
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_on_cpu_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+NOT_IN_TORCH = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
+}
+"""Operations that torch's own counter leaves out."""
 
 
 class NotTraceable(Exception):
@@ -139,6 +156,7 @@ class Recording(TorchDispatchMode):
         now = self.now
         now.num_ops += 1
         formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
+        formula = formula or NOT_IN_TORCH.get(func.overloadpacket)
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=out)
             if any(word in str(func) for word in ATTENTION):
