@@ -47,18 +47,20 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
     steps, ring = layout.accumulation_steps, (layout.shard - 1) / layout.shard
     reductions = steps if layout.gradients == "sharded" else 1
     uses = dict(_uses(groups, trace, steps))
-    trained = [g for g in groups.values() if g.reduced_bytes]
+    pieces = {name: group.pieces for name, group in groups.items()}
+    calls = sum(num * pieces[name] for name, num in uses.items())
+    reduced = reductions * sum(g.trained_pieces for g in groups.values() if g.reduced_bytes)
     replicas = layout.replicas
-    whole = sum(g.reduced_bytes for g in trained)
+    whole = sum(g.reduced_bytes for g in groups.values())
     gathered = sum(uses[name] * group.gathered_bytes for name, group in groups.items())
     return Traffic(
-        gathers=sum(uses.values()) if layout.shard > 1 else 0,
-        reductions=reductions * len(trained) if layout.shard > 1 else 0,
+        gathers=calls if layout.shard > 1 else 0,
+        reductions=reduced if layout.shard > 1 else 0,
         reduced="every micro-batch" if layout.gradients == "sharded" else "once a step",
         gathered_bytes=ring * gathered,
         reduced_bytes=ring * reductions * whole,
         replicated_bytes=2 * (replicas - 1) / replicas * whole / layout.shard,
-        calls=sum(uses.values()) + reductions * len(trained),
+        calls=calls + reduced,
         gathered_whole=float(gathered),
         reduced_whole=float(reductions * whole),
     )
@@ -79,5 +81,6 @@ def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator
         elif group.stays:
             yield name, 1
         else:
-            again = reached is None or bool(reached & set(group.blocks)) or name == fetched
-            yield name, steps * (2 if name and again else 1)
+            again = reached is None or bool(reached & set(group.blocks))
+            ahead = 1 if name and name == fetched else 0  # the next micro-batch finds it there
+            yield name, steps * (2 if name and again else 1) + ahead

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from colotrain.estimate.layout import Layout
@@ -35,6 +36,9 @@ class Group:
     """Whole gradients as they are accumulated."""
     trained_shard_bytes: int
     trained_shard_numel: int
+    pieces: int = 1
+    """Of a block that is cut up: the groups it really is, which come and go one after another."""
+    trained_pieces: int = 1
 
     @property
     def gathered_bytes(self) -> int:
@@ -47,9 +51,11 @@ def find(survey: Survey, trace: Trace | None, layout: Layout) -> dict[str, Group
     if trace is not None:
         calls = Counter(s.block for s in trace.segments if s.phase == "forward")
         known = [block for block in known if calls[block] == 1]
-    found = {}
+    found, cut = {}, _cut_up(known, survey, layout)
     for blocks in _packed(known, survey, layout):
-        found[blocks[0]] = _group(blocks[0], blocks, survey, layout, set(known))
+        whole = _group(blocks[0], blocks, survey, layout, set(known))
+        pieces, trained = cut.get(blocks[0], (1, 1))
+        found[blocks[0]] = replace(whole, pieces=pieces, trained_pieces=trained)
     found[""] = _group("", (), survey, layout, set(known))
     return found
 
@@ -61,6 +67,30 @@ def _packed(blocks: list[str], survey: Survey, layout: Layout) -> list[tuple[str
     units = [unit for unit in units_of(survey.parameters, split=False) if unit.name in blocks]
     chunks = pack(units, layout.chunk_bytes, kind=lambda name: _stays(name, layout))
     return [chunk.names for chunk in chunks]
+
+
+def _cut_up(blocks: list[str], survey: Survey, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Block → the groups that it is cut into, and those of them that train."""
+    if layout.chunk_bytes is None or not layout.split_blocks:
+        return {}
+    units = [unit for unit in units_of(survey.parameters, split=True) if unit.name in blocks]
+    found = {}
+    for unit in units:
+        owners = {
+            n: chunk.names[0] for chunk in pack([unit], layout.chunk_bytes) for n in chunk.names
+        }
+        trained = {
+            owners[_longest(p.name, owners)]
+            for p in survey.parameters
+            if p.group == unit.name and p.frozen_by is None and p.numel
+        }
+        found[unit.name] = (len(set(owners.values())), len(trained))
+    return {name: pair for name, pair in found.items() if pair[0] > 1}
+
+
+def _longest(parameter: str, modules: Iterable[str]) -> str:
+    """The innermost of `modules` that `parameter` is in."""
+    return max((m for m in modules if parameter.startswith(f"{m}.")), key=len)
 
 
 def _stays(name: str, layout: Layout) -> bool:

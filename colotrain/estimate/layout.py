@@ -33,6 +33,7 @@ class Layout:
     shared_memory: bool = False
     """The ranks of a shard group exchange through shared memory (CPU, one host)."""
     chunk_bytes: int | None = None
+    split_blocks: bool = False
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
     records_gradients: bool = False
     """Statistics of every gradient are recorded now and then, from copies of the shards."""
@@ -66,6 +67,7 @@ def layout_of(
         device=device,
         shared_memory=device == "cpu" and shard <= procs_per_node,
         chunk_bytes=plugin.chunk_bytes,
+        split_blocks=plugin.split_blocks,
         reshard_overrides=plugin.reshard_overrides,
         records_gradients=records_gradients,
         snapshots=snapshots,

@@ -2,8 +2,8 @@
 
 What else the machine does only adds to a time, so that the fastest of several is taken.
 
-`python -m colotrain.estimate.measuring FILE RANK`, once per rank; FILE holds a `Task`. Rank 0 prints
-`NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
+`python -m colotrain.estimate.measuring FILE RANK`, once per rank; FILE holds a `Task`. Rank 0
+prints `NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
 """
 
 from __future__ import annotations
