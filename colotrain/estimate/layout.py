@@ -85,6 +85,11 @@ def state_bytes(optim: OptimPlan) -> int:
     return {"lion": 1, "adafactor": 0}.get(optim.name, 2) * STATE_BYTES
 
 
+def counter_bytes(optim: OptimPlan) -> int:
+    """Per trained parameter, whatever its size: AdamW counts its steps in a tensor of each."""
+    return 4 if optim.name == "adamw" else 0
+
+
 def baseline_bytes(device: str, *, world: int) -> int:
     """What a worker holds before there is a model.
 

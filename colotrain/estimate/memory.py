@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from colotrain.estimate.groups import Group, find, shard_numel
 from colotrain.estimate.heap import Heap
-from colotrain.estimate.layout import Layout, state_bytes
+from colotrain.estimate.layout import Layout, counter_bytes, state_bytes
 from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
 
 LARGEST_SHARED_BYTES = 64 << 20
@@ -141,6 +141,8 @@ class _Walk:
         tally.end("initial")
         tally.end("whole")
         moments = sum(g.trained_shard_numel for g in groups) * state_bytes(layout.optim)
+        trained = sum(p.frozen_by is None for p in parameters)
+        moments += trained * counter_bytes(layout.optim)
         tally.begin("moments", "optimizer", moments, lasts=True)
         tally.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
         tally.begin("shared", "buffers", self.shared_bytes(), lasts=True)
@@ -347,7 +349,8 @@ def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
     return Ledger(
         parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
         gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
-        optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim),
+        optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim)
+        + len(trainable) * counter_bytes(layout.optim),
         gathered=_gathered_bytes(layout, parameters),
     )
 
