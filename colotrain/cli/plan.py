@@ -14,10 +14,10 @@ from colotrain.errors import DoesNotFit, UsageError
 from colotrain.estimate import offload
 from colotrain.estimate.advise import Option, best, largest_micro_batch, rank
 from colotrain.estimate.communication import traffic
-from colotrain.estimate.layout import Layout
+from colotrain.estimate.layout import Layout, fits
 from colotrain.observe.fold import follow
 from colotrain.observe.view import summary
-from colotrain.plan import Ledger, RunPlan, Survey
+from colotrain.plan import ClusterPlan, Ledger, RunPlan, Survey
 from colotrain.plugins import ROWS
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -101,7 +101,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
             {"pattern": pattern, "matched": plan.freeze.matched.get(pattern, 0)}
             for pattern in plan.freeze.patterns
         ],
-        "memory": memory_of(plan.memory, plan.cluster.memory_bytes),
+        "memory": memory_of(plan.memory, plan.cluster),
         "communication": {
             "bytes_per_step": sent.bytes_per_step,
             "gathers": sent.gathers,
@@ -110,7 +110,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
         },
         "time": to_plain(plan.time),
         **_groups(plan, setting.survey),
-        "alternatives": [_shown(option, plan.cluster.memory_bytes) for option in options],
+        "alternatives": [_shown(option, plan.cluster) for option in options],
         "warnings": [*plan.warnings, *_warnings(setting)],
     }
     if advise:
@@ -132,18 +132,20 @@ def _groups(plan: RunPlan, survey: Survey) -> dict[str, Any]:
     }
 
 
-def memory_of(ledger: Ledger, capacity: int) -> dict[str, Any]:
-    sums = {"peak": ledger.total, "capacity": capacity, "fits": ledger.total <= capacity}
+def memory_of(ledger: Ledger, cluster: ClusterPlan) -> dict[str, Any]:
+    capacity = cluster.memory_bytes
+    room = fits(ledger.total, capacity, cluster.device)
+    sums = {"peak": ledger.total, "capacity": capacity, "fits": room}
     return to_plain(ledger) | sums
 
 
-def _shown(option: Option, capacity: int) -> dict[str, Any]:
+def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
     return {
         "plugin": option.plugin,
         "micro_batch": option.layout.micro_batch,
         "accumulation_steps": option.layout.accumulation_steps,
         "activation_checkpointing": "blocks" if option.checkpointing else "none",
-        "memory": memory_of(option.memory, capacity),
+        "memory": memory_of(option.memory, cluster),
         "time": to_plain(option.time),
         "fits": option.fits,
     }
@@ -241,7 +243,7 @@ def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, A
         "run": name,
         "plugin": plan.plugin.name,
         "memory": {
-            "predicted": memory_of(plan.memory, plan.cluster.memory_bytes),
+            "predicted": memory_of(plan.memory, plan.cluster),
             "measured": {
                 **memory.get("measured", {}),
                 "peak": memory["measured_peak"],

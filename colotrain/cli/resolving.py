@@ -13,6 +13,7 @@ from colotrain.config.remedy import remedy
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.estimate.cache import kept
+from colotrain.estimate.layout import MARGIN, fits
 from colotrain.launch.rendezvous import Node
 from colotrain.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
 
@@ -159,8 +160,10 @@ def check_fits(setting: Setting) -> None:
     """Refuse a plan whose peak is more than a rank may use (`DoesNotFit`, exit code 3)."""
     plan = setting.plan
     need, room = plan.memory.total, plan.cluster.memory_bytes
-    if need > room:
+    if not fits(need, room, plan.cluster.device):
+        margin = MARGIN.get(plan.cluster.device, 0.0)
+        more = f" and {margin:.0%} more to be sure" if margin else ""
         raise DoesNotFit(
-            f"{plan.plugin.name} needs {format_size(need)} per rank, of {format_size(room)}",
+            f"{plan.plugin.name} needs {format_size(need)}{more} per rank, of {format_size(room)}",
             f"{remedy(setting.situation, plan)}, or --force to run it anyway",
         )

@@ -16,7 +16,7 @@ from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, format_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.estimate.advise import TIE, Option, Question, best
-from colotrain.estimate.layout import Layout, layout_of
+from colotrain.estimate.layout import Layout, fits, layout_of
 from colotrain.estimate.offload import least_bytes, predict, tiered
 from colotrain.packing import choose_chunk_bytes, units_of
 from colotrain.plan import (
@@ -54,8 +54,8 @@ class Situation:
         option = self.question.option(plugin.name, layout, checkpointing=recompute)
         survey, device = self.question.survey, self.scale.device
         memory = tiered(option.memory, plugin, survey, self.optim, device)
-        fits = memory.total <= self.question.capacity
-        return dataclasses.replace(option, memory=memory, fits=fits)
+        room = fits(memory.total, self.question.capacity, device)
+        return dataclasses.replace(option, memory=memory, fits=room)
 
     def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
         """The plan of the plugin `name`, with its own defaults or what was asked for."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from colotrain.estimate.hardware import Hardware
-from colotrain.estimate.layout import Layout
+from colotrain.estimate.layout import Layout, fits
 from colotrain.estimate.memory import predict
 from colotrain.estimate.time import step_time
 from colotrain.plan import Ledger, Prediction, Survey, Trace
@@ -68,7 +68,7 @@ class Question:
             checkpointing=checkpointing,
             memory=memory,
             time=time,
-            fits=memory.total <= self.capacity,
+            fits=fits(memory.total, self.capacity, layout.device),
         )
 
     def every(
@@ -106,15 +106,15 @@ def best(options: Iterable[Option]) -> Option | None:
 def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: bool) -> int:
     """The largest power of two that fits as micro-batch, whatever the global batch is; or 0."""
 
-    def fits(size: int) -> bool:
+    def has_room(size: int) -> bool:
         trace = question.traces(checkpointing, size)
-        sized = replace(layout, micro_batch=size)
-        return predict(sized, question.survey, trace).total <= question.capacity
+        need = predict(replace(layout, micro_batch=size), question.survey, trace).total
+        return fits(need, question.capacity, layout.device)
 
-    if question.traces(checkpointing, 1) is None or not fits(1):
+    if question.traces(checkpointing, 1) is None or not has_room(1):
         return 0
     size = 1
-    while size < MOST_SAMPLES and fits(2 * size):
+    while size < MOST_SAMPLES and has_room(2 * size):
         size = 2 * size
     return size
 
@@ -124,7 +124,8 @@ def ranks_needed(question: Question, layout: Layout, *, checkpointing: bool) -> 
     trace, size = question.traces(checkpointing, 1), layout.shard
     while size <= 1 << 14:
         wide = replace(layout, shard=size, replicas=1, micro_batch=1)
-        if predict(wide, question.survey, trace).total <= question.capacity:
+        need = predict(wide, question.survey, trace).total
+        if fits(need, question.capacity, layout.device):
             return size
         size = 2 * size
     return None

@@ -12,6 +12,9 @@ STATE_BYTES = 4
 CPU_BASELINE_BYTES = 281 << 20
 """Of torch 2.13 for CPU: 264 to 272 MiB when everything is built, less the model; and 8 to 15 MiB
 of its libraries' pages that are first touched in training."""
+MARGIN = {"cpu": 0.1}
+"""The largest share by which a run on CPU needed more than was predicted, in the runs that the heap
+was fitted on; `benchmarks/planner.py` tells how it holds for others."""
 CUDA_BASELINE_BYTES = 800 << 20
 """A context of about 0.5 GiB, and NCCL's channels."""
 
@@ -83,6 +86,11 @@ def state_bytes(optim: OptimPlan) -> int:
     if optim.name == "sgd":
         return STATE_BYTES if optim.betas and optim.betas[0] else 0
     return {"lion": 1, "adafactor": 0}.get(optim.name, 2) * STATE_BYTES
+
+
+def fits(num_bytes: int, capacity: int, device: str) -> bool:
+    """Whether a predicted peak finds room, with what predictions may fall short of."""
+    return num_bytes * (1 + MARGIN.get(device, 0.0)) <= capacity
 
 
 def counter_bytes(optim: OptimPlan) -> int:

@@ -155,7 +155,7 @@ class Recording(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
         now = self.now
         now.num_ops += 1
-        formula = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
+        formula: Any = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
         formula = formula or NOT_IN_TORCH.get(func.overloadpacket)
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=out)

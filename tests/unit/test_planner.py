@@ -15,7 +15,7 @@ from colotrain.estimate.groups import find
 from colotrain.estimate.hardware import Sheet, from_sheet
 from colotrain.estimate.heap import Heap
 from colotrain.estimate.layout import Layout
-from colotrain.estimate.memory import model_state_bytes, predict
+from colotrain.estimate.memory import model_state_bytes, predict, recomputes
 from colotrain.estimate.survey import survey
 from colotrain.estimate.time import step_time
 from colotrain.estimate.tracing import read, record, trace
@@ -198,7 +198,45 @@ def test_a_heap_keeps_what_it_once_was() -> None:
     assert heap.extent < 3 << 20
 
 
+def test_recomputation_is_seen_in_what_blocks_keep() -> None:
+    assert not recomputes(traced())
+    assert recomputes(traced(checkpointing=True))
+    assert not recomputes(traced(patterns=("embed*", "blocks.0.*", "blocks.1.*")))
+    assert recomputes(traced(checkpointing=True, patterns=("embed*", "blocks.0.*")))
+
+
+def test_the_heap_of_a_cpu_reaches_further_than_what_is_alive_and_more_where_blocks_recompute() -> (
+    None
+):
+    heap, mib = Heap(), 1 << 20
+    for key in range(8):
+        heap.take(key, mib)
+    plain, again = heap.spread(0, recomputes=False), heap.spread(0, recomputes=True)
+    assert 0 < plain < again
+    assert heap.spread(8 * mib, recomputes=True) == pytest.approx(
+        plain, rel=0.01
+    )  # all of it stays
+    looked, found = looked_at(), traced()
+    on_gpu = predict(layout("zero2", 4), looked, found)
+    on_cpu = predict(layout("zero2", 4, device="cpu"), looked, found)
+    assert on_cpu.buffers > on_gpu.buffers
+    assert on_cpu.activations == on_gpu.activations
+
+
+def test_adamw_counts_steps_once_per_parameter() -> None:
+    looked = looked_at("embed*")
+    trained = [p for p in looked.parameters if p.frozen_by is None]
+    whole = model_state_bytes(layout("zero1", 1), looked)
+    assert whole.optimizer == sum(8 * p.numel + 4 for p in trained)
+
+
 # Communication and time
+
+
+def test_attention_on_a_cpu_is_counted_as_attention() -> None:
+    attention = sum(s.work.attention_flops for s in traced(size=2).segments)
+    forward = 2 * 2 * 2 * SEQ_LEN * SEQ_LEN * 64 * 4  # two products, 2 samples, 4 heads of 16
+    assert attention == pytest.approx(3.5 * forward, rel=0.01)
 
 
 def test_a_frozen_prefix_is_not_gathered_for_backward_but_for_one_group_fetched_ahead() -> None:
