@@ -21,9 +21,11 @@ from statistics import median
 from typing import Any
 
 from colotrain.cli.resolving import settle
+from colotrain.estimate import layout
 from colotrain.plugins import ROWS
 from colotrain.rundir import write_atomically
 
+MARGIN = layout.MARGIN["cpu"]
 STEPS = 5
 TIMEOUT_S = 600
 GOOD = 1.05
@@ -120,8 +122,12 @@ def report(known: dict[str, Any]) -> None:
         high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
         numbers = f"median {median(errors):.1%}, 95th percentile {high:.1%}, worst {errors[-1]:.1%}"
         print(f"{what}: {numbers} ({len(errors)} runs)")
-    lowest = min(row_error(row, "peak") for row in known.values())
-    print(f"most that was needed beyond the prediction: {max(0.0, -lowest):.1%}")
+    missed = [r for r in known.values() if r["measured_peak"] > r["predicted_peak"] * (1 + MARGIN)]
+    most = max(row["measured_peak"] / row["predicted_peak"] - 1 for row in known.values())
+    print(f"most that was needed beyond the prediction: {max(0.0, most):.1%}")
+    print(f"runs that would not fit where they are said to (margin {MARGIN:.0%}): {len(missed)}")
+    loads = sorted(row["load"] for row in known.values())
+    print(f"load of the machine: {loads[0]:.1f} to {loads[-1]:.1f}, median {median(loads):.1f}")
     good = total = 0
     for number in {key.split()[0] for key in known}:
         rows = [row for key, row in known.items() if key.split()[0] == number]
