@@ -9,7 +9,10 @@ import pytest
 from tests.faults.kills import Kill, history, inflict, straight
 from tests.running import Colotrain
 
-pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+pytestmark = [
+    pytest.mark.timeout(1800),  # seconds, of a busy machine
+    pytest.mark.xdist_group("kills"),
+]
 
 
 @pytest.fixture(scope="module")
