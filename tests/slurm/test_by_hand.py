@@ -21,7 +21,7 @@ REASON = missing()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
     pytest.mark.timeout(900),
-    pytest.mark.xdist_group("slurm by hand"),
+    pytest.mark.xdist_group("slurm"),
 ]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "colotrain.sbatch"
 

@@ -22,7 +22,7 @@ REASON = missing()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
     pytest.mark.timeout(900),
-    pytest.mark.xdist_group("slurm jobs"),
+    pytest.mark.xdist_group("slurm"),
 ]
 
 SAMPLES = """\
