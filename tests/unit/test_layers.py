@@ -101,6 +101,7 @@ RULES = [
         BASE | names(TOKENISING) | names("numpy"),
         names("tokenizers pyarrow jinja2"),
     ),
+    Rule("colotrain.estimate.rates", BASE | names(f"{ON_PAPER} colotrain.data.cache")),
     Rule(ON_PAPER, BASE | names(ON_PAPER)),
     Rule("colotrain.estimate.cache", BASE | names("colotrain.data.cache")),
     Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
