@@ -36,17 +36,17 @@ def measure(setting: Setting) -> rates.Measurement:
         )
     ranks, precision = plan.cluster.procs_per_node, plan.train.precision
     threads = plan.cluster.threads_per_rank
-    task = _task(ranks, threads, precision)
+    cores = setting.machine.num_cores
+    task = _task(ranks, threads, cores, precision)
     with tempfile.TemporaryDirectory(prefix="colotrain-measure-") as folder:
         file = Path(folder, "task.json")
         file.write_text(json.dumps(task), "utf-8")
         found = _run(file, ranks)
-    cores = setting.machine.num_cores
     rates.remember(found, cores=cores, ranks=ranks, precision=precision)
     return found
 
 
-def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
+def _task(ranks: int, threads: int, cores: int, precision: str) -> dict[str, object]:
     """As `estimate.measuring.Task`, plain."""
     cases = []
     for index in range(len(rates.SHAPES)):
@@ -59,8 +59,8 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     guess = rates.guess(threads=threads, precision=precision)
-    common = {"port": port, "ranks": ranks, "threads": threads, "precision": precision}
-    return {**common, "cases": cases, "guess": guess}
+    common = {"port": port, "ranks": ranks, "threads": threads, "cores": cores}
+    return {**common, "precision": precision, "cases": cases, "guess": guess}
 
 
 def _run(file: Path, ranks: int) -> rates.Measurement:
