@@ -121,7 +121,7 @@ class InTurns:
     def _write(self, run) -> None:  # type: ignore[no-untyped-def]
         full = [times for times in self.rounds if len(times) == len(MODES)]
         if run.rank == 0 and full:
-            num_bytes = sum(tensor.nbytes for tensor in run.saver.buffers.values())
+            num_bytes = run.saver.image.nbytes
             document = {"rounds": full, "within": self.within, "bytes": num_bytes}
             Path("measured.json").write_text(json.dumps(document))
 

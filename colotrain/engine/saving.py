@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.dcp_json import INDEX, describe, join
-from colotrain.engine.manifest import FileEntry, Manifest, prune, publish, sha256, write_manifest
-from colotrain.engine.shard_file import NotFinite, Piece, write_pieces
+from colotrain.engine.manifest import FileEntry, Manifest, checksum, prune, publish, write_manifest
+from colotrain.engine.shard_file import Layout, NotFinite, Piece, write_image, write_pieces
 from colotrain.engine.shared_memory import available_bytes
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
@@ -60,6 +61,8 @@ class Save:
     deadline: float
     stall_s: float = 0.0
     """Time that training stood still for it."""
+    image: Tensor | None = None
+    """What the pieces lie in, where they are copies."""
     error: str | None = None
     thread: threading.Thread | None = None
 
@@ -80,8 +83,8 @@ class Saver:
     beat: Callable[[], None] = lambda: None
     """Called again and again while training waits for the disk."""
     current: Save | None = None
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    """The snapshot's memory: made once, and as large as parameters and optimizer state here."""
+    image: Tensor | None = None
+    """The snapshot, as it will lie in the file: as large as parameters and optimizer state here."""
 
     @staticmethod
     def make(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Saver:
@@ -108,7 +111,7 @@ class Saver:
         if snapshot is None:
             self._carry_out(save, self.beat)
             return
-        save.pieces, save.stall_s = snapshot, time.perf_counter() - started
+        save.pieces, save.image, save.stall_s = snapshot, self.image, time.perf_counter() - started
         save.thread = threading.Thread(
             target=self._in_background, args=(save,), name="checkpoint", daemon=True
         )
@@ -155,25 +158,18 @@ class Saver:
 
     def _snapshot(self, pieces: list[Piece]) -> list[Piece] | None:
         """Copies of the pieces; None where there is no memory for them."""
-        fresh = sum(p.local.nbytes for p in pieces if not self._fits(p))
-        ranks_here = self.plan.cluster.procs_per_node
-        if fresh * ranks_here > SHARE_OF_FREE_MEMORY * available_bytes():
-            self.buffers.clear()
-            return None
+        layout = Layout.of(pieces)
+        if self.image is None or len(self.image) < layout.room:
+            self.image = None  # freed before the new one is made
+            ranks_here = self.plan.cluster.procs_per_node
+            if layout.room * ranks_here > SHARE_OF_FREE_MEMORY * available_bytes():
+                return None
+            self.image = _pages(layout.room, pinned=any(p.local.is_cuda for p in pieces))
         copies = []
-        for piece in pieces:
-            if not self._fits(piece):
-                pinned = piece.local.device.type == "cuda"
-                self.buffers[piece.name] = torch.empty(
-                    piece.local.shape, dtype=piece.local.dtype, pin_memory=pinned
-                )
-            copies.append(replace(piece, local=self.buffers[piece.name].copy_(piece.local)))
+        for piece, start in zip(pieces, layout.starts, strict=True):
+            local = self.image[start : start + piece.local.nbytes].view(piece.local.dtype)
+            copies.append(replace(piece, local=local.view(piece.local.shape).copy_(piece.local)))
         return copies
-
-    def _fits(self, piece: Piece) -> bool:
-        buffer = self.buffers.get(piece.name)
-        same = buffer is not None and buffer.shape == piece.local.shape
-        return same and buffer is not None and buffer.dtype == piece.local.dtype
 
     def _in_background(self, save: Save) -> None:
         with suppress(OSError, AttributeError):  # training has the processor first
@@ -202,8 +198,11 @@ class Saver:
     def _write_part(self, save: Save, rank: int, beat: Callable[[], None]) -> None:
         save.temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = save.temporary / f"__{rank}_0.distcp"
-        written = write_pieces(file, save.pieces, report=lambda _: beat())
-        entry = {"bytes": written.num_bytes, "sha256": written.sha256}
+        if save.image is not None:
+            written = write_image(file, save.image, save.pieces, Layout.of(save.pieces))
+        else:
+            written = write_pieces(file, save.pieces, report=lambda _: beat())
+        entry = {"bytes": written.num_bytes, "xxh128": written.checksum}
         part = {"files": {file.name: entry}, "tensors": describe(save.pieces, written, file.name)}
         write_atomically(save.part(rank), json.dumps(part))
 
@@ -217,7 +216,7 @@ class Saver:
             for rank in ranks:
                 save.part(rank).unlink()
             files = {n: FileEntry(**entry) for part in parts for n, entry in part["files"].items()}
-            files[INDEX] = FileEntry(bytes=index.stat().st_size, sha256=sha256(index))
+            files[INDEX] = FileEntry(bytes=index.stat().st_size, xxh128=checksum(index))
             write_manifest(save.temporary, replace(save.manifest, files=files))
             publish(save.temporary, save.final)
         except OSError as error:
@@ -236,6 +235,16 @@ class Saver:
         self.events.write(
             "checkpoint", step=step, path=str(save.final), seconds=seconds, stall_s=stall_s
         )
+
+
+def _pages(num_bytes: int, *, pinned: bool) -> Tensor:
+    """Memory that begins at a page."""
+    if pinned:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # writing is cheaper from few large pages
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _store() -> Any:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 BUFFER_BYTES = 8 << 20
+WINDOW_BYTES = 32 << 20
+"""Written at once of what lies in memory as it will on the disk."""
 ALIGNMENT = 64
 """Where a tensor may begin in the file."""
 BLOCK = 4096
@@ -49,11 +50,35 @@ class Written:
     starts: tuple[int, ...]
     """Of each piece, in bytes."""
     num_bytes: int
-    sha256: str
+    checksum: str
+    """xxh3-128 of the file, in hexadecimal."""
 
 
 class NotFinite(ValueError):
     """A value that must never replace a good one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each piece lies in a file, and in an image of it in memory."""
+
+    starts: tuple[int, ...]
+    """Of each piece, in bytes."""
+    num_bytes: int
+
+    @property
+    def room(self) -> int:
+        """What it takes on a disk: whole blocks."""
+        return -(-self.num_bytes // BLOCK) * BLOCK
+
+    @staticmethod
+    def of(pieces: list[Piece]) -> Layout:
+        starts, at = [], 0
+        for piece in pieces:
+            at += -at % ALIGNMENT
+            starts.append(at)
+            at += piece.local.nbytes
+        return Layout(tuple(starts), at)
 
 
 def write_pieces(
@@ -64,20 +89,25 @@ def write_pieces(
     `report` is told how many bytes were written since it was last called. At most `BUFFER_BYTES`
     are held beside the tensors.
     """
-    starts, at = [], 0
-    with _Output(path, report) as out:
-        for piece in pieces:
-            out.add(bytes(-at % ALIGNMENT))
-            at += -at % ALIGNMENT
-            starts.append(at)
-            local = piece.local.detach().contiguous()
-            if piece.must_be_finite and not all_finite(local):
-                raise NotFinite(f"{piece.name} holds values that are not finite")
-            for chunk in _chunks(local):
-                out.add(chunk)
-            at += local.nbytes
-        digest = out.finish()
-    return Written(starts=tuple(starts), num_bytes=at, sha256=digest)
+    layout = Layout.of(pieces)
+    return _write_windows(path, _gathered(pieces, layout), layout, report)
+
+
+def write_image(path: Path, image: Tensor, pieces: list[Piece], layout: Layout) -> Written:
+    """The same of pieces that lie in memory as they will in the file.
+
+    `image` holds `layout.room` bytes at least, on the CPU, and begins at a page.
+    """
+    for piece in pieces:
+        _check(piece)
+    whole = memoryview(image.numpy().data)[: layout.room]
+    windows = (whole[at : at + WINDOW_BYTES] for at in range(0, len(whole), WINDOW_BYTES))
+    return _write_windows(path, windows, layout, lambda num_bytes: None)
+
+
+def _check(piece: Piece) -> None:
+    if piece.must_be_finite and not all_finite(piece.local):
+        raise NotFinite(f"{piece.name} holds values that are not finite")
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -88,62 +118,51 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum(dtype=dtype))) or bool(torch.isfinite(tensor).all())
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    if not tensor.numel():
-        return
-    view = memoryview(tensor.cpu().view(-1).view(torch.uint8).numpy().data)
-    for first in range(0, len(view), BUFFER_BYTES):
-        yield view[first : first + BUFFER_BYTES]
+def _gathered(pieces: list[Piece], layout: Layout) -> Iterator[memoryview]:
+    """The file's content, one full buffer after the other; each is valid until the next."""
+    buffer = mmap.mmap(-1, BUFFER_BYTES)  # begins at a page, as the writes must
+    with memoryview(buffer) as view:
+        filled = end = 0
+        for piece, start in zip(pieces, layout.starts, strict=True):
+            _check(piece)
+            for data in (memoryview(bytes(start - end)), _bytes_of(piece.local)):
+                at = 0
+                while at < len(data):
+                    part = data[at : at + BUFFER_BYTES - filled]
+                    view[filled : filled + len(part)] = part
+                    filled, at = filled + len(part), at + len(part)
+                    if filled == BUFFER_BYTES:
+                        yield view
+                        filled = 0
+            end = start + piece.local.nbytes
+        if filled:
+            whole = -(-filled // BLOCK) * BLOCK
+            view[filled:whole] = bytes(whole - filled)
+            yield view[:whole]
 
 
-class _Output:
-    """A file that is written in whole buffers."""
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data) if len(flat) else memoryview(b"")
 
-    def __init__(self, path: Path, report: Callable[[int], None]) -> None:
-        self.report = report
-        self.buffer = mmap.mmap(-1, BUFFER_BYTES)  # begins at a page, as the writes must
-        self.filled = self.written = 0
-        self.sha256 = hashlib.sha256()
-        self.handle = _create(path)
 
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        os.close(self.handle)
-        self.buffer.close()
-
-    def add(self, data: bytes | memoryview) -> None:
-        at = 0
-        while at < len(data):
-            part = data[at : at + BUFFER_BYTES - self.filled]
-            self.buffer[self.filled : self.filled + len(part)] = part
-            self.filled += len(part)
-            at += len(part)
-            if self.filled == BUFFER_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        """Write the buffer, its last block filled up with zeros that `finish` cuts off."""
-        end = -(-self.filled // BLOCK) * BLOCK
-        with memoryview(self.buffer) as view:
-            with view[: self.filled] as filled:
-                self.sha256.update(filled)
-            view[self.filled : end] = bytes(end - self.filled)
-            done = 0
-            while done < end:
-                with view[done:end] as rest:
-                    done += _write(self.handle, rest)
-        self.written += self.filled
-        self.report(self.filled)
-        self.filled = 0
-
-    def finish(self) -> str:
-        """Write what is left and sync; returns the checksum."""
-        self._flush()
-        os.ftruncate(self.handle, self.written)
-        os.fsync(self.handle)
-        return self.sha256.hexdigest()
+def _write_windows(
+    path: Path, windows: Iterable[memoryview], layout: Layout, report: Callable[[int], None]
+) -> Written:
+    """Write a file's content from parts of whole blocks, each beginning at a page."""
+    checksum, handle, done = xxhash.xxh3_128(), _create(path), 0
+    try:
+        for window in windows:
+            inside = window[: layout.num_bytes - done]
+            checksum.update(inside)
+            _write_all(handle, window)
+            done += len(inside)
+            report(len(inside))
+        os.ftruncate(handle, layout.num_bytes)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return Written(starts=layout.starts, num_bytes=layout.num_bytes, checksum=checksum.hexdigest())
 
 
 def _create(path: Path) -> int:
@@ -154,6 +173,11 @@ def _create(path: Path) -> int:
         if error.errno != errno.EINVAL:  # which says that it cannot be had here
             raise
         return os.open(path, flags, 0o600)
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    while data:
+        data = data[_write(handle, data) :]
 
 
 def _write(handle: int, data: memoryview) -> int:

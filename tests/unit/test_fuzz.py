@@ -24,10 +24,10 @@ from colotrain.engine.manifest import (
     SEAL,
     FileEntry,
     Manifest,
+    checksum,
     damage,
     read_manifest,
     seal,
-    sha256,
     write_manifest,
 )
 from colotrain.engine.shard_file import Piece, write_pieces
@@ -164,10 +164,10 @@ def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
             pieces += [Piece(name=n, local=t, shape=tuple(t.shape)) for n, t in whole]
         written = write_pieces(path / f"__{rank}_0.distcp", pieces)
         parts.append(describe(pieces, written, f"__{rank}_0.distcp"))
-        files[f"__{rank}_0.distcp"] = FileEntry(bytes=written.num_bytes, sha256=written.sha256)
+        files[f"__{rank}_0.distcp"] = FileEntry(bytes=written.num_bytes, xxh128=written.checksum)
     index = path / "index.json"
     index.write_text(json.dumps(join(parts)))
-    files["index.json"] = FileEntry(bytes=index.stat().st_size, sha256=sha256(index))
+    files["index.json"] = FileEntry(bytes=index.stat().st_size, xxh128=checksum(index))
     manifest = Manifest(
         step=3,
         optimizer_steps=3,
