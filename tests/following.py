@@ -4,13 +4,13 @@ The rules by which a command is run otherwise than on a user's machine; there ar
 line that none of them covers is an error:
 
 1. *Size.* `recipes/llm-*.yaml` of the page's folder are the shipped ones, with a model of four
-   narrow layers, 32 tokens and four steps. Commands stay as they stand. What they set at full size
+   narrow layers, 32 tokens, 64 samples and four steps. Commands stay as they stand. What they set at full size
    is resolved by tests/unit/test_readme.py, which also makes every plan of a shipped recipe.
 2. *Runs of one's own.* `my-run`, `RUN` and the like, where the page does not make them, are copies
    of one small run.
-3. *Places.* `/scratch/me` is a folder; `node0:29500` is a free port of this machine.
+3. *Places.* `/scratch/me` and `books/` are folders, this one with a text in it; `node0:29500` is a free port of this machine.
 4. *Several machines.* Commands of one block with `cluster.rank` are started together, here.
-5. *A running job.* `--live` asks a run that is started before and stopped after.
+5. *A running job.* `--live` and `stop` meet a run that is started before and stopped after.
 6. *SLURM.* Its commands are stand-ins that take every job; tests/slurm has the real ones.
 7. *Records.* A block of JSON is the file that the command after it names.
 8. *Installing.* `pip` and `make` are not run; `make run` is the `colotrain run` that it stands for.
@@ -35,7 +35,7 @@ from tests.running import Colotrain, wait_for_step
 RUNS = ("my-run", "other-run", "RUN", "first", "second", "third")
 SMALL_MODEL = {"vocab_size": 256, "d_model": 32, "num_layers": 4, "num_heads": 2, "d_hidden": 64}
 SMALL_DATA = {"corpus": "stdlib", "seq_len": 32, "tokenizer": "bytes"}
-SMALL_TRAIN = {"max_steps": 4, "global_batch": 8, "micro_batch": 2, "eval_steps": 1}
+SMALL_TRAIN = {"max_steps": 4, "global_batch": 64, "micro_batch": 2, "eval_steps": 1}
 LOOKS_AT_MANY = {"--advise", "--compare", "--trace"}
 SLURM = {
     "sbatch": 'case "$*" in *--test-only*) echo fine >&2;; *) echo "77";; esac',
@@ -45,7 +45,13 @@ SLURM = {
     "scancel": "exit 0",
     "sinfo": "exit 0",
 }
-A_RUN = ("run", "recipe=llm-tiny", "train.max_steps=20", "checkpoint.every=10")
+A_RUN = (
+    "run",
+    "recipe=llm-tiny",
+    "train.max_steps=20",
+    "train.global_batch=8",
+    "checkpoint.every=10",
+)
 
 
 @dataclass
@@ -62,6 +68,7 @@ class Follower:
     def follow(self) -> None:
         write_small_recipes(self.colotrain.cwd)
         self._put_slurm()
+        self._write("books/one.txt", "A text of one's own, of no great length. " * 100)
         found = blocks(self.page)
         shown = [line for block in found for line in block.lines]
         self._put_runs(shown)
@@ -96,8 +103,8 @@ class Follower:
         if given[0] == "plan" and is_planned_at_full_size(given):
             return
         given = [self._here(word) for word in given]
-        if "--live" in given:
-            with _Running(self.colotrain, given[given.index("--live") + 1]):
+        if "--live" in given or given[0] == "stop":
+            with _Running(self.colotrain, given[-1]):
                 result = self.colotrain(*given, env=self._environment())
         else:
             result = self.colotrain(*given, env=self._environment())

@@ -236,6 +236,21 @@ def test_what_is_wrong_is_found() -> None:
     assert not is_key("train.seed.more")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_file_that_is_shown_is_used_by_a_command(page: Path) -> None:
+    found = blocks(page)
+    lines = "\n".join(line for block in found for line in block.lines)
+    recipes = "\n".join(block.body for block in found if block.language == "yaml")
+    for path in (block.path for block in found if block.path):
+        stem, folder = Path(path).stem, Path(path).parent.name
+        uses = {
+            "recipes": (f"recipe={stem} ", f"recipe={stem}\n", f"[{stem}, _self_]"),
+            "": (f"python {path}", f"={stem}:", f'"{stem}:'),
+        }.get(folder, (f"{folder}={stem} ", f"{folder}={stem}\n"))
+        text = f"{lines}\n{recipes}"
+        assert any(use in text for use in uses), f"{page.name} shows {path} and does not use it"
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [*PAGES, CONTRIBUTING]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
