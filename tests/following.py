@@ -4,12 +4,14 @@ The rules by which a command is run otherwise than on a user's machine; there ar
 line that none of them covers is an error:
 
 1. *Size.* `recipes/llm-*.yaml` of the page's folder are the shipped ones, with a model of four
-   narrow layers, 32 tokens, 64 samples and four steps. Commands stay as they stand. What they set at full size
-   is resolved by tests/unit/test_readme.py, which also makes every plan of a shipped recipe.
+   narrow layers, 32 tokens, 64 samples and four steps. Commands stay as they stand. What they set
+   at full size is resolved by tests/unit/test_readme.py, which makes all plans of such recipes.
 2. *Runs of one's own.* `my-run`, `RUN` and the like, where the page does not make them, are copies
    of one small run.
-3. *Places.* `/scratch/me` and `books/` are folders, this one with a text in it; `node0:29500` is a free port of this machine.
-4. *Several machines.* Commands of one block with `cluster.rank` are started together, here.
+3. *Places.* `/scratch/me` and `books/` are folders, this one with a text in it; `node0:29500` is
+   a free port of this machine.
+4. *Several machines.* Commands of one block with `cluster.rank` are started together, here; the
+   doctor may find there that the head is this machine, and nothing else.
 5. *A running job.* `--live` and `stop` meet a run that is started before and stopped after.
 6. *SLURM.* Its commands are stand-ins that take every job; tests/slurm has the real ones.
 7. *Records.* A block of JSON is the file that the command after it names.
@@ -120,7 +122,9 @@ class Follower:
             started.append(self.colotrain.start(*given, env=self._environment()))
         ended = [(process.communicate(timeout=300), process.returncode) for process in started]
         for line, ((out, err), code) in zip(lines, ended, strict=True):
-            assert code == 0, f"{line}\n{out}\n{err}"
+            failed = [found for found in out.splitlines() if found.startswith("fail")]
+            one_machine = "doctor" in line and all(f.startswith("fail  head:") for f in failed)
+            assert code == 0 or (failed and one_machine), f"{line}\n{out}\n{err}"
 
     def _here(self, word: str, *, port: int = 0) -> str:
         scratch = self.colotrain.cwd / "scratch"
