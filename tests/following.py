@@ -34,6 +34,8 @@ import yaml
 from tests.pages import ROOT, Block, blocks, words
 from tests.running import Colotrain, wait_for_step
 
+PROGRAMS = ("colotrain", "python", "make", "pip")
+"""What a line may begin with."""
 RUNS = ("my-run", "other-run", "RUN", "first", "second", "third")
 SMALL_MODEL = {"vocab_size": 256, "d_model": 32, "num_layers": 4, "num_heads": 2, "d_hidden": 64}
 SMALL_DATA = {"corpus": "stdlib", "seq_len": 32, "tokenizer": "bytes"}
@@ -97,7 +99,7 @@ class Follower:
             self._colotrain(line, ["run", *(given or ["recipe=llm-tiny"])])
         elif first == "python":
             self._python(*rest)
-        elif first not in ("make", "pip"):
+        elif first not in PROGRAMS:
             raise AssertionError(f"{self.page.name}: no rule covers the line: {line}")
 
     def _colotrain(self, line: str, given: list[str]) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.following import Follower, make_sample
-from tests.pages import PAGES, blocks
+from tests.following import PROGRAMS, Follower, make_sample
+from tests.pages import PAGES, blocks, words
 from tests.running import Colotrain
 
 PAGES_TO_FOLLOW = [
@@ -16,6 +16,7 @@ PAGES_TO_FOLLOW = [
     if any(block.lines or (block.language == "python") for block in blocks(page))
     and page.name != "finetuning.md"  # test_finetuning_page.py follows it, and looks further
 ]
+NEEDS = {"pictures.md": "matplotlib", "data.md": "jinja2"}
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,15 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES_TO_FOLLOW, ids=lambda page: page.stem)
 def test_a_page_can_be_followed(colotrain: Colotrain, page: Path, sample: Path) -> None:
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name])
     Follower(colotrain, page, sample).follow()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_line_has_a_rule(page: Path) -> None:
+    lines = [line for block in blocks(page) for line in block.lines]
+    assert [line for line in lines if words(line)[0] not in PROGRAMS] == []
 
 
 def test_a_line_that_no_rule_covers_is_an_error(colotrain: Colotrain, tmp_path: Path) -> None:

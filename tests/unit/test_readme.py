@@ -236,6 +236,15 @@ def test_what_is_wrong_is_found() -> None:
     assert not is_key("train.seed.more")
 
 
+def test_commands_stand_in_blocks_of_bash_alone() -> None:
+    """Where they are found, and run."""
+    for page in [*PAGES, CONTRIBUTING]:
+        for block in blocks(page):
+            if block.language != "bash":
+                hidden = re.findall(r"^(?:\$ )?(?:colotrain|make|pip) .*", block.body, re.MULTILINE)
+                assert hidden == [], page.name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_file_that_is_shown_is_used_by_a_command(page: Path) -> None:
     found = blocks(page)
