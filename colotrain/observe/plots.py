@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from colotrain.errors import ColotrainError
@@ -137,13 +137,15 @@ def draw_memory(axes: Any, runs: Sequence[Curves]) -> None:
     most = max((sum(sizes.values()) for _, sizes in bars), default=0)
     unit, label = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     below = [0.0] * len(bars)
-    for category in dict.fromkeys(name for _, sizes in bars for name in sizes):
+    categories = [*(field.name for field in fields(Ledger)), PROCESS]
+    for category in (name for name in categories if any(name in sizes for _, sizes in bars)):
         sizes = [sizes.get(category, 0) / unit for _, sizes in bars]
         axes.bar(range(len(bars)), sizes, bottom=below, width=0.6, label=category)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
     slanted = {"rotation": 30, "ha": "right"} if len(runs) > 2 else {}
     axes.set_xticks(range(len(bars)), [name for name, _ in bars], fontsize=7, **slanted)
     axes.set_xlim(-0.8, len(bars) + 0.6)  # room for the legend
+    axes.set_ylim(0, 1.05 * most / unit or 1)
     _title(axes, "memory by category, of the rank that peaks", y=label, legend=True)
 
 
@@ -151,8 +153,8 @@ def _bars(run: Curves) -> list[tuple[str, dict[str, int]]]:
     """(label, bytes by category) of the run's two stacks."""
     predicted = sum(run.predicted.values())
     return [
-        (f"{run.name}\npredicted: {_size(predicted)}", run.predicted),
-        (f"{run.name}\nmeasured: {_size(run.peak)}", run.measured),
+        (f"{run.name}\npredicted\n{_size(predicted)}", run.predicted),
+        (f"{run.name}\nmeasured\n{_size(run.peak)}", run.measured),
     ]
 
 

@@ -104,6 +104,12 @@ def write_pairs(place: Path) -> str:
     return "data.path=pair"
 
 
+def write_mixture(place: Path) -> str:
+    write_chats(place)
+    write_nanogpt(place, "u2")
+    return "data.mixture=[{path:chat.jsonl,weight:2},{path:a.bin,weight:1}]"
+
+
 FORMATS: dict[str, Callable[[Path], str]] = {
     "text": write_text,
     **{kind: functools.partial(write_records, kind) for kind in WRITERS},
@@ -112,6 +118,7 @@ FORMATS: dict[str, Callable[[Path], str]] = {
     "nanogpt 16 bit": functools.partial(write_nanogpt, dtype="u2"),
     "nanogpt 32 bit": functools.partial(write_nanogpt, dtype="u4"),
     "megatron": write_pairs,
+    "mixture": write_mixture,
 }
 """Writes random data into a folder; the setting that trains on them."""
 
@@ -122,9 +129,8 @@ def test_in_the_middle_of_any_format_a_run_goes_on_bit_for_bit(
 ) -> None:
     """Over more than an epoch; the checkpoint is taken up by another run."""
     setting = FORMATS[kind](colotrain.cwd)
-    options = (*SMALL, "plugin=zero2", "data.corpus=null", setting, "data.chat_template=chatml")
-    if kind != "chat":
-        options = options[:-1]
+    options = (*SMALL, "plugin=zero2", "data.corpus=null", setting)
+    options += ("data.chat_template=chatml",) if kind in ("chat", "mixture") else ()
     straight = colotrain.run(*options, "train.max_steps=8", "checkpoint.every=3", "name=straight")
     half = colotrain.rundir("straight").checkpoint(6)
     rest = colotrain.run(*options, "train.max_steps=8", f"checkpoint.resume={half}", "name=rest")
