@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?= recipe=llm-tiny
 PYTEST_ARGS ?=
+# Test processes at once: most of a test's time is spent waiting for workers to start and to end.
+JOBS ?= 4
 # Where to take torch from; empty: wherever pip looks.
 TORCH_INDEX ?=
 
@@ -26,10 +28,10 @@ run: $(VENV)/.core ## install, then train the smallest recipe (or ARGS)
 	$(BIN)/colotrain run $(ARGS)
 
 test: lint types ## install, then every check, and every test that is not slow
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
 test-all: lint types ## the slow tests, too
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff: mistakes and formatting
 	$(BIN)/ruff check

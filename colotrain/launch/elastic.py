@@ -19,7 +19,7 @@ from typing import Any
 
 from colotrain.errors import FINAL_EXIT, UsageError
 from colotrain.launch.deaths import deaths_of, gone
-from colotrain.launch.forkserver import ENTRY, warm_up, work
+from colotrain.launch.forkserver import ENTRY, warm_up, without_results, work
 from colotrain.launch.meeting import Refused, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.state import POLL_S, Launch
@@ -166,6 +166,11 @@ def _elastic(current: Launch) -> None:
                 if self._remaining_restarts:
                     current.restarts()
             return result
+
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            with without_results():
+                result: dict[int, Any] = super()._start_workers(worker_group)
+                return result
 
         def _let_save(self, worker_group: WorkerGroup, grace_s: float) -> None:
             """Signal the workers, on which they save, and wait until they have ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
+from typing import Any
 
 from colotrain.lifeline import end_with
 
@@ -49,6 +52,38 @@ def _group_signals_ignored() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Nothing:
+    """What workers hand their results over in: nothing, see `work`."""
+
+    def empty(self) -> bool:
+        return True
+
+
+class Context(ForkServerContext):
+    """Without the queues and events that torch makes for every worker.
+
+    Their semaphores have names in /dev/shm, which stay when everything is killed at once.
+    """
+
+    def SimpleQueue(self) -> Any:  # as multiprocessing calls it
+        return Nothing()
+
+    def Event(self) -> Any:
+        return Nothing()
+
+
+@contextmanager
+def without_results() -> Iterator[None]:
+    """Workers that torch starts meanwhile have no means to hand over a result."""
+    contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    before = contexts["forkserver"]
+    contexts["forkserver"] = Context()
+    try:
+        yield
+    finally:
+        contexts["forkserver"] = before
 
 
 def work(module: str, rundir: str, launcher: int) -> None:

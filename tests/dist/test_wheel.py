@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wheel")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -2,7 +2,8 @@
 
 `python tests/faults/kills.py --count 50 --seed 0` kills a worker or the launcher, several times in
 each run, at random times or before random file operations, of runs that save every second step;
-it resumes what does not recover by itself.
+it resumes what does not recover by itself. With `--every` instead, each rank is killed before each
+of the file operations of a save, in turn, and so is the launcher.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ def draw(chance: random.Random, *, timed: bool) -> Kill:
         return Kill(whom=whom, after_s=chance.uniform(0, 1))
     rank = int(whom[-1]) if whom != "launcher" else chance.choice((0, 1))
     return Kill(whom=whom, rank=rank, operation=chance.randint(1, OPERATIONS[rank]))
+
+
+def every_operation() -> list[Kill]:
+    """Before each change of the checkpoints' folder: by itself, or with the launcher."""
+    return [
+        Kill(whom=whom, rank=rank, operation=operation)
+        for rank, count in OPERATIONS.items()
+        for operation in range(1, count + 1)
+        for whom in (f"rank {rank}", "launcher")
+    ]
 
 
 def environment(mark: str, kills: Sequence[Kill] = ()) -> dict[str, str]:
@@ -200,15 +211,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plugin", default="zero2")
     parser.add_argument("--per-run", type=int, default=5)
+    parser.add_argument("--every", action="store_true", help="each file operation, in turn")
     options = parser.parse_args()
     chance, steps = random.Random(options.seed), 6 * options.per_run
+    in_turn = every_operation() if options.every else []
+    count = len(in_turn) or options.count
     done, number = 0, 0
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         colotrain = Colotrain(Path(folder))
         expected = straight(colotrain, options.plugin, steps)
-        while done < options.count:
+        while done < count and (in_turn or not options.every):
+            kills = [in_turn.pop(0) for _ in range(min(options.per_run, len(in_turn)))]
             timed = number % 2 == 0
-            kills = [draw(chance, timed=timed) for _ in range(options.per_run)]
+            kills = kills or [draw(chance, timed=timed) for _ in range(options.per_run)]
             name, began = f"kills-{number}", time.monotonic()
             happened = inflict(colotrain, name, options.plugin, kills, steps)
             took = time.monotonic() - began

@@ -18,7 +18,10 @@ from colotrain.observe.events import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from tests.running import SMALL, Colotrain
 
-pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+pytestmark = [
+    pytest.mark.timeout(1800),  # seconds, of a busy machine
+    pytest.mark.xdist_group("damage"),
+]
 
 
 @pytest.fixture(scope="module")

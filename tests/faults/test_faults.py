@@ -19,7 +19,10 @@ from colotrain.engine.manifest import damage
 from tests.faults.kills import ROOT
 from tests.running import COMMAND_TIMEOUT_S, SMALL, Colotrain, Result, losses, pid_of, wait_for_step
 
-pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+pytestmark = [
+    pytest.mark.timeout(1800),  # seconds, of a busy machine
+    pytest.mark.xdist_group("faults"),
+]
 
 STEPS = 12
 PLAN = (

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.faults.kills import Kill, history, inflict, straight
-from tests.running import Colotrain
+from tests.faults.kills import Kill, environment, history, inflict, plan, processes, straight
+from tests.running import Colotrain, wait_for_step
 
-pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+pytestmark = [
+    pytest.mark.timeout(1800),  # seconds, of a busy machine
+    pytest.mark.xdist_group("kills"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +43,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     colotrain = Colotrain(tmp_path)
     assert inflict(colotrain, "killed", "zero2", kills) >= 2
     assert history(colotrain, "killed") == expected
+
+
+def test_a_run_has_nothing_in_shared_memory_that_a_kill_could_leave(
+    colotrain: Colotrain, started: Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
+) -> None:
+    mark = f"{os.getpid()}-named"
+    running = started(colotrain.start("run", *plan(2000), "name=named", env=environment(mark)))
+    wait_for_step(colotrain, "named", 1)
+    found = {pid: Path(f"/proc/{pid}/maps").read_text() for pid in processes(mark)}
+    assert sum("libtorch" in maps for maps in found.values()) >= 3  # the launcher, two workers
+    assert not [line for maps in found.values() for line in maps.splitlines() if "/dev/shm" in line]
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=60)

@@ -18,7 +18,11 @@ from tests.slurm.lab import missing
 from tests.slurm.test_jobs import FAST, PLAN, WAIT_S, Site, _site
 
 REASON = missing()
-pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("slurm"),
+]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "colotrain.sbatch"
 
 

@@ -19,7 +19,11 @@ from colotrain.rundir import RunDir
 from tests.slurm.lab import Lab, missing, running
 
 REASON = missing()
-pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("slurm"),
+]
 
 SAMPLES = """\
 import time, torch

@@ -93,8 +93,9 @@ def test_what_was_not_taken_stands_in_the_recipe(folder: Path) -> None:
 
 
 def test_people_see_every_key_and_the_counts(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": True}}
     assert guarded(["import-config", str(write(folder, "deepspeed", config))]) == 0
     out = capsys.readouterr().out
