@@ -12,7 +12,7 @@ import pytest
 
 DOCUMENTS, SHARDS = 1_000_000, 8
 MORE_MIB = 16
-"""For ten times as many documents, 84 MiB more of them.
+"""For ten times as many documents, 84 MiB more of them."""
 TOKENISE = """
 import json, resource, sys, time
 from pathlib import Path
