@@ -4,8 +4,9 @@ The rules by which a command is run otherwise than on a user's machine; there ar
 line that none of them covers is an error:
 
 1. *Size.* `recipes/llm-*.yaml` of the page's folder are the shipped ones, with a model of four
-   narrow layers, 32 tokens, 64 samples and four steps. Commands stay as they stand. What they set
+   narrow layers, 32 tokens, 8 samples and four steps. Commands stay as they stand. What they set
    at full size is resolved by tests/unit/test_readme.py, which makes all plans of such recipes.
+   Pages with `submit`, which plans and does not train, have the shipped ones.
 2. *Runs of one's own.* `my-run`, `RUN` and the like, where the page does not make them, are copies
    of one small run.
 3. *Places.* `/scratch/me` and `books/` are folders, this one with a text in it; `node0:29500` is
@@ -39,7 +40,7 @@ PROGRAMS = ("colotrain", "python", "make", "pip")
 RUNS = ("my-run", "other-run", "RUN", "first", "second", "third")
 SMALL_MODEL = {"vocab_size": 256, "d_model": 32, "num_layers": 4, "num_heads": 2, "d_hidden": 64}
 SMALL_DATA = {"corpus": "stdlib", "seq_len": 32, "tokenizer": "bytes"}
-SMALL_TRAIN = {"max_steps": 4, "global_batch": 64, "micro_batch": 2, "eval_steps": 1}
+SMALL_TRAIN = {"max_steps": 4, "global_batch": 8, "micro_batch": 2, "eval_steps": 1}
 LOOKS_AT_MANY = {"--advise", "--compare", "--trace"}
 SLURM = {
     "sbatch": 'case "$*" in *--test-only*) echo fine >&2;; *) echo "77";; esac',
@@ -54,6 +55,7 @@ A_RUN = (
     "recipe=llm-tiny",
     "train.max_steps=20",
     "train.global_batch=8",
+    "train.micro_batch=2",
     "checkpoint.every=10",
 )
 
@@ -70,12 +72,13 @@ class Follower:
     """What was run, as it stands on the page."""
 
     def follow(self) -> None:
-        write_small_recipes(self.colotrain.cwd)
         self._put_slurm()
         self._write("books/one.txt", "A text of one's own, of no great length. " * 100)
         found = blocks(self.page)
         shown = [line for block in found for line in block.lines]
         self._put_runs(shown)
+        if not any(line.startswith("colotrain submit ") for line in shown):
+            write_small_recipes(self.colotrain.cwd)
         for index, block in enumerate(found):
             if block.path:
                 self._write(block.path, block.body)
