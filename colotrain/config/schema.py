@@ -26,7 +26,7 @@ class Plugin:
     """The sharding strategy."""
 
     name: str = "auto"
-    """zero1, zero2, zero3, fsdp-hybrid, gemini, or auto (the first that fits)."""
+    """zero1, zero2, zero3, fsdp-hybrid, gemini, or auto (the fastest that fits)."""
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per module: `{"blocks.0-3": {reshard: false}}`."""
     reshard: bool | None = None

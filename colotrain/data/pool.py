@@ -50,7 +50,7 @@ def in_order(
     first = list(islice(stream, 3))
     if workers <= 1 or len(first) < 3:
         begin(*args)
-        yield from map(function, [*first, *stream])
+        yield from map(function, chain(first, stream))  # never the whole stream at once
         return
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(

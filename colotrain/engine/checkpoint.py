@@ -9,7 +9,7 @@ import platform
 import random
 import time
 import zlib
-from collections.abc import Set
+from collections.abc import Collection, Set
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,8 +158,8 @@ def left_out(path: Path) -> tuple[str, ...]:
 def restore(run: Run, path: Path) -> None:
     """Read a checkpoint into `run`. All ranks must call.
 
-    Optimizer state of parameters that did not train before starts at zero; a model parameter that
-    is missing is an error.
+    Optimizer state that it does not hold is left to the optimizer, which begins it at the
+    parameter's next update; a model parameter that is missing is an error.
     """
     manifest = read_manifest(path)
     if manifest.global_batch != run.plan.batch.global_batch:
@@ -168,8 +168,9 @@ def restore(run: Run, path: Path) -> None:
             f"{manifest.global_batch}, so samples would be skipped or repeated",
             f"set train.global_batch={manifest.global_batch}",
         )
-    run.optimizer.prepare_state_()
-    wanted, stored = _tensors(run), read_index(path).state_dict_metadata
+    stored = read_index(path).state_dict_metadata
+    _prepare_optimizer_(run, stored)
+    wanted = _tensors(run)
     wanted = _less_what_is_left_out(run, path, wanted)
     missing = [name for name in wanted if name.startswith("model.") and name not in stored]
     if missing:
@@ -188,6 +189,30 @@ def restore(run: Run, path: Path) -> None:
     _take_progress(run, manifest)
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
+
+
+def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
+    """Make state to be read for what the checkpoint has it of, and forget that of all others.
+
+    Zeros would not do for these: not every optimizer begins with them. State of which a part is
+    missing is another optimizer's.
+    """
+    optimizer = run.optimizer
+    told = {n.removeprefix("optim.").rpartition(".")[0] for n in stored if n.startswith("optim.")}
+    optimizer.forget_state_(name for name in optimizer.parameters if name not in told)
+    optimizer.prepare_state_(told)
+    foreign = [
+        name
+        for name, state in optimizer.state().items()
+        if any(f"optim.{name}.{key}" not in stored for key in state)
+    ]
+    optimizer.forget_state_(foreign)
+    if foreign and run.rank == 0:
+        text = (
+            f"warning: the checkpoint has no state of optim.name={run.plan.optim.name} for "
+            f"{foreign[0]} ({len(foreign)} in all): it begins anew"
+        )
+        run.events.write("note", text=text)
 
 
 def unchanged(run: Run) -> set[str]:

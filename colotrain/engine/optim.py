@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -100,13 +100,10 @@ class ShardOptimizer:
         """Cease to train parameters, and forget their state."""
         assert self.torch is not None
         names = list(names)
-        if self.tiers is not None:
-            self.tiers.forget(names)
+        self.forget_state_(names)
         for name in names:
             del self.shards[name], self.parameters[name]
         dropped = {self.stepped.pop(name) for name in names}
-        for shard in dropped:
-            self.torch.state.pop(shard, None)
         for group in self.torch.param_groups:
             group["params"] = [shard for shard in group["params"] if shard not in dropped]
 
@@ -205,15 +202,27 @@ class ShardOptimizer:
         """Whether zeroed state is what a first step would begin with; unknown of the user's own."""
         return self.plan.name in ("adamw", "sgd")
 
-    def prepare_state_(self) -> None:
-        """Make zeroed state for every parameter, so that a checkpoint can be read into it."""
+    def prepare_state_(self, names: Set[str] | None = None) -> None:
+        """Make zeroed state for `names` (all by default), so that a checkpoint can be read into it.
+
+        State that is there already stays as it is.
+        """
         assert self.torch is not None
-        for name in (name for names in self._visits() for name in names):
+        for name in (name for visited in self._visits() for name in visited):
             stepped = self.stepped[name]
-            if not self.torch.state[stepped]:
+            if (names is None or name in names) and not self.torch.state[stepped]:
                 muon = settings_of(name, self.parameters[name].ndim, self.plan)[2]
                 blank = _blank_state(self.plan, stepped, muon=muon)
                 self.torch.state[stepped] = blank
+
+    def forget_state_(self, names: Iterable[str]) -> None:
+        """Leave the state of `names` to their next update, which begins as a first one does."""
+        assert self.torch is not None
+        names = list(names)
+        if self.tiers is not None:
+            self.tiers.forget(names)
+        for name in names:
+            self.torch.state.pop(self.stepped[name], None)
 
 
 def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bool]:

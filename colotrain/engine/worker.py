@@ -230,10 +230,10 @@ def prepare(
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
     random.seed(seed * 100_003 + rank)
     np.random.seed((seed * 100_003 + rank) % 2**32)
-    if tiers is None and optimizer.begins_with_zeros:
-        optimizer.prepare_state_()
     if resumed is not None:
         checkpoint.restore(run, resumed)
+    if tiers is None and optimizer.begins_with_zeros:
+        optimizer.prepare_state_()
     place_what_passes()
     return run
 

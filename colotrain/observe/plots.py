@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from colotrain.errors import ColotrainError
@@ -12,11 +12,14 @@ from colotrain.observe.fold import follow
 from colotrain.observe.formats import clean, format_bytes
 from colotrain.observe.gradients import Heat
 from colotrain.observe.view import Series
+from colotrain.plan import Ledger
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 
 MOST_LABELS = 16
 MIB, GIB = 1 << 20, 1 << 30
+PROCESS = "process"
+"""The category of a measured peak of which no parts are known, as of a run that rests on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,12 @@ class Curves:
     evals: Series
     throughput: Series
     heat: Heat
-    ledger: dict[str, int]
-    """Predicted bytes by category, of the rank that peaks."""
+    predicted: dict[str, int]
+    """Bytes by category, of the rank that peaks."""
+    measured: dict[str, int]
+    """The same of the rank that had the highest peak; empty where it was not told."""
     peak: int
-    """Measured bytes of that rank; 0: not known."""
+    """Bytes of that peak; 0: not known."""
 
 
 def read_curves(rundir: RunDir) -> Curves:
@@ -40,15 +45,22 @@ def read_curves(rundir: RunDir) -> Curves:
     if not view.loss:
         fix = "wait for its first step, or name another run"
         raise ColotrainError(f"{rundir.name}: has done no step yet", fix)
+    of_peak = max(view.ledgers.values(), key=lambda ledger: ledger.total, default=Ledger())
+    peak = max(view.peak_by_rank, default=0)
     return Curves(
         name=clean(rundir.name),
         loss=view.loss,
         evals=view.evals,
         throughput=view.throughput,
         heat=view.heat,
-        ledger={k: v for k, v in to_plain(rundir.plan().memory).items() if v},
-        peak=max(view.peak_by_rank, default=0),
+        predicted=_sizes(rundir.plan().memory),
+        measured=_sizes(of_peak) or ({PROCESS: peak} if peak else {}),
+        peak=peak,
     )
+
+
+def _sizes(ledger: Ledger) -> dict[str, int]:
+    return {name: size for name, size in to_plain(ledger).items() if size}
 
 
 def draw(runs: Sequence[Curves]) -> Any:
@@ -117,22 +129,37 @@ def draw_layers_of_runs(axes: Any, runs: Sequence[Curves]) -> None:
 
 
 def draw_memory(axes: Any, runs: Sequence[Curves]) -> None:
-    """Predicted bytes by category as a stack; the measured peak stands under each run's name."""
-    most = max((sum(run.ledger.values()) for run in runs), default=0)
+    """Two stacks of bytes by category per run: as predicted, and as a rank held at its peak.
+
+    What is measured as activations is all that is there within a step only.
+    """
+    bars = [bar for run in runs for bar in _bars(run)]
+    most = max((sum(sizes.values()) for _, sizes in bars), default=0)
     unit, label = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
-    below = [0.0] * len(runs)
-    for category in dict.fromkeys(name for run in runs for name in run.ledger):
-        sizes = [run.ledger.get(category, 0) / unit for run in runs]
-        axes.bar(range(len(runs)), sizes, bottom=below, width=0.6, label=category)
+    below = [0.0] * len(bars)
+    categories = [*(field.name for field in fields(Ledger)), PROCESS]
+    for category in (name for name in categories if any(name in sizes for _, sizes in bars)):
+        sizes = [sizes.get(category, 0) / unit for _, sizes in bars]
+        axes.bar(range(len(bars)), sizes, bottom=below, width=0.6, label=category)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
-    names = [f"{run.name}\nprocess: {_size(run.peak)}" for run in runs]
-    axes.set_xticks(range(len(runs)), names, fontsize=7)
-    axes.set_xlim(-0.8, len(runs) - 0.2)
-    _title(axes, "memory by category (predicted), of the rank that peaks", y=label, legend=True)
+    slanted = {"rotation": 30, "ha": "right"} if len(runs) > 2 else {}
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars], fontsize=7, **slanted)
+    axes.set_xlim(-0.8, len(bars) + 0.6)  # room for the legend
+    axes.set_ylim(0, 1.05 * most / unit or 1)
+    _title(axes, "memory by category, of the rank that peaks", y=label, legend=True)
+
+
+def _bars(run: Curves) -> list[tuple[str, dict[str, int]]]:
+    """(label, bytes by category) of the run's two stacks."""
+    predicted = sum(run.predicted.values())
+    return [
+        (f"{run.name}\npredicted\n{_size(predicted)}", run.predicted),
+        (f"{run.name}\nmeasured\n{_size(run.peak)}", run.measured),
+    ]
 
 
 def _size(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else "not measured"
+    return format_bytes(num_bytes) if num_bytes else "not known"
 
 
 def draw_throughput(axes: Any, runs: Sequence[Curves]) -> None:

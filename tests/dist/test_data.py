@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from colotrain.engine.dcp_json import read_whole
 from tests.dist.conftest import SMALL, Colotrain
+from tests.formats import WRITERS, random_texts, write_jsonl, write_megatron
 
 
 def write_chat(path: Path, count: int) -> None:
@@ -63,6 +68,78 @@ def test_a_run_on_chats_goes_on_exactly_where_it_was_stopped(colotrain: Colotrai
     assert samples(colotrain, "part") == samples(colotrain, "straight")
     assert losses(result.json) == pytest.approx(losses(straight), abs=1e-5)
     assert straight["loss"]["last"] < straight["loss"]["first"]
+
+
+def write_nanogpt(place: Path, dtype: str) -> str:
+    path = place / {"u2": "a.bin", "u4": "a.u32.bin"}[dtype]
+    np.random.default_rng().integers(0, 256, 1600).astype(f"<{dtype}").tofile(path)
+    return f"data.path={path.name}"
+
+
+def write_text(place: Path) -> str:
+    (place / "text").mkdir()
+    for i, text in enumerate(random_texts(40)):
+        (place / "text" / f"{i}.txt").write_text(text)
+    return "data.path=text"
+
+
+def write_records(kind: str, place: Path) -> str:
+    return f"data.path={WRITERS[kind](place, [{'text': t} for t in random_texts(60)]).name}"
+
+
+def write_answers(place: Path) -> str:
+    rows = [{"prompt": text, "completion": text[::-1]} for text in random_texts(40)]
+    return f"data.path={write_jsonl(place / 'answers.jsonl', rows).name}"
+
+
+def write_chats(place: Path) -> str:
+    write_chat(place / "chat.jsonl", 40)
+    return "data.path=chat.jsonl"
+
+
+def write_pairs(place: Path) -> str:
+    draw = np.random.default_rng()
+    documents = [draw.integers(0, 256, draw.integers(2, 60)) for _ in range(60)]
+    write_megatron(place / "pair", documents, 8, "<u2")
+    return "data.path=pair"
+
+
+def write_mixture(place: Path) -> str:
+    write_chats(place)
+    write_nanogpt(place, "u2")
+    return "data.mixture=[{path:chat.jsonl,weight:2},{path:a.bin,weight:1}]"
+
+
+FORMATS: dict[str, Callable[[Path], str]] = {
+    "text": write_text,
+    **{kind: functools.partial(write_records, kind) for kind in WRITERS},
+    "prompt and completion": write_answers,
+    "chat": write_chats,
+    "nanogpt 16 bit": functools.partial(write_nanogpt, dtype="u2"),
+    "nanogpt 32 bit": functools.partial(write_nanogpt, dtype="u4"),
+    "megatron": write_pairs,
+    "mixture": write_mixture,
+}
+"""Writes random data into a folder; the setting that trains on them."""
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_in_the_middle_of_any_format_a_run_goes_on_bit_for_bit(
+    colotrain: Colotrain, kind: str
+) -> None:
+    """Over more than an epoch; the checkpoint is taken up by another run."""
+    setting = FORMATS[kind](colotrain.cwd)
+    options = (*SMALL, "plugin=zero2", "data.corpus=null", setting)
+    options += ("data.chat_template=chatml",) if kind in ("chat", "mixture") else ()
+    straight = colotrain.run(*options, "train.max_steps=8", "checkpoint.every=3", "name=straight")
+    half = colotrain.rundir("straight").checkpoint(6)
+    rest = colotrain.run(*options, "train.max_steps=8", f"checkpoint.resume={half}", "name=rest")
+    assert losses(rest) == losses(straight)[6:]
+    used = samples(colotrain, "straight")
+    assert samples(colotrain, "rest") == {step: used[step] for step in (7, 8)}
+    ends = [read_whole(colotrain.rundir(name).checkpoint(8)) for name in ("straight", "rest")]
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
 
 
 def test_a_mixture_gives_every_number_of_ranks_the_same_samples(colotrain: Colotrain) -> None:

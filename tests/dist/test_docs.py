@@ -1,39 +1,46 @@
-"""What the documentation shows to be run is run: the blocks after `<!-- run -->`, page by page."""
+"""README.md and every page of docs/ can be followed; tests/following.py has the rules."""
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.dist.conftest import Colotrain
+from tests.following import PROGRAMS, Follower, make_sample
+from tests.pages import PAGES, blocks, words
+from tests.running import Colotrain
 
-DOCS = Path(__file__).parents[2] / "docs"
-BLOCK = re.compile(r"(<!-- run -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "<!-- run -->" in page.read_text("utf-8")]
+PAGES_TO_FOLLOW = [
+    page
+    for page in PAGES
+    if any(block.lines or (block.language == "python") for block in blocks(page))
+    and page.name != "finetuning.md"  # test_finetuning_page.py follows it, and looks further
+]
+NEEDS = {"pictures.md": "matplotlib", "data.md": "jinja2"}
 
 
-def test_there_are_such_pages() -> None:
-    assert {"quick-start.md", "data.md"} <= {page.name for page in PAGES}
+@pytest.fixture(scope="session")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sample(tmp_path_factory.mktemp("sample"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", PAGES_TO_FOLLOW, ids=lambda page: page.stem)
+def test_a_page_can_be_followed(colotrain: Colotrain, page: Path, sample: Path) -> None:
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name])
+    Follower(colotrain, page, sample).follow()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_commands_of_a_page_work_in_their_order(colotrain: Colotrain, page: Path) -> None:
-    """A block whose first line is a comment with a path (`# recipes/mine.yaml`) is that file."""
-    for marked, language, body in BLOCK.findall(page.read_text("utf-8")):
-        named = re.match(r"# ([\w./-]+\.(?:py|yaml))\n", body)
-        if named:
-            path = colotrain.cwd / named[1]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(body)
-        if not marked or language != "bash":
-            continue
-        for line in body.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["colotrain"]:
-                result = colotrain(*words[1:])
-                assert result.code == 0, f"{line}\n{result.out}\n{result.err}"
+def test_every_line_has_a_rule(page: Path) -> None:
+    lines = [line for block in blocks(page) for line in block.lines]
+    assert [line for line in lines if words(line)[0] not in PROGRAMS] == []
+
+
+def test_a_line_that_no_rule_covers_is_an_error(colotrain: Colotrain, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\nsomething else\n```\n")
+    with pytest.raises(AssertionError, match="no rule covers the line: something else"):
+        Follower(colotrain, page, tmp_path).follow()

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.dist.conftest import Colotrain
+from tests.following import Follower
 
 transformers = pytest.importorskip("transformers")
 PAGE = Path(__file__).parents[2] / "docs" / "finetuning.md"
-BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_page_can_be_followed(colotrain: Colotrain) -> None:
-    commands = 0
-    for language, body in BLOCK.findall(PAGE.read_text("utf-8")):
-        if language != "bash":
-            named = colotrain.cwd / body.splitlines()[0].removeprefix("# ")
-            named.parent.mkdir(exist_ok=True)
-            named.write_text(body)
-            continue
-        for words in (shlex.split(line) for line in body.splitlines()):
-            commands += 1
-            if words[0] == "python":
-                subprocess.run([sys.executable, *words[1:]], cwd=colotrain.cwd, check=True)
-            else:
-                result = colotrain(*words[1:])
-                assert result.code == 0, f"{words}: {result.err}"
-    assert commands == 8
+    follower = Follower(colotrain, PAGE, colotrain.cwd)
+    follower.follow()
+    assert len(follower.ran) == 7
 
     def load(name: str) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(colotrain.cwd / name)

@@ -111,7 +111,7 @@ RULES = [
     Rule("colotrain.observe.trackers", BASE, LAZY_EXTRAS | names("torch")),
     Rule(PURE_FACE, BASE | names(PURE_FACE) | {"rich"}),
     Rule("colotrain.observe.*", BASE | names(PURE_FACE) | names(FACE) | {"rich"}),
-    Rule("colotrain.engine.*", WORKER | TENSORS | names("colotrain.engine")),
+    Rule("colotrain.engine.*", WORKER | TENSORS | names("xxhash colotrain.engine")),
     Rule("colotrain.estimate.*", WORKER | TENSORS | names("colotrain.engine colotrain.estimate")),
     Rule(
         "colotrain.export.*",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from generated import STATUSES, rich_run
 from test_runs import new_run
-from test_view import write_files
+from test_view import MIB, write_files
 
 from colotrain.cli.main import guarded
+from colotrain.observe.events import EventWriter
 from colotrain.observe.plots import draw, read_curves
 from colotrain.rundir import RunDir
 
@@ -36,7 +38,7 @@ def labels(axes: object) -> list[str]:
 
 def test_a_run_is_drawn_with_every_layer_that_has_a_norm(runs: list[RunDir]) -> None:
     curves = read_curves(runs[0])
-    loss, norms, memory, speed = draw([curves]).axes
+    loss, norms, _, speed = draw([curves]).axes
     (training, validation) = loss.lines
     assert tuple(zip(*training.get_data(), strict=True)) == curves.loss
     assert tuple(zip(*validation.get_data(), strict=True)) == curves.evals
@@ -46,8 +48,33 @@ def test_a_run_is_drawn_with_every_layer_that_has_a_norm(runs: list[RunDir]) -> 
     assert list(layer.get_xdata()) == list(curves.heat.steps)
     assert layer.get_ydata()[-1] < layer.get_ydata()[0]
     assert list(speed.lines[0].get_xdata()) == [step for step, _ in curves.throughput]
-    assert "process: 330MiB" in memory.get_xticklabels()[0].get_text()
     assert len(STATUSES) == 7
+
+
+def bars(memory: Any) -> dict[str, list[float]]:
+    """Category → the heights of its part of each bar, in MiB."""
+    return {found.get_label(): [part.get_height() for part in found] for found in memory.containers}
+
+
+def test_memory_that_was_measured_stands_beside_what_was_predicted(runs: list[RunDir]) -> None:
+    first = runs[0]
+    parts = {"parameters": 20 * MIB, "optimizer": 40 * MIB, "activations": 70 * MIB}
+    with EventWriter(first.event_file(rank=3, attempt=0)) as writer:  # the rank with 330 MiB
+        writer.write("memory", step=1, **parts, baseline=200 * MIB)
+    with EventWriter(first.event_file(rank=0, attempt=0)) as writer:
+        writer.write("memory", step=1, parameters=20 * MIB, baseline=280 * MIB)
+    curves = [read_curves(rundir) for rundir in runs]
+    memory = draw(curves).axes[2]
+    found = bars(memory)
+    predicted = first.plan().memory.parameters / MIB
+    assert found["parameters"] == [predicted, 20, predicted, 0]
+    assert found["optimizer"][1] == 40
+    assert found["activations"][1] == 70
+    assert found["baseline"][1] == 200
+    assert found["process"] == [0, 0, 0, 330], "of a run that did not tell the parts"
+    told = [label.get_text().split("\n") for label in memory.get_xticklabels()]
+    assert [name for name, *_ in told] == ["one", "one", "two", "two"]
+    assert [rest for _, *rest in told][1::2] == [["measured", "330MiB"]] * 2
 
 
 def test_several_runs_lie_over_one_another(runs: list[RunDir]) -> None:
@@ -55,7 +82,7 @@ def test_several_runs_lie_over_one_another(runs: list[RunDir]) -> None:
     assert [text for text in labels(loss) if text != "validation"] == ["one", "two"]
     assert labels(norms) == ["one, step 40", "two, step 20"]
     assert labels(speed) == ["one", "two"]
-    assert [t.get_text().split("\n")[0] for t in memory.get_xticklabels()] == ["one", "two"]
+    assert len(memory.get_xticklabels()) == 4
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

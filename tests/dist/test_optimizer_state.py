@@ -1,0 +1,144 @@
+"""Optimizer state that a checkpoint lacks begins as in plain torch: with the first update."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colotrain.engine.dcp_json import read_whole
+from tests.running import Colotrain
+
+BATCH, WIDTH, LR = 8, 6, 0.02
+CLOSE = 1e-4  # a gradient that is almost zero may show its last bits in a first update
+USERS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.load_state_dict(torch.load("drawn.pt", weights_only=True)["weights"])
+
+    def forward(self, x, y, late):
+        x = self.layers[0](x).tanh()
+        if late.any():  # from the third batch on
+            x = x + self.layers[1](x).tanh()
+        return F.mse_loss(self.layers[2](x), y)
+
+def data():
+    drawn = torch.load("drawn.pt", weights_only=True)
+    return [{"x": x, "y": y, "late": l} for x, y, l in zip(drawn["x"], drawn["y"], drawn["late"])]
+"""
+OPTIONS = (
+    "model.target=users:Model",
+    "data.target=users:data",
+    "data.shuffle=false",
+    "data.validation_fraction=0",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.grad_clip=null",
+    "optim.weight_decay=0",
+    f"optim.lr={LR}",
+    "optim.schedule.name=constant",
+    "cluster.procs_per_node=2",
+    "name=anew",
+)
+
+
+@pytest.fixture
+def drawn(colotrain: Colotrain) -> dict[str, Any]:
+    """Fresh weights and samples, drawn anew in every run of the tests."""
+    seed = secrets.randbits(32)
+    print(f"drawn from {seed}")
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(f"layers.{i}.{n}", s) for i in range(3) for n, s in SHAPES.items()]
+    late = torch.arange(BATCH * 12) >= BATCH * 2
+    made: dict[str, Any] = {
+        "weights": {name: torch.randn(shape, generator=draw) / 2 for name, shape in shapes},
+        "x": torch.randn(BATCH * 12, WIDTH, generator=draw),
+        "y": torch.randn(BATCH * 12, WIDTH, generator=draw),
+        "late": late,
+    }
+    torch.save(made, colotrain.cwd / "drawn.pt")
+    (colotrain.cwd / "users.py").write_text(USERS)
+    return made
+
+
+SHAPES = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
+
+
+def plainly(
+    drawn: dict[str, Any], optimizer: Any, batches: list[int], *, middle_from: int
+) -> dict[str, Tensor]:
+    """The weights after `batches` in one process of torch; layer 1 trains from a step on."""
+    weights = {n: w.clone().requires_grad_() for n, w in drawn["weights"].items()}
+    made = optimizer(list(weights.values()))
+    for step, batch in enumerate(batches):
+        rows = slice(batch * BATCH, (batch + 1) * BATCH)
+        x, y = drawn["x"][rows], drawn["y"][rows]
+        x = F.linear(x, weights["layers.0.weight"], weights["layers.0.bias"]).tanh()
+        if batch >= 2:
+            more = F.linear(x, weights["layers.1.weight"], weights["layers.1.bias"]).tanh()
+            x = x + more
+        made.zero_grad()
+        out = F.linear(x, weights["layers.2.weight"], weights["layers.2.bias"])
+        F.mse_loss(out, y).backward()
+        if step < middle_from:
+            for name, weight in weights.items():
+                weight.grad = None if name.startswith("layers.1.") else weight.grad
+        made.step()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def differences(found: Path, expected: dict[str, Tensor]) -> dict[str, float]:
+    stored = read_whole(found)
+    return {n: (stored[f"model.{n}"] - w).abs().max().item() for n, w in expected.items()}
+
+
+@pytest.mark.parametrize("plugin", ["zero1", "gemini"])
+def test_what_trains_only_after_a_resume_begins_as_in_plain_torch(
+    colotrain: Colotrain, drawn: dict[str, Any], plugin: str
+) -> None:
+    """NAdam begins with a product of one, so that zeros would be another optimizer."""
+    nadam = (*OPTIONS, "optim.name=torch.optim:NAdam")
+    colotrain.run(*nadam, "plugin=zero3", "freeze.patterns=[layers.1.*]", "train.max_steps=3")
+    colotrain.run(*nadam, f"plugin={plugin}", "train.max_steps=6")
+    expected = plainly(drawn, lambda p: torch.optim.NAdam(p, lr=LR), list(range(6)), middle_from=3)
+    found = differences(colotrain.rundir("anew").checkpoint(6), expected)
+    assert max(found.values()) < CLOSE, found
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
+def test_a_rollback_forgets_state_that_its_checkpoint_lacks(
+    colotrain: Colotrain, drawn: dict[str, Any], name: str
+) -> None:
+    """Layer 1 is first used by the third batch; the fourth is bad, and steps 1 and 2 are saved."""
+    drawn["x"][3 * BATCH + 5, 2] = torch.nan
+    torch.save(drawn, colotrain.cwd / "drawn.pt")
+    chosen = "adamw" if name == "AdamW" else f"torch.optim:{name}"
+    back = ("train.on_nonfinite=rollback", "checkpoint.every=2", "train.max_steps=5")
+    colotrain.run(*OPTIONS, *back, f"optim.name={chosen}", "optim.betas=[0.9,0.999]")
+    made = functools.partial(getattr(torch.optim, name), lr=LR, weight_decay=0)
+    expected = plainly(drawn, made, [0, 1, 4, 5, 6], middle_from=0)
+    found = differences(colotrain.rundir("anew").checkpoint(5), expected)
+    assert max(found.values()) < CLOSE, found
+
+
+def test_another_optimizers_state_is_not_taken_for_its_own(
+    colotrain: Colotrain, drawn: dict[str, Any]
+) -> None:
+    colotrain.run(*OPTIONS, "plugin=zero2", "train.max_steps=2")
+    result = colotrain(
+        "run", *OPTIONS, "plugin=zero2", "optim.name=torch.optim:NAdam", "train.max_steps=4"
+    )
+    assert result.code == 0, result.err
+    assert "no state of optim.name=torch.optim:NAdam for layers.0.weight (6 in all)" in result.err
