@@ -13,7 +13,7 @@ CPU_BASELINE_BYTES = 281 << 20
 """Of torch 2.13 for CPU: 264 to 272 MiB when everything is built, less the model; and 8 to 15 MiB
 of its libraries' pages that are first touched in training."""
 MARGIN = {"cpu": 0.15}
-"""More than any run on CPU needed beyond its prediction: 11.6 % at most, of one rank, in 74 runs."""
+"""More than any of 74 runs on CPU needed beyond its prediction: at most 11.6 %, of one rank."""
 CUDA_BASELINE_BYTES = 800 << 20
 """A context of about 0.5 GiB, and NCCL's channels."""
 
