@@ -14,7 +14,7 @@ from typing import Any
 from colotrain.observe.events import Event, EventReader
 from colotrain.rundir import RunDir
 
-COMMAND_TIMEOUT_S = 400  # of a busy machine
+COMMAND_TIMEOUT_S = 800  # of a busy machine
 SMALL = (
     "recipe=llm-tiny",
     "model.args.d_model=32",

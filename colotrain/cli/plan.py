@@ -15,6 +15,7 @@ from colotrain.estimate import offload
 from colotrain.estimate.advise import Option, best, largest_micro_batch, rank
 from colotrain.estimate.communication import traffic
 from colotrain.estimate.layout import Layout, fits
+from colotrain.estimate.memory import most_activations
 from colotrain.observe.fold import follow
 from colotrain.observe.view import summary
 from colotrain.plan import ClusterPlan, Ledger, RunPlan, Survey
@@ -109,7 +110,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
             "reduced": sent.reduced,
         },
         "time": to_plain(plan.time),
-        **_groups(plan, setting.survey),
+        **_groups(plan, setting.survey, most_activations(layout, setting.survey, trace)),
         "alternatives": [_shown(option, plan.cluster) for option in options],
         "warnings": [*plan.warnings, *_warnings(setting)],
     }
@@ -120,14 +121,19 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     return document
 
 
-def _groups(plan: RunPlan, survey: Survey) -> dict[str, Any]:
+def _groups(plan: RunPlan, survey: Survey, activations: int) -> dict[str, Any]:
     """gemini: its groups, and where everything rests."""
     if plan.plugin.chunk_bytes is None:
         return {}
     return {
         "groups": offload.describe_groups(plan.plugin, survey),
         "tiers": offload.describe_tiers(
-            plan.plugin, survey, plan.optim, plan.cluster.device, plan.batch.accumulation_steps
+            plan.plugin,
+            survey,
+            plan.optim,
+            plan.cluster.device,
+            activations=activations,
+            micro_batches=plan.batch.accumulation_steps,
         ),
     }
 

@@ -17,11 +17,11 @@ from colotrain.config.sizes import check_size, format_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.estimate.advise import TIE, Option, Question, best
 from colotrain.estimate.layout import Layout, fits, layout_of
-from colotrain.estimate.offload import least_bytes, predict, tiered
+from colotrain.estimate.memory import most_activations
+from colotrain.estimate.offload import SAFETY, least_bytes, predict, tiered
 from colotrain.packing import choose_chunk_bytes, units_of
 from colotrain.plan import (
     BatchPlan,
-    Ledger,
     ObservePlan,
     OptimPlan,
     PluginPlan,
@@ -53,7 +53,9 @@ class Situation:
         recompute = self.train.activation_checkpointing == "blocks"
         option = self.question.option(plugin.name, layout, checkpointing=recompute)
         survey, device = self.question.survey, self.scale.device
-        memory = tiered(option.memory, plugin, survey, self.optim, device)
+        trace = self.question.traces(recompute, layout.micro_batch)
+        kept = most_activations(layout, survey, trace) if plugin.budget is not None else 0
+        memory = tiered(option.memory, plugin, survey, self.optim, device, activations=kept)
         room = fits(memory.total, self.question.capacity, device)
         return dataclasses.replace(option, memory=memory, fits=room)
 
@@ -221,7 +223,7 @@ def check_room(
     """Whether the budgets can hold one group at work, and the disk what is left to it."""
     if plugin.budget is None:
         return
-    sizes, placement = predict(plugin, survey, optim, Ledger(), scale.device)
+    sizes, placement, _ = predict(plugin, survey, optim, scale.device, activations=0, safety=SAFETY)
     top = "host" if scale.device == "cpu" else "device"
     room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
     least = least_bytes(sizes, plugin)

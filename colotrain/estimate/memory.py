@@ -54,6 +54,15 @@ def recomputes(trace: Trace) -> bool:
     return kept < KEPT_SHARE * made
 
 
+def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int:
+    """The most bytes of activations that are alive at once, whatever else is."""
+    if trace is None:
+        return 0
+    tally = Tally(heap=None)
+    _Walk(layout, survey, trace, tally).run()
+    return tally.most["activations"]
+
+
 class Tally:
     """Bytes alive by category, and what they were at the highest moment so far.
 
@@ -66,6 +75,8 @@ class Tally:
         self.sums = dict.fromkeys((f.name for f in dataclasses.fields(Ledger)), 0)
         self.now = self.fullest = self.highest = 0
         self.at_fullest = dict(self.sums)
+        self.most = dict(self.sums)
+        """Of each category by itself."""
 
     def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
         """`lasts`: it lives as long as the run, in pages of its own."""
@@ -73,6 +84,7 @@ class Tally:
             return
         self.alive[key] = (category, num_bytes)
         self.sums[category] += num_bytes
+        self.most[category] = max(self.most[category], self.sums[category])
         self.now += num_bytes
         if self.heap is not None and not lasts:
             self.heap.take(key, num_bytes)

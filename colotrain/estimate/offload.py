@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from colotrain.tiers import (
     GroupBytes,
     Other,
     Placement,
-    Tier,
     bytes_by_tier,
     moved_bytes,
     place,
@@ -23,7 +21,7 @@ from colotrain.tiers import (
 )
 
 SAFETY = 1.5
-"""As in the first guess that a run makes."""
+"""By which the first guess of a run exceeds the arithmetic; measured, it settles higher up."""
 PROCESS_BYTES = 350 << 20
 """A worker on CPU with torch loaded, before it has a model."""
 
@@ -63,18 +61,25 @@ def weigh(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupByt
 
 
 def predict(
-    plugin: PluginPlan, survey: Survey, optim: OptimPlan, ledger: Ledger, device: str
-) -> tuple[list[GroupBytes], Placement]:
-    """The placement that a run begins with, as far as it can be told."""
+    plugin: PluginPlan,
+    survey: Survey,
+    optim: OptimPlan,
+    device: str,
+    *,
+    activations: int,
+    safety: float = 1.0,
+) -> tuple[list[GroupBytes], Placement, Other]:
+    """The placement that a run settles on, as far as it can be told; it begins with `SAFETY`."""
     assert plugin.budget is not None
     sizes = weigh(plugin, survey, optim)
     process = PROCESS_BYTES if device == "cpu" else 0
-    other = Other(compute=process + passing_bytes(sizes, plugin, ledger), update=process)
-    return sizes, place(sizes, plugin.budget, other, device=device)
+    passing = int(safety * passing_bytes(sizes, plugin)) + activations
+    other = Other(compute=process + passing, update=process)
+    return sizes, place(sizes, plugin.budget, other, device=device), other
 
 
-def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan, ledger: Ledger) -> int:
-    """Beside the model's own: parameters gathered and gradients not yet reduced, activations.
+def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
+    """Beside the model's own and activations: parameters gathered, gradients not yet reduced.
 
     Gathered are the root (with the output of the gather) and two groups; of one group there are
     the whole gradient, the part of it being added, and the input of its reduction.
@@ -83,7 +88,7 @@ def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan, ledger: Ledge
     blocks = sorted(size.parameters for size in sizes[:-1])
     gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
     reduced = 3 * ranks * max(size.gradients for size in sizes)
-    return int(SAFETY * (gathered + reduced)) + ledger.activations
+    return gathered + reduced
 
 
 def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
@@ -94,24 +99,31 @@ def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
 
 
 def tiered(
-    ledger: Ledger, plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str
+    ledger: Ledger,
+    plugin: PluginPlan,
+    survey: Survey,
+    optim: OptimPlan,
+    device: str,
+    *,
+    activations: int,
 ) -> Ledger:
-    """`ledger` with only what stays in the uppermost tier, and the buffers of streaming."""
+    """`ledger` where a budget holds all; otherwise what the placement needs of the upper tier.
+
+    Either what passes in forward and backward, or the window of the update, whatever is more: they
+    are not there at once. There is no snapshot, for state at rest below is saved as it is.
+    """
     if plugin.budget is None:
         return ledger
-    sizes, placement = predict(plugin, survey, optim, ledger, device)
-    top: Tier = "host" if device == "cpu" else "device"
-    gone = {
-        kind: sum(
-            getattr(size, kind)
-            for size, placed in zip(sizes, placement.groups, strict=True)
-            if getattr(placed, kind) != top
-        )
-        for kind in ("parameters", "gradients", "optimizer")
-    }
-    left = {kind: max(0, getattr(ledger, kind) - num) for kind, num in gone.items()}
+    sizes, placement, other = predict(plugin, survey, optim, device, activations=activations)
+    if not placement.streams:
+        return ledger
+    top, here = placement.top, bytes_by_tier(sizes, placement)
+    resting = {kind: tiers.get(top, 0) for kind, tiers in here.items()}
     window = streaming_bytes(sizes, placement.groups, top)
-    return dataclasses.replace(ledger, **left, buffers=ledger.buffers + window)
+    if other.update + window > other.compute:
+        return Ledger(**resting, buffers=window, baseline=other.update)
+    gathered = other.compute - other.update - activations
+    return Ledger(**resting, gathered=gathered, activations=activations, baseline=other.update)
 
 
 def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:
@@ -134,7 +146,13 @@ def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:
 
 
 def describe_tiers(
-    plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, micro_batches: int
+    plugin: PluginPlan,
+    survey: Survey,
+    optim: OptimPlan,
+    device: str,
+    *,
+    activations: int,
+    micro_batches: int,
 ) -> dict[str, Any]:
     """Bytes per tier, and those that a step moves; all on the device where there is no budget."""
     sizes = weigh(plugin, survey, optim)
@@ -142,6 +160,6 @@ def describe_tiers(
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
         placement = place(sizes, unlimited, Other(compute=0, update=0), device=device)
     else:
-        _, placement = predict(plugin, survey, optim, Ledger(), device)
+        _, placement, _ = predict(plugin, survey, optim, device, activations=activations)
     moved = moved_bytes(sizes, placement, micro_batches=micro_batches)
     return {"bytes": bytes_by_tier(sizes, placement), "moved_bytes": moved}

@@ -25,7 +25,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", PAGES_TO_FOLLOW, ids=lambda page: page.stem)
 def test_a_page_can_be_followed(colotrain: Colotrain, page: Path, sample: Path) -> None:
     if page.name in NEEDS:
