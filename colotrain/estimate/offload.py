@@ -82,12 +82,13 @@ def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
     """Beside the model's own and activations: parameters gathered, gradients not yet reduced.
 
     Gathered are the root (with the output of the gather) and two groups; of one group there are
-    the whole gradient, the part of it being added, and the input of its reduction.
+    the whole gradient, the part of it being added, and the input of its reduction. The root's are
+    made bit by bit, and counted with the activations.
     """
     ranks = plugin.mesh[-1]
     blocks = sorted(size.parameters for size in sizes[:-1])
     gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
-    reduced = 3 * ranks * max(size.gradients for size in sizes)
+    reduced = 3 * ranks * max((size.gradients for size in sizes[:-1]), default=0)
     return gathered + reduced
 
 

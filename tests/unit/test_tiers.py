@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
+from colotrain.cli.main import guarded
 from colotrain.tiers import (
     Budget,
     GroupBytes,
@@ -18,6 +21,7 @@ from colotrain.tiers import (
 )
 
 MB = 1_000_000
+GIB = 1 << 30
 NOTHING = Other(compute=0, update=0)
 GROUPS = [
     GroupBytes(name=f"blocks.{i}", parameters=10 * MB, gradients=10 * MB, optimizer=20 * MB)
@@ -113,3 +117,19 @@ def test_accumulation_reads_parameters_more_often(micro_batches: int, parameters
     placement = place([group], budget(1 * MB), NOTHING, device="cpu")
     moved = moved_bytes([group], placement, micro_batches=micro_batches)
     assert moved == (40 + micro_batches * 20 + parameters) * MB
+
+
+def test_a_model_on_disk_is_planned_as_it_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """llm-1b inside 6 GiB: 2.19 GiB a rank at most, which the plan may not fall short of."""
+    words = ["plan", "recipe=llm-1b", "plugin=gemini", f"plugin.disk_path={tmp_path}", "--json"]
+    words += ["plugin.budget.host=2.44GiB", "cluster.procs_per_node=2", "data.seq_len=128"]
+    words += ["train.global_batch=2", "train.micro_batch=1", "optim.schedule.warmup_steps=0"]
+    assert guarded(words) == 0
+    document = json.loads(capsys.readouterr().out)
+    memory, tiers = document["memory"], document["tiers"]["bytes"]
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert memory[kind] == tiers[kind].get("host", 0)
+    assert sum(memory[kind] for kind in tiers) < 0.5 * GIB
+    assert 2.19 * GIB < memory["peak"] < 1.2 * 2.19 * GIB
