@@ -15,8 +15,6 @@ from colotrain.plugins import ROWS
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_run import losses
 
-pytestmark = pytest.mark.xdist_group("noise")
-
 FROZEN = "freeze.patterns=[blocks.0.*]"
 CUT = (*SMALL, FROZEN, "train.global_batch=8", "train.micro_batch=2")  # 2 ranks × 2 micro-batches
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("wheel")
-
 ROOT = Path(__file__).parents[2]
 
 

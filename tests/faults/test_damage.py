@@ -20,7 +20,6 @@ from tests.running import SMALL, Colotrain
 
 pytestmark = [
     pytest.mark.timeout(1800),  # seconds, of a busy machine
-    pytest.mark.xdist_group("damage"),
 ]
 
 

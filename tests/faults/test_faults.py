@@ -21,7 +21,6 @@ from tests.running import COMMAND_TIMEOUT_S, SMALL, Colotrain, Result, losses, p
 
 pytestmark = [
     pytest.mark.timeout(1800),  # seconds, of a busy machine
-    pytest.mark.xdist_group("faults"),
 ]
 
 STEPS = 12

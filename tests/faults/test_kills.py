@@ -15,7 +15,6 @@ from tests.running import Colotrain, wait_for_step
 
 pytestmark = [
     pytest.mark.timeout(1800),  # seconds, of a busy machine
-    pytest.mark.xdist_group("kills"),
 ]
 
 

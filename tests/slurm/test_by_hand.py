@@ -20,8 +20,7 @@ from tests.slurm.test_jobs import FAST, PLAN, WAIT_S, Site, _site
 REASON = missing()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("slurm"),
+    pytest.mark.timeout(1800),
 ]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "colotrain.sbatch"
 

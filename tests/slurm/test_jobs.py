@@ -21,8 +21,7 @@ from tests.slurm.lab import Lab, missing, running
 REASON = missing()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("slurm"),
+    pytest.mark.timeout(1800),
 ]
 
 SAMPLES = """\
