@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LIMIT_S = 300.0
+"""After which the ranks are ended."""
 
 
 def measure(setting: Setting) -> rates.Measurement:
@@ -78,14 +79,15 @@ def _run(file: Path, ranks: int) -> rates.Measurement:
             )
             for rank in range(ranks)
         ]
+        limit = threading.Timer(LIMIT_S, _end, [processes])  # a rank that hangs says nothing
+        limit.start()
         try:
             answer = _follow(processes[0])
             for process in processes:
-                process.wait(timeout=LIMIT_S)
-        finally:
-            for process in processes:
-                process.kill()
                 process.wait()
+        finally:
+            limit.cancel()
+            _end(processes)
         if answer is None:
             errors.seek(0)
             last = [line.strip() for line in errors if line.strip()]
@@ -96,6 +98,12 @@ def _run(file: Path, ranks: int) -> rates.Measurement:
         return answer
 
 
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
 def _follow(process: subprocess.Popen[str]) -> rates.Measurement | None:
     """Show how far the first rank is; its answer, or None where it gave none."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -103,7 +111,7 @@ def _follow(process: subprocess.Popen[str]) -> rates.Measurement | None:
     assert process.stdout is not None
     console = stderr_console()
     columns = (TextColumn("measuring this machine"), BarColumn(), TimeElapsedColumn())
-    answer, deadline = None, time.monotonic() + LIMIT_S
+    answer = None
     with Progress(*columns, console=console, transient=True) as progress:
         shown = progress.add_task("", total=None)
         for line in process.stdout:
@@ -111,8 +119,6 @@ def _follow(process: subprocess.Popen[str]) -> rates.Measurement | None:
                 answer = _read(line)
             else:
                 _advance(progress, shown, line.split())
-            if time.monotonic() > deadline:
-                break
     return answer
 
 

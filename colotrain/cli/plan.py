@@ -18,7 +18,7 @@ from colotrain.estimate.layout import Layout, fits
 from colotrain.estimate.memory import most_activations
 from colotrain.observe.fold import follow
 from colotrain.observe.view import summary
-from colotrain.plan import ClusterPlan, Ledger, RunPlan, Survey
+from colotrain.plan import ClusterPlan, Ledger, RunPlan, Trace
 from colotrain.plugins import ROWS
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -110,7 +110,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
             "reduced": sent.reduced,
         },
         "time": to_plain(plan.time),
-        **_groups(plan, setting.survey, most_activations(layout, setting.survey, trace)),
+        **_groups(setting, layout, trace),
         "alternatives": [_shown(option, plan.cluster) for option in options],
         "warnings": [*plan.warnings, *_warnings(setting)],
     }
@@ -121,8 +121,9 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     return document
 
 
-def _groups(plan: RunPlan, survey: Survey, activations: int) -> dict[str, Any]:
+def _groups(setting: Setting, layout: Layout, trace: Trace | None) -> dict[str, Any]:
     """gemini: its groups, and where everything rests."""
+    plan, survey = setting.plan, setting.survey
     if plan.plugin.chunk_bytes is None:
         return {}
     return {
@@ -132,7 +133,7 @@ def _groups(plan: RunPlan, survey: Survey, activations: int) -> dict[str, Any]:
             survey,
             plan.optim,
             plan.cluster.device,
-            activations=activations,
+            activations=most_activations(layout, survey, trace),
             micro_batches=plan.batch.accumulation_steps,
         ),
     }

@@ -18,7 +18,7 @@ from colotrain.errors import Problem, suggest
 from colotrain.estimate.advise import TIE, Option, Question, best
 from colotrain.estimate.layout import Layout, fits, layout_of
 from colotrain.estimate.memory import most_activations
-from colotrain.estimate.offload import SAFETY, least_bytes, predict, tiered
+from colotrain.estimate.offload import least_bytes, predict, tiered
 from colotrain.packing import choose_chunk_bytes, units_of
 from colotrain.plan import (
     BatchPlan,
@@ -29,6 +29,7 @@ from colotrain.plan import (
     TrainPlan,
 )
 from colotrain.plugins import AUTO_ORDER, ROWS, Row, expand
+from colotrain.tiers import SAFETY
 
 MOST_BLOCKS = 10_000
 

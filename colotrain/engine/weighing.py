@@ -11,11 +11,7 @@ from torch import nn
 from colotrain.engine.freezing import matches
 from colotrain.observe.probes import memory_now
 from colotrain.plan import RunPlan
-from colotrain.tiers import GroupBytes, Other
-
-SAFETY = 1.5
-"""By which the first guess exceeds the arithmetic, for what no arithmetic knows: a first step that
-is killed for memory teaches nothing, and after it things may move up again."""
+from colotrain.tiers import SAFETY, GroupBytes, Other
 
 Modules = list[tuple[str, list[nn.Module]]]
 

@@ -20,8 +20,6 @@ from colotrain.tiers import (
     streaming_bytes,
 )
 
-SAFETY = 1.5
-"""By which the first guess of a run exceeds the arithmetic; measured, it settles higher up."""
 PROCESS_BYTES = 350 << 20
 """A worker on CPU with torch loaded, before it has a model."""
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from colotrain.cli import measure
 from colotrain.cli.plan import describe
 from colotrain.cli.resolving import settle
+from colotrain.errors import ColotrainError
 from colotrain.estimate import rates
 from colotrain.estimate.layout import fits
 from colotrain.estimate.measuring import fit
@@ -110,3 +112,13 @@ def test_this_machine_can_be_measured(tmp_path: Path) -> None:
     found = json.loads(file.read_text("utf-8"))
     assert len(found["errors"]) == len(rates.SHAPES)
     assert all(value > 0 for name, value in found["costs"].items() if "byte_s" not in name)
+
+
+def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(measure.sys, "executable", str(program))
+    monkeypatch.setattr(measure, "LIMIT_S", 1.0)
+    with pytest.raises(ColotrainError, match="--measure: a rank ended without a word"):
+        measure._run(tmp_path / "task.json", 2)
