@@ -155,7 +155,8 @@ class Channel:
             own.copy_(input)
         call = (GATHER, own.nbytes, _code(own.dtype), index)
         found = self.meet(call, "all-gather")
-        buffer.shared = index >= 0
+        if index >= 0:  # else the buffer may still be lent, and others count on its return
+            buffer.shared = True
         buffer.owed.update(peer for peer in self.peers if found[peer][3] >= 0)
         if all(other[3] >= 0 for other in found):
             return

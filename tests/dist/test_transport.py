@@ -179,6 +179,24 @@ def test_results_are_the_same_bits_for_any_order_of_arrival_and_any_buffers() ->
     run(repeats_itself, 3)
 
 
+def lets_go_late(rank: int) -> None:
+    channel = make_channel()
+    held = [gathered(channel, torch.randn(1000), lent=True)]
+    if rank == 0:
+        held.clear()
+    for _ in range(2 * channels.NUM_GATHER_BUFFERS):
+        gathered(channel, torch.randn(1000), lent=True)
+    held.clear()
+    dist.barrier()
+    for _ in range(2 * channels.NUM_GATHER_BUFFERS):
+        buffer = channel.next_gather_buffer()
+        assert buffer.holds(gathered(channel, torch.randn(1000), lent=True))
+
+
+def test_a_buffer_that_one_rank_held_for_long_is_shared_again_afterwards() -> None:
+    run(lets_go_late, 2)
+
+
 def two_meshes(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(rank)
