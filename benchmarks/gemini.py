@@ -1,17 +1,19 @@
 """Training what does not fit: gemini inside a memory control group, the rest on disk.
 
     python benchmarks/gemini.py --limit 10GiB [--recipe llm-1b] [--steps 5] [--in-memory] [--kill]
+    python benchmarks/gemini.py --peers fully_shard-offload deepspeed-cpu [--limit 10GiB]
 
 Runs the recipe on two CPU ranks (sequence 128, a global batch of 2) in a control group of its own
 (as root), and prints losses, tokens/s, the group's highest use and its out-of-memory kills. With
 `--in-memory` the same run without limit comes first, and losses and speed are compared with it.
 With `--kill` every process is killed (-9) after the second step, the disk is looked at, and the
-run is resumed.
+run is resumed. `--peers` runs llm-1b through other systems, and prints what the group used.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -139,6 +142,36 @@ def train(
         return report(name, folder, group)
 
 
+def train_peer(args: argparse.Namespace, variant: str, folder: Path, limit: int) -> None:
+    """The same with `peers/large.py`; prints the end of its log where it fails."""
+    out = folder / f"{variant}-{limit}"
+    out.mkdir()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+    script = Path(__file__).parent / "peers" / "large.py"
+    settings = [str(script), "--variant", variant, "--out", str(out), "--steps", str(args.steps)]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    with control_group(limit) as group, (out / "log").open("w+") as log:
+        join = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+        command = ["sh", "-c", join, str(group), sys.executable, *launch, *settings]
+        process = subprocess.Popen(
+            command, cwd=out, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = process.wait(TIMEOUT_S)
+        finally:
+            kill_all(process)
+        use = f"highest use {format_size(highest_use(group))}, {kills(group)} kills"
+        print(f"{variant}: exit code {code}; control group of {format_size(limit)}: {use}")
+        if code:
+            log.seek(0)
+            print("  " + "\n  ".join(log.read().strip().splitlines()[-12:]))
+            return
+    documents = [json.loads((out / f"rank{rank}.json").read_text("utf-8")) for rank in (0, 1)]
+    gaps = [b - a for a, b in pairwise(documents[0]["ends"])]
+    print("  steps of", *(f"{gap:.1f}" for gap in gaps), "s after the first;", end=" ")
+    print("highest resident by rank:", *(format_size(d["peak"]) for d in documents), flush=True)
+
+
 def kill_after(step: int, process: subprocess.Popen[bytes], rundir: RunDir, folder: Path) -> None:
     """kill -9 to every process of the run once `step` is saved; then the disk is looked at."""
     saved = rundir.checkpoint(step) / "manifest.json"
@@ -177,11 +210,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--in-memory", action="store_true")
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--peers", nargs="*", default=[], help="variants of peers/large.py")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on a real disk")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder, reference = Path(name), None
+        for variant in args.peers:
+            for text in args.limit or ["1TiB"]:
+                train_peer(args, variant, folder, parse_size(text))
+        if args.peers:
+            return
         if args.in_memory:
             reference = train(args, "in-memory", folder, None)
         for text in args.limit or []:
