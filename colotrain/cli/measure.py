@@ -38,7 +38,7 @@ def measure(setting: Setting) -> rates.Measurement:
     ranks, precision = plan.cluster.procs_per_node, plan.train.precision
     threads = plan.cluster.threads_per_rank
     cores = setting.machine.num_cores
-    task = _task(ranks, threads, cores, precision)
+    task = _task(ranks, threads, precision)
     with tempfile.TemporaryDirectory(prefix="colotrain-measure-") as folder:
         file = Path(folder, "task.json")
         file.write_text(json.dumps(task), "utf-8")
@@ -47,7 +47,7 @@ def measure(setting: Setting) -> rates.Measurement:
     return found
 
 
-def _task(ranks: int, threads: int, cores: int, precision: str) -> dict[str, object]:
+def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
     """As `estimate.measuring.Task`, plain."""
     cases = []
     for index in range(len(rates.SHAPES)):
@@ -60,7 +60,7 @@ def _task(ranks: int, threads: int, cores: int, precision: str) -> dict[str, obj
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     guess = rates.guess(threads=threads, precision=precision)
-    common = {"port": port, "ranks": ranks, "threads": threads, "cores": cores}
+    common = {"port": port, "ranks": ranks, "threads": threads}
     return {**common, "precision": precision, "cases": cases, "guess": guess}
 
 

@@ -265,7 +265,7 @@ class Checkpoint:
     keep: int = 2
     """How many are kept; the last good one always is."""
     async_: bool = True
-    """Train on while a copy of the state is written (written `async`); costs that copy's memory."""
+    """Train on while the state is written (written `async`); may take the memory of a copy."""
     resume: str = "auto"
     """auto (go on from this run's newest checkpoint), none, or a run or checkpoint folder."""
     content: Literal["all", "trained"] = "all"

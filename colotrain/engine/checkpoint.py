@@ -10,6 +10,7 @@ import random
 import time
 import zlib
 from collections.abc import Collection, Set
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,8 @@ def save(run: Run) -> None:
         return
     run.at("checkpoint")
     # what rests on disk is not copied to memory: it is written before training goes on
-    copy = run.tiers is None or not run.tiers.placement.streams
-    run.saver.begin(pieces(run), manifest_of(run), copy=copy)
+    background = run.tiers is None or not run.tiers.placement.streams
+    run.saver.begin(pieces(run), manifest_of(run), background=background)
     run.saved_step = run.step
 
 
@@ -72,27 +73,23 @@ def pieces(run: Run) -> list[Piece]:
         Piece(name=own_name(run, name), local=tensors[name], shape=tuple(tensors[name].shape))
         for name in _differing_buffers(run, tensors)
     ]
+    buffers = _buffers(run, tensors)
     for name, tensor in tensors.items():
-        must_be_finite = name in trained or name.startswith("optim.")
+        piece = Piece(
+            name=name,
+            local=tensor,
+            shape=tuple(tensor.shape),
+            must_be_finite=name in trained or name.startswith("optim."),
+            lasts=name not in buffers and not name.startswith("rng."),
+        )
         if not isinstance(tensor, DTensor):
             if name.startswith("rng.") or run.rank == 0:
-                shape = tuple(tensor.shape)
-                found.append(
-                    Piece(name=name, local=tensor, shape=shape, must_be_finite=must_be_finite)
-                )
+                found.append(piece)
             continue
         mesh, local = tensor.device_mesh, local_shard(tensor)
         replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
         if local.numel() and zlib.crc32(name.encode()) % replicas == replica:
-            found.append(
-                Piece(
-                    name=name,
-                    local=local,
-                    shape=tuple(tensor.shape),
-                    first_row=shard_range(tensor)[0],
-                    must_be_finite=must_be_finite,
-                )
-            )
+            found.append(replace(piece, local=local, first_row=shard_range(tensor)[0]))
     return found
 
 
@@ -101,10 +98,14 @@ def own_name(run: Run, name: str) -> str:
     return f"rank.{run.rank}.{name}"
 
 
+def _buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
+    parameters = {f"model.{name}" for name, _ in run.sharded.module.named_parameters()}
+    return [n for n in tensors if n.startswith("model.") and n not in parameters]
+
+
 def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
     """Buffers that are not what they are on rank 0, as running means of each rank's own batches."""
-    parameters = {f"model.{name}" for name, _ in run.sharded.module.named_parameters()}
-    names = [n for n in tensors if n.startswith("model.") and n not in parameters]
+    names = _buffers(run, tensors)
     if not names:
         return []
     mine = torch.tensor([checksum(tensors[name]) for name in names])

@@ -282,6 +282,7 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
         run.loss_scale.update(overflow=True)
         return True, 0.0
     run.loss_scale.update(overflow=False)
+    run.saver.before_update()
     run.guard.before_update(run)
     if run.on_gradients is not None:
         run.on_gradients(run.sharded.module, run.step)

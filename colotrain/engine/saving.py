@@ -1,4 +1,8 @@
-"""Saving behind training's back: a snapshot, then a thread that writes it, one at a time.
+"""Saving behind training's back: a thread that writes what does not change, one save at a time.
+
+Parameters and optimizer state stay as they are until the next update, so they are written from
+where they lie while the next step's gradients are made. What is not written when the update comes
+is copied first; so is, at once, what may change earlier or lies on a GPU.
 
 No collective is used, which could meet one of training's: each rank writes its own file and tells
 the outcome through the process group's store; rank 0 publishes the checkpoint once all have. Into
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from colotrain.engine.dcp_json import INDEX, describe, join
 from colotrain.engine.manifest import FileEntry, Manifest, checksum, prune, publish, write_manifest
-from colotrain.engine.shard_file import Layout, NotFinite, Piece, write_image, write_pieces
+from colotrain.engine.shard_file import Layout, NotFinite, Piece, Turns, write_pieces
 from colotrain.engine.shared_memory import available_bytes
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
@@ -40,8 +44,6 @@ SLOWEST_BYTES_PER_S = 10e6
 LINGER_S = 60.0
 POLL_S = 0.02
 LONGEST_POLL_S = 0.5
-NICENESS = 10
-"""Of the writing thread: training comes first."""
 SHARE_OF_FREE_MEMORY = 0.9
 
 _numbers = itertools.count()
@@ -56,13 +58,14 @@ class Save:
     final: Path
     temporary: Path
     pieces: list[Piece]
+    """Exchanged for copies in `turns`."""
+    layout: Layout
+    turns: Turns
     manifest: Manifest
     started: float
     deadline: float
     stall_s: float = 0.0
     """Time that training stood still for it."""
-    image: Tensor | None = None
-    """What the pieces lie in, where they are copies."""
     error: str | None = None
     thread: threading.Thread | None = None
 
@@ -84,7 +87,7 @@ class Saver:
     """Called again and again while training waits for the disk."""
     current: Save | None = None
     image: Tensor | None = None
-    """The snapshot, as it will lie in the file: as large as parameters and optimizer state here."""
+    """Where copies lie as they will in the file; takes memory only once there are any."""
 
     @staticmethod
     def make(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Saver:
@@ -93,29 +96,40 @@ class Saver:
         dist.broadcast_object_list(token)
         return Saver(plan=plan, rundir=rundir, events=events, token=token[0])
 
-    def begin(self, pieces: list[Piece], manifest: Manifest, *, copy: bool = True) -> None:
-        """Save the state that `pieces` describe; they may change as soon as this returns.
+    def begin(self, pieces: list[Piece], manifest: Manifest, *, background: bool = True) -> None:
+        """Save the state that `pieces` describe, which may change once this returns.
 
-        Without `copy` it returns when the checkpoint is written.
-
-        Waits for the save before. A save that fails is announced and otherwise without effect.
+        Those that last may not before `before_update`. Without `background` it returns when the
+        checkpoint is written. Waits for the save before. A save that fails is announced and
+        otherwise without effect.
         """
         started = time.perf_counter()
         self.wait()
-        save = self._new(pieces, manifest)
+        save = self.current = self._new(pieces, manifest)
         if dist.get_rank() == 0:
             num_bytes = sum(piece.local.nbytes for piece in pieces)
             self.events.write("checkpoint_started", step=manifest.step, bytes=num_bytes)
-        snapshot = self._snapshot(pieces) if copy and self.plan.checkpoint.async_ else None
-        self.current = save
-        if snapshot is None:
+        background = background and self.plan.checkpoint.async_
+        if not background or not self._make_room(save):
             self._carry_out(save, self.beat)
             return
-        save.pieces, save.image, save.stall_s = snapshot, self.image, time.perf_counter() - started
+        self._copy(save, [n for n, p in enumerate(pieces) if p.local.is_cuda or not p.lasts])
+        save.stall_s = time.perf_counter() - started
         save.thread = threading.Thread(
-            target=self._in_background, args=(save,), name="checkpoint", daemon=True
+            target=self._carry_out, args=(save, lambda: None), name="checkpoint", daemon=True
         )
         save.thread.start()
+
+    def before_update(self) -> None:
+        """Let the state change: copy what the save in flight has not written of it."""
+        save = self.current
+        if save is None or save.thread is None or not save.thread.is_alive():
+            return
+        started = time.perf_counter()
+        with save.turns.exchange() as first:
+            still = range(first, len(save.pieces))
+            self._copy(save, [n for n in still if not save.pieces[n].is_copy])
+        save.stall_s += time.perf_counter() - started
 
     def wait(self) -> str | None:
         """Wait for the save in flight; returns what went wrong with the last one, or None."""
@@ -147,7 +161,9 @@ class Saver:
             number=number,
             final=final,
             temporary=final.with_name(label),
-            pieces=pieces,
+            pieces=list(pieces),
+            layout=Layout.of(pieces),
+            turns=Turns(),
             manifest=manifest,
             started=now,
             deadline=now
@@ -156,25 +172,24 @@ class Saver:
             + num_bytes * dist.get_world_size() / SLOWEST_BYTES_PER_S,
         )
 
-    def _snapshot(self, pieces: list[Piece]) -> list[Piece] | None:
-        """Copies of the pieces; None where there is no memory for them."""
-        layout = Layout.of(pieces)
-        if self.image is None or len(self.image) < layout.room:
+    def _make_room(self, save: Save) -> bool:
+        """Whether there is memory to copy all of it."""
+        room = save.layout.num_bytes
+        if self.image is None or len(self.image) < room:
             self.image = None  # freed before the new one is made
-            ranks_here = self.plan.cluster.procs_per_node
-            if layout.room * ranks_here > SHARE_OF_FREE_MEMORY * available_bytes():
-                return None
-            self.image = _pages(layout.room, pinned=any(p.local.is_cuda for p in pieces))
-        copies = []
-        for piece, start in zip(pieces, layout.starts, strict=True):
-            local = self.image[start : start + piece.local.nbytes].view(piece.local.dtype)
-            copies.append(replace(piece, local=local.view(piece.local.shape).copy_(piece.local)))
-        return copies
+            if room * self.plan.cluster.procs_per_node > SHARE_OF_FREE_MEMORY * available_bytes():
+                return False
+            self.image = _pages(room, pinned=any(piece.local.is_cuda for piece in save.pieces))
+        return True
 
-    def _in_background(self, save: Save) -> None:
-        with suppress(OSError, AttributeError):  # training has the processor first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        self._carry_out(save, lambda: None)
+    def _copy(self, save: Save, chosen: list[int]) -> None:
+        """Exchange pieces for copies that lie in the image."""
+        assert self.image is not None
+        for index in chosen:
+            piece, start = save.pieces[index], save.layout.starts[index]
+            local = self.image[start : start + piece.local.nbytes].view(piece.local.dtype)
+            local = local.view(piece.local.shape).copy_(piece.local)
+            save.pieces[index] = replace(piece, local=local, is_copy=True)
 
     def _carry_out(self, save: Save, beat: Callable[[], None]) -> None:
         """Write this rank's part and learn the outcome of all. Never raises."""
@@ -198,10 +213,13 @@ class Saver:
     def _write_part(self, save: Save, rank: int, beat: Callable[[], None]) -> None:
         save.temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = save.temporary / f"__{rank}_0.distcp"
-        if save.image is not None:
-            written = write_image(file, save.image, save.pieces, Layout.of(save.pieces))
-        else:
-            written = write_pieces(file, save.pieces, report=lambda _: beat())
+        written = write_pieces(
+            file,
+            save.pieces,
+            layout=save.layout,
+            turns=save.turns,
+            report=lambda _: beat(),
+        )
         entry = {"bytes": written.num_bytes, "xxh128": written.checksum}
         part = {"files": {file.name: entry}, "tensors": describe(save.pieces, written, file.name)}
         write_atomically(save.part(rank), json.dumps(part))

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +23,13 @@ from torch import Tensor
 
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
-"""Written at once of what lies in memory as it will on the disk."""
+"""Written at once from where it lies: for each, Python's lock changes hands a few times."""
 ALIGNMENT = 64
 """Where a tensor may begin in the file."""
 BLOCK = 4096
-"""Writes past the page cache are of whole blocks."""
+"""Writes past the page cache are of whole blocks, from memory that begins at a page."""
+LARGE_BYTES = 1 << 20
+"""Tensors from here on are written from where they lie, all others through a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,10 @@ class Piece:
     """Of the whole tensor."""
     first_row: int = 0
     must_be_finite: bool = False
+    lasts: bool = False
+    """It does not change before the next update: parameters and what the optimizer holds."""
+    is_copy: bool = False
+    """It does not change at all."""
 
     @property
     def offsets(self) -> list[int]:
@@ -60,99 +69,76 @@ class NotFinite(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each piece lies in a file, and in an image of it in memory."""
+    """Where each piece lies in a file, and in an image of it in memory.
+
+    Large pieces lie in their blocks as they do in their pages, and so can be written from there.
+    """
 
     starts: tuple[int, ...]
     """Of each piece, in bytes."""
     num_bytes: int
-
-    @property
-    def room(self) -> int:
-        """What it takes on a disk: whole blocks."""
-        return -(-self.num_bytes // BLOCK) * BLOCK
 
     @staticmethod
     def of(pieces: list[Piece]) -> Layout:
         starts, at = [], 0
         for piece in pieces:
             at += -at % ALIGNMENT
+            if piece.local.nbytes >= LARGE_BYTES:
+                at += (_address(piece.local) - at) % BLOCK
             starts.append(at)
             at += piece.local.nbytes
         return Layout(tuple(starts), at)
 
 
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.device.type == "cpu" else 0
+
+
+class Turns:
+    """Whose turn it is with the pieces: the writer's, window by window, or training's."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        """The first piece of which something is still to be read."""
+        self._lock, self._free = threading.Lock(), threading.Event()
+        self._free.set()
+
+    @contextmanager
+    def read(self, index: int) -> Iterator[None]:
+        """The writer's: pieces from `index` on stay as they are until this is left."""
+        self._free.wait()
+        with self._lock:
+            self.next = index
+            yield
+
+    @contextmanager
+    def exchange(self) -> Iterator[int]:
+        """Training's: pieces from the one that this gives on may be exchanged for copies."""
+        self._free.clear()
+        try:
+            with self._lock:
+                yield self.next
+        finally:
+            self._free.set()
+
+
 def write_pieces(
-    path: Path, pieces: list[Piece], *, report: Callable[[int], None] = lambda num_bytes: None
+    path: Path,
+    pieces: list[Piece],
+    *,
+    layout: Layout | None = None,
+    turns: Turns | None = None,
+    report: Callable[[int], None] = lambda num_bytes: None,
 ) -> Written:
     """Write and sync the file `path`; OSError where that fails, NotFinite where a value is bad.
 
     `report` is told how many bytes were written since it was last called. At most `BUFFER_BYTES`
-    are held beside the tensors.
+    are held beside the tensors. `pieces` may be exchanged for equal ones in `turns`.
     """
-    layout = Layout.of(pieces)
-    return _write_windows(path, _gathered(pieces, layout), layout, report)
-
-
-def write_image(path: Path, image: Tensor, pieces: list[Piece], layout: Layout) -> Written:
-    """The same of pieces that lie in memory as they will in the file.
-
-    `image` holds `layout.room` bytes at least, on the CPU, and begins at a page.
-    """
-    for piece in pieces:
-        _check(piece)
-    whole = memoryview(image.numpy().data)[: layout.room]
-    windows = (whole[at : at + WINDOW_BYTES] for at in range(0, len(whole), WINDOW_BYTES))
-    return _write_windows(path, windows, layout, lambda num_bytes: None)
-
-
-def _check(piece: Piece) -> None:
-    if piece.must_be_finite and not all_finite(piece.local):
-        raise NotFinite(f"{piece.name} holds values that are not finite")
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether every value is; mostly told by the sum, which is the fastest thing to compute."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    dtype = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
-    return bool(torch.isfinite(tensor.sum(dtype=dtype))) or bool(torch.isfinite(tensor).all())
-
-
-def _gathered(pieces: list[Piece], layout: Layout) -> Iterator[memoryview]:
-    """The file's content, one full buffer after the other; each is valid until the next."""
-    buffer = mmap.mmap(-1, BUFFER_BYTES)  # begins at a page, as the writes must
-    with memoryview(buffer) as view:
-        filled = end = 0
-        for piece, start in zip(pieces, layout.starts, strict=True):
-            _check(piece)
-            for data in (memoryview(bytes(start - end)), _bytes_of(piece.local)):
-                at = 0
-                while at < len(data):
-                    part = data[at : at + BUFFER_BYTES - filled]
-                    view[filled : filled + len(part)] = part
-                    filled, at = filled + len(part), at + len(part)
-                    if filled == BUFFER_BYTES:
-                        yield view
-                        filled = 0
-            end = start + piece.local.nbytes
-        if filled:
-            whole = -(-filled // BLOCK) * BLOCK
-            view[filled:whole] = bytes(whole - filled)
-            yield view[:whole]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if len(flat) else memoryview(b"")
-
-
-def _write_windows(
-    path: Path, windows: Iterable[memoryview], layout: Layout, report: Callable[[int], None]
-) -> Written:
-    """Write a file's content from parts of whole blocks, each beginning at a page."""
+    layout, turns = layout or Layout.of(pieces), turns or Turns()
     checksum, handle, done = xxhash.xxh3_128(), _create(path), 0
     try:
-        for window in windows:
+        for window in _windows(pieces, layout, turns):
             inside = window[: layout.num_bytes - done]
             checksum.update(inside)
             _write_all(handle, window)
@@ -163,6 +149,76 @@ def _write_windows(
     finally:
         os.close(handle)
     return Written(starts=layout.starts, num_bytes=layout.num_bytes, checksum=checksum.hexdigest())
+
+
+def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Iterator[memoryview]:
+    """The file's content in whole blocks that begin at a page; each valid until the next."""
+    buffer = mmap.mmap(-1, BUFFER_BYTES)
+    with memoryview(buffer) as view:
+        filled = 0
+        for part in _parts(pieces, layout, turns):
+            if filled % BLOCK == 0 and len(part) % BLOCK == 0 and _start_of(part) % BLOCK == 0:
+                if filled:
+                    yield view[:filled]
+                    filled = 0
+                yield part
+                continue
+            while part:
+                taken = part[: BUFFER_BYTES - filled]
+                view[filled : filled + len(taken)] = taken
+                part, filled = part[len(taken) :], filled + len(taken)
+                if filled == BUFFER_BYTES:
+                    yield view
+                    filled = 0
+        if filled:
+            whole = -(-filled // BLOCK) * BLOCK
+            view[filled:whole] = bytes(whole - filled)
+            yield view[:whole]
+
+
+def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Iterator[memoryview]:
+    """The file's content, whole blocks apart where they begin at a page; each until the next."""
+    end = 0
+    for index, start in enumerate(layout.starts):
+        if start > end:
+            yield memoryview(bytearray(start - end))
+        end = start + pieces[index].local.nbytes
+        head = min(-start % BLOCK, end - start)
+        at, read = 0, None
+        while at < end - start:
+            with turns.read(index):
+                piece = pieces[index]
+                if piece is not read:
+                    read, data = piece, _bytes_of(piece.local)
+                blocks = (end - start - at) // BLOCK * BLOCK
+                num = head if at < head else min(blocks, WINDOW_BYTES) or end - start - at
+                part = data[at : at + num]
+                _check(piece, part)
+                yield part
+                at += num
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data) if len(flat) else memoryview(b"")
+
+
+def _start_of(data: memoryview) -> int:
+    """The address of what `data` shows."""
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def _check(piece: Piece, part: memoryview) -> None:
+    if piece.must_be_finite and not all_finite(torch.frombuffer(part, dtype=piece.local.dtype)):
+        raise NotFinite(f"{piece.name} holds values that are not finite")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every value is; mostly told by the sum, which is the fastest thing to compute."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    dtype = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+    return math.isfinite(tensor.sum(dtype=dtype).item()) or bool(torch.isfinite(tensor).all())
 
 
 def _create(path: Path) -> int:

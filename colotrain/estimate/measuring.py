@@ -1,7 +1,7 @@
 """A rank of the measurement of this machine: times real steps of small models, all ranks at once.
 
-What else the machine does must not count. Ranks of one thread are timed by the processor time they
-take, ranks of several by the clock; and the fastest of several steps is taken.
+By the clock, for ranks wait for one another and share cores; what else the machine does must not
+count, so the fastest of several steps is taken.
 
 `python -m colotrain.estimate.measuring FILE RANK`, once per rank; FILE holds a `Task`. Rank 0
 prints `NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
@@ -37,7 +37,6 @@ from colotrain.plan import RunPlan
 from colotrain.records import from_plain, to_plain
 
 TIMEOUT_S = 120.0
-Clock = Callable[[], float]
 ROUNDS, CASE_S = 4, 0.3
 """Cases take turns, so that a moment in which the machine has other work spoils none of them."""
 MATMULS = ((256, 320, 960), (480, 896, 320), (128, 768, 2048))
@@ -60,7 +59,6 @@ class Task:
     port: int
     ranks: int
     threads: int
-    cores: int
     precision: str
     cases: tuple[Case, ...]
     guess: dict[str, float]
@@ -75,11 +73,8 @@ def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
     if task.ranks > 1:
         alone["replicated_byte_s"] = _all_reduce_s(4 << 20, task.ranks)
     tell(1, total)
-    alone_on_core = task.threads == 1
-    clock = time.process_time if alone_on_core else time.perf_counter
-    share = max(1.0, task.ranks / task.cores) if alone_on_core else 1.0
     place_what_stays()
-    timed = [Timed(case.plan, clock) for case in task.cases]
+    timed = [Timed(case.plan) for case in task.cases]
     place_what_passes()
     for index in range(ROUNDS):
         for model in timed:
@@ -87,7 +82,7 @@ def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
         tell(index + 2, total)
     fastest = torch.tensor([(t.computing_s, t.ending_s) for t in timed], dtype=torch.float64)
     dist.all_reduce(fastest, dist.ReduceOp.MAX)
-    steps, ends = (share * fastest.t()).tolist()
+    steps, ends = fastest.t().tolist()
     measured = [dict(case.amounts) for case in task.cases]
     inside = [{n: a for n, a in amounts.items() if n not in AFTER} for amounts in measured]
     after = [{n: amounts[n] for n in AFTER} for amounts in measured]
@@ -147,8 +142,7 @@ def fit(
 class Timed:
     """A small model, sharded as its plan says, and the fastest step of it so far."""
 
-    def __init__(self, plan: RunPlan, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, plan: RunPlan) -> None:
         model = build(plan.model, seed=0)
         shape = (plan.batch.micro_batch, plan.data.seq_len)
         tokens = torch.randint(0, int(plan.model.args["vocab_size"]), shape)
@@ -172,18 +166,19 @@ class Timed:
 
     def _step(self, ready: bool) -> bool:
         """As the training loop makes it; whether any rank is ready to end."""
-        started = self.clock()
+        started = time.perf_counter()
         gradients.clear_(self.sharded.module)
         nominal = float(self.batch["labels"].numel())
         accumulate(self.state, [self.batch], num=1, totals=StepTotals(nominal=nominal))
-        computed = self.clock()
+        computed = time.perf_counter()
         facts = gradients.local_facts(self.state)
         shared = torch.cat((torch.tensor([float(ready)], dtype=torch.float64), facts))
         dist.all_reduce(shared)
         gradients.take_facts_(self.state, shared[1:], factor=1.0)
         self.optimizer.step(factor=1.0)
-        self.computing_s = min(self.computing_s, computed - started)
-        self.ending_s = min(self.ending_s, self.clock() - computed)
+        ended = time.perf_counter()
+        if ended - started < self.computing_s + self.ending_s:
+            self.computing_s, self.ending_s = computed - started, ended - computed
         return shared[0].item() > 0
 
 

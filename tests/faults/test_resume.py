@@ -204,3 +204,63 @@ def test_rolling_back_needs_something_to_go_back_to(colotrain: Colotrain) -> Non
     result = colotrain("plan", *ROLLBACK, "data.target=planted:data")
     assert result.code == 2
     assert "checkpoint.every" in result.err
+
+
+SLOW = """
+import time
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(800, 800) for _ in range(3))
+
+    def forward(self, x, target):
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return F.cross_entropy(x, target)
+
+def data():
+    import torch
+    g = torch.Generator().manual_seed(0)
+    return [
+        {"x": torch.randn(800, generator=g), "target": torch.randint(800, (), generator=g)}
+        for _ in range(100)
+    ]
+
+def writes(model, step):
+    from colotrain.engine import shard_file
+
+    if not hasattr(shard_file, "write_at_once"):
+        shard_file.write_at_once = write = shard_file._write_all
+
+        def slowly(handle, data):
+            time.sleep(0.2)
+            write(handle, data)
+
+        shard_file._write_all = slowly
+"""
+
+
+@pytest.mark.parametrize("plugin", ["zero1", "zero3"])
+def test_updates_made_while_a_checkpoint_is_written_are_not_in_it(
+    colotrain: Colotrain, plugin: str
+) -> None:
+    (colotrain.cwd / "slow.py").write_text(SLOW)
+    plan = (
+        *("model.target=slow:Model", "data.target=slow:data", f"plugin={plugin}"),
+        *("train.global_batch=4", "train.micro_batch=2", "cluster.procs_per_node=2"),
+        *("train.max_steps=6", "checkpoint.every=3", "checkpoint.keep=9"),
+    )
+    colotrain.run(*plan, "name=still", "checkpoint.async=false")
+    colotrain.run(*plan, "name=slow", "train.on_gradients=slow:writes")
+    saves = [e for e in colotrain.events("slow") if e.kind == "checkpoint"]
+    times = {e.count("step"): e.t for e in colotrain.events("slow") if e.kind == "step"}
+    assert saves[0].t > times[4], "the update after the save came before it was written"
+    for step in (3, 6):
+        expected, found = (
+            read_whole(colotrain.rundir(name).checkpoint(step)) for name in ("still", "slow")
+        )
+        assert expected.keys() == found.keys()
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

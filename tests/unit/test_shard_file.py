@@ -1,0 +1,141 @@
+"""A rank's file: every byte where the layout says, whatever the tensors are and who takes turns."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from torch import Tensor
+
+from colotrain.engine import shard_file
+from colotrain.engine.shard_file import (
+    BLOCK,
+    LARGE_BYTES,
+    WINDOW_BYTES,
+    Layout,
+    NotFinite,
+    Piece,
+    Turns,
+    Written,
+    write_pieces,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
+
+
+def tensor_of(num_bytes: int, dtype: torch.dtype) -> Tensor:
+    """Anywhere in memory, as its dtype allows."""
+    numel, offset = num_bytes // dtype.itemsize, random.randrange(3000)
+    whole = torch.randint(0, 100, (numel + offset,)).to(dtype)
+    return whole[offset:]
+
+
+def pieces_of(sizes: list[int]) -> list[Piece]:
+    tensors = [tensor_of(size, random.choice(DTYPES)) for size in sizes]
+    return [Piece(name=f"p{n}", local=t, shape=tuple(t.shape)) for n, t in enumerate(tensors)]
+
+
+def check(path: Path, written: Written, expected: list[Tensor]) -> None:
+    content = path.read_bytes()
+    assert len(content) == written.num_bytes
+    assert xxhash.xxh3_128(content).hexdigest() == written.checksum
+    end = 0
+    for start, tensor in zip(written.starts, expected, strict=True):
+        assert not any(content[end:start])
+        end = start + tensor.nbytes
+        found = content[start:end]
+        assert found == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    assert end == len(content)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_file_holds_every_byte_in_its_place(tmp_path: Path, seed: int) -> None:
+    random.seed(seed)
+    edges = [0, 1, 63, 64, BLOCK, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + BLOCK + 8]
+    sizes = random.choices(edges, k=12) + [random.randrange(9 * LARGE_BYTES) for _ in range(3)]
+    random.shuffle(sizes)
+    pieces = pieces_of(sizes)
+    across = torch.randn(900, 700).t()
+    pieces.insert(5, Piece(name="across", local=across, shape=tuple(across.shape)))
+    told: list[int] = []
+    written = write_pieces(tmp_path / "file", pieces, report=told.append)
+    check(tmp_path / "file", written, [piece.local for piece in pieces])
+    assert sum(told) == written.num_bytes
+
+
+def test_large_tensors_are_written_from_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random.seed(0)
+    pieces = pieces_of([5, 3 * LARGE_BYTES, 7, WINDOW_BYTES + 3 * LARGE_BYTES])
+    seen: list[tuple[int, int]] = []
+    write = shard_file._write_all
+
+    def watched(handle: int, data: memoryview) -> None:
+        seen.append((shard_file._start_of(data), len(data)))
+        write(handle, data)
+
+    monkeypatch.setattr(shard_file, "_write_all", watched)
+    check(
+        tmp_path / "file",
+        write_pieces(tmp_path / "file", pieces),
+        [piece.local for piece in pieces],
+    )
+    assert all(start % BLOCK == size % BLOCK == 0 for start, size in seen)
+    for piece in (pieces[1], pieces[3]):
+        first, last = piece.local.data_ptr(), piece.local.data_ptr() + piece.local.nbytes
+        inside = sum(size for start, size in seen if first <= start < last)
+        assert inside > piece.local.nbytes - 2 * BLOCK
+
+
+def test_what_is_exchanged_for_copies_may_change_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random.seed(1)
+    pieces = pieces_of([9, 2 * LARGE_BYTES, WINDOW_BYTES + LARGE_BYTES, LARGE_BYTES, 100])
+    originals, expected = [p.local for p in pieces], [p.local.clone() for p in pieces]
+    layout, turns = Layout.of(pieces), Turns()
+    begun, go_on, number = threading.Event(), threading.Event(), 0
+    write = shard_file._write_all
+
+    def slowly(handle: int, data: memoryview) -> None:
+        nonlocal number
+        number += 1
+        if number == 3:  # in the middle of the third piece
+            begun.set()
+            assert go_on.wait(20)
+        write(handle, data)
+
+    monkeypatch.setattr(shard_file, "_write_all", slowly)
+    found: list[Written] = []
+    path = tmp_path / "file"
+    thread = threading.Thread(
+        target=lambda: found.append(write_pieces(path, pieces, layout=layout, turns=turns))
+    )
+    thread.start()
+    assert begun.wait(20)
+    threading.Timer(0.2, go_on.set).start()
+    with turns.exchange() as first:  # waits for the window that is being written
+        assert go_on.is_set()
+        assert first == 2
+        for index in range(first, len(pieces)):
+            pieces[index] = replace(pieces[index], local=pieces[index].local.clone())
+    for tensor in originals:
+        tensor.fill_(7)
+    thread.join(20)
+    check(path, found[0], expected)
+
+
+@pytest.mark.parametrize("at", [0, 70, LARGE_BYTES // 4, -1])
+def test_a_value_that_is_not_finite_is_found_anywhere(tmp_path: Path, at: int) -> None:
+    values = torch.randn(LARGE_BYTES // 2)
+    piece = Piece(name="bad", local=values, shape=tuple(values.shape), must_be_finite=True)
+    write_pieces(tmp_path / "good", [piece])
+    values[at] = float("inf")
+    with pytest.raises(NotFinite, match="bad"):
+        write_pieces(tmp_path / "file", [piece])
