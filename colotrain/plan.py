@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.plugins import Gradients, ParametersLive
@@ -16,6 +16,11 @@ from colotrain.records import from_plain, to_plain
 from colotrain.tiers import Budget
 
 SCHEMA = 1
+
+Recompute = Literal["none", "selective", "blocks"]
+"""What backward computes again: nothing, what is cheap in each block, or all of it."""
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""From the most memory to the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +128,7 @@ class TrainPlan:
     seed: int
     precision: Literal["fp32", "bf16", "fp16"]
     grad_clip: float | None
-    activation_checkpointing: Literal["none", "blocks"]
+    activation_checkpointing: Recompute
     compile: bool
     eval_every: int
     """0: only before the first and after the last step."""

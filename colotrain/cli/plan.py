@@ -18,7 +18,7 @@ from colotrain.estimate.layout import Layout, fits
 from colotrain.estimate.memory import most_activations
 from colotrain.observe.fold import follow
 from colotrain.observe.view import summary
-from colotrain.plan import ClusterPlan, Ledger, RunPlan, Trace
+from colotrain.plan import RECOMPUTE, ClusterPlan, Ledger, RunPlan, Trace
 from colotrain.plugins import ROWS
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -79,7 +79,7 @@ def _names_a_run(word: str) -> bool:
 def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     """The document of `plan --json`."""
     plan, situation = setting.plan, setting.situation
-    recompute = plan.train.activation_checkpointing == "blocks"
+    recompute = plan.train.activation_checkpointing
     trace = situation.question.traces(recompute, plan.batch.micro_batch)
     layout = situation.layout(plan.plugin)
     sent = traffic(layout, setting.survey, trace)
@@ -151,7 +151,7 @@ def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
         "plugin": option.plugin,
         "micro_batch": option.layout.micro_batch,
         "accumulation_steps": option.layout.accumulation_steps,
-        "activation_checkpointing": "blocks" if option.checkpointing else "none",
+        "activation_checkpointing": option.checkpointing,
         "memory": memory_of(option.memory, cluster),
         "time": to_plain(option.time),
         "fits": option.fits,
@@ -160,7 +160,7 @@ def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
 
 def _warnings(setting: Setting) -> Iterator[str]:
     question, plan = setting.situation.question, setting.plan
-    recompute = plan.train.activation_checkpointing == "blocks"
+    recompute = plan.train.activation_checkpointing
     if question.traces(recompute, plan.batch.micro_batch) is None:
         yield NOT_FOLLOWED
     elif question.hardware is None:
@@ -181,12 +181,12 @@ def _other_plugins(setting: Setting) -> Iterator[Option]:
 
 
 def _advice(setting: Setting) -> Iterator[Option]:
-    """All plugins, micro-batches and both ways of keeping activations: what fits, fastest first."""
+    """All plugins, micro-batches and ways of keeping activations: what fits, fastest first."""
     situation = setting.situation
-    if situation.question.traces(False, 1) is None:
+    if situation.question.traces("none", 1) is None:
         yield from _other_plugins(setting)
         return
-    every = situation.question.every(_layouts(setting), checkpointing=(False, True))
+    every = situation.question.every(_layouts(setting), checkpointing=RECOMPUTE)
     yield from rank(every)
 
 
@@ -200,16 +200,15 @@ def _layouts(setting: Setting) -> Iterator[tuple[str, Layout]]:
 
 def _sentences(setting: Setting, options: Iterable[Option], layout: Layout) -> list[str]:
     plan, question = setting.plan, setting.situation.question
-    recompute = plan.train.activation_checkpointing == "blocks"
+    recompute = plan.train.activation_checkpointing
     largest = largest_micro_batch(question, layout, checkpointing=recompute)
     found = best(options)
     sentences = [f"The largest micro-batch that fits under {plan.plugin.name} is {largest}."]
     if found is None:
         return [*sentences, f"Nothing fits as it is: {remedy(setting.situation, plan)}."]
-    keeping = "blocks" if found.checkpointing else "none"
     settings = (
         f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
-        f"train.activation_checkpointing={keeping}"
+        f"train.activation_checkpointing={found.checkpointing}"
     )
     gain = plan.time.step_s / found.time.step_s if found.time.step_s else 0.0
     faster = f", {gain:.2f} times the speed of the plan as it is" if gain > 1.01 else ""

@@ -15,7 +15,7 @@ from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.estimate.cache import kept
 from colotrain.estimate.layout import MARGIN, fits
 from colotrain.launch.rendezvous import Node
-from colotrain.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
+from colotrain.plan import DataPlan, FreezePlan, ModelPlan, Recompute, RunPlan, Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
 
@@ -91,7 +91,7 @@ def _follow(
     freeze: FreezePlan,
     data: DataPlan,
     precision: str,
-    checkpointing: bool,
+    checkpointing: Recompute,
     device: str,
     micro_batch: int,
 ) -> Trace | None:

@@ -51,7 +51,7 @@ class Situation:
     def option(self, plugin: PluginPlan) -> Option:
         """What `plugin` needs, everything else as planned; less what rests in lower tiers."""
         layout = self.layout(plugin)
-        recompute = self.train.activation_checkpointing == "blocks"
+        recompute = self.train.activation_checkpointing
         option = self.question.option(plugin.name, layout, checkpointing=recompute)
         survey, device = self.question.survey, self.scale.device
         trace = self.question.traces(recompute, layout.micro_batch)

@@ -39,6 +39,7 @@ from colotrain.plan import (
     ModelPlan,
     ObservePlan,
     OptimPlan,
+    Recompute,
     RulePlan,
     RunPlan,
     Trace,
@@ -48,7 +49,7 @@ from colotrain.records import read, sections
 from colotrain.resizing import reachable
 from colotrain.rundir import run_name
 
-TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, bool, str, int], Trace | None]
+TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int], Trace | None]
 """Follows a micro-batch: model, freezing, data, precision, checkpointing, device, its size."""
 
 
@@ -169,7 +170,7 @@ def _traces(
     at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
 
     @functools.cache
-    def traces(checkpointing: bool, micro_batch: int) -> Trace | None:
+    def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
         if trace is None:
             return None
         return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)

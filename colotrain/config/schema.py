@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from colotrain.config.schema_cluster import Cluster
 from colotrain.config.sizes import Size
+from colotrain.plan import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +149,9 @@ class Train:
     """Compute precision; weights and optimizer state stay in the model's own precision."""
     grad_clip: float | None = 1.0
     """Clip the global gradient norm to this; null turns it off."""
-    activation_checkpointing: Literal["none", "blocks"] = "none"
-    """Recompute activations per block in backward (always non-reentrant)."""
+    activation_checkpointing: Recompute = "none"
+    """Recompute activations per block in backward (always non-reentrant): whole blocks, or with
+    `selective` all but matrix products, convolutions and attention, whose outputs are kept."""
     compile: bool = False
     """Compile each block with torch.compile."""
     eval_every: int | None = None

@@ -7,12 +7,53 @@ module, so that parameter names stay the model's own.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from colotrain.engine.grouping import find_blocks
+from colotrain.errors import UsageError
+from colotrain.plan import Recompute, TrainPlan
+
+COSTLY = {
+    *(f"aten::{name}" for name in ("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm")),
+    *(f"aten::{name}" for name in ("linear", "mkldnn_linear", "convolution", "_convolution")),
+    *(f"aten::{name}" for name in ("_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm")),
+    "aten::_scaled_dot_product_attention_math",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+    "flex_attention",
+}
+"""Operations whose outputs `selective` keeps: products of matrices, convolutions, attention."""
+
+
+def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
+    """Compile the blocks and let them recompute, as the plan says.
+
+    The compiler must see what `selective` keeps, so that comes inside; a block that recomputes as
+    a whole runs its compiled forward twice.
+    """
+    recompute = train.activation_checkpointing
+    if recompute == "selective":
+        checkpoint_blocks_(model, recompute)
+    if train.compile:
+        compile_blocks_(model)
+    if recompute == "blocks":
+        checkpoint_blocks_(model, recompute)
 
 
 def compile_blocks_(model: nn.Module) -> None:
@@ -21,12 +62,105 @@ def compile_blocks_(model: nn.Module) -> None:
         module.forward = torch.compile(module.forward)
 
 
-def checkpoint_blocks_(model: nn.Module) -> None:
-    """Recompute each block's activations in backward. Non-reentrant: the reentrant kind silently
-    drops gradients of what follows a frozen prefix."""
+def checkpoint_blocks_(model: nn.Module, recompute: Recompute) -> None:
+    """Recompute each block's activations in backward: all of them, or what is cheap to compute.
+
+    Non-reentrant: the reentrant kind silently drops gradients of what follows a frozen prefix.
+    """
     for module in _blocks(model):
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        if recompute == "selective":
+            module.forward = _keeping(module)
+        elif recompute == "blocks":
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     return [module for _, module in find_blocks(model)] or [model]
+
+
+def _keeping(module: nn.Module) -> Callable[..., Any]:
+    """A block's forward of which backward computes again what is cheap."""
+    forward = module.forward
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        if not _has_backward(module, args, kwargs):  # torch.compile asks that it has
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+    return keeping
+
+
+def _has_backward(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (*module.parameters(), *tree_leaves((args, kwargs)))
+    return any(tensor.requires_grad for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _contexts() -> tuple[Any, Any]:
+    """torch's modes around a block's forward and around its recomputation."""
+    return create_selective_checkpoint_contexts(_Policy())
+
+
+class _Policy:
+    """Keeps the outputs of costly operations, in one forward of one block.
+
+    Where random numbers are drawn inside (attention with dropout) the operation is computed again:
+    left out, those drawn after it would not be the same.
+    """
+
+    def __init__(self) -> None:
+        self.kept: set[int] = set()
+        """Storages of what is kept, which are alive as long as this is."""
+
+    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = operation.name() in COSTLY and not _draws(operation, args, kwargs)
+        if context.is_recompute:  # torch before 2.13 asks again then
+            pass
+        elif keeps:
+            outputs = tree_leaves(context.op_output)
+            self.kept.update(_storage(tensor) for tensor in outputs if isinstance(tensor, Tensor))
+        else:
+            self._refuse_changes(operation, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _refuse_changes(self, operation: Any, args: Any, kwargs: Any) -> None:
+        """A kept tensor that is changed in place would be changed twice."""
+        for index, name in _written(operation):
+            tensor = args[index] if index < len(args) else kwargs.get(name)
+            if isinstance(tensor, Tensor) and _storage(tensor) in self.kept:
+                raise UsageError(
+                    "train.activation_checkpointing=selective: a block changes the result of a "
+                    f"matrix product, convolution or attention in place ({operation})",
+                    "set train.activation_checkpointing=blocks, or have the model make a new "
+                    "tensor there",
+                )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@functools.cache
+def _written(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation changes."""
+    if not isinstance(operation, torch._ops.OpOverload):
+        return ()
+    arguments = enumerate(operation._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+@functools.cache
+def _place_of_dropout(operation: Any) -> int | None:
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return None
+    names = [argument.name for argument in operation._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else -1
+
+
+def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call advances the generator of random numbers."""
+    place = _place_of_dropout(operation)
+    if place is None:
+        return False
+    return place < 0 or (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0

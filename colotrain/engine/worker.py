@@ -28,7 +28,7 @@ from colotrain.data.loader import BatchLoader, Split, open_samples, order_of
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.allocator import place_what_passes, place_what_stays
-from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
+from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.loop import Run, train
@@ -186,10 +186,7 @@ def prepare(
     if not model.training:  # as transformers' from_pretrained leaves it
         model.train()
     groups = agree_on_groups(model, plan, train_data)
-    if plan.train.compile:
-        compile_blocks_(model)
-    if plan.train.activation_checkpointing == "blocks":
-        checkpoint_blocks_(model)
+    prepare_blocks_(model, plan.train)
     mesh = make_mesh(plan.plugin, plan.cluster.device)
     tiers = None
     if plan.plugin.budget is not None:

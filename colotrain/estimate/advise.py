@@ -8,19 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from colotrain.errors import UsageError
 from colotrain.estimate.hardware import Hardware
 from colotrain.estimate.layout import Layout, fits
 from colotrain.estimate.memory import predict
 from colotrain.estimate.time import step_time
-from colotrain.plan import Ledger, Prediction, Survey, Trace
+from colotrain.plan import Ledger, Prediction, Recompute, Survey, Trace
 
 MOST_SAMPLES = 1024
 """Larger micro-batches are not looked for."""
 TIE = 1.01
 """Predictions this near are alike: then what exchanges less, or needs less, is taken."""
 
-Traces = Callable[[bool, int], Trace | None]
-"""The trace with or without activation checkpointing, of a micro-batch."""
+Traces = Callable[[Recompute, int], Trace | None]
+"""The trace of a micro-batch, with what is computed again in backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Option:
 
     plugin: str
     layout: Layout
-    checkpointing: bool
+    checkpointing: Recompute
     memory: Ledger
     time: Prediction
     fits: bool
@@ -48,7 +49,7 @@ class Question:
     tokens_per_step: int
     world_size: int
 
-    def option(self, plugin: str, layout: Layout, *, checkpointing: bool) -> Option:
+    def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
         trace = self.traces(checkpointing, layout.micro_batch)
         memory = predict(layout, self.survey, trace)
         time = Prediction()
@@ -72,16 +73,23 @@ class Question:
         )
 
     def every(
-        self, layouts: Iterable[tuple[str, Layout]], *, checkpointing: Iterable[bool]
+        self, layouts: Iterable[tuple[str, Layout]], *, checkpointing: Iterable[Recompute]
     ) -> Iterator[Option]:
-        """Each layout with each micro-batch that divides the global batch, both ways."""
-        both = list(checkpointing)
+        """Each layout with each micro-batch that divides the global batch, in all those ways."""
+        ways = [recompute for recompute in checkpointing if self.can(recompute)]
         for plugin, layout in layouts:
             for size in self.micro_batches():
                 steps = self.global_batch // (self.world_size * size)
                 sized = replace(layout, micro_batch=size, accumulation_steps=steps)
-                for recompute in both:
+                for recompute in ways:
                     yield self.option(plugin, sized, checkpointing=recompute)
+
+    def can(self, recompute: Recompute) -> bool:
+        """Whether the model can be trained and followed so."""
+        try:
+            return self.traces(recompute, 1) is not None
+        except UsageError:
+            return False
 
     def micro_batches(self) -> list[int]:
         share = self.global_batch // self.world_size
@@ -103,7 +111,7 @@ def best(options: Iterable[Option]) -> Option | None:
     return next(option for option in fitting if option.time.step_s <= limit)
 
 
-def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: bool) -> int:
+def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: Recompute) -> int:
     """The largest power of two that fits as micro-batch, whatever the global batch is; or 0."""
 
     def has_room(size: int) -> bool:
@@ -119,7 +127,7 @@ def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: bo
     return size
 
 
-def ranks_needed(question: Question, layout: Layout, *, checkpointing: bool) -> int | None:
+def ranks_needed(question: Question, layout: Layout, *, checkpointing: Recompute) -> int | None:
     """The smallest power of two of ranks, sharing one copy, on which micro-batches of one fit."""
     trace, size = question.traces(checkpointing, 1), layout.shard
     while size <= 1 << 14:

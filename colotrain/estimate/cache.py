@@ -29,6 +29,7 @@ SOURCES = (
     "models/loss.py",
     "estimate/tracing.py",
     "estimate/survey.py",
+    "engine/blocks.py",
     "engine/grouping.py",
 )
 MOST_KEPT = 500

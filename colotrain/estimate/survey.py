@@ -15,7 +15,7 @@ from colotrain.engine.grouping import find_blocks
 from colotrain.errors import ConfigError, Problem
 from colotrain.estimate.tracing import NotTraceable, trace
 from colotrain.models.loading import build, build_on_meta, fills_itself
-from colotrain.plan import DataPlan, FreezePlan, ModelPlan, ParameterInfo, Survey, Trace
+from colotrain.plan import DataPlan, FreezePlan, ModelPlan, ParameterInfo, Recompute, Survey, Trace
 
 
 def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
@@ -104,7 +104,7 @@ def follow(
     freeze: FreezePlan,
     data: DataPlan,
     precision: str,
-    checkpointing: bool,
+    checkpointing: Recompute,
     device: str,
     micro_batch: int,
 ) -> Trace | None:

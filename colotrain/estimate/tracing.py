@@ -21,7 +21,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.grouping import find_blocks
-from colotrain.plan import Segment, Trace, Work
+from colotrain.errors import UsageError
+from colotrain.plan import Recompute, Segment, Trace, Work
 
 ATTENTION = ("attention", "sdpa")
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +56,7 @@ def trace(
     sample: Batch,
     *,
     precision: str,
-    checkpointing: bool,
+    checkpointing: Recompute,
     device: str,
     micro_batch: int,
 ) -> Trace:
@@ -63,7 +64,8 @@ def trace(
 
     The model must be on the meta device and frozen as it shall be; `sample` are the tensors of one
     sample, without the dimension of the batch. `device` is where it will really run. Raises
-    `NotTraceable` where forward or backward does not work without values.
+    `NotTraceable` where forward or backward does not work without values, `UsageError` where the
+    model cannot be trained so.
     """
     for parameter in model.parameters():
         compute = COMPUTE[precision]
@@ -71,8 +73,7 @@ def trace(
             parameter.data = parameter.data.to(compute)  # as the all-gather casts it
     for _, block in find_blocks(model):
         block.forward = _always_as_on(device, block.forward)
-    if checkpointing:
-        checkpoint_blocks_(model)
+    checkpoint_blocks_(model, checkpointing)
     batch = _batch(sample, micro_batch)
     return read(record(model, batch, device=device), model, batch)
 
@@ -182,6 +183,8 @@ def record(model: nn.Module, batch: Batch, *, device: str) -> Recording:
             del loss
         for parameter in model.parameters():
             parameter.grad = None
+    except UsageError:
+        raise
     except Exception as error:  # whatever a forward raises that looks at values
         raise NotTraceable(f"{type(error).__name__}: {error}") from error
     finally:

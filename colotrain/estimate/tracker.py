@@ -75,14 +75,13 @@ def _by_plan(plan: RunPlan) -> dict[str, int]:
     if model is None:
         raise ColotrainError("the model cannot be built on the meta device", "leave out --trace")
     freeze_(model, plan.freeze)
-    recompute = plan.train.activation_checkpointing == "blocks"
     sample = {name: tensor[0] for name, tensor in _batch(plan, "meta").items()}
     precision = plan.train.precision
     followed = trace(
         model,
         sample,
         precision=precision,
-        checkpointing=recompute,
+        checkpointing=plan.train.activation_checkpointing,
         device="cpu",
         micro_batch=plan.batch.micro_batch,
     )
@@ -115,8 +114,7 @@ def _by_tracker(plan: RunPlan) -> dict[str, int]:
         assert model is not None
         freeze_(model, plan.freeze)
         groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=_batch(plan, "meta"))
-        if plan.train.activation_checkpointing == "blocks":
-            checkpoint_blocks_(model)
+        checkpoint_blocks_(model, plan.train.activation_checkpointing)
         with FakeTensorMode(allow_non_fake_inputs=True):
             sharded = shard_(model, plan, mesh, groups)
             model.to_empty(device="cpu")

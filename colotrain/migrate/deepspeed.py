@@ -201,7 +201,7 @@ RULES: Rules = {
     "sparse_gradients": none("gradients are dense"),
     "disable_allgather": decided(BUFFERS),
     "activation_checkpointing.*": decided(
-        "recomputing is train.activation_checkpointing=blocks, always non-reentrant"
+        "recomputing is train.activation_checkpointing=blocks or selective, always non-reentrant"
     ),
     "tensorboard.enabled": _tracker("tensorboard"),
     "wandb.enabled": _tracker("wandb"),

@@ -220,7 +220,7 @@ RULES: Rules = {
     "trainer.strategy.init_args.offload_optimizer": offload,
     "trainer.strategy.init_args.offload_parameters": offload,
     "trainer.strategy.init_args.activation_checkpointing_policy*": decided(
-        "recomputing is train.activation_checkpointing=blocks"
+        "recomputing is train.activation_checkpointing=blocks or selective"
     ),
     "trainer.strategy.init_args.auto_wrap_policy*": decided("groups are found in the model"),
     "trainer.strategy.init_args.state_dict_type": decided("checkpoints are sharded"),

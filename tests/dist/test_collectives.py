@@ -148,7 +148,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict
     counted, found = json.loads(out.read_text("utf-8")), {}
     for name, setting in settings.items():
         situation = setting.situation
-        trace = situation.question.traces(False, setting.plan.batch.micro_batch)
+        trace = situation.question.traces("none", setting.plan.batch.micro_batch)
         sent = traffic(situation.layout(setting.plan.plugin), setting.survey, trace)
         hybrid = {"replicated": sent.replicated_bytes} if sent.replicated_bytes else {}
         said = {

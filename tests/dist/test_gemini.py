@@ -30,6 +30,7 @@ CASES = {
     "split blocks": ("plugin.chunk_size=8KiB",),
     "one group per block": ("plugin.chunk_size=40KiB",),
     "activation checkpointing": ("train.activation_checkpointing=blocks",),
+    "selective recomputation": ("train.activation_checkpointing=selective",),
     "half precision": ("train.precision=bf16",),
     "momentum": ("optim.name=sgd", "optim.lr=0.1"),
     "odd shapes on three ranks": (

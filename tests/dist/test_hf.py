@@ -74,8 +74,9 @@ def test_every_plugin_trains_and_exports_as_plain_transformers(
 ) -> None:
     folder = hf.make_directory(kind, tmp_path / kind)
     plans = [plan_of(kind, folder, p, *v) for p in ROWS for v in (*variants(kind), ())]
-    recompute = "train.activation_checkpointing=blocks"
-    plans += [plan_of(kind, folder, "zero3", recompute, *v) for v in variants(kind)]
+    for way in ("blocks", "selective"):
+        recompute = f"train.activation_checkpointing={way}"
+        plans += [plan_of(kind, folder, "zero3", recompute, *v) for v in variants(kind)]
 
     def reference(plan: RunPlan, *, steps: int) -> Trajectory:
         return hf.fine_tune(plan, adapters_at_first(plan), steps=steps)

@@ -30,10 +30,12 @@ def test_a_run_is_shown_beside_its_plan_by_category(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plugin", ["zero2", "zero3", "fsdp-hybrid"])
 @pytest.mark.parametrize("freeze", [[], ["freeze.patterns=[embed*,blocks.0.*]"]])
+@pytest.mark.parametrize("recompute", ["selective", "blocks"])
 def test_the_plan_of_64_ranks_is_what_torch_s_tracker_sees(
-    tmp_path: Path, plugin: str, freeze: list[str]
+    tmp_path: Path, plugin: str, freeze: list[str], recompute: str
 ) -> None:
-    words = ["recipe=llm-25m", f"plugin={plugin}", "train.activation_checkpointing=blocks", *freeze]
+    way = f"train.activation_checkpointing={recompute}"
+    words = ["recipe=llm-25m", f"plugin={plugin}", way, *freeze]
     words += ["cluster=h200", "cluster.nodes=8", "cluster.procs_per_node=8"]
     words += ["train.micro_batch=1", "train.global_batch=null", "accumulate.steps=1"]
     words += ["data.seq_len=1024"]

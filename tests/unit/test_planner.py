@@ -21,11 +21,13 @@ from colotrain.estimate.time import step_time
 from colotrain.estimate.tracing import read, record, trace
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.plan import (
+    RECOMPUTE,
     FreezePlan,
     Ledger,
     ModelPlan,
     OptimPlan,
     ParameterInfo,
+    Recompute,
     Survey,
     Trace,
 )
@@ -67,7 +69,9 @@ def layout(plugin: str, shard: int, **changes: object) -> Layout:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
-def traced(*, size: int = 2, checkpointing: bool = False, patterns: tuple[str, ...] = ()) -> Trace:
+def traced(
+    *, size: int = 2, checkpointing: Recompute = "none", patterns: tuple[str, ...] = ()
+) -> Trace:
     model = build_on_meta(MODEL)
     assert model is not None
     freeze_(model, FreezePlan(patterns=patterns))
@@ -106,7 +110,7 @@ def test_what_is_seen_without_storage_is_what_the_real_model_allocates() -> None
 
 
 def test_recomputing_blocks_keeps_less_and_computes_more() -> None:
-    kept, again = traced(), traced(checkpointing=True)
+    kept, again = traced(), traced(checkpointing="blocks")
     assert most_alive(again) < most_alive(kept)
     forward = sum(s.work.matmul_flops for s in kept.segments if s.phase == "forward" and s.block)
     extra = sum(s.work.matmul_flops for s in again.segments) - sum(
@@ -200,9 +204,9 @@ def test_a_heap_keeps_what_it_once_was() -> None:
 
 def test_recomputation_is_seen_in_what_blocks_keep() -> None:
     assert not recomputes(traced())
-    assert recomputes(traced(checkpointing=True))
+    assert recomputes(traced(checkpointing="blocks"))
     assert not recomputes(traced(patterns=("embed*", "blocks.0.*", "blocks.1.*")))
-    assert recomputes(traced(checkpointing=True, patterns=("embed*", "blocks.0.*")))
+    assert recomputes(traced(checkpointing="blocks", patterns=("embed*", "blocks.0.*")))
 
 
 def test_the_heap_of_a_cpu_reaches_further_than_what_is_alive_and_more_where_blocks_recompute() -> (
@@ -294,20 +298,20 @@ def question(capacity: int) -> Question:
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     capacity = predict(layout("zero2", 4), looked_at(), traced(size=8)).total
     asked = question(capacity)
-    assert largest_micro_batch(asked, layout("zero2", 4), checkpointing=False) == 8
+    assert largest_micro_batch(asked, layout("zero2", 4), checkpointing="none") == 8
 
 
 def test_advice_never_names_what_does_not_fit() -> None:
     layouts = [(name, layout(name, 4)) for name in ("zero1", "zero2", "zero3")]
-    every = list(question(1 << 40).every(layouts, checkpointing=(False, True)))
-    assert len(every) == 3 * 3 * 2
+    every = list(question(1 << 40).every(layouts, checkpointing=RECOMPUTE))
+    assert len(every) == 3 * 3 * 3
     median = sorted(option.memory.total for option in every)[len(every) // 2]
-    tight = list(question(median).every(layouts, checkpointing=(False, True)))
+    tight = list(question(median).every(layouts, checkpointing=RECOMPUTE))
     chosen = best(tight)
     assert chosen is not None
     assert chosen.fits
     assert chosen.memory.total <= median
-    assert best(question(1).every(layouts, checkpointing=(True,))) is None
+    assert best(question(1).every(layouts, checkpointing=("blocks",))) is None
 
 
 def test_a_ledger_adds_up() -> None:

@@ -11,7 +11,7 @@ from colotrain.estimate.memory import model_state_bytes, predict
 from colotrain.estimate.survey import survey
 from colotrain.estimate.tracing import trace
 from colotrain.models.loading import build_on_meta
-from colotrain.plan import FreezePlan, ModelPlan, OptimPlan
+from colotrain.plan import FreezePlan, ModelPlan, OptimPlan, Recompute
 from colotrain.plugins import ROWS
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -57,10 +57,10 @@ def bert_large() -> Any:
 
 @pytest.mark.parametrize(
     ("micro_batch", "checkpointing", "published_mib"),
-    [(4, False, 14949), (1, False, 8681), (1, True, 6775)],
+    [(4, "none", 14949), (1, "none", 8681), (1, "blocks", 6775)],
 )
 def test_bert_large_on_a_v100_in_the_guide_of_transformers(
-    micro_batch: int, checkpointing: bool, published_mib: int
+    micro_batch: int, checkpointing: Recompute, published_mib: int
 ) -> None:
     """https://huggingface.co/docs/transformers/v4.21.0/perf_train_gpu_one, by nvidia-smi.
 
