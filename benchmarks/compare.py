@@ -97,7 +97,7 @@ def measure(system: System, cell: Cell, steps: int) -> Measured:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         out = Path(folder)
         started = time.time()
-        carry_out(command(system, cell, steps, out), out)
+        carry_out(command(system, cell, steps, out), cell, out)
         ends, peak = read_colotrain(out) if system.name == "colotrain" else read_peer(out, cell)
     gaps = [b - a for a, b in pairwise(ends[1:])]
     tokens = cell.global_batch * SEQ_LEN
@@ -137,13 +137,13 @@ def colotrain(plugin: str, cell: Cell, steps: int) -> list[str]:
     ]
 
 
-def carry_out(command: list[str], out: Path) -> None:
+def carry_out(command: list[str], cell: Cell, out: Path) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
-        "PEER_RANKS": next((c for c in command if c.isdecimal()), "2"),
+        "PEER_RANKS": str(cell.ranks),
         "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "2",
+        "LOCAL_SIZE": str(cell.ranks),
         "CI": "1",
     }
     with (out / "log").open("w+") as log:
