@@ -45,11 +45,14 @@ class Timed(lightning.Callback):
 def main() -> None:
     asked = arguments()
     meter = Meter(asked.out)
+    ranks = int(os.environ["PEER_RANKS"])
     fsdp = asked.variant.startswith("fsdp2")
+    # by default it would split tensors over the ranks, not data
+    sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["PEER_RANKS"]),
-        strategy=ModelParallelStrategy() if fsdp else "ddp",
+        devices=ranks,
+        strategy=sharded if fsdp else "ddp",
         max_steps=asked.steps,
         accumulate_grad_batches=asked.accumulation,
         gradient_clip_val=1.0,
