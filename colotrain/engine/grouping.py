@@ -39,9 +39,10 @@ def find_groups(
     """
     blocks = find_blocks(model)
     if chunk_bytes is None:
+        callable_ = {name for name, _ in blocks}
         if batch is not None:
-            blocks = [block for block in blocks if block[0] in called_once(model, blocks, batch)]
-        return [(name, [module]) for name, module in blocks]
+            callable_ = called_once(model, blocks, batch)
+        return [(name, [module]) for name, module in blocks if name in callable_]
     inside = [part for block in blocks for part in _parts(*block)] if split else []
     callable_ = {name for name, _ in (*blocks, *inside)}
     if batch is not None:
@@ -128,8 +129,9 @@ def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor])
     counts only if its neighbours of the same kind get inputs of the same shape (experts that share
     out the tokens do not). Where nothing runs, no block counts.
     """
-    for mode in (torch.device("meta"), FakeTensorMode(allow_non_fake_inputs=True)):
-        calls = _trial(_without_storage, model, blocks, batch, mode=mode)
+    modes = (lambda: torch.device("meta"), lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    for make in modes:  # the second loads torch's compiler, and is rarely needed
+        calls = _trial(_without_storage, model, blocks, batch, mode=make())
         if calls is not None:
             return {name for name, shapes in calls.items() if len(shapes) == 1}
     real = all(not p.is_meta for p in model.parameters())

@@ -23,6 +23,8 @@ from typing import Any
 from colotrain.lifeline import end_with
 
 ENTRY = "colotrain.engine.worker"
+COMPILER = "torch._dynamo"
+"""Which torch's optimizers load: 0.5 s that each worker would pay by itself."""
 ENVIRONMENT = {
     # the rendezvous store of a dead attempt must not be reused: restarts hang half of the time
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -34,7 +36,7 @@ def warm_up() -> None:
     """Begin to start the server; returns at once. Called early, it hides its imports' time."""
     os.environ.update(ENVIRONMENT)  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["colotrain.launch.serving", ENTRY])
+    context.set_forkserver_preload(["colotrain.launch.serving", ENTRY, COMPILER])
     with _group_signals_ignored():
         resource_tracker.ensure_running()
     threading.Thread(target=forkserver.ensure_running, daemon=True).start()

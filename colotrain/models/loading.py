@@ -55,7 +55,7 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
         model = huggingface.build(plan)
     else:
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _Unfilled():
                 model = _call_target(plan)
         except (NotImplementedError, RuntimeError):
             return None
@@ -194,10 +194,29 @@ def _write_whole(parameter: Tensor, whole: Tensor) -> None:
     parameter.copy_(whole)
 
 
+RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
+
+
+def _is_init(func: Any) -> bool:
+    return getattr(func, "__module__", "") == "torch.nn.init"
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out initial values on the meta device: the first loads torch's compiler, 0.5 s."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_init(func) or getattr(func, "__name__", "") in RANDOM:
+            target = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
+        return func(*args, **kwargs)
+
+
 class _SeededByName(TorchFunctionMode):
     """Turns in-place random draws on parameters into draws seeded by the parameter's name."""
-
-    RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
 
     def __init__(
         self,
@@ -217,8 +236,8 @@ class _SeededByName(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        by_init = getattr(func, "__module__", "") == "torch.nn.init"
-        if not by_init and getattr(func, "__name__", "") not in self.RANDOM:
+        by_init = _is_init(func)
+        if not by_init and getattr(func, "__name__", "") not in RANDOM:
             return func(*args, **kwargs)
         target = kwargs.pop("tensor", None) if by_init else args[0]
         if target is None:

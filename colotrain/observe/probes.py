@@ -19,7 +19,7 @@ _STATUS_FIELDS = re.compile(rb"^Vm(HWM|RSS):\s*(\d+) kB", re.MULTILINE)
 
 _LARGEST = {"cpu": 2048, "cuda": 8192}
 _LONG_ENOUGH_S = 0.01
-_BUDGET_S = 0.2
+_BUDGET_S = 0.1
 
 
 def memory_now() -> tuple[int, int]:
@@ -78,7 +78,7 @@ def _from_psutil() -> tuple[int, int]:
 def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """The best rate of a square matmul on `device` in floating-point operations per second.
 
-    Takes under 0.3 s once the device is warm; sizes grow until one is worth timing. Call it before
+    Takes about 0.1 s once the device is warm; sizes grow until one is worth timing. Call it before
     anything else is allocated: it resets CUDA's peak-memory statistics afterwards. 0.0 where the
     device cannot multiply in `dtype`.
     """
