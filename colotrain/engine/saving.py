@@ -32,7 +32,7 @@ from torch import Tensor
 
 from colotrain.engine.dcp_json import INDEX, describe, join
 from colotrain.engine.manifest import FileEntry, Manifest, checksum, prune, publish, write_manifest
-from colotrain.engine.shard_file import Layout, NotFinite, Piece, Turns, write_pieces
+from colotrain.engine.shard_file import POLL_S, Layout, NotFinite, Piece, Turns, write_pieces
 from colotrain.engine.shared_memory import available_bytes
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
@@ -42,7 +42,6 @@ from colotrain.rundir import RunDir, write_atomically
 SLOWEST_BYTES_PER_S = 10e6
 """A disk slower than this is taken for one that hangs."""
 LINGER_S = 60.0
-POLL_S = 0.02
 LONGEST_POLL_S = 0.5
 SHARE_OF_FREE_MEMORY = 0.9
 
@@ -126,7 +125,7 @@ class Saver:
         if save is None or save.thread is None or not save.thread.is_alive():
             return
         started = time.perf_counter()
-        with save.turns.exchange() as first:
+        with save.turns.exchange(lambda: self._waiting(save)) as first:
             still = range(first, len(save.pieces))
             self._copy(save, [n for n in still if not save.pieces[n].is_copy])
         save.stall_s += time.perf_counter() - started
@@ -138,14 +137,18 @@ class Saver:
             return save.error if save else None
         while save.thread.is_alive():
             save.thread.join(POLL_S)
-            self.beat()
-            if time.monotonic() > save.deadline:
-                raise ColotrainError(
-                    f"checkpoint of step {save.manifest.step}: not written within "
-                    f"{save.deadline - save.started:.0f} s",
-                    f"see that {self.rundir.checkpoints} is on a disk that answers",
-                )
+            self._waiting(save)
         return save.error
+
+    def _waiting(self, save: Save) -> None:
+        """Training stands still for a save: no longer than its deadline."""
+        self.beat()
+        if time.monotonic() > save.deadline:
+            raise ColotrainError(
+                f"checkpoint of step {save.manifest.step}: not written within "
+                f"{save.deadline - save.started:.0f} s",
+                f"see that {self.rundir.checkpoints} is on a disk that answers",
+            )
 
     def linger(self) -> None:
         """Give a save in flight its time although the run has failed; nothing is raised."""

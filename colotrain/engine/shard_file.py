@@ -12,8 +12,8 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from torch import Tensor
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
 """Written at once from where it lies: for each, Python's lock changes hands a few times."""
+POLL_S = 0.02
 ALIGNMENT = 64
 """Where a tensor may begin in the file."""
 BLOCK = 4096
@@ -112,12 +113,19 @@ class Turns:
             yield
 
     @contextmanager
-    def exchange(self) -> Iterator[int]:
-        """Training's: pieces from the one that this gives on may be exchanged for copies."""
+    def exchange(self, waiting: Callable[[], None] = lambda: None) -> Iterator[int]:
+        """Training's: pieces from the one that this gives on may be exchanged for copies.
+
+        `waiting` is called again and again until the window that is being written is done.
+        """
         self._free.clear()
         try:
-            with self._lock:
+            while not self._lock.acquire(timeout=POLL_S):
+                waiting()
+            try:
                 yield self.next
+            finally:
+                self._lock.release()
         finally:
             self._free.set()
 
@@ -138,12 +146,13 @@ def write_pieces(
     layout, turns = layout or Layout.of(pieces), turns or Turns()
     checksum, handle, done = xxhash.xxh3_128(), _create(path), 0
     try:
-        for window in _windows(pieces, layout, turns):
-            inside = window[: layout.num_bytes - done]
-            checksum.update(inside)
-            _write_all(handle, window)
-            done += len(inside)
-            report(len(inside))
+        with closing(_windows(pieces, layout, turns)) as windows:  # it holds a turn where one fails
+            for window in windows:
+                inside = window[: layout.num_bytes - done]
+                checksum.update(inside)
+                _write_all(handle, window)
+                done += len(inside)
+                report(len(inside))
         os.ftruncate(handle, layout.num_bytes)
         os.fsync(handle)
     finally:
@@ -151,12 +160,12 @@ def write_pieces(
     return Written(starts=layout.starts, num_bytes=layout.num_bytes, checksum=checksum.hexdigest())
 
 
-def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Iterator[memoryview]:
+def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memoryview]:
     """The file's content in whole blocks that begin at a page; each valid until the next."""
     buffer = mmap.mmap(-1, BUFFER_BYTES)
-    with memoryview(buffer) as view:
+    with memoryview(buffer) as view, closing(_parts(pieces, layout, turns)) as parts:
         filled = 0
-        for part in _parts(pieces, layout, turns):
+        for part in parts:
             if filled % BLOCK == 0 and len(part) % BLOCK == 0 and _start_of(part) % BLOCK == 0:
                 if filled:
                     yield view[:filled]
@@ -176,7 +185,7 @@ def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Iterator[memo
             yield view[:whole]
 
 
-def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Iterator[memoryview]:
+def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memoryview]:
     """The file's content, whole blocks apart where they begin at a page; each until the next."""
     end = 0
     for index, start in enumerate(layout.starts):

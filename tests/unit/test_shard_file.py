@@ -139,3 +139,21 @@ def test_a_value_that_is_not_finite_is_found_anywhere(tmp_path: Path, at: int) -
     values[at] = float("inf")
     with pytest.raises(NotFinite, match="bad"):
         write_pieces(tmp_path / "file", [piece])
+
+
+def test_a_write_that_fails_leaves_the_turn_to_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int, data: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shard_file, "_write_all", full)
+    turns = Turns()
+    with pytest.raises(OSError, match="No space") as kept:  # with all frames of the writer
+        write_pieces(tmp_path / "file", pieces_of([3 * LARGE_BYTES]), turns=turns)
+
+    def waiting() -> None:
+        raise AssertionError(kept)
+
+    with turns.exchange(waiting) as first:
+        assert first == 0
