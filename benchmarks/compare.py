@@ -13,13 +13,10 @@ import importlib.util
 import json
 import os
 import platform
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +24,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
+from processes import carry_out
 from workload import LR, MODEL, SEQ_LEN, Cell
 
 from colotrain.observe.events import EventReader
@@ -97,7 +95,8 @@ def measure(system: System, cell: Cell, steps: int) -> Measured:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         out = Path(folder)
         started = time.time()
-        carry_out(command(system, cell, steps, out), cell, out)
+        words, environment = command(system, cell, steps, out), environment_of(cell)
+        carry_out(words, out, environment=environment, timeout_s=RUN_TIMEOUT_S)
         ends, peak = read_colotrain(out) if system.name == "colotrain" else read_peer(out, cell)
     gaps = [b - a for a, b in pairwise(ends[1:])]
     tokens = cell.global_batch * SEQ_LEN
@@ -137,8 +136,8 @@ def colotrain(plugin: str, cell: Cell, steps: int) -> list[str]:
     ]
 
 
-def carry_out(command: list[str], cell: Cell, out: Path) -> None:
-    environment = os.environ | {
+def environment_of(cell: Cell) -> dict[str, str]:
+    return {
         "PYTHONPATH": os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "PEER_RANKS": str(cell.ranks),
@@ -146,27 +145,6 @@ def carry_out(command: list[str], cell: Cell, out: Path) -> None:
         "LOCAL_SIZE": str(cell.ranks),
         "CI": "1",
     }
-    with (out / "log").open("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=out, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=RUN_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            stop(process)
-        if code != 0:
-            log.seek(0)
-            words = " | ".join(log.read().strip().splitlines()[-3:])
-            raise RuntimeError(f"exit code {code}: {words[-400:]}")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the process group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def read_peer(out: Path, cell: Cell) -> tuple[list[float], int]:

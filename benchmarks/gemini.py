@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+
+from processes import end
 
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.observe.events import EventReader
@@ -135,7 +136,7 @@ def train(
         try:
             code = process.wait(TIMEOUT_S)
         finally:
-            kill_all(process)
+            end(process)
         if code:
             print((folder / "log").read_text("utf-8", "replace")[-2000:])
         print(f"{name}: exit code {code}")
@@ -159,7 +160,7 @@ def train_peer(args: argparse.Namespace, variant: str, folder: Path, limit: int)
         try:
             code = process.wait(TIMEOUT_S)
         finally:
-            kill_all(process)
+            end(process)
         use = f"highest use {format_size(highest_use(group))}, {kills(group)} kills"
         print(f"{variant}: exit code {code}; control group of {format_size(limit)}: {use}")
         if code:
@@ -179,27 +180,11 @@ def kill_after(step: int, process: subprocess.Popen[bytes], rundir: RunDir, fold
     while not saved.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
     before = shutil.disk_usage(folder).free
-    kill_all(process)
+    end(process)
     time.sleep(5)
     freed = shutil.disk_usage(folder).free - before
     left = [str(path) for path in (folder / "disk").iterdir()]
     print(f"killed after step {step}: {format_size(max(freed, 0))} of disk came free, left: {left}")
-
-
-def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """The launcher and its descendants, which are in its session or are its workers' parents."""
-    import psutil
-
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-    for member in [process.pid, *(child.pid for child in family)]:
-        try:
-            os.kill(member, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait(60)
 
 
 def main() -> None:

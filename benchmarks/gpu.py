@@ -15,20 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
+from processes import carry_out
 
 from colotrain.config.sizes import format_size
 from colotrain.observe.events import EventReader
@@ -111,7 +108,7 @@ def describe(model: str, asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         out = Path(folder)
         command = plain("describe", out, asked, [*words, "plugin=zero1"])
-        carry_out(command, out, asked.timeout)
+        carry_out(command, out, environment=environment(), timeout_s=asked.timeout)
         document: dict[str, Any] = json.loads((out / "found.json").read_text("utf-8"))
     return document
 
@@ -126,12 +123,12 @@ def measure(variant: Variant, model: str, asked: argparse.Namespace, tokens: int
             words = [word for word in words if not word.startswith("plugin")]
             settings = ["--steps", str(asked.steps), *(["--compile"] * variant.compiled)]
             command = plain("train", out, asked, [*words, "plugin=zero1"], *settings)
-            carry_out(command, out, asked.timeout)
+            carry_out(command, out, environment=environment(), timeout_s=asked.timeout)
             found = json.loads((out / "found.json").read_text("utf-8"))
         else:
             words += [*variant.words, f"train.compile={str(variant.compiled).lower()}"]
             command = [sys.executable, "-m", "colotrain", "run", *words, "name=bench", "--force"]
-            carry_out(command, out, asked.timeout)
+            carry_out(command, out, environment=environment(), timeout_s=asked.timeout)
             found = read_run(RunDir(out / "runs" / "bench"))
     ends = found["ends"]
     gaps = [b - a for a, b in pairwise(ends[WARM_UP - 1 :])]
@@ -155,37 +152,9 @@ def read_run(rundir: RunDir) -> dict[str, Any]:
     }
 
 
-def carry_out(command: list[str], folder: Path, timeout_s: float) -> None:
-    """Run a command in `folder` to its end; nothing of it is left afterwards."""
+def environment() -> dict[str, str]:
     paths = os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "CI": "1"}
-    with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code, why = process.wait(timeout=timeout_s), ""
-        except subprocess.TimeoutExpired:
-            code, why = -1, f"no end after {timeout_s:g} s: "
-        finally:
-            end(process)
-        if code != 0:
-            log.seek(0)
-            words = " | ".join(log.read().strip().splitlines()[-3:])
-            raise RuntimeError(f"{why}exit code {code}: {words[-600:]}")
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """The process and its descendants: a launcher's workers may be in sessions of their own."""
-    family: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()
+    return {"PYTHONPATH": paths, "CI": "1"}
 
 
 def benchmark(

@@ -31,6 +31,7 @@ from colotrain.observe.live import LiveDashboard, Screen, replay
 from colotrain.observe.output import last_lines
 from colotrain.observe.progress import PlainProgress, progress_for
 from colotrain.observe.scene import FOCI, Focus, Scene, stragglers, worst_parameters
+from colotrain.observe.terminal import Terminal
 from colotrain.observe.view import RunView
 from colotrain.rundir import RunDir
 
@@ -503,6 +504,21 @@ def test_an_attached_dashboard_leaves_the_terminal_as_it_was(
     finally:
         process.kill()
         os.close(outer)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_in_a_destructor_still_ends_the_view() -> None:
+    class Dropped:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with Terminal(Console(file=io.StringIO(), force_terminal=True)) as terminal:
+        terminal.insist_on_interrupts()
+        Dropped()
+        with pytest.raises(KeyboardInterrupt):
+            terminal.keys()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_outline_folds_to_the_same_picture_of_the_end(tmp_path: Path) -> None:

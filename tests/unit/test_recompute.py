@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_planner import most_alive
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -243,14 +244,6 @@ def test_compiled_blocks_keep_and_compute_again_as_well(
 
 
 # Memory
-
-
-def most_alive(found: Trace) -> int:
-    alive = highest = 0
-    for event in (event for segment in found.segments for event in segment.events):
-        alive += found.storages[event] if event >= 0 else -found.storages[-1 - event]
-        highest = max(highest, alive)
-    return highest
 
 
 def flops(found: Trace) -> float:
