@@ -132,7 +132,7 @@ def train(
         process = start(settings(args, name, disk), folder, group)
         if args.kill and limit:
             kill_after(2, process, RunDir(folder / "runs" / name), folder)
-            process = start(["resume", name, "--force"], folder, group)
+            process = start(["resume", name], folder, group)
         try:
             code = process.wait(TIMEOUT_S)
         finally:

@@ -2,9 +2,10 @@
 
 `python benchmarks/planner.py [--runs 60] [--seed 1000] [--out planner.json]`; runs that are in the
 file already are not made again, so that it can be interrupted. Configurations are drawn from seeds
-that were not used for calibration. Times are judged by the fastest step of a run: other work of
-the machine only adds to it; memory is not touched by load. Measure the machine first, with N = 1, 2
-and 4: `colotrain plan recipe=llm-tiny cluster.procs_per_node=N --measure`.
+that were not used for calibration. The machine is measured first and again after every 20 runs
+(`colotrain plan --measure`, for each number of ranks), for a shared machine is not equally fast all
+the time. Times are judged by the typical step of the quietest quarter of a run: other work of the
+machine only adds to it; memory is not touched by load.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from colotrain.plugins import ROWS
 from colotrain.rundir import write_atomically
 
 MARGIN = layout.MARGIN["cpu"]
-STEPS = 5
+MIN_STEPS, MAX_STEPS, TRAINING_S = 12, 80, 5.0
+"""So many steps as are predicted to take `TRAINING_S`; the first quarter is left out of account."""
+REMEASURE_EVERY = 20
+RANKS = (1, 2, 4)
 TIMEOUT_S = 600
 GOOD = 1.05
 """`auto`'s choice counts as good where no plugin was faster than by this factor."""
@@ -49,7 +53,6 @@ def draw(seed: int) -> list[str]:
         f"accumulate.steps={dice.choice([1, 1, 2])}",
         "train.global_batch=null",
         f"cluster.procs_per_node={dice.choice([1, 2, 2, 4])}",
-        f"train.max_steps={STEPS}",
         "train.eval_steps=1",
         "train.eval_every=0",
         "checkpoint.every=0",
@@ -67,7 +70,9 @@ def draw(seed: int) -> list[str]:
 def measure(words: list[str], folder: Path) -> dict[str, Any]:
     """One run: predicted and measured peak, and seconds of a step."""
     plan = settle(words).plan
-    command = [sys.executable, "-m", "colotrain", "run", *words, "--json"]
+    num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRAINING_S / plan.time.step_s)))
+    steps = f"train.max_steps={num_steps}"
+    command = [sys.executable, "-m", "colotrain", "run", *words, steps, "--json"]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
@@ -78,31 +83,44 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
         "predicted_peak": plan.memory.total,
         "measured_peak": max(summary["memory"]["peak_by_rank"]),
         "predicted_step_s": plan.time.step_s,
-        "measured_step_s": fastest_step_s(Path(summary["run_dir"])),
+        "measured_step_s": typical_step_s(Path(summary["run_dir"])),
         "median_step_s": summary["time"]["step_s"],
         "load": os.getloadavg()[0],
         "words": words,
     }
 
 
-def fastest_step_s(run_dir: Path) -> float:
-    """Of the slowest rank, the first two steps left out."""
+def typical_step_s(run_dir: Path) -> float:
+    """The median of the quietest quarter's steps, of the slowest rank; not of the first quarter."""
     slowest = 0.0
     for file in (run_dir / "events").glob("rank*.jsonl"):
         events = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-        times = [e["step_s"] for e in events if e["kind"] == "step" and e["step"] > 2]
-        slowest = max([slowest, min(times, default=0.0)])
+        times = [e["step_s"] for e in events if e["kind"] == "step"]
+        size = len(times) // 4
+        quarters = [times[index * size : (index + 1) * size] for index in (1, 2, 3)]
+        slowest = max([slowest, min(median(quarter) for quarter in quarters)])
     return slowest
+
+
+def measure_machine() -> None:
+    for ranks in RANKS:
+        words = ["recipe=llm-tiny", f"cluster.procs_per_node={ranks}", "--measure", "--json"]
+        command = [sys.executable, "-m", "colotrain", "plan", *words]
+        subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=True)
 
 
 def main(num_runs: int, seed: int, out: Path) -> None:
     """Five runs for each draw: one under every plugin."""
     known: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.is_file() else {}
+    made = 0
     for index in range(num_runs):
         number, plugin = seed + index // len(ROWS), list(ROWS)[index % len(ROWS)]
         key = f"{number} {plugin}"
         if key in known:
             continue
+        if made % REMEASURE_EVERY == 0:
+            measure_machine()
+        made += 1
         with tempfile.TemporaryDirectory(prefix="colotrain-planner-") as folder:
             known[key] = measure([*draw(number), f"plugin={plugin}", "name=run"], Path(folder))
         write_atomically(out, json.dumps(known, indent=1))

@@ -349,6 +349,8 @@ class Work:
     moved_bytes: float = 0.0
     """Read and written by everything that is neither of the two."""
     num_ops: int = 0
+    num_repeated: float = 0.0
+    """Of them those that backward repeats, by what repeating takes (`tracing.REPEATED`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

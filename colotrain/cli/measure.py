@@ -53,7 +53,9 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
     for index in range(len(rates.SHAPES)):
         case = settle(rates.overrides(index, ranks=ranks, precision=precision), here=False)
         question, layout = case.situation.question, case.situation.layout(case.plan.plugin)
-        trace = question.traces("none", case.plan.batch.micro_batch)
+        trace = question.traces(
+            case.plan.train.activation_checkpointing, case.plan.batch.micro_batch
+        )
         assert trace is not None, "colotrain's own models can be followed"
         amounts = amounts_of(layout, case.survey, trace)
         cases.append({"plan": to_plain(case.plan), "amounts": amounts})

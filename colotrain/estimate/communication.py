@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from colotrain.estimate.groups import Group, find
+from colotrain.estimate.groups import Group, fetched_ahead, find, reached_by_backward
 from colotrain.estimate.layout import Layout
 from colotrain.plan import Survey, Trace
 
@@ -67,14 +67,9 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
 
 
 def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator[tuple[str, int]]:
-    """(group, all-gathers in a step). A backward also fetches the group before its first one."""
-    reached = {s.block for s in trace.segments if s.phase == "backward"} if trace else None
-    fetched = ""
-    for name, group in groups.items():
-        if reached is not None and name and not reached & set(group.blocks):
-            fetched = name
-        else:
-            break
+    """(group, all-gathers in a step)."""
+    reached = reached_by_backward(trace)
+    fetched = fetched_ahead(groups, trace)
     for name, group in groups.items():
         if not group.gathered_bytes:
             yield name, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -138,3 +138,21 @@ def shard_numel(parameter: ParameterInfo, shard: int) -> int:
 def _padded(parameter: ParameterInfo, shard: int) -> int:
     """Elements that are exchanged: every rank's part is as large as the largest."""
     return shard_numel(parameter, shard) * shard if parameter.shape else 0
+
+
+def reached_by_backward(trace: Trace | None) -> set[str] | None:
+    """The blocks that backward runs through; None where no trace tells."""
+    return None if trace is None else {s.block for s in trace.segments if s.phase == "backward"}
+
+
+def fetched_ahead(groups: Mapping[str, Group], trace: Trace | None) -> str:
+    """The frozen group before the first that backward reaches, which it fetches, too; or nothing.
+
+    `fully_shard` always fetches the group that ran before the present one.
+    """
+    reached, found = reached_by_backward(trace), ""
+    for name, group in groups.items():
+        if reached is None or not name or reached & set(group.blocks):
+            break
+        found = name
+    return found

@@ -13,8 +13,8 @@ ATTENTION_SHARE = 0.45
 MEMORY_SHARE = 0.80
 LINK_SHARE = 0.80
 """Of link bandwidth, by NCCL's rings (bus bandwidth of nccl-tests on large messages)."""
-LAUNCH_S = 6e-6
-"""The host's part of an operation; it runs ahead of a GPU that is kept busy."""
+LAUNCH_S, REPEAT_S = 6e-6, 24e-6
+"""The host's part of an operation, and of repeating one; it runs ahead of a GPU kept busy."""
 LATENCY_S, NODE_LATENCY_S = 3e-6, 6e-6
 """Per step of a ring inside a node, and between nodes."""
 ADAM_BYTES = 28
@@ -30,6 +30,8 @@ class Costs:
     byte_s: float
     """Read or written by operations that are not matrix products."""
     op_s: float
+    repeated_op_s: float
+    """Beside carrying it out, of an operation that checkpointed blocks repeat in backward."""
     gathered_byte_s: float
     """Of an all-gather, per byte that a ring would send."""
     reduced_byte_s: float
@@ -90,6 +92,7 @@ def from_sheet(sheet: Sheet, layout: Layout, *, procs_per_node: int) -> Hardware
             attention_flop_s=1 / (sheet.peak_flops * ATTENTION_SHARE),
             byte_s=memory_s,
             op_s=LAUNCH_S,
+            repeated_op_s=REPEAT_S,
             gathered_byte_s=1 / (link * LINK_SHARE) + copies_s,
             reduced_byte_s=1 / (link * LINK_SHARE) + copies_s,
             replicated_byte_s=1 / (between * LINK_SHARE),
@@ -107,6 +110,7 @@ TYPICAL_CORE = Costs(
     attention_flop_s=1 / 15e9,
     byte_s=1 / 4e9,
     op_s=8e-6,
+    repeated_op_s=REPEAT_S,
     gathered_byte_s=0.0,
     reduced_byte_s=0.0,
     replicated_byte_s=1 / 0.5e9,

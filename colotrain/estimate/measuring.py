@@ -1,7 +1,7 @@
 """A rank of the measurement of this machine: times real steps of small models, all ranks at once.
 
 By the clock, for ranks wait for one another and share cores; what else the machine does must not
-count, so the fastest of several steps is taken.
+count, so each model's typical step is taken of the quietest of several rounds.
 
 `python -m colotrain.estimate.measuring FILE RANK`, once per rank; FILE holds a `Task`. Rank 0
 prints `NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
@@ -15,9 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from colotrain.engine import gradients
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.allocator import place_what_passes, place_what_stays
+from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.sharding import make_mesh, materialise_, shard_
@@ -39,9 +39,8 @@ from colotrain.records import from_plain, to_plain
 TIMEOUT_S = 120.0
 ROUNDS, CASE_S = 4, 0.3
 """Cases take turns, so that a moment in which the machine has other work spoils none of them."""
-MATMULS = ((256, 320, 960), (480, 896, 320), (128, 768, 2048))
-ALONE_WEIGHT, GUESS_WEIGHT = 0.3, 0.03
-"""How much a cost that was measured alone, or is only typical, counts beside a step's time."""
+GUESS_WEIGHT, LEAST = 0.03, 0.01
+"""How much a cost that is only typical counts beside a step's time, and its least share of that."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AFTER = ("element_s", "step_s")
 """Costs of what comes after the last backward."""
@@ -69,9 +68,7 @@ def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
     total = ROUNDS + 1
     tell(0, total)
     peak = matmul_peak_flops(torch.device("cpu"), DTYPES[task.precision])
-    alone = {"flop_s": _flop_s(DTYPES[task.precision]), "byte_s": _byte_s()}
-    if task.ranks > 1:
-        alone["replicated_byte_s"] = _all_reduce_s(4 << 20, task.ranks)
+    alone = {"replicated_byte_s": _all_reduce_s(4 << 20, task.ranks)} if task.ranks > 1 else {}
     tell(1, total)
     place_what_stays()
     timed = [Timed(case.plan) for case in task.cases]
@@ -80,14 +77,13 @@ def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
         for model in timed:
             model.run(CASE_S)
         tell(index + 2, total)
-    fastest = torch.tensor([(t.computing_s, t.ending_s) for t in timed], dtype=torch.float64)
-    dist.all_reduce(fastest, dist.ReduceOp.MAX)
-    steps, ends = fastest.t().tolist()
+    typical = torch.tensor([(t.computing_s, t.ending_s) for t in timed], dtype=torch.float64)
+    dist.all_reduce(typical, dist.ReduceOp.MAX)
+    steps, ends = typical.t().tolist()
     measured = [dict(case.amounts) for case in task.cases]
     inside = [{n: a for n, a in amounts.items() if n not in AFTER} for amounts in measured]
     after = [{n: amounts[n] for n in AFTER} for amounts in measured]
-    costs = task.guess | fit(inside, steps, task.guess, alone) | fit(after, ends, task.guess, {})
-    costs["replicated_byte_s"] = alone.get("replicated_byte_s", costs["replicated_byte_s"])
+    costs = task.guess | fit(inside, steps, task.guess) | fit(after, ends, task.guess) | alone
     peak = max(peak, 1 / costs["flop_s"])
     both = zip(measured, steps, ends, strict=True)
     errors = [
@@ -108,23 +104,20 @@ def fit(
     amounts: Sequence[dict[str, float]],
     seconds: Sequence[float],
     guess: dict[str, float],
-    alone: dict[str, float],
 ) -> dict[str, float]:
     """Costs with which the amounts of each case add up to its seconds, nearly (least squares).
 
-    Errors count as shares of a case's time. `alone` were measured by themselves and `guess` are
-    typical: they decide what the cases leave open. No cost is below a tenth of what it began from.
+    Errors count as shares of a case's time. `guess` is typical and decides what the cases leave
+    open. No cost is below a hundredth of it.
     """
-    begin = guess | alone
-    names = [n for n in amounts[0] if any(a[n] for a in amounts) and begin[n] > 0]
+    names = [n for n in amounts[0] if any(a[n] for a in amounts) and guess[n] > 0]
     rows, sides = [], []
     for case, took in zip(amounts, seconds, strict=True):
-        rows.append([case[n] * begin[n] / took for n in names])
+        rows.append([case[n] * guess[n] / took for n in names])
         sides.append(1.0)
-    for index, name in enumerate(names):
-        weight = ALONE_WEIGHT if name in alone else GUESS_WEIGHT
-        rows.append([weight * (index == other) for other in range(len(names))])
-        sides.append(weight)
+    for index in range(len(names)):
+        rows.append([GUESS_WEIGHT * (index == other) for other in range(len(names))])
+        sides.append(GUESS_WEIGHT)
     matrix = torch.tensor(rows, dtype=torch.float64)
     side = torch.tensor(sides, dtype=torch.float64)
     held: dict[int, float] = {}
@@ -132,15 +125,15 @@ def fit(
         free = [i for i in range(len(names)) if i not in held]
         rest = side - sum((matrix[:, i] * value for i, value in held.items()), torch.zeros(()))
         found = torch.linalg.lstsq(matrix[:, free], rest.unsqueeze(1)).solution[:, 0].tolist()
-        low = [i for i, value in zip(free, found, strict=True) if value < 0.1]
+        low = [i for i, value in zip(free, found, strict=True) if value < LEAST]
         if not low:
             shares = held | dict(zip(free, found, strict=True))
-            return {name: begin[name] * shares[i] for i, name in enumerate(names)}
-        held |= dict.fromkeys(low, 0.1)
+            return {name: guess[name] * shares[i] for i, name in enumerate(names)}
+        held |= dict.fromkeys(low, LEAST)
 
 
 class Timed:
-    """A small model, sharded as its plan says, and the fastest step of it so far."""
+    """A small model, sharded as its plan says, and the step of its quietest round so far."""
 
     def __init__(self, plan: RunPlan) -> None:
         model = build(plan.model, seed=0)
@@ -149,6 +142,7 @@ class Timed:
         self.batch = {"input_ids": tokens, "labels": tokens}
         chunk_bytes = plan.plugin.chunk_bytes
         groups = find_groups(model, chunk_bytes=chunk_bytes, batch=self.batch)
+        prepare_blocks_(model, plan.train)
         self.sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
         install(self.sharded)
         materialise_(self.sharded, device="cpu", seed=0)
@@ -158,14 +152,19 @@ class Timed:
         self.computing_s = self.ending_s = float("inf")
 
     def run(self, seconds: float) -> None:
-        """Steps for about so long, twice at least. All ranks must call."""
-        begun, num, over = time.perf_counter(), 0, False
+        """A round: steps for about so long, twice at least. All ranks must call."""
+        begun, over = time.perf_counter(), False
+        parts: list[tuple[float, float]] = []
         while not over:
-            num += 1
-            over = self._step(num > 1 and time.perf_counter() - begun > seconds)
+            ready = len(parts) > 0 and time.perf_counter() - begun > seconds
+            computing_s, ending_s, over = self._step(ready)
+            parts.append((computing_s, ending_s))
+        computing_s, ending_s = (median(part) for part in zip(*parts, strict=True))
+        if computing_s + ending_s < self.computing_s + self.ending_s:
+            self.computing_s, self.ending_s = computing_s, ending_s
 
-    def _step(self, ready: bool) -> bool:
-        """As the training loop makes it; whether any rank is ready to end."""
+    def _step(self, ready: bool) -> tuple[float, float, bool]:
+        """As the training loop makes it: seconds of both parts, and whether any rank is ready."""
         started = time.perf_counter()
         gradients.clear_(self.sharded.module)
         nominal = float(self.batch["labels"].numel())
@@ -177,42 +176,18 @@ class Timed:
         gradients.take_facts_(self.state, shared[1:], factor=1.0)
         self.optimizer.step(factor=1.0)
         ended = time.perf_counter()
-        if ended - started < self.computing_s + self.ending_s:
-            self.computing_s, self.ending_s = computed - started, ended - computed
-        return shared[0].item() > 0
-
-
-def _flop_s(dtype: torch.dtype) -> float:
-    """Of matrix products like those of the cases."""
-    total = flops = 0.0
-    for rows, inner, columns in MATMULS:
-        left, right = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-        total += _fastest_s(partial(torch.mm, left, right))
-        flops += 2.0 * rows * inner * columns
-    return total / flops
-
-
-def _byte_s() -> float:
-    """Of elementwise operations, in bytes read and written."""
-    left, right = torch.randn(1 << 19), torch.randn(1 << 19)
-    return _fastest_s(lambda: left * right) / (3 * left.nbytes)
+        return computed - started, ended - computed, shared[0].item() > 0
 
 
 def _all_reduce_s(num_bytes: int, ranks: int) -> float:
     """Of an all-reduce over the process group, per byte that a ring sends."""
     tensor = torch.zeros(num_bytes // 4)
-    took = _fastest_s(lambda: dist.all_reduce(tensor), times=5)
-    return took / (2 * (ranks - 1) / ranks * num_bytes)
-
-
-def _fastest_s(call: Callable[[], Any], *, times: int = 20) -> float:
-    call()
-    taken = []
-    for _ in range(times):
+    took = []
+    for _ in range(6):
         started = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+        dist.all_reduce(tensor)
+        took.append(time.perf_counter() - started)
+    return min(took) / (2 * (ranks - 1) / ranks * num_bytes)
 
 
 def main(words: list[str]) -> int:

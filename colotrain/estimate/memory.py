@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from colotrain.estimate.groups import Group, find, shard_numel
+from colotrain.estimate.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.estimate.heap import Heap
 from colotrain.estimate.layout import Layout, counter_bytes, state_bytes
 from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
@@ -19,6 +19,9 @@ LARGEST_SHARED_BYTES = 64 << 20
 """As in `engine.transport`: larger groups are exchanged through a window."""
 WINDOW_BYTES = 4 << 20
 """As in `engine.channel`."""
+
+NEARLY = 0.999
+"""Moments that need so much of the peak are as good as it: which is named first is chance."""
 
 KEPT_SHARE = 0.25
 """A block that keeps less than this of what its forward allocated computes it again."""
@@ -61,6 +64,13 @@ def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int
     tally = Tally(heap=None)
     _Walk(layout, survey, trace, tally).run()
     return tally.most["activations"]
+
+
+def summits(layout: Layout, survey: Survey, trace: Trace) -> list[Ledger]:
+    """The ledgers of all moments that need nearly the most, as on a device without an allocator."""
+    tally = _Summits(heap=None)
+    _Walk(layout, survey, trace, tally).run()
+    return [Ledger(**sums) for now, sums in tally.moments if now >= NEARLY * tally.fullest]
 
 
 class Tally:
@@ -114,6 +124,19 @@ class Tally:
             self.alive[key] = (category, num_bytes)
             self.sums[old] -= num_bytes
             self.sums[category] += num_bytes
+
+
+class _Summits(Tally):
+    """Keeps every moment that was nearly the fullest when it came."""
+
+    def __init__(self, heap: Heap | None) -> None:
+        super().__init__(heap)
+        self.moments: list[tuple[int, dict[str, int]]] = []
+
+    def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
+        super().begin(key, category, num_bytes, lasts=lasts)
+        if self.now >= NEARLY * self.fullest:
+            self.moments.append((self.now, dict(self.sums)))
 
 
 class _Walk:
@@ -280,6 +303,8 @@ class _Walk:
     def _backward(self, *, last: bool) -> None:
         blocks = [s.block for s in self.backward if s.block in self.of_block]
         order = [self.groups[n] for n in dict.fromkeys(self.of_block[b].name for b in blocks)]
+        ahead = fetched_ahead(self.groups, self.trace)
+        order += [self.groups[ahead]] if ahead else []
         late: list[Group] = []
         for group in order[:1]:
             self._fetch(group)

@@ -38,7 +38,9 @@ def step_time(
     exchanging = sum(spent.pop(name) for name in EXCHANGING)
     after = spent.pop("element_s") + spent.pop("step_s")
     if hardware.overlaps:
-        host = spent.pop("op_s")  # it only hands out the work: where it is slower, it decides
+        host = spent.pop("op_s") + spent.pop(
+            "repeated_op_s"
+        )  # it only hands out the work: where it is slower, it decides
         computing = max(sum(spent.values()), host)
         exposed = exchanging * _exposed_share(layout, traffic(layout, survey, trace))
         step_s = max(computing, exchanging) + exposed + after
@@ -60,6 +62,7 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
         "attention_flop_s": num * sum(work.attention_flops for work in works),
         "byte_s": num * sum(work.moved_bytes for work in works),
         "op_s": num * sum(work.num_ops for work in works),
+        "repeated_op_s": num * sum(work.num_repeated for work in works),
         "gathered_byte_s": sent.gathered_bytes,
         "reduced_byte_s": sent.reduced_bytes,
         "replicated_byte_s": sent.replicated_bytes,

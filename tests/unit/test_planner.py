@@ -15,10 +15,10 @@ from colotrain.estimate.groups import find
 from colotrain.estimate.hardware import Sheet, from_sheet
 from colotrain.estimate.heap import Heap
 from colotrain.estimate.layout import Layout
-from colotrain.estimate.memory import model_state_bytes, predict, recomputes
+from colotrain.estimate.memory import model_state_bytes, predict, recomputes, summits
 from colotrain.estimate.survey import survey
 from colotrain.estimate.time import step_time
-from colotrain.estimate.tracing import read, record, trace
+from colotrain.estimate.tracing import REPEATED, read, record, trace
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.plan import (
     RECOMPUTE,
@@ -119,6 +119,19 @@ def test_recomputing_blocks_keeps_less_and_computes_more() -> None:
     assert 0.5 * forward < extra <= forward
 
 
+def test_operations_that_backward_repeats_are_counted_apart() -> None:
+    def ops(found: Trace) -> tuple[int, float]:
+        works = [segment.work for segment in found.segments]
+        return sum(work.num_ops for work in works), sum(work.num_repeated for work in works)
+
+    once, none = ops(traced())
+    again, repeated = ops(traced(checkpointing="blocks"))
+    assert none == 0
+    assert repeated == pytest.approx(again - once, rel=0.02) and repeated > 100
+    with_selective, weighed = ops(traced(checkpointing="selective"))
+    assert weighed == pytest.approx(REPEATED["selective"] * (with_selective - once), rel=0.02)
+
+
 def test_a_frozen_prefix_has_no_backward_and_keeps_nothing() -> None:
     found = traced(patterns=("embed*", "blocks.0.*", "blocks.1.*"))
     blocks = {s.block for s in found.segments if s.phase == "backward" and s.block}
@@ -200,6 +213,14 @@ def test_a_heap_keeps_what_it_once_was() -> None:
     assert heap.extent < (2 << 20) + 1024  # it went into the hole
     heap.take("own pages", 64 << 20)
     assert heap.extent < 3 << 20
+
+
+def test_moments_that_need_nearly_the_most_are_all_known() -> None:
+    for plugin in ROWS:
+        highest = predict(layout(plugin, 4), looked_at(), traced())
+        found = summits(layout(plugin, 4), looked_at(), traced())
+        assert highest in found
+        assert all(0.999 * highest.total <= moment.total <= highest.total for moment in found)
 
 
 def test_recomputation_is_seen_in_what_blocks_keep() -> None:

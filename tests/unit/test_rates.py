@@ -13,7 +13,7 @@ from colotrain.cli.resolving import settle
 from colotrain.errors import ColotrainError
 from colotrain.estimate import rates
 from colotrain.estimate.layout import fits
-from colotrain.estimate.measuring import fit
+from colotrain.estimate.measuring import LEAST, fit
 from colotrain.estimate.rates import Measurement
 from tests.running import SMALL, Colotrain
 
@@ -38,13 +38,14 @@ def cases(costs: dict[str, float]) -> tuple[list[dict[str, float]], list[float]]
 def test_costs_are_found_again_in_the_times_that_they_make() -> None:
     true = {"a": 2.5e-9, "b": 0.4e-6, "c": 1.7e-3}
     amounts, seconds = cases(true)
-    found = fit(amounts, seconds, GUESS, {})
+    found = fit(amounts, seconds, GUESS)
     assert found == pytest.approx(true, rel=0.02)
 
 
-def test_what_no_case_tells_stays_as_it_was_measured_alone() -> None:
+def test_what_no_case_tells_stays_as_it_was_guessed() -> None:
     amounts, _ = cases(GUESS)
-    found = fit([{**case, "a": 0.0, "d": 1e-12} for case in amounts], [1.0] * 4, GUESS, {"d": 7.0})
+    little = [{**case, "a": 0.0, "d": 1e-12} for case in amounts]
+    found = fit(little, [1.0] * 4, GUESS | {"d": 7.0})
     assert found["d"] == pytest.approx(7.0, rel=0.01)
     assert "a" not in found
 
@@ -52,8 +53,8 @@ def test_what_no_case_tells_stays_as_it_was_measured_alone() -> None:
 def test_no_cost_is_negative_whatever_the_times_are() -> None:
     amounts, seconds = cases(GUESS)
     seconds[0] /= 50  # less than its operations could take
-    found = fit(amounts, seconds, GUESS, {})
-    assert all(found[name] >= 0.1 * GUESS[name] * 0.999 for name in GUESS)
+    found = fit(amounts, seconds, GUESS)
+    assert all(found[name] >= LEAST * GUESS[name] * 0.999 for name in GUESS)
 
 
 def measured(seconds: float) -> Measurement:
