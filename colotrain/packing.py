@@ -17,9 +17,14 @@ from colotrain.plan import ParameterInfo
 IDEAL_BYTES = 64 << 20
 """Of a group, when nothing speaks for another size: a collective of it takes long enough."""
 MOST_GROUPS = 64
-SIZES = [1 << power for power in range(22, 31)]
+SIZES = [1 << power for power in range(20, 31)]
 CLOSE = 0.02
 """Shares of padding that differ by less count as equal."""
+EXTRA = 0.03
+"""What larger groups than single modules may add to a rank's memory, as a share of its states."""
+COPIES = 5
+"""How often a group's bytes lie in a rank's memory: two groups that are whole, the two buffers
+they were gathered in, one for reducing gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +83,11 @@ def _split(unit: Unit, chunk_bytes: int, top: str) -> Iterator[tuple[Unit, str |
         yield rest, f"{unit.name} without its parts"
 
 
-def choose_chunk_bytes(
-    units: Sequence[Unit], kind: Callable[[str], Any] = lambda name: None
-) -> int:
+def choose_chunk_bytes(units: Sequence[Unit], *, state_bytes: int) -> int:
     """The size that packs `units` with least padding in at most MOST_GROUPS groups.
 
-    Among sizes that are as good the one nearest to IDEAL_BYTES.
+    Among sizes that are as good the one nearest to IDEAL_BYTES. Where that is possible, packing
+    adds no more than EXTRA to `state_bytes`, what a rank holds of the model for training.
     """
     own = {unit.num_bytes * count for unit in units for count in (1, 2, 3, 4, 8)}
     sizes = sorted({*SIZES, *(n for n in own if SIZES[0] <= n <= SIZES[-1])})
@@ -91,8 +95,10 @@ def choose_chunk_bytes(
     few = {size: groups for size, groups in packed.items() if len(groups) <= MOST_GROUPS}
     if not few:
         return min(packed, key=lambda size: (len(packed[size]), size))
+    largest = max((unit.num_bytes for unit in units), default=0)
+    limit = largest + int(EXTRA * state_bytes) // COPIES
     return min(
-        few,
+        [size for size in few if size <= limit] or [min(few)],
         key=lambda size: (
             round(padding(few[size]) / CLOSE),
             abs(math.log2(size / IDEAL_BYTES)),

@@ -161,7 +161,7 @@ def _lay_out(
     if row.packed:
         if asked.chunk_size == "auto":
             units = units_of(survey.parameters, split=split)
-            chunk_bytes = choose_chunk_bytes(units)
+            chunk_bytes = choose_chunk_bytes(units, state_bytes=_state_bytes(survey, scale))
         else:
             chunk_bytes = parse_size(asked.chunk_size, whole=scale.memory_bytes)
     return PluginPlan(
@@ -175,6 +175,12 @@ def _lay_out(
         reshard_overrides=overrides,
         budget=find_budget(asked, scale, machine) if row.packed else None,
     )
+
+
+def _state_bytes(survey: Survey, scale: Scale) -> int:
+    """Of a rank: its part of parameters, and of gradients and Adam's moments of what trains."""
+    sizes = (p.numel * p.itemsize * (4 if p.frozen_by is None else 1) for p in survey.parameters)
+    return sum(sizes) // scale.world
 
 
 def check_plugin(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:

@@ -58,9 +58,24 @@ def test_the_kind_of_neighbours_keeps_them_apart() -> None:
 @pytest.mark.parametrize(("count", "mib"), [(12, 27), (20, 172), (48, 9), (300, 30), (3, 0.1)])
 def test_the_size_that_is_found_leaves_little_padding_in_few_groups(count: int, mib: float) -> None:
     units = [unit(f"b.{i}", mib) for i in range(count)]
-    groups = pack(units, choose_chunk_bytes(units))
+    groups = pack(units, choose_chunk_bytes(units, state_bytes=1 << 50))
     assert len(groups) <= MOST_GROUPS
     assert padding([chunk.num_bytes for chunk in groups]) < 0.15
+
+
+@pytest.mark.parametrize(("count", "mib", "ranks"), [(8, 12, 2), (30, 6, 4), (24, 48, 8)])
+def test_packing_adds_little_to_what_a_rank_holds(count: int, mib: float, ranks: int) -> None:
+    units = [unit(f"b.{i}", mib) for i in range(count)]
+    states = round(4 * count * mib * MIB) // ranks
+    largest = max(
+        chunk.num_bytes for chunk in pack(units, choose_chunk_bytes(units, state_bytes=states))
+    )
+    assert 5 * (largest - units[0].num_bytes) <= 0.03 * states
+
+
+def test_groups_stay_few_whatever_that_adds() -> None:
+    units = [unit(f"b.{i}", 1) for i in range(200)]
+    assert len(pack(units, choose_chunk_bytes(units, state_bytes=0))) <= MOST_GROUPS
 
 
 def test_padding_is_what_groups_fall_short_of_the_largest() -> None:
