@@ -122,14 +122,14 @@ def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
 
 
 def colotrain(plugin: str, cell: Cell, steps: int) -> list[str]:
-    """The same workload as settings; what users have on by default stays on."""
+    """The same workload as settings: no evaluation; what else users have by default stays on."""
     model = [f"model.args.{key}={value}" for key, value in MODEL.items()]
     return [
         *(sys.executable, "-m", "colotrain", "run", f"plugin={plugin}", "name=bench"),
         *("model.target=colotrain.models.llm:LLM", *model),
         *("data.target=workload:Tokens", f"data.seq_len={SEQ_LEN}"),
         *(f"train.max_steps={steps}", f"train.global_batch={cell.global_batch}"),
-        *(f"train.micro_batch={cell.micro_batch}", "train.eval_every=0", "train.eval_steps=1"),
+        *(f"train.micro_batch={cell.micro_batch}", "train.eval_steps=0"),
         *(f"optim.lr={LR}", "optim.schedule.name=constant", "checkpoint.every=0"),
         f"cluster.procs_per_node={cell.ranks}",
         "--force",

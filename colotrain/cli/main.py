@@ -56,6 +56,10 @@ def run(
         from colotrain.cli.sweeps import run_sweep
 
         return run_sweep(overrides or [], as_json=as_json, force=force)
+    if not detach:
+        from colotrain.launch.forkserver import warm_up
+
+        warm_up()  # before anything else is imported here
     from colotrain.cli.run import run as start
 
     return start(overrides or [], as_json=as_json, force=force, detach=detach)

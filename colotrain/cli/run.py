@@ -29,8 +29,6 @@ ALONE = Node()
 
 def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: bool = False) -> int:
     """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere."""
-    if not detach:
-        warm_up()
     setting = settle(overrides, several=True)
     plan = setting.plan
     node = place_of(setting.config, plan)

@@ -29,7 +29,7 @@ AT_LEAST: dict[str, float] = {
     "train.micro_batch": 1,
     "train.seed": 0,
     "train.eval_every": 0,
-    "train.eval_steps": 1,
+    "train.eval_steps": 0,
     "optim.weight_decay": 0,
     "optim.schedule.warmup_steps": 0,
     "accumulate.steps": 1,

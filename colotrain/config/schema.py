@@ -157,7 +157,7 @@ class Train:
     eval_every: int | None = None
     """Steps between evaluations; 0 or null turns them off but for the first and last."""
     eval_steps: int = 8
-    """Global batches per evaluation."""
+    """Global batches per evaluation; 0: none ever."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What a loss or gradient that is not finite does: end the run, leave out the step, or go back
     to the last checkpoint and past the batches since then."""

@@ -22,6 +22,7 @@ from typing import Any
 
 from colotrain.lifeline import end_with
 
+FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
 ENTRY = "colotrain.engine.worker"
 COMPILER = "torch._dynamo"
 """Which torch's optimizers load: 0.5 s that each worker would pay by itself."""
@@ -36,7 +37,7 @@ def warm_up() -> None:
     """Begin to start the server; returns at once. Called early, it hides its imports' time."""
     os.environ.update(ENVIRONMENT)  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["colotrain.launch.serving", ENTRY, COMPILER])
+    context.set_forkserver_preload([FIRST, ENTRY, COMPILER, LAST])
     with _group_signals_ignored():
         resource_tracker.ensure_running()
     threading.Thread(target=forkserver.ensure_running, daemon=True).start()

@@ -194,6 +194,25 @@ def test_a_reader_that_goes_away_does_not_stop_training(
     assert json.loads(colotrain.rundir("piped").summary_file.read_text())["status"] == "finished"
 
 
+def test_a_run_without_evaluation_collects_garbage_but_not_among_what_was_imported(
+    colotrain: Colotrain,
+) -> None:
+    (colotrain.cwd / "hooks.py").write_text(
+        "import gc\n"
+        "def look(model, step):\n"
+        "    print('gc', gc.isenabled(), gc.get_freeze_count())\n",
+        "utf-8",
+    )
+    words = ("train.eval_steps=0", "train.eval_every=1", "train.on_gradients=hooks:look")
+    summary = colotrain.run(*SMALL, *words, "name=bare", "train.max_steps=2")
+    assert summary["status"] == "finished"
+    assert not [event for event in colotrain.events("bare") if event.kind == "eval"]
+    logs = [path.read_text() for path in colotrain.rundir("bare").logs.rglob("stdout.log")]
+    told = [line.split() for log in logs for line in log.splitlines() if line.startswith("gc ")]
+    assert len(told) == 4
+    assert all(enabled == "True" and int(frozen) > 100_000 for _, enabled, frozen in told)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_never_kept_for_a_good_one(
     colotrain: Colotrain,
 ) -> None:

@@ -1,0 +1,10 @@
+"""What the server that workers are forked from imports last, and nobody else.
+
+What was imported is never looked at for garbage again, here or in workers: that would also make
+copies of the pages that they share.
+"""
+
+import gc
+
+gc.freeze()
+gc.enable()
