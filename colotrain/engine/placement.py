@@ -59,6 +59,8 @@ class Tiers:
         """Parameter name → norm of the local gradient, where that has gone to disk."""
         self.store: DiskStore | None = None
         self.settled, self.exhausted = False, False
+        self.crowded = self.begun_empty = True
+        """More was used than may be, in the last step; it began without memory that is free."""
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="tiers-read")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
         self.writing: Future[None] | None = None
@@ -73,9 +75,16 @@ class Tiers:
         return place(self.sizes, self.budget, other, device=self.device)
 
     def begin_step(self) -> None:
-        """Measure from here: what validation and checkpoints needed is no matter of placement."""
+        """Measure from here: what validation and checkpoints needed is no matter of placement.
+
+        With everything in the uppermost tier, and room, free memory is kept for the step: to get
+        it anew costs time.
+        """
         self.trim()
-        return_free_memory()
+        crowded = self.crowded or memory_now()[0] > self._limit
+        self.begun_empty = crowded or self.placement.streams
+        if self.begun_empty:
+            return_free_memory()
         reset_peak()
 
     def offloads(self, index: int) -> bool:
@@ -83,11 +92,18 @@ class Tiers:
         return self.device != "cpu" and self.placement.groups[index].parameters != self.top
 
     def is_short(self) -> bool:
-        """Whether this rank has used more memory than it may, since things were last settled."""
+        """Whether this rank has used more memory than it may, since things were last settled.
+
+        Where free memory was kept the next step shows whether it was that.
+        """
         if self.exhausted:
             return False
-        limit = self.budget.host_bytes if self.device == "cpu" else self.budget.device_bytes
-        return not self.settled or memory_now()[1] > limit
+        self.crowded = not self.settled or memory_now()[1] > self._limit
+        return self.crowded and self.begun_empty
+
+    @property
+    def _limit(self) -> int:
+        return self.budget.host_bytes if self.device == "cpu" else self.budget.device_bytes
 
     def settle(self, optimizer: Any) -> bool:
         """Place anew by what the last forward and backward needed. All ranks must call.
