@@ -138,14 +138,13 @@ def play(console: Console, plan: RunPlan, rundir: RunDir, focus: Focus) -> None:
         return
     screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit  (replay)")
     screen.focus = focus
-    with screen.terminal as terminal:
-        terminal.insist_on_interrupts()
+    with screen.terminal:
 
         def show(view: RunView, fresh: Sequence[Event], now: float) -> bool:
             screen.draw(view, now=now, state=view.status)
-            return screen.press(terminal.keys(FRAME_S))
+            return screen.press(screen.terminal.keys(FRAME_S))
 
         replay(plan, events, show, num_frames=int(REPLAY_S / FRAME_S))
         view = Fold(max_steps=plan.train.max_steps).add(events).view()
-        while not screen.press(terminal.keys(FRAME_S)):
+        while not screen.press(screen.terminal.keys(FRAME_S)):
             screen.draw(view, now=events[-1].t, state=view.status)

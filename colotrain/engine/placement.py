@@ -1,9 +1,8 @@
 """Where parameters, gradients and optimizer state rest: device, host or disk, group by group.
 
 The decision is `tiers.place`, the same on every rank; here it is carried out. What rests on disk
-is mapped memory (`disk.Region`) under the very tensors that training works on, so that checkpoints,
-evaluation and reading gradients need to know nothing of it; what this module does is to fetch
-pages before they are used and to write them back and drop them afterwards.
+is mapped memory (`disk.Region`) under the very tensors that training works on, so that nothing else
+needs to know of it; pages are fetched before they are used, written back and dropped afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from colotrain.tiers import (
 TENSORS_OF_STATE = 3
 """Space for alignment is kept for so many tensors of optimizer state per parameter."""
 MARGIN = 0.1
-"""Of what is measured, added to it: the next step's peak is not exactly this one's."""
+"""Added to what is measured: the next step's peak is not exactly this one's."""
 
 
 class Tiers:
@@ -60,7 +59,6 @@ class Tiers:
         self.store: DiskStore | None = None
         self.settled, self.exhausted = False, False
         self.crowded = self.begun_empty = True
-        """More was used than may be, in the last step; it began without memory that is free."""
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="tiers-read")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
         self.writing: Future[None] | None = None
@@ -75,14 +73,9 @@ class Tiers:
         return place(self.sizes, self.budget, other, device=self.device)
 
     def begin_step(self) -> None:
-        """Measure from here: what validation and checkpoints needed is no matter of placement.
-
-        With everything in the uppermost tier, and room, free memory is kept for the step: to get
-        it anew costs time.
-        """
+        """Measure from here. With room for everything free memory is kept: new pages cost time."""
         self.trim()
-        crowded = self.crowded or memory_now()[0] > self._limit
-        self.begun_empty = crowded or self.placement.streams
+        self.begun_empty = self.crowded or self.placement.streams or memory_now()[0] > self._limit
         if self.begun_empty:
             return_free_memory()
         reset_peak()
@@ -92,10 +85,7 @@ class Tiers:
         return self.device != "cpu" and self.placement.groups[index].parameters != self.top
 
     def is_short(self) -> bool:
-        """Whether this rank has used more memory than it may, since things were last settled.
-
-        Where free memory was kept the next step shows whether it was that.
-        """
+        """Whether this rank used more memory than it may, not counting what was free and kept."""
         if self.exhausted:
             return False
         self.crowded = not self.settled or memory_now()[1] > self._limit

@@ -13,15 +13,13 @@ from collections.abc import Iterable
 from colotrain.estimate.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.estimate.heap import Heap
 from colotrain.estimate.layout import Layout, counter_bytes, state_bytes
+from colotrain.estimate.tally import NEARLY, Summits, Tally
 from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
 
 LARGEST_SHARED_BYTES = 64 << 20
 """As in `engine.transport`: larger groups are exchanged through a window."""
 WINDOW_BYTES = 4 << 20
 """As in `engine.channel`."""
-
-NEARLY = 0.999
-"""Moments that need so much of the peak are as good as it: which is named first is chance."""
 
 KEPT_SHARE = 0.25
 """A block that keeps less than this of what its forward allocated computes it again."""
@@ -68,75 +66,9 @@ def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int
 
 def summits(layout: Layout, survey: Survey, trace: Trace) -> list[Ledger]:
     """The ledgers of all moments that need nearly the most, as on a device without an allocator."""
-    tally = _Summits(heap=None)
+    tally = Summits(heap=None)
     _Walk(layout, survey, trace, tally).run()
     return [Ledger(**sums) for now, sums in tally.moments if now >= NEARLY * tally.fullest]
-
-
-class Tally:
-    """Bytes alive by category, and what they were at the highest moment so far.
-
-    With a heap, what its free parts keep resident counts as buffers.
-    """
-
-    def __init__(self, heap: Heap | None) -> None:
-        self.heap = heap
-        self.alive: dict[object, tuple[str, int]] = {}
-        self.sums = dict.fromkeys((f.name for f in dataclasses.fields(Ledger)), 0)
-        self.now = self.fullest = self.highest = 0
-        self.at_fullest = dict(self.sums)
-        self.most = dict(self.sums)
-        """Of each category by itself."""
-
-    def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
-        """`lasts`: it lives as long as the run, in pages of its own."""
-        if num_bytes <= 0:
-            return
-        self.alive[key] = (category, num_bytes)
-        self.sums[category] += num_bytes
-        self.most[category] = max(self.most[category], self.sums[category])
-        self.now += num_bytes
-        if self.heap is not None and not lasts:
-            self.heap.take(key, num_bytes)
-        slack = self.heap.slack if self.heap is not None else 0
-        self.highest = max(self.highest, self.now + slack)
-        if self.now > self.fullest:
-            self.fullest, self.at_fullest = self.now, dict(self.sums)
-
-    def peak(self, spread: int = 0) -> Ledger:
-        """The fullest moment; what is resident beyond it, and `spread`, count as buffers."""
-        retained = self.highest - self.fullest + spread
-        return Ledger(**{**self.at_fullest, "buffers": self.at_fullest["buffers"] + retained})
-
-    def end(self, key: object) -> None:
-        category, num_bytes = self.alive.pop(key, ("", 0))
-        if not category:
-            return
-        self.sums[category] -= num_bytes
-        self.now -= num_bytes
-        if self.heap is not None:
-            self.heap.give(key)
-
-    def become(self, key: object, category: str) -> None:
-        """The same bytes are something else from now on."""
-        if key in self.alive:
-            old, num_bytes = self.alive[key]
-            self.alive[key] = (category, num_bytes)
-            self.sums[old] -= num_bytes
-            self.sums[category] += num_bytes
-
-
-class _Summits(Tally):
-    """Keeps every moment that was nearly the fullest when it came."""
-
-    def __init__(self, heap: Heap | None) -> None:
-        super().__init__(heap)
-        self.moments: list[tuple[int, dict[str, int]]] = []
-
-    def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
-        super().begin(key, category, num_bytes, lasts=lasts)
-        if self.now >= NEARLY * self.fullest:
-            self.moments.append((self.now, dict(self.sums)))
 
 
 class _Walk:

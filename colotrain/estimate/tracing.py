@@ -47,11 +47,8 @@ NOT_IN_TORCH = {
 """Operations that torch's own counter leaves out."""
 
 REPEATED: dict[Recompute, float] = {"none": 0.0, "blocks": 1.0, "selective": 3.5}
-"""What it takes to repeat an operation in backward, beside carrying it out.
-
-Checkpointing packs and unpacks in Python what is saved; with `selective` every operation passes
-through a mode, too: 3.5 times as much on CPU, with blocks so small that nothing else took time.
-"""
+"""What repeating an operation in backward takes beside its work: Python packs and unpacks what is
+saved, and `selective` adds a mode (3.5 times as much, measured on CPU with tiny blocks)."""
 
 
 class NotTraceable(Exception):
@@ -82,8 +79,7 @@ def trace(
         block.forward = _always_as_on(device, block.forward)
     checkpoint_blocks_(model, checkpointing)
     batch = _batch(sample, micro_batch)
-    repeated = REPEATED[checkpointing]
-    return read(record(model, batch, device=device, repeated=repeated), model, batch)
+    return read(record(model, batch, device=device, repeated=REPEATED[checkpointing]), model, batch)
 
 
 def _batch(sample: Batch, size: int) -> Batch:

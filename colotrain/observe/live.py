@@ -139,11 +139,10 @@ def watch(console: Console, plan: RunPlan, rundir: RunDir, *, focus: Focus = "ov
     reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
     screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit (training goes on)")
     screen.focus = focus
-    with screen.terminal as terminal:
-        terminal.insist_on_interrupts()
+    with screen.terminal:
         while True:
             screen.draw(fold.add(reader.poll()).view())
-            if screen.press(terminal.keys(0.0 if reader.behind else FRAME_S)):
+            if screen.press(screen.terminal.keys(0.0 if reader.behind else FRAME_S)):
                 return
 
 

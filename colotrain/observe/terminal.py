@@ -37,7 +37,7 @@ class Terminal:
         self._keyboard = _keyboard()
         self._settings: list[Any] | None = None
         self._handlers: dict[int, Any] = {}
-        self._drawing = self._asked = self._interrupted = False
+        self._drawing = self._asked = False
 
     def __enter__(self) -> Terminal:
         self._enter()
@@ -56,20 +56,6 @@ class Terminal:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
-
-    def insist_on_interrupts(self) -> None:
-        """Let `keys` raise a KeyboardInterrupt again that Python dropped where it came.
-
-        It does in destructors and callbacks, as imports have them. For a view that nobody is
-        behind who handles SIGINT.
-        """
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            self._interrupted = True
-            raise KeyboardInterrupt
-
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
     def yield_to(self, *numbers: signal.Signals) -> None:
         """Give the terminal back as soon as a signal comes that somebody handles.
@@ -103,8 +89,6 @@ class Terminal:
 
     def keys(self, timeout_s: float = 0.0) -> str:
         """The keys that were pressed; waits for the first at most `timeout_s`."""
-        if self._interrupted:
-            raise KeyboardInterrupt
         if self._keyboard is None or not self.active:
             select.select([], [], [], timeout_s)
             return ""

@@ -31,7 +31,6 @@ from colotrain.observe.live import LiveDashboard, Screen, replay
 from colotrain.observe.output import last_lines
 from colotrain.observe.progress import PlainProgress, progress_for
 from colotrain.observe.scene import FOCI, Focus, Scene, stragglers, worst_parameters
-from colotrain.observe.terminal import Terminal
 from colotrain.observe.view import RunView
 from colotrain.rundir import RunDir
 
@@ -455,6 +454,12 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert isinstance(progress_for(terminal(), PLAN, RunDir(tmp_path)), PlainProgress)
 
 
+def heed_signals() -> None:
+    """As from a person's shell, also where the tests run in the background or under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def on_a_terminal(arguments: list[str], cwd: Path) -> tuple[subprocess.Popen[bytes], int]:
     """colotrain with a pseudo-terminal of its own; its other end."""
     outer, inner = pty.openpty()
@@ -467,6 +472,7 @@ def on_a_terminal(arguments: list[str], cwd: Path) -> tuple[subprocess.Popen[byt
         cwd=cwd,
         env=environment,
         start_new_session=True,
+        preexec_fn=heed_signals,
     )
     os.close(inner)
     return process, outer
@@ -504,21 +510,6 @@ def test_an_attached_dashboard_leaves_the_terminal_as_it_was(
     finally:
         process.kill()
         os.close(outer)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_python_drops_in_a_destructor_still_ends_the_view() -> None:
-    class Dropped:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    with Terminal(Console(file=io.StringIO(), force_terminal=True)) as terminal:
-        terminal.insist_on_interrupts()
-        Dropped()
-        with pytest.raises(KeyboardInterrupt):
-            terminal.keys()
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_outline_folds_to_the_same_picture_of_the_end(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ TOKENISING = (
 """The part of `data` that makes token files: no torch, as other processes load it."""
 ON_PAPER = (
     "colotrain.estimate.layout colotrain.estimate.groups colotrain.estimate.heap "
+    "colotrain.estimate.tally "
     "colotrain.estimate.memory colotrain.estimate.offload colotrain.estimate.communication "
     "colotrain.estimate.hardware colotrain.estimate.rates colotrain.estimate.time "
     "colotrain.estimate.advise"

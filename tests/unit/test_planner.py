@@ -32,6 +32,7 @@ from colotrain.plan import (
     Trace,
 )
 from colotrain.plugins import ROWS
+from tests.traces import most_alive
 
 SEQ_LEN = 64
 MODEL = ModelPlan(
@@ -88,14 +89,6 @@ def traced(
 
 def looked_at(*patterns: str) -> Survey:
     return survey(MODEL, FreezePlan(patterns=patterns), SEQ_LEN)
-
-
-def most_alive(found: Trace) -> int:
-    alive = highest = 0
-    for event in (event for segment in found.segments for event in segment.events):
-        alive += found.storages[event] if event >= 0 else -found.storages[-1 - event]
-        highest = max(highest, alive)
-    return highest
 
 
 # Following a micro-batch

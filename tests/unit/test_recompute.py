@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_planner import most_alive
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +18,7 @@ from colotrain.errors import UsageError
 from colotrain.estimate.tracing import read, record, trace
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.plan import RECOMPUTE, ModelPlan, Recompute, Trace
+from tests.traces import most_alive
 
 WIDTH, SEQ_LEN = 16, 8
 LLM_25M = ModelPlan(

@@ -249,7 +249,7 @@ def test_a_plugin_is_its_row(name: str) -> None:
     assert (made.name, made.reason) == (name, "asked for")
     assert (made.parameters_live, made.gradients) == (row.parameters_live, row.gradients)
     assert made.mesh == ((1, 2) if row.hybrid else (2,))
-    assert made.chunk_bytes == (64 << 20 if row.packed else None)
+    assert made.chunk_bytes == (1 << 20 if row.packed else None)
 
 
 @pytest.mark.parametrize(

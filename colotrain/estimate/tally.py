@@ -1,0 +1,77 @@
+"""What is alive at a time, by the ledger's categories, and at which moment most was."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from colotrain.estimate.heap import Heap
+from colotrain.plan import Ledger
+
+NEARLY = 0.999
+"""Moments that need so much of the peak are as good as it: which is named first is chance."""
+
+
+class Tally:
+    """Bytes alive by category, and what they were at the highest moment so far.
+
+    With a heap, what its free parts keep resident counts as buffers.
+    """
+
+    def __init__(self, heap: Heap | None) -> None:
+        self.heap = heap
+        self.alive: dict[object, tuple[str, int]] = {}
+        self.sums = dict.fromkeys((f.name for f in dataclasses.fields(Ledger)), 0)
+        self.now = self.fullest = self.highest = 0
+        self.at_fullest = dict(self.sums)
+        self.most = dict(self.sums)
+        """Of each category by itself."""
+
+    def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
+        """`lasts`: it lives as long as the run, in pages of its own."""
+        if num_bytes <= 0:
+            return
+        self.alive[key] = (category, num_bytes)
+        self.sums[category] += num_bytes
+        self.most[category] = max(self.most[category], self.sums[category])
+        self.now += num_bytes
+        if self.heap is not None and not lasts:
+            self.heap.take(key, num_bytes)
+        slack = self.heap.slack if self.heap is not None else 0
+        self.highest = max(self.highest, self.now + slack)
+        if self.now > self.fullest:
+            self.fullest, self.at_fullest = self.now, dict(self.sums)
+
+    def peak(self, spread: int = 0) -> Ledger:
+        """The fullest moment; what is resident beyond it, and `spread`, count as buffers."""
+        retained = self.highest - self.fullest + spread
+        return Ledger(**{**self.at_fullest, "buffers": self.at_fullest["buffers"] + retained})
+
+    def end(self, key: object) -> None:
+        category, num_bytes = self.alive.pop(key, ("", 0))
+        if not category:
+            return
+        self.sums[category] -= num_bytes
+        self.now -= num_bytes
+        if self.heap is not None:
+            self.heap.give(key)
+
+    def become(self, key: object, category: str) -> None:
+        """The same bytes are something else from now on."""
+        if key in self.alive:
+            old, num_bytes = self.alive[key]
+            self.alive[key] = (category, num_bytes)
+            self.sums[old] -= num_bytes
+            self.sums[category] += num_bytes
+
+
+class Summits(Tally):
+    """Keeps every moment that was nearly the fullest when it came."""
+
+    def __init__(self, heap: Heap | None) -> None:
+        super().__init__(heap)
+        self.moments: list[tuple[int, dict[str, int]]] = []
+
+    def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
+        super().begin(key, category, num_bytes, lasts=lasts)
+        if self.now >= NEARLY * self.fullest:
+            self.moments.append((self.now, dict(self.sums)))
