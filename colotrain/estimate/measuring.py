@@ -10,6 +10,7 @@ prints `NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import sys
 import time
@@ -192,6 +193,7 @@ def _all_reduce_s(num_bytes: int, ranks: int) -> float:
 
 def main(words: list[str]) -> int:
     task, rank = from_plain(Task, json.loads(Path(words[0]).read_text("utf-8"))), int(words[1])
+    gc.freeze()  # as workers begin
     torch.set_num_threads(task.threads)
     torch.manual_seed(rank)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
