@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from colotrain.estimate.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.estimate.heap import Heap
 from colotrain.estimate.layout import Layout, counter_bytes, state_bytes
-from colotrain.estimate.tally import NEARLY, Summits, Tally
+from colotrain.estimate.tally import Tally
 from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
 
 LARGEST_SHARED_BYTES = 64 << 20
@@ -62,13 +62,6 @@ def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int
     tally = Tally(heap=None)
     _Walk(layout, survey, trace, tally).run()
     return tally.most["activations"]
-
-
-def summits(layout: Layout, survey: Survey, trace: Trace) -> list[Ledger]:
-    """The ledgers of all moments that need nearly the most, as on a device without an allocator."""
-    tally = Summits(heap=None)
-    _Walk(layout, survey, trace, tally).run()
-    return [Ledger(**sums) for now, sums in tally.moments if now >= NEARLY * tally.fullest]
 
 
 class _Walk:

@@ -7,9 +7,6 @@ import dataclasses
 from colotrain.estimate.heap import Heap
 from colotrain.plan import Ledger
 
-NEARLY = 0.999
-"""Moments that need so much of the peak are as good as it: which is named first is chance."""
-
 
 class Tally:
     """Bytes alive by category, and what they were at the highest moment so far.
@@ -62,16 +59,3 @@ class Tally:
             self.alive[key] = (category, num_bytes)
             self.sums[old] -= num_bytes
             self.sums[category] += num_bytes
-
-
-class Summits(Tally):
-    """Keeps every moment that was nearly the fullest when it came."""
-
-    def __init__(self, heap: Heap | None) -> None:
-        super().__init__(heap)
-        self.moments: list[tuple[int, dict[str, int]]] = []
-
-    def begin(self, key: object, category: str, num_bytes: int, *, lasts: bool = False) -> None:
-        super().begin(key, category, num_bytes, lasts=lasts)
-        if self.now >= NEARLY * self.fullest:
-            self.moments.append((self.now, dict(self.sums)))

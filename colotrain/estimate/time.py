@@ -38,9 +38,8 @@ def step_time(
     exchanging = sum(spent.pop(name) for name in EXCHANGING)
     after = spent.pop("element_s") + spent.pop("step_s")
     if hardware.overlaps:
-        host = spent.pop("op_s") + spent.pop(
-            "repeated_op_s"
-        )  # it only hands out the work: where it is slower, it decides
+        # the host only hands out the work: where it is slower, it decides
+        host = spent.pop("op_s") + spent.pop("repeated_op_s")
         computing = max(sum(spent.values()), host)
         exposed = exchanging * _exposed_share(layout, traffic(layout, survey, trace))
         step_s = max(computing, exchanging) + exposed + after

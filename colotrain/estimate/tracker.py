@@ -25,7 +25,7 @@ from colotrain.engine.grouping import find_groups
 from colotrain.engine.sharding import ShardedModel, begin_micro_batch, make_mesh, shard_
 from colotrain.errors import ColotrainError
 from colotrain.estimate.layout import layout_of
-from colotrain.estimate.memory import summits
+from colotrain.estimate.memory import predict
 from colotrain.estimate.survey import survey
 from colotrain.estimate.tracing import loss_of, trace
 from colotrain.models.loading import build_on_meta
@@ -48,26 +48,21 @@ KINDS = {
 
 
 def cross_check(plan: RunPlan) -> dict[str, Any]:
-    """Bytes by category at the peak, and of everything that lasts: plan and tracker.
-
-    Of several moments that need nearly the most by the plan, the one that is most like the
-    tracker's is compared: both may name any of them.
-    """
+    """Bytes by category at the peak, and of everything that lasts: plan and tracker."""
     if dist.is_initialized():
         raise ColotrainError("the cross-check makes a process group of its own", "run it alone")
-    moments = _by_plan(plan)
+    ours = _by_plan(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = _by_tracker(plan)
     names = [field.name for field in dataclasses.fields(Ledger) if field.name != "baseline"]
-    ours = min(moments, key=lambda moment: sum(abs(moment[n] - theirs.get(n, 0)) for n in names))
     pairs = {name: {"plan": ours[name], "tracker": theirs.get(name, 0)} for name in names}
     pairs["peak"] = {"plan": sum(ours.values()), "tracker": theirs["peak"]}
     return {"world_size": plan.world_size, "categories": pairs}
 
 
-def _by_plan(plan: RunPlan) -> list[dict[str, int]]:
-    """The ledgers of the fullest moments, as for GPUs: with private buffers, and no allocator."""
+def _by_plan(plan: RunPlan) -> dict[str, int]:
+    """The ledger as for GPUs: with private buffers, and no allocator."""
     layout = layout_of(
         plan.plugin,
         plan.batch,
@@ -91,7 +86,8 @@ def _by_plan(plan: RunPlan) -> list[dict[str, int]]:
         micro_batch=plan.batch.micro_batch,
     )
     looked = survey(plan.model, plan.freeze, plan.data.seq_len)
-    return [dataclasses.asdict(ledger) for ledger in summits(layout, looked, followed)]
+    ledger = predict(dataclasses.replace(layout, baseline=0), looked, followed)
+    return {f.name: getattr(ledger, f.name) for f in dataclasses.fields(ledger)}
 
 
 def _batch(plan: RunPlan, device: str) -> dict[str, Tensor]:
