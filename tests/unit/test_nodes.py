@@ -60,6 +60,19 @@ class Hall:
         self.port = self.listener.getsockname()[1]
         self.stores = 0
         self.guests: list[Attendance] = []
+        self.sockets: dict[threading.Thread, socket.socket] = {}
+        self._connect = socket.create_connection
+
+    def connect(self, *args: Any, **kwargs: Any) -> socket.socket:
+        """`socket.create_connection`, which remembers whose connection it made."""
+        made = self._connect(*args, **kwargs)
+        self.sockets[threading.current_thread()] = made
+        return made
+
+    def vanish(self, guest: Attendance) -> None:
+        """Its process dies: the connection ends without a word."""
+        guest.passport = passport(1, plan={"other": 1})  # and it would not be let in again
+        self.sockets[guest._thread].shutdown(socket.SHUT_RDWR)
 
     def open(self, fewest: int = 2, most: int = 2, expected: int = 2) -> Meeting:
         self.meeting = Meeting(
@@ -117,6 +130,7 @@ def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
     ):
         monkeypatch.setattr(module, name, value)
     made = Hall()
+    monkeypatch.setattr(socket, "create_connection", made.connect)
     yield made
     for guest in made.guests:
         guest.end()
@@ -162,32 +176,10 @@ def test_a_node_that_is_lost_is_named_and_the_rest_go_on(hall: Hall) -> None:
     hall.open(fewest=1)
     first, second = hall.join(0), hall.join(1)
     hall.rounds(first, second)
-    _vanish(second)
+    hall.vanish(second)
     until(first.regroup)
     assert first.regroup() == "node 1 (host-1) has gone"
     assert first.next_round(timeout_s=20).nodes == (0,)
-
-
-def _vanish(guest: Attendance) -> None:
-    """Its process dies: the connection ends without a word."""
-    guest.passport = passport(1, plan={"other": 1})  # and it would not be let in again
-    guest.state = {}
-    for sock in _sockets_of(guest)[-1:]:
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def _sockets_of(guest: Attendance) -> list[socket.socket]:
-    import gc
-
-    mine = [s for s in gc.get_objects() if type(s) is socket.socket and s.fileno() >= 0]
-    return [s for s in mine if _peer(s) == guest.head[1]]
-
-
-def _peer(sock: socket.socket) -> int | None:
-    try:
-        return int(sock.getpeername()[1])
-    except OSError:
-        return None
 
 
 def test_a_node_that_differs_is_told_what(hall: Hall) -> None:
@@ -247,8 +239,7 @@ def test_a_head_that_has_gone_is_named(hall: Hall) -> None:
     hall.rounds(first, second)
     hall.listener.shutdown(socket.SHUT_RDWR)
     hall.listener.close()
-    for sock in _sockets_of(second):
-        sock.shutdown(socket.SHUT_RDWR)
+    hall.sockets[second._thread].shutdown(socket.SHUT_RDWR)
     with pytest.raises(MeetingError, match=f"node 0 at 127.0.0.1:{hall.port} is out of reach"):
         second.next_round(timeout_s=20)
 
