@@ -88,6 +88,8 @@ class Measured:
     """Resident, of the rank that has the most."""
     first_step_s: float
     """From the start of the command to the end of the first step."""
+    planned_bytes: int | None = None
+    """The peak that colotrain's plan predicts."""
 
 
 def measure(system: System, cell: Cell, steps: int) -> Measured:
@@ -97,10 +99,15 @@ def measure(system: System, cell: Cell, steps: int) -> Measured:
         started = time.time()
         words, environment = command(system, cell, steps, out), environment_of(cell)
         carry_out(words, out, environment=environment, timeout_s=RUN_TIMEOUT_S)
-        ends, peak = read_colotrain(out) if system.name == "colotrain" else read_peer(out, cell)
+        planned = None
+        if system.name == "colotrain":
+            planned = RunDir(out / "runs" / "bench").plan().memory.total
+            ends, peak = read_colotrain(out)
+        else:
+            ends, peak = read_peer(out, cell)
     gaps = [b - a for a, b in pairwise(ends[1:])]
     tokens = cell.global_batch * SEQ_LEN
-    return Measured(tokens / median(gaps), peak, ends[0] - started)
+    return Measured(tokens / median(gaps), peak, ends[0] - started, planned)
 
 
 def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
@@ -195,8 +202,8 @@ def table(cell: Cell, systems: list[System], found: dict[str, list[Measured]]) -
     lines = [
         f"### {cell}",
         "",
-        "| | tokens/s ÷ DDP | ÷ best peer of the stage | peak per rank | first step after |",
-        "| --- | --- | --- | --- | --- |",
+        "| | tokens/s ÷ DDP | ÷ best peer of the stage | peak per rank | ÷ plan | first step |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for system in (s for s in systems if s.label in found):
         runs = found[system.label]
@@ -217,7 +224,10 @@ def table(cell: Cell, systems: list[System], found: dict[str, list[Measured]]) -
         peak = median(run.peak_bytes for run in runs) / 2**20
         first = median(run.first_step_s for run in runs)
         name = f"**{system.label}**" if system.name == "colotrain" else system.label
-        lines.append(f"| {name} | {of_ddp:.2f} | {of_best} | {peak:.0f} MiB | {first:.1f} s |")
+        ratios = [run.peak_bytes / run.planned_bytes for run in runs if run.planned_bytes]
+        of_plan = f"{median(ratios):.2f}" if ratios else ""
+        row = (name, f"{of_ddp:.2f}", of_best, f"{peak:.0f} MiB", of_plan, f"{first:.1f} s")
+        lines.append(f"| {' | '.join(row)} |")
     return [*lines, ""]
 
 

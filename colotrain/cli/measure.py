@@ -18,6 +18,7 @@ from colotrain.cli.resolving import Setting, settle
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.estimate import rates
 from colotrain.estimate.time import amounts_of
+from colotrain.launch.forkserver import environment
 from colotrain.records import from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
 
 def _run(file: Path, ranks: int) -> rates.Measurement:
     command = [sys.executable, "-m", "colotrain.estimate.measuring", str(file)]
-    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryFile("w+") as errors:
         processes = [
             subprocess.Popen(
@@ -77,7 +77,7 @@ def _run(file: Path, ranks: int) -> rates.Measurement:
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=errors,
                 text=True,
-                env=environment,
+                env={**os.environ, **environment()},
             )
             for rank in range(ranks)
         ]

@@ -29,11 +29,9 @@ WINDOW_BYTES = 4 << 20
 """Of each rank, in two halves: one is filled while the other is read."""
 SUM_BYTES = 256 << 10
 """Sums are made in pieces that stay in a core's cache."""
-PATIENCE_S = 0.1
+PATIENCE_S = 0.5
 """How long to wait for others to let go of a buffer before taking another one."""
-NUM_GATHER_BUFFERS = 2
-"""`fully_shard` holds the last all-gather's result while it begins the next."""
-MEET, READ, RELEASED = 0, 1, 2  # what bells are rung for; one RELEASED for each gather buffer
+MEET, READ, RELEASED, NUM_BELLS = 0, 1, 2, 3  # what bells are rung for
 GATHER, REDUCE = 1, 2
 CALL_FIELDS = 4
 
@@ -72,7 +70,7 @@ class Buffer:
 
     def _returned(self, _: object) -> None:
         self.lent = None
-        if self.shared and self.bell >= RELEASED and os.getpid() == self.channel.pid:
+        if self.shared and self.bell == RELEASED and os.getpid() == self.channel.pid:
             self.channel.ring_all(self.bell)
 
 
@@ -90,22 +88,17 @@ class Channel:
         gather_bytes, reduce_bytes = round_up(gather_bytes, PAGE), round_up(reduce_bytes, PAGE)
         calls_bytes = round_up(2 * self.size * CALL_FIELDS * 8, PAGE)
         self.half_bytes = WINDOW_BYTES // 2
-        private = calls_bytes + NUM_GATHER_BUFFERS * gather_bytes
+        common = calls_bytes + gather_bytes
         per_rank = reduce_bytes + WINDOW_BYTES
-        self.memory = SharedMemory(
-            group, private + self.size * per_rank, num_bells=RELEASED + NUM_GATHER_BUFFERS
-        )
+        self.memory = SharedMemory(group, common + self.size * per_rank, num_bells=NUM_BELLS)
         self.address = self.memory.bytes(0, 1).data_ptr()
         self.calls = self.memory.bytes(0, calls_bytes).view(torch.int64)
-        self.gather_buffers = [
-            Buffer(self, calls_bytes + index * gather_bytes, gather_bytes, bell=RELEASED + index)
-            for index in range(NUM_GATHER_BUFFERS)
-        ]
-        self.reduce_starts = [private + rank * per_rank for rank in range(self.size)]
+        self.gather_buffer = Buffer(self, calls_bytes, gather_bytes, bell=RELEASED)
+        self.reduce_starts = [common + rank * per_rank for rank in range(self.size)]
         self.windows = [start + reduce_bytes for start in self.reduce_starts]
         start = self.reduce_starts[self.rank]
         self.reduce_buffer = Buffer(self, start, reduce_bytes, bell=READ)
-        self.num_meetings = self.num_rounds = self.num_gathers = 0
+        self.num_meetings = self.num_rounds = 0
 
     @property
     def num_bytes(self) -> int:
@@ -141,24 +134,20 @@ class Channel:
                 )
         return found
 
-    def next_gather_buffer(self) -> Buffer:
-        return self.gather_buffers[self.num_gathers % NUM_GATHER_BUFFERS]
-
     @torch.no_grad()
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         """`output` [size · n] becomes the `input` [n] of every rank."""
-        buffer = self.next_gather_buffer()
-        index = self.num_gathers % NUM_GATHER_BUFFERS if buffer.holds(output) else -1
-        self.num_gathers += 1
+        buffer = self.gather_buffer
+        direct = buffer.holds(output)
         own = output.chunk(self.size)[self.rank] if output.numel() else output
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
-        call = (GATHER, own.nbytes, _code(own.dtype), index)
+        call = (GATHER, own.nbytes, _code(own.dtype), int(direct))
         found = self.meet(call, "all-gather")
-        if index >= 0:  # else the buffer may still be lent, and others count on its return
+        if direct:  # else the buffer may still be lent, and others count on its return
             buffer.shared = True
-        buffer.owed.update(peer for peer in self.peers if found[peer][3] >= 0)
-        if all(other[3] >= 0 for other in found):
+        buffer.owed.update(peer for peer in self.peers if found[peer][3])
+        if all(other[3] for other in found):
             return
         parts = _bytes(output).view(self.size, -1)
         for first in range(0, own.nbytes, self.half_bytes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +38,8 @@ class SharedAllGather(AllGather):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        buffer = self.channel.next_gather_buffer()
-        tensor = (
-            buffer.take(math.prod(int(n) for n in size), dtype) if device.type == "cpu" else None
-        )
-        return torch.empty(*size, dtype=dtype, device=device) if tensor is None else tensor
+        shared = device.type == "cpu"
+        return _take(self.channel.gather_buffer if shared else None, size, dtype, device)
 
     def __call__(
         self,
@@ -149,7 +147,19 @@ def install(sharded: ShardedModel) -> Transport | None:
             print(f"shared memory is not used between ranks: {known[0]}", file=sys.stderr)
         return None
     _use(sharded, SharedAllGather(channel), SharedReduceScatter(channel))
+    for sharded_group in sharded.groups:
+        state = sharded_group.handle._get_fsdp_state()
+        for module in state._modules:
+            module.register_forward_pre_hook(partial(_let_go, state))
     return Transport(sharded, channel)
+
+
+def _let_go(state: Any, *_: object) -> None:
+    """Drop what a group was gathered in; `fully_shard` holds it until the next group is there.
+
+    A GPU's stream may still copy from it; a CPU has done so when the group's forward begins.
+    """
+    state._comm_ctx.all_gather_state = None
 
 
 def buffer_bytes(sharded: ShardedModel) -> tuple[int, int]:

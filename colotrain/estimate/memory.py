@@ -37,8 +37,8 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
     walk.run()
     spread = 0
     if tally.heap is not None:
-        standing = walk.standing_bytes()
-        spread = tally.heap.spread(standing, recomputes=recomputes(trace))
+        held = sum(group.reduced_bytes for group in walk.groups.values()) // layout.shard
+        spread = tally.heap.spread(walk.standing_bytes(), held, recomputes=recomputes(trace))
     return dataclasses.replace(tally.peak(spread), baseline=layout.baseline)
 
 
@@ -122,7 +122,7 @@ class _Walk:
         )
         large = max(*gathers, *reductions) > LARGEST_SHARED_BYTES
         windows = size * WINDOW_BYTES if large else 0
-        return 2 * gather + reduce + reduce * (size - 1) // size + windows
+        return gather + reduce + reduce * (size - 1) // size + windows
 
     def standing_bytes(self) -> int:
         """What stays through the step: whole parameters, and whole gradients that are kept."""
@@ -207,7 +207,8 @@ class _Walk:
             )
 
     def _arrive(self, group: Group, *, frees: bool = True) -> None:
-        """Copy out. In forward the buffer is held until the next group arrives."""
+        """Copy out. In forward `fully_shard` holds the buffer until the next group arrives, unless
+        ranks share memory."""
         if group.name in self.gathered:
             return
         if not frees:
@@ -217,7 +218,7 @@ class _Walk:
         for index, num_bytes in enumerate(group.gathered_sizes):
             self.tally.begin(("whole", group.name, index), "gathered", num_bytes)
         self.gathered.add(group.name)
-        if frees and group is not self.root:
+        if self.layout.shared_memory or (frees and group is not self.root):
             self.tally.end(("received", group.name))
 
     def _free(self, group: Group) -> None:

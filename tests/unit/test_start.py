@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from colotrain.engine import grouping
+from colotrain.launch import forkserver
 from colotrain.models.llm import LLM
 
 
@@ -43,3 +47,35 @@ def test_building_a_model_on_paper_does_not_load_the_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_workers_keep_no_small_pieces_unless_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tunable = "glibc.malloc.tcache_count"
+    for chosen, expected in (
+        ("", f"{tunable}=0"),
+        ("glibc.malloc.arena_max=2", f"glibc.malloc.arena_max=2:{tunable}=0"),
+        (f"{tunable}=7", f"{tunable}=7"),
+    ):
+        monkeypatch.setenv("GLIBC_TUNABLES", chosen)
+        assert forkserver.environment()["GLIBC_TUNABLES"] == expected
+
+
+def test_the_server_of_workers_is_started_with_their_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "")  # both are as they were after the test
+    for name in forkserver.ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+    found: list[dict[str, str]] = []
+    started = threading.Event()
+
+    def start() -> None:
+        found.append(dict(os.environ))
+        started.set()
+
+    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", start)
+    forkserver.warm_up()
+    assert started.wait(10)
+    assert found[0].items() >= forkserver.environment().items()
