@@ -23,8 +23,8 @@ CLOSE = 0.02
 EXTRA = 0.03
 """What larger groups than single modules may add to a rank's memory, as a share of its states."""
 COPIES = 5
-"""How often a group's bytes lie in a rank's memory: two groups that are whole, the two buffers
-they were gathered in, one for reducing gradients."""
+"""How often a group's bytes lie in a rank's memory at most: two groups that are whole, the buffers
+they were gathered in (on a CPU one), one for reducing gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,14 @@ class Group:
         groups = self.handle._get_fsdp_state()._fsdp_param_groups
         return [param for group in groups for param in group.fsdp_params]
 
+    def copy_out(self) -> None:
+        """Let go of the buffer that holds the group, if the last backward fetched it in vain.
+
+        It does so with the frozen group before the first trained one, which the next forward uses.
+        """
+        for params in self.handle._get_fsdp_state()._fsdp_param_groups:
+            params.wait_for_unshard()
+
     def refresh_dtypes(self) -> None:
         """Let the group see which of its parameters train now; it looks only once by itself."""
         for params in self.handle._get_fsdp_state()._fsdp_param_groups:
@@ -165,6 +173,8 @@ def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
         group.handle.set_requires_gradient_sync(reduce_now, recurse=False)
         group.handle.set_requires_all_reduce(last, recurse=False)
         group.handle.set_reshard_after_backward(last or not group.stays_gathered, recurse=False)
+        if sharded.mesh.device_type == "cpu":
+            group.copy_out()
     sharded.groups[-1].handle.set_is_last_backward(last)
     if last and sharded.plugin.gradients == "whole":
         _even_out_accumulated(sharded)

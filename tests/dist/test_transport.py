@@ -11,7 +11,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,9 +247,11 @@ def plan_of(plugin: str, num_ranks: int, *overrides: str) -> RunPlan:
     return plan_from(["recipe=llm-tiny", "train.global_batch=12", "train.micro_batch=1", *more])
 
 
-def make_sharded(plan: RunPlan) -> ShardedModel:
+def make_sharded(plan: RunPlan, frozen: Sequence[str] = ()) -> ShardedModel:
     torch.manual_seed(0)
     model = Tiny()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
     groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
     return shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
 
@@ -259,7 +261,7 @@ def train(sharded: ShardedModel, rank: int) -> list[Tensor]:
     materialise_(sharded, device="cpu", seed=0)
     state = watch(sharded, frozen={})
     generator = torch.Generator().manual_seed(rank)
-    parameters = list(sharded.module.parameters())
+    parameters = [p for p in sharded.module.parameters() if p.requires_grad]
     for _ in range(3):
         for parameter in parameters:
             parameter.grad = None
@@ -276,10 +278,10 @@ def train(sharded: ShardedModel, rank: int) -> list[Tensor]:
     return [local_shard(t).clone() for p in parameters for t in (p.detach(), p.grad)]
 
 
-def trains_alike(rank: int, *plans: RunPlan) -> None:
+def trains_alike(rank: int, *plans: RunPlan, frozen: Sequence[str] = ()) -> None:
     for plan in plans:
-        plain = train(make_sharded(plan), rank)
-        sharded = make_sharded(plan)
+        plain = train(make_sharded(plan, frozen), rank)
+        sharded = make_sharded(plan, frozen)
         installed = install(sharded)
         assert installed is not None
         assert installed.num_bytes > 0
@@ -296,6 +298,14 @@ def trains_alike(rank: int, *plans: RunPlan) -> None:
 def test_training_steps_equal_those_of_the_process_group() -> None:
     plans = [plan_of(plugin, 2) for plugin in ("zero1", "zero2", "zero3")]
     run(trains_alike, 2, *plans, plan_of("zero3", 2, "train.precision=bf16"))
+
+
+def trains_the_end_alike(rank: int, plan: RunPlan) -> None:
+    trains_alike(rank, plan, frozen=("embed", "blocks.0", "blocks.1"))
+
+
+def test_a_frozen_group_that_backward_fetched_in_vain_does_not_keep_the_buffer() -> None:
+    run(trains_the_end_alike, 2, plan_of("zero3", 2))
 
 
 def test_a_hybrid_mesh_shares_memory_inside_its_shard_dimension() -> None:
