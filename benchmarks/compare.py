@@ -1,8 +1,9 @@
 """colotrain's plugins beside the systems that people use, on one workload. `make bench`
 
-Every system is a process tree of its own, started as its users start it. Within a round all
-systems run one after the other; what is compared are the ratios to plain DDP of the same round.
-Writes a JSON file and a Markdown table.
+Every system is a process tree of its own, started as its users start it. As many as memory holds
+are alive at once, plain DDP always among them, and take turns: one trains for some steps while the
+others are halted. What is compared are ratios to DDP within a turn, so that the speed of a shared
+machine, which drifts, is the same for all. Writes a JSON file and a Markdown table.
 """
 
 from __future__ import annotations
@@ -11,28 +12,36 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
+import signal
 import socket
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
-from processes import carry_out
+from processes import Running
 from workload import LR, MODEL, SEQ_LEN, Cell
 
 from colotrain.observe.events import EventReader
-from colotrain.observe.fold import follow
 from colotrain.rundir import RunDir
 
 PEERS = Path(__file__).parent / "peers"
-RUN_TIMEOUT_S = 600
+TURN_TIMEOUT_S = 600
+POLL_S = 0.02
+WARM_STEPS = 2
+RANK_BYTES = 1400 << 20
+"""What a rank of the largest peer needs, about."""
 CELLS = (
     Cell(ranks=2, micro_batch=1, accumulation=1),
     Cell(ranks=2, micro_batch=4, accumulation=1),
@@ -56,8 +65,9 @@ class System:
         return f"{self.name} {self.variant}"
 
 
+DDP = System("torch", "ddp", 0, "plain.py")
 SYSTEMS = [
-    System("torch", "ddp", 0, "plain.py"),
+    DDP,
     System("torch", "ddp+zero", 1, "plain.py"),
     System("torch", "fully_shard-zero2", 2, "plain.py"),
     System("torch", "fully_shard-zero3", 3, "plain.py"),
@@ -78,36 +88,49 @@ SYSTEMS = [
 ]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One run of one system."""
+@dataclass
+class Contestant:
+    """One run of one system, which goes on only in its turns."""
 
-    tokens_per_s: float
-    """Of the median step, without the first two."""
-    peak_bytes: int
-    """Resident, of the rank that has the most."""
-    first_step_s: float
+    system: System
+    cell: Cell
+    running: Running
+    out: Path
+    first_step_s: float = 0.0
     """From the start of the command to the end of the first step."""
+    turns_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    """Resident, of the rank that has the most."""
     planned_bytes: int | None = None
     """The peak that colotrain's plan predicts."""
 
+    def __post_init__(self) -> None:
+        self.events, self.seen = EventReader(RunDir(self.out / "runs" / "bench")), 0
 
-def measure(system: System, cell: Cell, steps: int) -> Measured:
-    """Run a system once; raises `RuntimeError` with its last words where it fails."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        out = Path(folder)
-        started = time.time()
-        words, environment = command(system, cell, steps, out), environment_of(cell)
-        carry_out(words, out, environment=environment, timeout_s=RUN_TIMEOUT_S)
-        planned = None
-        if system.name == "colotrain":
-            planned = RunDir(out / "runs" / "bench").plan().memory.total
-            ends, peak = read_colotrain(out)
-        else:
-            ends, peak = read_peer(out, cell)
-    gaps = [b - a for a, b in pairwise(ends[1:])]
-    tokens = cell.global_batch * SEQ_LEN
-    return Measured(tokens / median(gaps), peak, ends[0] - started, planned)
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
+        if self.system.name != "colotrain":
+            return max((f.stat().st_size for f in self.out.glob("steps-*")), default=0)
+        self.seen += sum(e.kind == "step" and e.rank == 0 for e in self.events.drain())
+        return self.seen
+
+    def go_on(self, num_steps: int) -> float:
+        """Seconds until so many steps more have ended."""
+        until, started = self.num_steps() + num_steps, time.monotonic()
+        self.running.go_on()
+        while self.num_steps() < until:
+            time.sleep(POLL_S)
+            self.running.check()
+            if time.monotonic() - started > TURN_TIMEOUT_S:
+                raise RuntimeError(f"no {num_steps} steps within {TURN_TIMEOUT_S} s")
+        seconds = time.monotonic() - started
+        self.running.halt()
+        return seconds
+
+    def weigh(self) -> None:
+        self.peak_bytes = self.running.peak_bytes()
+        if self.system.name == "colotrain":
+            self.planned_bytes = RunDir(self.out / "runs" / "bench").plan().memory.total
 
 
 def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
@@ -154,17 +177,6 @@ def environment_of(cell: Cell) -> dict[str, str]:
     }
 
 
-def read_peer(out: Path, cell: Cell) -> tuple[list[float], int]:
-    documents = [json.loads((out / f"rank{r}.json").read_text()) for r in range(cell.ranks)]
-    return documents[0]["ends"], max(document["peak"] for document in documents)
-
-
-def read_colotrain(out: Path) -> tuple[list[float], int]:
-    rundir = RunDir(out / "runs" / "bench")
-    steps = [e for e in EventReader(rundir).drain() if e.kind == "step" and e.rank == 0]
-    return [event.t for event in steps], max(follow(rundir).peak_by_rank)
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -177,56 +189,114 @@ def installed() -> list[System]:
     ]
 
 
-def rounds(systems: list[System], cell: Cell, *, num: int, steps: int) -> dict[str, list[Measured]]:
-    """Every system once per round; one that fails once is left out from then on."""
-    found: dict[str, list[Measured]] = {system.label: [] for system in systems}
-    failed: dict[str, str] = {}
-    for number in range(num):
-        for system in (s for s in systems if s.label not in failed):
-            print(
-                f"\r{cell}: round {number + 1}/{num}: {system.label:<30}", end="", file=sys.stderr
-            )
-            try:
-                found[system.label].append(measure(system, cell, steps))
-            except (RuntimeError, OSError, ValueError, IndexError) as error:
-                failed[system.label] = str(error)
-    print(file=sys.stderr)
-    for label, why in failed.items():
-        print(f"{label}: {why}", file=sys.stderr)
-    return {label: runs for label, runs in found.items() if label not in failed}
+def heats(systems: list[System], cell: Cell) -> list[list[System]]:
+    """Who takes turns with whom: DDP and as many others as memory holds, stage by stage."""
+    most = psutil.virtual_memory().available // (cell.ranks * RANK_BYTES) - 1
+    others = sorted((s for s in systems if s != DDP), key=lambda s: s.stage)
+    num_heats = max(1, math.ceil(len(others) / max(1, most)))
+    size = math.ceil(len(others) / num_heats)
+    return [[DDP, *others[i * size : (i + 1) * size]] for i in range(num_heats)]
 
 
-def table(cell: Cell, systems: list[System], found: dict[str, list[Measured]]) -> list[str]:
-    """Markdown: medians over the rounds of the ratios to DDP and to the best peer of the stage."""
-    ddp = found["torch ddp"]
+def compete(systems: list[System], cell: Cell, *, turns: int, steps: int) -> list[Contestant]:
+    """One heat; a system that fails is announced and left out."""
+    with ExitStack() as stack:
+        found: list[Contestant] = []
+        for system in systems:
+            out = Path(stack.enter_context(TemporaryDirectory(prefix="bench-")))
+            words = command(system, cell, WARM_STEPS + turns * steps + 1, out)
+            running = Running(words, out, environment=environment_of(cell))
+            contestant = Contestant(system, cell, stack.enter_context(running), out)
+            with left_out_if_it_fails(contestant, found):
+                contestant.first_step_s = contestant.go_on(1)
+                contestant.go_on(WARM_STEPS - 1)
+                found.append(contestant)
+        for turn in range(turns):
+            for contestant in found[:: 1 if turn % 2 == 0 else -1]:
+                progress(f"{cell}: turn {turn + 1}/{turns}: {contestant.system.label}")
+                with left_out_if_it_fails(contestant, found):
+                    contestant.turns_s.append(contestant.go_on(steps))
+        for contestant in found[:]:
+            with left_out_if_it_fails(contestant, found):
+                contestant.weigh()
+        progress("")
+    return found
+
+
+@contextmanager
+def left_out_if_it_fails(contestant: Contestant, found: list[Contestant]) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:
+        print(f"\r{contestant.system.label}: {error}", file=sys.stderr)
+        contestant.running.signal(signal.SIGKILL)
+        if contestant in found:
+            found.remove(contestant)
+
+
+def progress(words: str) -> None:
+    print(f"\r{words:<79}", end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a system came to in a cell; ratios are medians over turns."""
+
+    stage: int
+    ours: bool
+    of_ddp: float
+    """Its tokens/s by those of DDP in the same turn."""
+    tokens_per_s: float
+    peak_bytes: int
+    planned_bytes: int | None
+    first_step_s: float
+    first_step_of_ddp: float
+    turns_s: list[float]
+
+
+def judge(heat: list[Contestant], steps: int) -> dict[str, Measured]:
+    """Label -> figures. Raises `RuntimeError` where DDP itself failed."""
+    ddp = next((c for c in heat if c.system == DDP), None)
+    if ddp is None:
+        raise RuntimeError("plain DDP failed: there is nothing to compare with")
+    return {
+        c.system.label: Measured(
+            stage=c.system.stage,
+            ours=c.system.name == "colotrain",
+            of_ddp=median(b / a for a, b in zip(c.turns_s, ddp.turns_s, strict=True)),
+            tokens_per_s=c.cell.global_batch * SEQ_LEN * steps / median(c.turns_s),
+            peak_bytes=c.peak_bytes,
+            planned_bytes=c.planned_bytes,
+            first_step_s=c.first_step_s,
+            first_step_of_ddp=c.first_step_s / ddp.first_step_s,
+            turns_s=c.turns_s,
+        )
+        for c in heat
+    }
+
+
+def table(cell: Cell, found: dict[str, Measured]) -> list[str]:
+    """Markdown; the best peer of a stage is the one that is fastest beside DDP."""
     lines = [
         f"### {cell}",
         "",
         "| | tokens/s ÷ DDP | ÷ best peer of the stage | peak per rank | ÷ plan | first step |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for system in (s for s in systems if s.label in found):
-        runs = found[system.label]
-        speed = [run.tokens_per_s for run in runs]
+    for label, mine in found.items():
         peers = [
-            found[s.label]
-            for s in systems
-            if s.label in found
-            and s.stage == system.stage
-            and s.name != "colotrain"
-            and s.label != system.label
+            other.of_ddp
+            for name, other in found.items()
+            if other.stage == mine.stage and not other.ours and name != label
         ]
-        of_ddp = median(a / b.tokens_per_s for a, b in zip(speed, ddp, strict=True))
-        of_best = "-"
-        if peers:
-            best = [max(p[i].tokens_per_s for p in peers) for i in range(len(runs))]
-            of_best = f"{median(a / b for a, b in zip(speed, best, strict=True)):.2f}"
-        peak = median(run.peak_bytes for run in runs) / 2**20
-        first = median(run.first_step_s for run in runs)
-        name = f"**{system.label}**" if system.name == "colotrain" else system.label
-        ratios = [run.peak_bytes / run.planned_bytes for run in runs if run.planned_bytes]
-        of_plan = f"{median(ratios):.2f}" if ratios else ""
-        row = (name, f"{of_ddp:.2f}", of_best, f"{peak:.0f} MiB", of_plan, f"{first:.1f} s")
+        row = (
+            f"**{label}**" if mine.ours else label,
+            f"{mine.of_ddp:.2f}",
+            f"{mine.of_ddp / max(peers):.2f}" if peers else "-",
+            f"{mine.peak_bytes / 2**20:.0f} MiB",
+            f"{mine.peak_bytes / mine.planned_bytes:.2f}" if mine.planned_bytes else "",
+            f"{mine.first_step_s:.1f} s",
+        )
         lines.append(f"| {' | '.join(row)} |")
     return [*lines, ""]
 
@@ -250,18 +320,23 @@ def machine() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a turn")
     parser.add_argument("--cells", type=int, nargs="+", default=list(range(len(CELLS))))
-    parser.add_argument("--only", default="", help="systems whose label contains this, and DDP")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of systems' labels")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.md")
     asked = parser.parse_args()
-    systems = [s for s in installed() if asked.only in s.label or s.label == "torch ddp"]
+    systems = [s for s in installed() if s == DDP or any(part in s.label for part in asked.only)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # halted systems end with this
     text, document = machine(), {}
     for cell in (CELLS[i] for i in asked.cells):
-        found = rounds(systems, cell, num=asked.rounds, steps=asked.steps)
-        document[str(cell)] = {k: [vars(run) for run in runs] for k, runs in found.items()}
-        part = table(cell, systems, found)
+        found: dict[str, Measured] = {}
+        for heat in heats(systems, cell):
+            done = compete(heat, cell, turns=asked.turns, steps=asked.steps)
+            found = judge(done, asked.steps) | found  # DDP's figures are those of the first heat
+        found = {s.label: found[s.label] for s in systems if s.label in found}
+        document[str(cell)] = {label: vars(measured) for label, measured in found.items()}
+        part = table(cell, found)
         print("\n".join(part), flush=True)
         text += part
         asked.out.with_suffix(".md").write_text("\n".join(text))
