@@ -37,7 +37,7 @@ def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
     write_atomically(target, recipes.render(source, kind, found))
     problems = _problems(target)
     if as_json:
-        print_json(_document(kind, target, found, recipes.settings(found), problems))
+        print_json(_document(kind, target, found, recipes.whole(kind, found), problems))
     else:
         _print(kind, target, found, problems)
     return 0
@@ -51,9 +51,10 @@ def _stem(source: Path) -> str:
 def _problems(target: Path) -> list[str]:
     """What the recipe still lacks to be a plan here."""
     from colotrain.cli.resolving import plan_from
+    from colotrain.config.compose import as_override
 
     try:
-        plan_from([f"recipe={target}"], here=False)
+        plan_from([as_override("recipe", str(target))], here=False)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
     return []
@@ -82,6 +83,7 @@ def _document(
 
 def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -> None:
     from colotrain.migrate.findings import MEANING
+    from colotrain.migrate.recipes import silences
 
     console = stdout_console()
     table = Table(kind, "value", "", "here", box=None, pad_edge=False, header_style="bold")
@@ -96,6 +98,8 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
     counts = {name: sum(f.outcome == name for f in found) for name in MEANING}
     said = ", ".join(f"{count} {MEANING[name]}" for name, count in counts.items() if count)
     console.print(f"\n{len(found)} keys: {said}")
+    for line in silences(kind, found):
+        console.print(line, soft_wrap=True)
     console.print(f"{target} is written: colotrain plan recipe={target.stem}", soft_wrap=True)
     for problem in problems:
         console.print(f"warning: to be settled first: {problem}", style="yellow", soft_wrap=True)

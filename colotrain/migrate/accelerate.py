@@ -10,7 +10,6 @@ from colotrain.migrate.findings import (
     Flat,
     Rule,
     Rules,
-    clip,
     decided,
     is_on,
     none,
@@ -163,7 +162,7 @@ RULES: Rules = {
     "fsdp_config.fsdp_cpu_ram_efficient_loading": decided("no rank ever holds the whole model"),
     "deepspeed_config.zero_stage": _renamed("zero_optimization.stage", STAGE),
     "deepspeed_config.gradient_accumulation_steps": taken("accumulate.steps", whole),
-    "deepspeed_config.gradient_clipping": taken("train.grad_clip", clip),
+    "deepspeed_config.gradient_clipping": deepspeed.RULES["gradient_clipping"],
     "deepspeed_config.offload_optimizer_device": _renamed(
         "zero_optimization.offload_optimizer.device", {}
     ),

@@ -23,6 +23,8 @@ STAGES = {0: "zero1", 1: "zero1", 2: "zero2", 3: "zero3"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FINAL_RATIO = {"linear": 0.0, "cosine": 0.0001, "constant": 1.0}
 """Where DeepSpeed's schedules end by default."""
+WARMUP_STEPS, WARMUP_MAX_LR = 1000, 0.001
+"""Of DeepSpeed's schedules by default; the second of WarmupDecayLR, whatever the optimizer's is."""
 OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 BUFFERS = "buffers and prefetching follow from the groups of the model"
 OWNED = "colotrain owns accumulation and divides the loss in one place"
@@ -30,9 +32,7 @@ OWNED = "colotrain owns accumulation and divides the loss in one place"
 
 def optimizer_name(value: str) -> Answer:
     """The optimizer of a name that people know, without regard for who implements it."""
-    name = value.rpartition(".")[2].lower().replace("_", "")
-    for beginning in ("deepspeedcpu", "fused", "torch", "cpu"):
-        name = name.removeprefix(beginning)
+    name = plain_name(value)
     if name in ("adamw", "adam"):
         note = "weight decay is decoupled" if name == "adam" else ""
         return Answer(outcome="taken", note=note, settings={"optim.name": "adamw"})
@@ -41,6 +41,14 @@ def optimizer_name(value: str) -> Answer:
     if name in available():
         return Answer(outcome="taken", settings={"optim.name": name})
     return Answer(outcome="none", note=f"{value} is not there: adamw is used instead")
+
+
+def plain_name(value: str) -> str:
+    """`adamw` of `torch.optim.AdamW`, `adam` of DeepSpeedCPUAdam."""
+    name = value.rpartition(".")[2].lower().replace("_", "")
+    for beginning in ("deepspeedcpu", "fused", "torch", "cpu"):
+        name = name.removeprefix(beginning)
+    return name
 
 
 def available() -> tuple[str, ...]:
@@ -62,11 +70,24 @@ def _momentum(value: Any, flat: Flat) -> Answer:
     return Answer(outcome="none", note="only SGD has a momentum")
 
 
-def _schedule(value: Any, _: Flat) -> Answer:
+def _clipping(value: Any, flat: Flat) -> Answer:
+    if value is None:
+        return Answer(outcome="taken", note="off", settings={"train.grad_clip": None})
+    if value == "auto":
+        note = "auto: 1.0, which transformers has by default"
+        return Answer(outcome="decided", note=note, settings={"train.grad_clip": 1.0})
+    return taken("train.grad_clip", clip)(value, flat)
+
+
+def _schedule(value: Any, flat: Flat) -> Answer:
     name = SCHEDULES.get(str(value))
     if name is None:
         return Answer(outcome="none", note=f"{value} is not there: see optim.schedule.name")
     settings = {"optim.schedule.name": name, "optim.schedule.final_ratio": FINAL_RATIO[name]}
+    if flat.get("scheduler.params.warmup_num_steps") is None:
+        settings["optim.schedule.warmup_steps"] = WARMUP_STEPS
+    if name == "linear" and flat.get("scheduler.params.warmup_max_lr") is None:
+        settings["optim.lr"] = WARMUP_MAX_LR
     return Answer(outcome="taken", settings=settings)
 
 
@@ -130,7 +151,7 @@ RULES: Rules = {
     "train_batch_size": taken("train.global_batch", whole),
     "train_micro_batch_size_per_gpu": taken("train.micro_batch", whole),
     "gradient_accumulation_steps": taken("accumulate.steps", whole),
-    "gradient_clipping": taken("train.grad_clip", clip),
+    "gradient_clipping": _clipping,
     "steps_per_print": taken("observe.log_every", whole),
     "optimizer.type": _optimizer,
     "optimizer.params.lr": taken("optim.lr", number),

@@ -9,7 +9,6 @@ from colotrain.migrate.findings import (
     Answer,
     Flat,
     Rules,
-    clip,
     decided,
     is_on,
     none,
@@ -48,6 +47,8 @@ SCHEDULES = {
     "ConstantLR": "constant",
 }
 CODE = "your own class is not called by colotrain: name a function that builds it"
+FINAL_RATIO = {"cosine": 0.0, "linear": 1.0}
+"""Where torch's schedules end by default."""
 LOGGERS = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
 CHECKPOINTS = "checkpoints are whole or absent, and the last good one is kept"
 SHOWN = "`colotrain dashboard` shows it"
@@ -179,10 +180,20 @@ def _scheduler(value: Any, _: Flat) -> Answer:
     found = SCHEDULES.get(name)
     if found is None:
         return Answer(outcome="none", note=f"{name} is not there: see optim.schedule.name")
-    settings = {"optim.schedule.name": found, "optim.schedule.warmup_steps": 0}
-    if found == "cosine":
-        settings["optim.schedule.final_ratio"] = 0.0
+    settings: dict[str, Any] = {"optim.schedule.name": found, "optim.schedule.warmup_steps": 0}
+    if found in FINAL_RATIO:
+        settings["optim.schedule.final_ratio"] = FINAL_RATIO[found]
     return Answer(outcome="taken", settings=settings)
+
+
+def _length(value: Any, flat: Flat) -> Answer:
+    """Where the schedule ends. It ends with the run here, whose length the trainer says first."""
+    steps = flat.get("trainer.max_steps")
+    if str(flat.get("lr_scheduler.class_path")).endswith("ConstantLR"):
+        return Answer(outcome="none", note="the learning rate is the same from the first step on")
+    if steps not in (-1, None) and whole(steps) != whole(value):
+        return Answer(outcome="none", note="the schedule ends with the run, at trainer.max_steps")
+    return taken("train.max_steps", whole, "the schedule ends the run")(value, flat)
 
 
 def _lowest(value: Any, flat: Flat) -> Answer:
@@ -237,7 +248,7 @@ RULES: Rules = {
     "trainer.min_steps": none("the length of a run is train.max_steps"),
     "trainer.max_time": none("the length of a run is train.max_steps"),
     "trainer.accumulate_grad_batches": taken("accumulate.steps", whole),
-    "trainer.gradient_clip_val": taken("train.grad_clip", clip),
+    "trainer.gradient_clip_val": deepspeed.RULES["gradient_clipping"],
     "trainer.gradient_clip_algorithm": _clip_algorithm,
     "trainer.val_check_interval": _val_interval,
     "trainer.check_val_every_n_epoch": none("evaluation is by steps: set train.eval_every"),
@@ -292,10 +303,8 @@ RULES: Rules = {
     "optimizer.init_args.foreach": decided("torch's fused implementation is used"),
     "optimizer.init_args.*": none("an argument of an optimizer that colotrain does not have"),
     "lr_scheduler.class_path": _scheduler,
-    "lr_scheduler.init_args.T_max": taken("train.max_steps", whole, "the schedule ends the run"),
-    "lr_scheduler.init_args.total_iters": taken(
-        "train.max_steps", whole, "the schedule ends the run"
-    ),
+    "lr_scheduler.init_args.T_max": _length,
+    "lr_scheduler.init_args.total_iters": _length,
     "lr_scheduler.init_args.eta_min": _lowest,
     "lr_scheduler.init_args.end_factor": taken("optim.schedule.final_ratio", number),
     "lr_scheduler.init_args.*": none("an argument of a schedule that colotrain does not have"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from colotrain.errors import UsageError, suggest
 from colotrain.migrate import accelerate, deepspeed, lightning
+from colotrain.migrate.defaults import defaults
 from colotrain.migrate.findings import MEANING, Finding, Rules, read
 
 RULES: dict[str, Rules] = {
@@ -34,6 +36,19 @@ PLUGIN_ORDER = ("gemini", "fsdp-hybrid", "zero3", "zero2", "zero1", "auto")
 """Of several plugins that keys ask for, the first of these."""
 BASE = "llm-tiny"
 """The recipe that model and data come from until the user names their own."""
+TRAINING = (
+    "train.max_steps",
+    "train.global_batch",
+    "train.micro_batch",
+    "train.eval_every",
+    "train.eval_steps",
+    "optim.name",
+    "optim.lr",
+    "optim.betas",
+    "optim.eps",
+    "optim.weight_decay",
+)
+"""What a recipe takes from the base, or from the schema, where it does not set it."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -80,7 +95,7 @@ def findings(config: Mapping[str, Any], kind: str) -> list[Finding]:
 def settings(found: Sequence[Finding]) -> dict[str, Any]:
     """The recipe's settings by dotted key, so that they agree with one another."""
     merged: dict[str, Any] = {}
-    for finding in found:
+    for finding in sorted(found, key=_order):
         for key, value in finding.settings.items():
             if key == "plugin.name" and key in merged:
                 value = min(value, merged[key], key=PLUGIN_ORDER.index)
@@ -91,6 +106,31 @@ def settings(found: Sequence[Finding]) -> dict[str, Any]:
         merged.pop("plugin.shard_size", None)
         merged.pop("plugin.reshard", None)
     return {**merged, **_sizes(merged)}
+
+
+def _order(finding: Finding) -> tuple[bool, bool]:
+    """A class before its arguments, and a schedule last: its learning rate is the one in use."""
+    is_schedule = finding.key.startswith(("scheduler.", "lr_scheduler."))
+    return is_schedule, not finding.key.endswith((".type", ".class_path"))
+
+
+def whole(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
+    """The recipe's settings, and what the other tool does where its file says nothing."""
+    return {**_unsaid(kind, found), **settings(found)}
+
+
+def _unsaid(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
+    said, given = settings(found), {finding.key: finding.value for finding in found}
+    return {key: value for key, value in defaults(kind, given).items() if key not in said}
+
+
+def silences(kind: str, found: Sequence[Finding]) -> list[str]:
+    """Settings of the training that the file does not give, and where they come from instead."""
+    theirs = [f"{key}={json.dumps(value)}" for key, value in _unsaid(kind, found).items()]
+    ours = [key for key in TRAINING if key not in whole(kind, found)]
+    lines = [f"Not in the file, so as {kind} has them by default: {', '.join(theirs)}."]
+    lines += [f"Not in the file, so as {BASE} or colotrain has them: {', '.join(ours)}."]
+    return [line for line, keys in zip(lines, (theirs, ours), strict=True) if keys]
 
 
 def _sizes(merged: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,9 +173,10 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
     lines += [
         _comment(f"{f.key} = {_short(f.value)}: {MEANING[f.outcome]} ({f.note})") for f in left
     ]
-    body = yaml.safe_dump(nested(settings(found)), sort_keys=False, default_flow_style=None)
-    text = body if settings(found) else ""
-    return "\n".join([*lines, f"defaults: [{BASE}, _self_]", "", text]).rstrip() + "\n"
+    for line in silences(kind, found):
+        lines += textwrap.wrap(line, 96, initial_indent="# ", subsequent_indent="# ")
+    body = yaml.safe_dump(nested(whole(kind, found)), sort_keys=False, default_flow_style=None)
+    return "\n".join([*lines, f"defaults: [{BASE}, _self_]", "", body]).rstrip() + "\n"
 
 
 def _comment(text: str) -> str:

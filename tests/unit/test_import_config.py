@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colotrain.cli.main import guarded
+from colotrain.config.compose import compose
 from colotrain.migrate import recipes
 from colotrain.migrate.findings import MEANING, Finding, flatten
 
@@ -152,6 +154,121 @@ def test_every_optimizer_that_is_here_is_taken_by_its_name(name: str) -> None:
 def test_of_two_plugins_the_one_that_holds_more_is_taken() -> None:
     config = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     assert recipes.settings(recipes.findings(config, "deepspeed"))["plugin.name"] == "gemini"
+
+
+SILENT = {
+    "train.grad_clip": None,
+    "optim.schedule.name": "constant",
+    "optim.schedule.warmup_steps": 0,
+}
+ADAMW = {"optim.name": "adamw", "optim.lr": 0.5, "optim.betas": [0.9, 0.999], "optim.eps": 1e-8}
+
+
+def deepspeed_of(optimizer: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "optimizer": optimizer, **more}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("deepspeed", {"train_batch_size": 8}, SILENT),
+        ("accelerate", {"num_machines": 1, "distributed_type": "NO"}, SILENT),
+        ("lightning", {"trainer": {"max_steps": 5, "gradient_clip_val": None}}, SILENT),
+        (
+            "deepspeed",
+            deepspeed_of({"type": "AdamW", "params": {"lr": 0.5}}),
+            SILENT | ADAMW | {"optim.weight_decay": 0.0},
+        ),
+        (
+            "lightning",
+            {
+                "trainer": {},
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.5}},
+            },
+            SILENT | ADAMW | {"optim.weight_decay": 0.01},
+        ),
+        (
+            "lightning",
+            {"trainer": {}, "optimizer": {"class_path": "torch.optim.SGD"}},
+            SILENT | {"optim.lr": 1e-3, "optim.betas": [0.0], "optim.weight_decay": 0.0},
+        ),
+        (
+            "deepspeed",
+            deepspeed_of(
+                {"type": "Adam", "params": {"lr": 0.5}},
+                scheduler={"type": "WarmupLR"},
+                gradient_clipping="auto",
+            ),
+            {"optim.schedule.warmup_steps": 1000, "optim.lr": 0.5, "train.grad_clip": 1.0},
+        ),
+        (
+            "deepspeed",
+            deepspeed_of(
+                {"params": {"lr": 0.5}, "type": "Adam"}, scheduler={"type": "WarmupDecayLR"}
+            ),
+            {"optim.schedule.name": "linear", "optim.lr": 1e-3, "optim.weight_decay": 0.0},
+        ),
+        (
+            "deepspeed",
+            deepspeed_of({"type": "Adam"}, scheduler={"type": "OneCycle"}),
+            SILENT,
+        ),
+    ],
+)
+def test_what_a_file_does_not_say_is_as_its_own_tool_has_it(
+    folder: Path, kind: str, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    path = write(folder, kind, config)
+    assert guarded(["import-config", str(path), "--kind", kind, "--to", "recipes/mine.yaml"]) == 0
+    composed = dict(flatten(compose(["recipe=mine"])))
+    assert {key: composed[key] for key in expected} == expected
+
+
+def test_what_comes_from_neither_is_listed_in_the_recipe() -> None:
+    config = deepspeed_of({"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}})
+    found = recipes.findings(config, "deepspeed")
+    text = recipes.render(Path("theirs"), "deepspeed", found)
+    comments = " ".join(line[2:] for line in text.splitlines() if line.startswith("# "))
+    theirs, ours = comments.split("as deepspeed has them by default: ")[1].split(
+        ". Not in the file"
+    )
+    assert set(re.findall(r"([\w.]+)=", theirs)) == {*SILENT, "optim.betas", "optim.weight_decay"}
+    assert "train.max_steps, train.eval_every, train.eval_steps, optim.lr." in ours
+
+
+def lightning_of(schedule: str, steps: int | None, **arguments: Any) -> list[Finding]:
+    scheduler = {"init_args": arguments, "class_path": f"torch.optim.lr_scheduler.{schedule}"}
+    return recipes.findings(
+        {"lr_scheduler": scheduler, "trainer": {"max_steps": steps}}, "lightning"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "argument"), [("CosineAnnealingLR", "T_max"), ("LinearLR", "total_iters")]
+)
+def test_the_trainer_says_how_long_a_run_is(schedule: str, argument: str) -> None:
+    found = lightning_of(schedule, 100_000, **{argument: 10})
+    assert recipes.settings(found)["train.max_steps"] == 100_000
+    assert (found[0].outcome, found[0].settings) == ("none", {})
+    assert "trainer.max_steps" in found[0].note
+    for steps in (10, -1, None):
+        same = recipes.settings(lightning_of(schedule, steps, **{argument: 10}))
+        assert same["train.max_steps"] == 10
+
+
+def test_a_constant_rate_does_not_say_how_long_a_run_is() -> None:
+    assert "train.max_steps" not in recipes.settings(
+        lightning_of("ConstantLR", None, total_iters=5)
+    )
+
+
+def test_what_a_schedule_is_told_goes_before_what_it_has_by_default() -> None:
+    found = recipes.settings(lightning_of("LinearLR", 10, end_factor=0.25))
+    assert found["optim.schedule.final_ratio"] == 0.25
+    assert recipes.settings(lightning_of("LinearLR", 10))["optim.schedule.final_ratio"] == 1.0
+    told = {"scheduler": {"params": {"cos_min_ratio": 0.2}, "type": "WarmupCosineLR"}}
+    found = recipes.settings(recipes.findings(told, "deepspeed"))
+    assert found["optim.schedule.final_ratio"] == 0.2
 
 
 KEYS = {kind: [key.replace("*", "x") for key in recipes.RULES[kind]] for kind in KINDS}

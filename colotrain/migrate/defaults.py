@@ -1,0 +1,56 @@
+"""What other tools do where their configuration says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from colotrain.migrate.deepspeed import plain_name
+from colotrain.migrate.findings import is_on
+
+ALWAYS: dict[str, Any] = {
+    "train.grad_clip": None,
+    "optim.schedule.name": "constant",
+    "optim.schedule.warmup_steps": 0,
+}
+"""None of them clips or changes the learning rate unasked."""
+Argument = tuple[str, str, Any]
+"""Its name there, the setting that it is here, and its default."""
+PLACES = {
+    "deepspeed": ("optimizer.type", "optimizer.params"),
+    "lightning": ("optimizer.class_path", "optimizer.init_args"),
+}
+"""Where the optimizer's name and its arguments stand; Accelerate's files have neither."""
+ADAM: tuple[Argument, ...] = (
+    ("lr", "optim.lr", 1e-3),
+    ("betas", "optim.betas", [0.9, 0.999]),
+    ("eps", "optim.eps", 1e-8),
+    ("weight_decay", "optim.weight_decay", 0.0),
+)
+SGD: tuple[Argument, ...] = (
+    ("lr", "optim.lr", 1e-3),
+    ("momentum", "optim.betas", [0.0]),
+    ("weight_decay", "optim.weight_decay", 0.0),
+)
+OPTIMIZERS = {"adam": ADAM, "adamw": ADAM, "sgd": SGD}
+"""What torch and DeepSpeed agree on."""
+TORCH_ADAMW_DECAY = 0.01
+"""torch's AdamW; what DeepSpeed runs under that name is its own Adam, without decay."""
+
+
+def defaults(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `kind` has where a file with the keys `given` says nothing.
+
+    `auto` is left out: what fills it in is not in the file.
+    """
+    return {**ALWAYS, **dict(_optimizer(kind, given))}
+
+
+def _optimizer(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    where, arguments = PLACES.get(kind, ("", ""))
+    name = plain_name(str(given.get(where, "")))
+    is_torch = kind == "lightning" or is_on(given.get(f"{arguments}.torch_adam"))
+    for argument, key, value in OPTIMIZERS.get(name, ()):
+        if given.get(f"{arguments}.{argument}") is None:
+            decays = argument == "weight_decay" and name == "adamw" and is_torch
+            yield key, TORCH_ADAMW_DECAY if decays else value
