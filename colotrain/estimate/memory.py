@@ -38,7 +38,9 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
     spread = 0
     if tally.heap is not None:
         held = sum(group.reduced_bytes for group in walk.groups.values()) // layout.shard
-        spread = tally.heap.spread(walk.standing_bytes(), held, recomputes=recomputes(trace))
+        between = tally.most["activations"] if layout.accumulation_steps > 1 else 0
+        standing, again = walk.standing_bytes(), recomputes(trace)
+        spread = tally.heap.spread(standing, held, recomputes=again, between=between)
     return dataclasses.replace(tally.peak(spread), baseline=layout.baseline)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.loader import open_samples
+from colotrain.data.loader import open_samples, refuse_empty, stack
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_blocks
 from colotrain.errors import ConfigError, Problem
@@ -115,7 +114,7 @@ def follow(
     freeze_(module, freeze)
     module.train()
     try:
-        sample = _sample(data)
+        sample = one_sample(data)
         return trace(
             module,
             sample,
@@ -128,14 +127,15 @@ def follow(
         return None
 
 
-def _sample(data: DataPlan) -> dict[str, Tensor]:
-    """The tensors of one sample: of a user's dataset, its first one's."""
+def one_sample(data: DataPlan) -> dict[str, Tensor]:
+    """The tensors of one sample, without storage: of a user's dataset, its first one's.
+
+    A dataset without samples, or of other things than dicts of tensors, is a `ConfigError`.
+    """
     if data.source == "target":
-        first = open_samples(data, "train")[0]
-        return {name: value.to("meta") for name, value in _tensors(first).items()}
+        samples = open_samples(data, "train")
+        refuse_empty(samples)
+        stacked = stack({0: samples[0]}, [0])
+        return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
     tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def _tensors(sample: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(value) for name, value in sample.items()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -23,11 +23,11 @@ from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.sharding import ShardedModel, begin_micro_batch, make_mesh, shard_
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.estimate.layout import layout_of
 from colotrain.estimate.memory import predict
-from colotrain.estimate.survey import survey
-from colotrain.estimate.tracing import loss_of, trace
+from colotrain.estimate.survey import one_sample, survey
+from colotrain.estimate.tracing import Batch, NotTraceable, loss_of, trace
 from colotrain.models.loading import build_on_meta
 from colotrain.plan import Ledger, RunPlan
 
@@ -45,23 +45,29 @@ KINDS = {
     "Reduce Scatter": "buffers",
 }
 """What the tracker calls things, and the ledger's name for them."""
+PLAYED = ("adamw", "sgd", "lion")
+"""Optimizers whose state torch's AdamW and SGD have, too."""
 
 
 def cross_check(plan: RunPlan) -> dict[str, Any]:
     """Bytes by category at the peak, and of everything that lasts: plan and tracker."""
     if dist.is_initialized():
         raise ColotrainError("the cross-check makes a process group of its own", "run it alone")
-    ours = _by_plan(plan)
+    if plan.optim.name not in PLAYED:
+        expected = f"one of {', '.join(PLAYED)} under --trace"
+        raise _cannot("optim.name", plan.optim.name, expected)
+    sample = one_sample(plan.data)
+    ours = _by_plan(plan, sample)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = _by_tracker(plan)
+        theirs = _by_tracker(plan, sample)
     names = [field.name for field in dataclasses.fields(Ledger) if field.name != "baseline"]
     pairs = {name: {"plan": ours[name], "tracker": theirs.get(name, 0)} for name in names}
     pairs["peak"] = {"plan": sum(ours.values()), "tracker": theirs["peak"]}
     return {"world_size": plan.world_size, "categories": pairs}
 
 
-def _by_plan(plan: RunPlan) -> dict[str, int]:
+def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
     """The ledger as for GPUs: with private buffers, and no allocator."""
     layout = layout_of(
         plan.plugin,
@@ -72,28 +78,39 @@ def _by_plan(plan: RunPlan) -> dict[str, int]:
         procs_per_node=plan.cluster.procs_per_node,
     )
     model = build_on_meta(plan.model)
+    key, value = plan.model.key, plan.model.value
     if model is None:
-        raise ColotrainError("the model cannot be built on the meta device", "leave out --trace")
+        raise _cannot(key, value, "a model that can be built on the meta device under --trace")
     freeze_(model, plan.freeze)
-    sample = {name: tensor[0] for name, tensor in _batch(plan, "meta").items()}
-    precision = plan.train.precision
-    followed = trace(
-        model,
-        sample,
-        precision=precision,
-        checkpointing=plan.train.activation_checkpointing,
-        device="cpu",
-        micro_batch=plan.batch.micro_batch,
-    )
+    try:
+        followed = trace(
+            model,
+            sample,
+            precision=plan.train.precision,
+            checkpointing=plan.train.activation_checkpointing,
+            device="cpu",
+            micro_batch=plan.batch.micro_batch,
+        )
+    except NotTraceable as error:
+        why = str(error).partition("\n")[0]
+        expected = f"a model that runs without values under --trace ({why})"
+        raise _cannot(key, value, expected) from error
     looked = survey(plan.model, plan.freeze, plan.data.seq_len)
     ledger = predict(dataclasses.replace(layout, baseline=0), looked, followed)
     return {f.name: getattr(ledger, f.name) for f in dataclasses.fields(ledger)}
 
 
-def _batch(plan: RunPlan, device: str) -> dict[str, Tensor]:
-    shape = (plan.batch.micro_batch, plan.data.seq_len)
-    names = ("input_ids", "labels")
-    return {n: torch.zeros(shape, dtype=torch.int64, device=device) for n in names}
+def _batch(plan: RunPlan, sample: Batch, device: str) -> Batch:
+    size = plan.batch.micro_batch
+    return {
+        name: torch.zeros((size, *tensor.shape), dtype=tensor.dtype, device=device)
+        for name, tensor in sample.items()
+    }
+
+
+def _cannot(key: str, value: str | None, expected: str) -> ConfigError:
+    fix = "leave out --trace"
+    return ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
 
 
 @contextmanager
@@ -107,13 +124,14 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _by_tracker(plan: RunPlan) -> dict[str, int]:
+def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
     with _fake_ranks(plan.world_size):
         mesh = make_mesh(plan.plugin, "cpu")
         model = build_on_meta(plan.model)
         assert model is not None
         freeze_(model, plan.freeze)
-        groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=_batch(plan, "meta"))
+        trial = _batch(plan, sample, "meta")
+        groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=trial)
         checkpoint_blocks_(model, plan.train.activation_checkpointing)
         with FakeTensorMode(allow_non_fake_inputs=True):
             sharded = shard_(model, plan, mesh, groups)
@@ -121,7 +139,7 @@ def _by_tracker(plan: RunPlan) -> dict[str, int]:
             _tie_again(model, plan)
             trained = [p for p in model.parameters() if p.requires_grad]
             optimizer = _optimizer(plan, trained)
-            batch = _batch(plan, "cpu")
+            batch = _batch(plan, sample, "cpu")
             _step(sharded, optimizer, batch, plan)
             tracker = FSDPMemTracker(model, optimizer)
             with tracker:
@@ -132,7 +150,8 @@ def _by_tracker(plan: RunPlan) -> dict[str, int]:
 def _optimizer(plan: RunPlan, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
     if plan.optim.name == "adamw":
         return torch.optim.AdamW(trained, lr=plan.optim.lr, foreach=False)
-    return torch.optim.SGD(trained, lr=plan.optim.lr, momentum=plan.optim.betas[0], foreach=False)
+    momentum = 0.9 if plan.optim.name == "lion" else plan.optim.betas[0]  # lion has it always
+    return torch.optim.SGD(trained, lr=plan.optim.lr, momentum=momentum, foreach=False)
 
 
 def _tie_again(model: nn.Module, plan: RunPlan) -> None:
@@ -150,7 +169,7 @@ def _tie_again(model: nn.Module, plan: RunPlan) -> None:
 def _step(
     sharded: ShardedModel,
     optimizer: torch.optim.Optimizer,
-    batch: dict[str, Tensor],
+    batch: Batch,
     plan: RunPlan,
     tracker: FSDPMemTracker | None = None,
 ) -> None:

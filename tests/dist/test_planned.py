@@ -46,3 +46,63 @@ def test_the_plan_of_64_ranks_is_what_torch_s_tracker_sees(
         assert found[exact]["plan"] == found[exact]["tracker"], exact
     for near in ("activations", "gathered"):
         assert found[near]["plan"] == pytest.approx(found[near]["tracker"], rel=0.1), near
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.looks = looks
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x).relu()
+        loss = (x.sum(1) - y).square().mean()
+        return loss * loss.item() if self.looks else loss
+
+def rows():
+    return [{"x": torch.ones(4), "y": torch.tensor(1.0)}] * 16
+"""
+RECIPE = """
+model: {target: "own:Model"}
+data: {target: "own:rows"}
+train: {global_batch: 8, micro_batch: 4}
+cluster: {procs_per_node: 2, device: cpu}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Colotrain:
+    """Beside a model and data of the user's own."""
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/own.yaml").write_text(RECIPE)
+    return Colotrain(tmp_path)
+
+
+def test_a_model_and_data_of_ones_own_are_what_torch_s_tracker_sees(own: Colotrain) -> None:
+    result = own("plan", "recipe=own", "plugin=zero2", "--trace", "--json")
+    assert result.code == 0, result.err
+    found = result.json["trace"]["categories"]
+    for exact in ("parameters", "gradients", "optimizer"):
+        assert found[exact]["plan"] == found[exact]["tracker"], exact
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("model.args.looks=true", "error: model.target=own:Model: expected a model that runs"),
+        ("optim.name=muon", "error: optim.name=muon: expected one of adamw, sgd, lion under"),
+    ],
+)
+def test_what_torch_s_tracker_cannot_play_is_one_line(
+    own: Colotrain, setting: str, line: str
+) -> None:
+    result = own("plan", "recipe=own", "--trace", setting)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(line)
+    assert result.err.count("\n") == 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from colotrain.engine.freezing import freeze_
+from colotrain.errors import ColotrainError, ConfigError
 from colotrain.estimate.advise import Question, best, largest_micro_batch
 from colotrain.estimate.communication import traffic
 from colotrain.estimate.groups import Group, fetched_ahead, find
@@ -16,13 +19,14 @@ from colotrain.estimate.hardware import Sheet, from_sheet
 from colotrain.estimate.heap import Heap
 from colotrain.estimate.layout import Layout
 from colotrain.estimate.memory import _Walk, model_state_bytes, predict, recomputes
-from colotrain.estimate.survey import survey
+from colotrain.estimate.survey import follow, one_sample, survey
 from colotrain.estimate.tally import Tally
 from colotrain.estimate.time import step_time
 from colotrain.estimate.tracing import REPEATED, read, record, trace
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.plan import (
     RECOMPUTE,
+    DataPlan,
     FreezePlan,
     Ledger,
     ModelPlan,
@@ -159,6 +163,70 @@ def test_matrix_products_are_counted_as_two_operations_per_weight_and_token() ->
     assert flops == pytest.approx(6 * matrices * 2 * SEQ_LEN, rel=0.05)
 
 
+# What cannot be looked at
+
+
+class Picky(nn.Module):
+    """No module for a size of 0 (Python says so), or below it (torch does)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8 // size, 8)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_arguments_that_no_model_can_be_built_with_are_refused(size: int) -> None:
+    picky = ModelPlan(target=f"{__name__}:Picky", args={"size": size})
+    with pytest.raises(ColotrainError, match=rf"model\.args=.*{size}.*Picky refused them"):
+        survey(picky, FreezePlan(), SEQ_LEN)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "num_layers", "num_heads", "num_kv_heads"])
+def test_a_size_below_one_of_the_decoder_is_named(name: str) -> None:
+    wrong = dataclasses.replace(MODEL, args={**MODEL.args, name: -1})
+    with pytest.raises(ColotrainError, match=f"{name}=-1 must be 1 or more"):
+        survey(wrong, FreezePlan(), SEQ_LEN)
+
+
+def rows(kind: str) -> list[Any]:
+    tensors = {"x": torch.zeros(3, dtype=torch.float64), "y": 1}
+    kinds: dict[str, list[Any]] = {"none": [], "tuples": [(1, 2)], "texts": [{"x": "a"}]}
+    return [tensors] if kind == "tensors" else kinds[kind]
+
+
+def own_data(kind: str) -> DataPlan:
+    return DataPlan(
+        source="target",
+        target=f"{__name__}:rows",
+        args={"kind": kind},
+        seq_len=SEQ_LEN,
+        tokenizer="bytes",
+        shuffle=True,
+        validation_fraction=0.0,
+    )
+
+
+def test_a_sample_of_the_user_s_own_keeps_its_shapes_and_types() -> None:
+    found = one_sample(own_data("tensors"))
+    assert {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in found.items()} == {
+        "x": ((3,), torch.float64, "meta"),
+        "y": ((), torch.int64, "meta"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("none", "at least one sample"),
+        ("tuples", "samples that are dicts of tensors .*tuple"),
+        ("texts", "samples that are dicts of tensors"),
+    ],
+)
+def test_data_that_is_no_dicts_of_tensors_is_told_before_a_run(kind: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        follow(MODEL, FreezePlan(), own_data(kind), "fp32", "none", "cpu", 2)
+
+
 # Memory
 
 
@@ -246,6 +314,8 @@ def test_the_heap_of_a_cpu_reaches_further_than_what_is_alive_and_more_where_blo
     staying = heap.spread(8 * mib, 0, recomputes=True)
     assert staying == pytest.approx(plain, rel=0.01)  # all of it stays
     assert heap.spread(0, mib, recomputes=False) > plain + mib
+    between = heap.spread(0, 0, recomputes=False, between=5 * mib)
+    assert plain < 3 * mib < between < 4 * mib
     looked, found = looked_at(), traced()
     on_gpu = predict(layout("zero2", 4), looked, found)
     on_cpu = predict(layout("zero2", 4, device="cpu"), looked, found)
