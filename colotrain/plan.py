@@ -210,6 +210,7 @@ class CheckpointPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservePlan:
     log_every: int
+    """0: no lines of progress."""
     grads_every: int
     """0: no gradient records."""
     trackers: tuple[str, ...] = ()

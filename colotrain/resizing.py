@@ -28,6 +28,11 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
             f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
         )
     shard = plan.plugin.mesh[-1] if len(plan.plugin.mesh) > 1 else world
+    if world % shard:
+        raise ColotrainError(
+            f"{nodes} nodes: {world} ranks cannot be divided into replicas of {shard}",
+            f"set plugin.shard_size to a divisor of {procs}",
+        )
     mesh = (world,) if len(plan.plugin.mesh) == 1 else (world // shard, shard)
     return dataclasses.replace(
         plan,

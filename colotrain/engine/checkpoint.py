@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.freezing import thawed_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.manifest import MANIFEST, Manifest, complete, damage, read_manifest
 from colotrain.engine.shard_file import Piece
@@ -186,7 +187,9 @@ def restore(run: Run, path: Path) -> None:
         wanted = {own.get(name, name): tensor for name, tensor in wanted.items()}
     _load(wanted, path)
     if manifest.world_size == dist.get_world_size():
-        _set_generators(run, wanted)
+        prefix = f"rng.{run.rank}"
+        states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
+        set_generators(run.device, states)
     _take_progress(run, manifest)
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
@@ -217,13 +220,14 @@ def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
 
 
 def unchanged(run: Run) -> set[str]:
-    """Parameters that the plan leaves out of checkpoints: those that never trained.
+    """Parameters that the plan leaves out of checkpoints: those that never train.
 
     What an earlier checkpoint held is kept, for it may have trained before it was frozen.
     """
     if run.plan.checkpoint.content == "all":
         return set()
-    return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored
+    later = thawed_later(run.sharded.module, run.plan.freeze)
+    return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored - later
 
 
 def _began_with(run: Run) -> dict[str, Any]:
@@ -263,10 +267,10 @@ def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     state = {name: t for name, t in state.items() if name.removeprefix("model.") not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
-    return state | {f"rng.{run.rank}{n}": t for n, t in _generators(run.device).items()}
+    return state | {f"rng.{run.rank}{n}": t for n, t in generators(run.device).items()}
 
 
-def _generators(device: torch.device) -> dict[str, Tensor]:
+def generators(device: torch.device) -> dict[str, Tensor]:
     """The states of this rank's generators: torch's, Python's and numpy's."""
     _, numbers, gauss = random.getstate()
     kind: dict[str, Any] = np.random.get_state(legacy=False)
@@ -284,9 +288,8 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def _set_generators(run: Run, stored: dict[str, Tensor]) -> None:
+def set_generators(device: torch.device, own: dict[str, Tensor]) -> None:
     """Set this rank's generators to where they were."""
-    own = {name.removeprefix(f"rng.{run.rank}"): t for name, t in stored.items() if "rng." in name}
     torch.set_rng_state(own[""])
     has_gauss, gauss = own[".python_gauss"].tolist()
     random.setstate((3, tuple(own[".python"].tolist()), gauss if has_gauss else None))
@@ -295,8 +298,8 @@ def _set_generators(run: Run, stored: dict[str, Tensor]) -> None:
         np.random.set_state(
             ("MT19937", np.array(key, np.uint32), pos, has_gauss, own[".numpy_gauss"].item())
         )
-    if run.device.type == "cuda" and ".cuda" in own:
-        torch.cuda.set_rng_state(own[".cuda"], run.device)
+    if device.type == "cuda" and ".cuda" in own:
+        torch.cuda.set_rng_state(own[".cuda"], device)
 
 
 def _take_progress(run: Run, manifest: Manifest) -> None:

@@ -31,9 +31,7 @@ def freeze_(model: nn.Module, plan: FreezePlan, *, step: int = 0) -> Frozen:
     stay frozen unless `except` or the schedule names them. Works on sharded models too, as long
     as their parameters are in the sharded state.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = names_of(model)
     reasons: dict[str, str] = {}
     for parameter, known_as in names.items():
         reason = _reason(known_as, parameter, plan, step)
@@ -53,6 +51,20 @@ def _reason(
     if pattern is not None:
         return pattern
     return None if parameter.requires_grad else BY_MODEL
+
+
+def thawed_later(model: nn.Module, plan: FreezePlan) -> set[str]:
+    """Parameters that the schedule unfreezes at some step, whether it has come or not."""
+    globs = [glob for step in plan.unfreeze.values() for glob in step]
+    return {known_as[0] for known_as in names_of(model).values() if matches(known_as, globs)}
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter's names: more than one where it is tied, the first one its own."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def matches(known_as: Iterable[str], globs: Iterable[str]) -> bool:

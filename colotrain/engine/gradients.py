@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.freezing import names_of
 from colotrain.engine.sharding import ShardedModel, local_shard, shard_range
 from colotrain.errors import ColotrainError
 
@@ -61,8 +62,6 @@ class GradView:
     device: torch.device
     offset: int
     """First row of dimension 0 that this rank holds."""
-    local: Tensor | None
-    """This rank's rows of the gradient; None where there is no gradient."""
     status: Status
     reason: str | None
     """The pattern that froze it, or what is the matter with it; None when it is trained."""
@@ -70,6 +69,11 @@ class GradView:
     """Of the whole gradient."""
     _stored: Tensor | None
     _factor: float
+
+    @property
+    def local(self) -> Tensor | None:
+        """This rank's rows of the gradient; None where there is no gradient."""
+        return None if self._stored is None else local_shard(self._stored) * self._factor
 
     def full(self) -> Tensor:
         """The whole gradient, on every rank (collective: all ranks must call, in one order).
@@ -102,30 +106,21 @@ def read(model: nn.Module) -> Iterator[GradView]:
         raise ColotrainError(
             "gradients can be read of a model that colotrain shards only", "use on_gradients"
         )
-    aliases = _aliases(model)
+    known_as = names_of(model)
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
         yield GradView(
             name=name,
-            aliases=aliases[parameter],
+            aliases=tuple(known_as[parameter][1:]),
             shape=tuple(parameter.shape),
             dtype=parameter.dtype,
             device=parameter.device,
             offset=shard_range(parameter)[0] if isinstance(parameter, DTensor) else 0,
-            local=None if grad is None else local_shard(grad) * state.factor,
             status=(verdict := _verdict(name, state))[0],
             reason=verdict[1],
             norm=state.norms.get(name, 0.0),
-            _stored=grad,
+            _stored=parameter.grad,
             _factor=state.factor,
         )
-
-
-def _aliases(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return {parameter: tuple(known[1:]) for parameter, known in names.items()}
 
 
 def _verdict(name: str, state: GradientState) -> tuple[Status, str | None]:
@@ -187,12 +182,26 @@ def local_facts(state: GradientState) -> Tensor:
     norms_of = {i: known[state.names[i]] for i in shards if state.names[i] in known}
     rest = [i for i in shards if i not in norms_of]
     if rest:
-        norms_of |= zip(rest, torch._foreach_norm([shards[i] for i in rest]), strict=True)
+        norms_of |= zip(rest, norms([shards[i] for i in rest]), strict=True)
     if shards:
-        norms = [norms_of[i].to(norms_of[next(iter(shards))].device) for i in shards]
-        squares[list(shards)] = torch.stack([norm.double() for norm in norms]).cpu().square()
+        device = norms_of[next(iter(shards))].device
+        found = [norms_of[i].to(device).double() for i in shards]
+        squares[list(shards)] = torch.stack(found).cpu().square()
     used = torch.tensor([float(name in state.used_here) for name in state.names])
     return torch.cat((squares, used.double()))
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each; of 16-bit and smaller floats in fp32, or sums of squares overflow."""
+    found: list[Tensor] = [torch.empty(0)] * len(tensors)
+    for narrow in (False, True):
+        chosen = [i for i, t in enumerate(tensors) if (t.dtype.itemsize < 4) == narrow]
+        dtype = torch.float32 if narrow else None
+        if chosen:
+            measured = torch._foreach_norm([tensors[i] for i in chosen], dtype=dtype)
+            for index, norm in zip(chosen, measured, strict=True):
+                found[index] = norm
+    return found
 
 
 def _parameters(state: GradientState) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ What differs is looked at again at once: a fault that is gone then was transient
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,8 +51,8 @@ class Finding:
 class Guard:
     """Finds corruption in a run; all ranks must make the same calls."""
 
-    noted: dict[str, int] = field(default_factory=dict)
-    """Checksums of this rank's state after the last update that was due."""
+    noted: dict[str, int] | None = None
+    """Checksums of this rank's state (a rank may hold nothing) after an update that was due."""
 
     def after_update(self, run: Run) -> None:
         """Note what must not change, and compare what ranks hold alike."""
@@ -63,11 +63,11 @@ class Guard:
 
     def before_update(self, run: Run) -> None:
         """Compare this rank's memory with what was noted, if anything was."""
-        if not self.noted:
+        if self.noted is None:
             return
         first = _agree(_changed(self.noted, run))
         second = _agree(_changed(self.noted, run)) if first else []
-        self.noted = {}
+        self.noted = None
         if first:
             _judge(run, first, second)
 
@@ -75,6 +75,8 @@ class Guard:
 def checksum(tensor: Tensor) -> int:
     """A number that any single flipped bit changes: the sum of the bits as integers."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:  # a view of something larger, which int64 cannot look at
+        flat = flat.clone()
     whole = flat.numel() // 8 * 8
     total = flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)
     return int(total.item())

@@ -63,7 +63,7 @@ class Run:
     phase: str = "start"
     stop_reason: str | None = None
     spikes: LossSpikes = field(default_factory=LossSpikes)
-    generator_state: Tensor | None = None
+    generators: dict[str, Tensor] | None = None
     """torch's generator at the beginning of the step."""
     saved_step: int = -1
     baseline_bytes: int = 0
@@ -121,7 +121,7 @@ def train(run: Run) -> str:
             checkpoint.save(run)  # there must always be something to go back to
     while run.step < plan.train.max_steps:
         clock = Clock()
-        run.generator_state = torch.get_rng_state()
+        run.generators = checkpoint.generators(run.device)
         run.sharded.calls.clear()
         if run.tiers is not None:
             run.tiers.begin_step()
@@ -330,8 +330,8 @@ def again(run: Run, *, phase: str) -> Iterator[Fetch]:
     """The micro-batches of this step once more, with the weights and random numbers they met."""
     before, done = run.phase, run.micro_batches
     run.at(phase)
-    if run.generator_state is not None:
-        torch.set_rng_state(run.generator_state)
+    if run.generators is not None:
+        checkpoint.set_generators(run.device, run.generators)
     gradients.clear_(run.sharded.module)
     yield Fetch(run)
     gradients.drop_unused_(run.gradients)

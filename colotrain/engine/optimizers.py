@@ -295,7 +295,7 @@ class Adafactor(torch.optim.Optimizer):
         square: Tensor,
     ) -> None:
         rows = self.layout.num_rows(parameter)
-        numel = parameter.numel()
+        numel = max(1, parameter.numel())  # a rank may hold no row
         if rows is not None:
             numel = rows * math.prod(parameter.shape[1:])
         rate = min(group["lr"], state["step"].item() ** -0.5)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.disk import ALIGNMENT, DiskStore, Region, return_free_memory, whole_pages
+from colotrain.engine.gradients import norms
 from colotrain.engine.homes import Home
 from colotrain.engine.sharding import ShardedModel
 from colotrain.errors import ColotrainError
@@ -291,7 +292,7 @@ class Tiers:
             return
         own = home.keep_gradient(name, leaf, self.store)
         if own.numel():
-            self.norms[name] = torch._foreach_norm([own])[0]
+            self.norms[name] = norms([own])[0]
         if name == home.last_trained:
             self._write_back(home, "gradients")
 

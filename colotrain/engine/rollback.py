@@ -47,7 +47,7 @@ def roll_back_(run: Run) -> None:
             parameter.requires_grad_(False)
     freeze_as_of(run, manifest.step)
     checkpoint.restore(run, path)
-    run.guard.noted.clear()
+    run.guard.noted = None
     run.rollbacks += 1
     run.skipped_batches = offending + 1 - run.step
     if run.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,7 +20,12 @@ class LossSpikes:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def look(self, loss: float) -> str | None:
-        """A warning where `loss` lies more than 6 σ above the window's mean; then take it in."""
+        """A warning where `loss` lies more than 6 σ above the window's mean; then take it in.
+
+        One that is not finite is none of the window's, and is reported elsewhere.
+        """
+        if not math.isfinite(loss):
+            return None
         warning = None
         if len(self.recent) >= FEWEST:
             mean, sigma = statistics.fmean(self.recent), statistics.pstdev(self.recent)

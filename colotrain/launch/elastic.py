@@ -63,7 +63,7 @@ def launch(
     )
     follow = _shielded(follow)
     reader = EventReader(rundir)
-    reader.drain()  # what earlier launches wrote
+    reader.pass_over()  # what earlier launches wrote
     if node.is_head:
         rundir.stop_file.unlink(missing_ok=True)
         current.events.write(
@@ -78,7 +78,7 @@ def launch(
             fresh = reader.drain()
             current.take(fresh)
             follow(fresh)
-            current.watch.look(asked_to_stop=rundir.stop_file.exists())
+            current.watch.look(asked_to_stop=current.asked_to_stop())
             agent.join(POLL_S)
     current.watch.close()
     status = _outcome(current)

@@ -136,6 +136,7 @@ say "$SLURM_JOB_NUM_NODES node(s), node 0 at $head:$port"
 # a warning of the time limit or of preemption: all ranks save after the same step and stop
 warned=
 warn() {{ warned=$1; say "$1: asking the run to save and stop"; : >"$run/control/stop"; }}
+rm -f "$run/control/stop"  # of the run before it was queued again
 trap 'warn USR1' USR1
 trap 'warn TERM' TERM
 srun --kill-on-bad-exit=1 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${{step[@]}}" \\

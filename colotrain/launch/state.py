@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from colotrain.launch.causes import Death, describe, num_killed_for_memory
 from colotrain.launch.meeting import MeetingError
@@ -53,6 +54,11 @@ class Launch:
     """How often the main thread has read the events."""
     error: BaseException | None = None
     signals: list[str] = field(default_factory=list)
+    stop_before: tuple[int, int] | None = field(init=False)
+    """The stop file of an earlier launch, where node 0 has not taken it away yet."""
+
+    def __post_init__(self) -> None:
+        self.stop_before = _mark(self.rundir.stop_file)
 
     def take(self, events: list[Event]) -> None:
         self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
@@ -135,7 +141,7 @@ class Launch:
             print(f"node {self.node.rank}: {text}", file=sys.stderr, flush=True)
 
     def asked_to_stop(self) -> bool:
-        return bool(self.signals) or self.rundir.stop_file.exists()
+        return bool(self.signals) or _mark(self.rundir.stop_file) not in (None, self.stop_before)
 
     def was_interrupted_by_others(self, rendezvous: Rendezvous) -> bool:
         """Whether the workers have saved and stopped only because nodes come or go.
@@ -155,3 +161,12 @@ class Launch:
         """Whether the newest attempt's workers stopped before their last step; None: not yet."""
         words = self.last_words()
         return words[-1].kind == "stopped" if words else None
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    """What tells a file from one of the same name at another time; None without one."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

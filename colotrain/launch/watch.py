@@ -74,10 +74,12 @@ class Watch:
     looked_at: float = field(default_factory=time.monotonic)
     seen: set[int] = field(default_factory=set)
     """Process ids of all workers so far."""
+    past: set[int] = field(default_factory=set)
+    """Process ids of the attempt before: they are known until the next workers run."""
 
     def begin(self) -> None:
         """A new attempt begins."""
-        self.verdict = None
+        self.verdict, self.past = None, set(self.pids().values())
 
     def look(self, *, asked_to_stop: bool) -> None:
         """End the ranks that hang, or all once the grace of a stop is over. Call often."""
@@ -85,7 +87,7 @@ class Watch:
         if now - self.looked_at < LOOK_EVERY_S or self.verdict is not None:
             return
         self.looked_at = now
-        pids = self.pids()
+        pids = {local: pid for local, pid in self.pids().items() if pid not in self.past}
         self.seen.update(pids.values())
         beats = {(b.rank, b.pid): b for b in read_beats(self.rundir.heartbeats)}
         first = self.first_rank()

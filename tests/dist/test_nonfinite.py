@@ -67,6 +67,19 @@ class Clean(Model):
         super().__init__()
         self.layers = nn.ModuleList(Layer(False) for _ in range(3))
 """
+RARE = """
+
+class Rare(Clean):
+    def forward(self, x, index):
+        import random
+        loss = super().forward(x, index)
+        return loss * float("nan") if random.random() < 0.01 else loss
+
+
+def many():
+    g = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=g), "index": torch.tensor(i)} for i in range(8000)]
+"""
 OVERRIDES = (
     "train.global_batch=16",
     "train.micro_batch=2",
@@ -129,3 +142,13 @@ def test_a_bad_step_can_be_skipped(colotrain: Colotrain) -> None:
     assert summary["optimizer_steps"] == 6
     assert summary["micro_batches"] == 28
     assert origin(colotrain)["samples"] == [75]
+
+
+def test_the_second_pass_meets_the_random_numbers_of_the_first(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "plants.py").write_text(PLANTS + RARE)
+    settings = ("train.max_steps=500", "cluster.procs_per_node=1", "train.eval_steps=0")
+    named = ("model.target=plants:Rare", "data.target=plants:many", "data.validation_fraction=0")
+    result = colotrain("run", *OVERRIDES, *settings, *named)
+    assert result.code == 1
+    error = next(line for line in result.err.splitlines() if line.startswith("error:"))
+    assert "it began in forward of micro-batch" in error

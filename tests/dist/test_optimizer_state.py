@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colotrain.engine.dcp_json import read_whole
+from tests.dist.test_run import losses
 from tests.running import Colotrain
 
 BATCH, WIDTH, LR = 8, 6, 0.02
@@ -38,6 +39,18 @@ def data():
     drawn = torch.load("drawn.pt", weights_only=True)
     return [{"x": x, "y": y, "late": l} for x, y, l in zip(drawn["x"], drawn["y"], drawn["late"])]
 """
+NARROW = """
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 1)
+        nn.init.constant_(self.line.weight, 0.5)
+
+    def forward(self, x, y, late):
+        return F.mse_loss(self.line(x), y[:, :1])
+"""
+"""One output: of two ranks, one holds nothing."""
 OPTIONS = (
     "model.target=users:Model",
     "data.target=users:data",
@@ -117,20 +130,48 @@ def test_what_trains_only_after_a_resume_begins_as_in_plain_torch(
     assert max(found.values()) < CLOSE, found
 
 
+def roll_back(colotrain: Colotrain, drawn: dict[str, Any], *options: str) -> None:
+    """Five steps of which the fourth first meets a bad batch; the second is saved before it."""
+    drawn["x"][3 * BATCH + 5, 2] = torch.nan
+    torch.save(drawn, colotrain.cwd / "drawn.pt")
+    back = ("train.on_nonfinite=rollback", "checkpoint.every=2", "train.max_steps=5")
+    colotrain.run(*OPTIONS, *back, "optim.betas=[0.9,0.999]", *options)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_a_rollback_forgets_state_that_its_checkpoint_lacks(
     colotrain: Colotrain, drawn: dict[str, Any], name: str
 ) -> None:
-    """Layer 1 is first used by the third batch; the fourth is bad, and steps 1 and 2 are saved."""
-    drawn["x"][3 * BATCH + 5, 2] = torch.nan
-    torch.save(drawn, colotrain.cwd / "drawn.pt")
+    """Layer 1 is first used by the third batch."""
     chosen = "adamw" if name == "AdamW" else f"torch.optim:{name}"
-    back = ("train.on_nonfinite=rollback", "checkpoint.every=2", "train.max_steps=5")
-    colotrain.run(*OPTIONS, *back, f"optim.name={chosen}", "optim.betas=[0.9,0.999]")
+    roll_back(colotrain, drawn, f"optim.name={chosen}")
     made = functools.partial(getattr(torch.optim, name), lr=LR, weight_decay=0)
     expected = plainly(drawn, made, [0, 1, 4, 5, 6], middle_from=0)
     found = differences(colotrain.rundir("anew").checkpoint(5), expected)
     assert max(found.values()) < CLOSE, found
+
+
+def test_a_rollback_undoes_what_was_unfrozen_since(
+    colotrain: Colotrain, drawn: dict[str, Any]
+) -> None:
+    """Layer 1 trains in step 3, and is not yet in the checkpoint of step 2 as trained."""
+    thaw = ("freeze.patterns=[layers.1.*]", "freeze.unfreeze={2:[layers.1.*]}")
+    roll_back(colotrain, drawn, *thaw, "checkpoint.content=trained")
+    made = functools.partial(torch.optim.AdamW, lr=LR, weight_decay=0)
+    expected = plainly(drawn, made, [0, 1, 4, 5, 6], middle_from=2)
+    found = differences(colotrain.rundir("anew").checkpoint(5), expected)
+    assert max(found.values()) < CLOSE, found
+
+
+def test_adafactor_resumes_where_a_rank_holds_no_row(
+    colotrain: Colotrain, drawn: dict[str, Any]
+) -> None:
+    (colotrain.cwd / "users.py").write_text(USERS.replace("Model(", "Whole(") + NARROW)
+    options = (*OPTIONS, "plugin=zero2", "optim.name=adafactor")
+    whole = colotrain.run(*options, "train.max_steps=4", "name=whole")
+    colotrain.run(*options, "train.max_steps=2")
+    resumed = colotrain.run(*options, "train.max_steps=4")
+    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
 
 
 def test_another_optimizers_state_is_not_taken_for_its_own(

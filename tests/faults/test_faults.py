@@ -32,6 +32,23 @@ PLAN = (
     "name=hurt",
     "train.on_gradients=tests.faults.plant:nothing",
 )
+NARROW = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return F.mse_loss(self.line(x), x[:, :1])
+
+def data():
+    return [{"x": torch.randn(6)} for _ in range(32)]
+"""
+"""One output: of two ranks, one holds nothing."""
 Started = Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
 
 
@@ -244,6 +261,16 @@ def test_a_flipped_bit_is_found_named_and_undone(
     [cause] = causes(colotrain)
     assert "silent data corruption, and persistent: embed.weight on rank 1" in cause
     assert losses(result.json) == pytest.approx(straight, abs=1e-5)
+
+
+def test_a_rank_that_holds_nothing_takes_part_in_the_search(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "narrow.py").write_text(NARROW)
+    settings = ("model.target=narrow:Model", "data.target=narrow:data", "plugin=zero2")
+    more = ("optim.name=sgd", "train.max_steps=4", "elastic.check_every=1", "train.eval_steps=0")
+    sizes = ("train.global_batch=4", "train.micro_batch=2", "cluster.procs_per_node=2")
+    bounded = ("elastic.hang_timeout_s=20", "elastic.max_restarts=0")
+    summary = colotrain.run(*settings, *more, *sizes, *bounded)
+    assert summary["steps"] == 4
 
 
 def test_a_detached_run_outlives_the_terminal_and_is_reached(colotrain: Colotrain) -> None:

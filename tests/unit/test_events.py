@@ -306,3 +306,17 @@ def test_fields_of_the_wrong_type_are_read_as_missing() -> None:
     assert [event.number(name) for name in "abcd"] == [None, None, math.inf, 2.0]
     assert [event.count(name) for name in "abcde"] == [0, 0, 0, 2, 0]
     assert [event.text(name) for name in "abe"] == ["text", "", ""]
+
+
+def test_what_was_there_before_may_be_passed_over(rundir: RunDir) -> None:
+    writers = [long_file(rundir, rank) for rank in range(2)]
+    with rank_file(rundir, 1).open("ab") as file:
+        file.write(b'{"kind": "torn')
+    rank_file(rundir, 2).write_bytes(b'{"kind": "only a part')
+    reader = EventReader(rundir)
+    reader.pass_over()
+    assert reader.drain() == []
+    writers[0].write("step", t=900.0, step=900)
+    with rank_file(rundir, 2).open("ab") as file:
+        file.write(b' of it", "t": 901.0}\n')
+    assert kinds(reader.drain()) == ["step", "only a part of it"]

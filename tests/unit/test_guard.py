@@ -41,3 +41,10 @@ def test_one_value_that_is_not_finite_is_enough(bad: float) -> None:
     assert not all_finite(tensor.to(torch.bfloat16))
     assert all_finite(torch.tensor([1, 2]))
     assert all_finite(torch.empty(0))
+
+
+@pytest.mark.parametrize("start", range(1, 9))
+def test_a_view_has_the_checksum_of_its_values(start: int) -> None:
+    view = torch.randn(40)[start:]
+    assert checksum(view) == checksum(view.clone())
+    assert checksum(view[0]) == checksum(view[0].clone())

@@ -47,6 +47,17 @@ def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused() -> None:
     assert reachable(12, 2, range(1, 5)) == [1, 2, 3]
 
 
+def test_a_number_of_nodes_that_replicas_do_not_fit_on_is_refused() -> None:
+    hybrid = (("plugin.name", "fsdp-hybrid"), ("plugin.shard_size", 4), ("train.global_batch", 48))
+    (line,) = lines(with_values(*ELASTIC, *BATCH[1:], *hybrid))
+    assert "plugin.shard_size=4: expected a divisor of 2 × nodes" in line
+    assert "which it is not for 1, 3" in line
+    two = plan(("cluster.nodes", 2), *BATCH[1:], *hybrid)
+    assert resize(two, 4).plugin.mesh == (2, 4)
+    with pytest.raises(ColotrainError, match="6 ranks cannot be divided into replicas of 4"):
+        resize(two, 3)
+
+
 def passport(node: int, **changes: Any) -> Passport:
     made = {"host": f"host-{node}", "instance": f"i{node}", "versions": {"torch": "2.13"}}
     return Passport(node=node, **{**made, "plan": {"a": {"b": 1}}, **changes})

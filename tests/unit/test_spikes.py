@@ -1,5 +1,6 @@
 """A loss spike is noticed once the range is known, and ordinary noise is not."""
 
+import math
 import random
 
 from colotrain.engine.spikes import FEWEST, LossSpikes
@@ -25,3 +26,12 @@ def test_a_jump_is_named_with_its_size() -> None:
 def test_nothing_is_said_before_the_range_is_known() -> None:
     spikes = LossSpikes()
     assert [spikes.look(loss) for loss in (1.0, 1.0, 50.0)] == [None, None, None]
+
+
+def test_a_loss_that_is_not_finite_is_not_of_the_range() -> None:
+    spikes = LossSpikes()
+    losses = [2.0 + 0.01 * (step % 2) for step in range(FEWEST)]
+    for loss in (*losses, math.nan, math.inf):
+        assert spikes.look(loss) is None
+    assert spikes.look(2.0) is None
+    assert spikes.look(5.0) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 from test_view import plan_of
 
 from colotrain.launch.causes import Death, describe
+from colotrain.launch.rendezvous import Node
+from colotrain.launch.state import Launch
 from colotrain.launch.watch import Silent, Watch, _stack
-from colotrain.observe.events import Event
+from colotrain.observe.events import Event, EventWriter
 from colotrain.observe.heartbeats import Beat, Heartbeat, read_beats
 from colotrain.rundir import RunDir
 
@@ -85,6 +88,25 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
     assert not list(rundir.heartbeats.iterdir())
 
 
+def test_the_silent_workers_of_an_ended_attempt_are_not_those_of_the_next(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    rundir = RunDir(tmp_path)
+    workers = {0: sleeper.pid}
+    watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: workers, looked_at=0.0)
+    silent_since = time.monotonic() - 700
+    beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": silent_since}
+    rundir.heartbeats.mkdir(parents=True, exist_ok=True)
+    rundir.heartbeat_file(0).write_text(json.dumps({**beat, "patience_s": 600}))
+    watch.look(asked_to_stop=False)
+    assert sleeper.wait(timeout=10) != 0
+    assert watch.verdict is not None
+    watch.begin()
+    watch.looked_at = 0.0
+    watch.look(asked_to_stop=False)  # the next workers are not there yet
+    assert watch.verdict is None
+
+
 def test_a_heart_without_a_file_is_silent_and_harmless(tmp_path: Path) -> None:
     Heartbeat().beat(1, "start")
     Heartbeat(tmp_path / "file" / "x", rank=0).beat(1, "start")
@@ -109,3 +131,19 @@ def test_a_rank_that_left_early_is_named_before_those_that_lost_it() -> None:
 def test_hunger_is_named() -> None:
     death = Death(rank=2, exit_code=-9, log="c", out_of_memory=True)
     assert "the kernel ended it for want of memory" in describe([death], [])
+
+
+def test_a_stop_file_of_an_earlier_launch_asks_for_nothing(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.stop_file.parent.mkdir(parents=True)
+    rundir.stop_file.write_text("SIGTERM")
+    events, watch = EventWriter(rundir.node_events(1)), Watch(plan=plan_of(), rundir=rundir)
+    launch = Launch(
+        plan=plan_of(), rundir=rundir, events=events, worker="", node=Node(rank=1), watch=watch
+    )
+    assert not launch.asked_to_stop()
+    rundir.stop_file.unlink()  # as node 0 does when it begins
+    assert not launch.asked_to_stop()
+    time.sleep(0.05)  # file systems tell times apart by a few milliseconds
+    rundir.stop_file.write_text("SIGTERM")
+    assert launch.asked_to_stop()
