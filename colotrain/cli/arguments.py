@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from colotrain.errors import UsageError
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -28,3 +30,15 @@ Sweep = Annotated[
     bool,
     typer.Option("--sweep", help="A run for every combination of values: optim.lr=1e-3,3e-4."),
 ]
+
+
+def refuse(beside: str, **options: object) -> None:
+    """Raise `UsageError` where options were given that mean nothing beside `beside`."""
+    given = [
+        f"--{name}"
+        for name, value in options.items()
+        if value not in (None, "") and value is not False
+    ]
+    if given:
+        problem = f"{', '.join(given)}: cannot be had beside {beside}"
+        raise UsageError(problem, "leave one of them out")

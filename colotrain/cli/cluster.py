@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep, refuse
 from colotrain.errors import UsageError
 
 
@@ -60,6 +60,8 @@ def logs(
     as_json: Json = False,
 ) -> int:
     """Show what the job and the workers of a run print."""
+    if as_json:
+        refuse("--json", follow=follow)
     from colotrain.cli.logs import logs as show
 
     return show(name, follows=follow, rank=rank, lines=lines, as_json=as_json)

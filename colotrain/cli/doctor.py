@@ -75,7 +75,7 @@ def _run(name: str, around: Surroundings) -> Iterable[Finding]:
 
 def look_around(overrides: list[str]) -> Surroundings:
     """This machine, with what the `cluster` settings say of the others."""
-    from colotrain.config.checks import split_address
+    from colotrain.config.checks import check_head, split_address
     from colotrain.config.compose import gather
     from colotrain.config.schema_cluster import Cluster
     from colotrain.data.cache import cache_folder
@@ -84,6 +84,7 @@ def look_around(overrides: list[str]) -> Surroundings:
 
     config, problems = gather(overrides)
     cluster = read(Cluster, config.get("cluster", {}), key="cluster", problems=problems)
+    problems += check_head(cluster.head) if cluster else []
     if problems:
         raise ConfigError(problems)
     step = os.environ if "SLURM_STEP_ID" in os.environ else {}

@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.cli.arguments import refuse
 from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.observe.charts import STATUS_STYLES
@@ -61,9 +62,12 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
         expected = f"expected one of {', '.join(SORTS)}"
         raise UsageError(f"--sort {choice.sort}: {expected}", suggest(choice.sort, SORTS))
     if any(_is_override(word) for word in words):
+        refuse("KEY=VALUE", step=step, live=live)
         return of_one_step(words, choice)
     if len(words) > 1:
         raise UsageError(f"{words[1]}: expected one run", "compare two with --against RUN")
+    if live:
+        refuse("--live", step=step)
     rundir = RunDir.find(words[0] if words else None)
     if choice.noise:
         check_noise(rundir.plan())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from colotrain.cli import cluster, inputs
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep, refuse
 from colotrain.errors import ColotrainError, UsageError
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ def run(
 ) -> int:
     """Train, and follow the run until it ends."""
     if sweep:
+        refuse("--sweep", detach=detach)
         from colotrain.cli.sweeps import run_sweep
 
         return run_sweep(overrides or [], as_json=as_json, force=force)
@@ -142,22 +144,24 @@ def verify(
 
 
 @app.command()
-def resume(name: Run = None, overrides: Overrides = None, as_json: Json = False) -> int:
+def resume(
+    name: Run = None, overrides: Overrides = None, as_json: Json = False, force: Force = False
+) -> int:
     """Go on with a run from its newest checkpoint."""
     from colotrain.cli.run import resume as go_on
 
     if name is not None and ("=" in name or name.startswith(("~", "+"))):
         overrides = [name, *(overrides or [])]
         name = None
-    return go_on(name, overrides or [], as_json=as_json)
+    return go_on(name, overrides or [], as_json=as_json, force=force)
 
 
 @app.command()
-def stop(name: Run = None) -> int:
+def stop(name: Run = None, as_json: Json = False) -> int:
     """Ask a run to save and stop after the step it is in."""
     from colotrain.cli.runs import stop as ask
 
-    return ask(name)
+    return ask(name, as_json=as_json)
 
 
 @app.command()
@@ -270,6 +274,8 @@ def inspect_grads(
     from colotrain.cli import inspect_grads as module
 
     if against:
+        rows = {"param": param, "sort": sort, "top": top, "csv": csv}
+        refuse("--against", step=step, live=live, noise=noise, **rows)
         return module.against(words or [], against, tolerance=tolerance, as_json=as_json)
     choice = module.Choice(param=param, sort=sort, top=top, noise=noise, as_json=as_json, csv=csv)
     return module.inspect_grads(words or [], step=step, live=live, choice=choice)
@@ -318,7 +324,14 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    sys.exit(guarded(sys.argv[1:]))
+    code = guarded(sys.argv[1:])
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # its reader (`| head`) has gone: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or 1  # as click ends where it notices sooner
+    sys.exit(code)
 
 
 def guarded(arguments: list[str]) -> int:
@@ -331,6 +344,12 @@ def guarded(arguments: list[str]) -> int:
         return error.exit_code
     except ClickUsageError as error:
         sys.stderr.write(f"error: {_usage(error)}\n")
+        return UsageError.exit_code
+    except OSError as error:  # of a file that somebody named, or in the folder they work in
+        if error.filename is None:
+            raise
+        name, why = " ".join(str(error.filename).split()), error.strerror
+        sys.stderr.write(f"error: {name}: {why}; correct the path, or get access to it\n")
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130

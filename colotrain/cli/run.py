@@ -69,7 +69,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     return document
 
 
-def resume(run: str | None, overrides: list[str], *, as_json: bool) -> int:
+def resume(run: str | None, overrides: list[str], *, as_json: bool, force: bool = False) -> int:
     """Go on with a run from its newest checkpoint; with overrides its plan is made anew."""
     rundir = RunDir.find(run)
     warm_up()
@@ -77,9 +77,13 @@ def resume(run: str | None, overrides: list[str], *, as_json: bool) -> int:
         return train(rundir.plan(), rundir, None, as_json=as_json)
     if not rundir.config_file.is_file():
         raise UsageError(f"{rundir.path}: has no {rundir.config_file.name}", "resume it unchanged")
-    arguments = [f"recipe={rundir.config_file}", *overrides, f"name={rundir.name}"]
-    setting = settle(arguments, several=True)
+    from colotrain.config.compose import as_override
+
+    recipe = as_override("recipe", str(rundir.config_file))
+    setting = settle([recipe, *overrides, as_override("name", rundir.name)], several=True)
     node = place_of(setting.config, setting.plan)
+    if not force:
+        check_fits(setting)
     return train(setting.plan, rundir, setting.config, node=node, as_json=as_json)
 
 

@@ -231,13 +231,19 @@ def cells(row: Row) -> list[Text]:
     return [Text(clean(row.name)), state, *(Text(text) for text in texts)]
 
 
-def stop(run: str | None, *, root: Path = RUNS, timeout_s: float = STOP_TIMEOUT_S) -> int:
+def stop(
+    run: str | None,
+    *,
+    as_json: bool = False,
+    root: Path = RUNS,
+    timeout_s: float = STOP_TIMEOUT_S,
+) -> int:
     """Ask a run to save and stop, and wait until it has; 1 where it has not, or has failed."""
     rundir = RunDir.find(run, root=root)
     submitted, launcher = queue.recall(rundir), launcher_of(rundir)
     by_hand = launcher is not None and not launcher.job  # as after `resume` of what was a job
     if submitted is not None and not by_hand:
-        return stop_job(rundir, submitted.job, timeout_s=timeout_s)
+        return stop_job(rundir, submitted.job, as_json=as_json, timeout_s=timeout_s)
     view = follow(rundir, ranks={0})
     now = state(rundir, view)
     waiting = view.launched_at is None and is_alive(rundir) is False
@@ -246,15 +252,12 @@ def stop(run: str | None, *, root: Path = RUNS, timeout_s: float = STOP_TIMEOUT_
         raise UsageError(f"{rundir.name}: {what}", "`colotrain runs` shows which are running")
     ask_to_stop(rundir)
     ended = wait_for_end(rundir, timeout_s=timeout_s)
-    if ended is None:
-        print(_still_running(rundir, timeout_s), file=sys.stderr)
-        return 1
-    rundir.stop_file.unlink(missing_ok=True)
-    print(_how_it_ended(rundir, ended))
-    return 1 if ended in ("failed", "dead") else 0
+    if ended is not None:
+        rundir.stop_file.unlink(missing_ok=True)
+    return tell_end(rundir, ended, as_json=as_json, timeout_s=timeout_s)
 
 
-def stop_job(rundir: RunDir, job: str, *, timeout_s: float) -> int:
+def stop_job(rundir: RunDir, job: str, *, as_json: bool, timeout_s: float) -> int:
     """Let a job's run save, then take the job out of SLURM; it is not queued again."""
     answers = queue.ask([job])
     said = answers.states.get(job)
@@ -263,19 +266,33 @@ def stop_job(rundir: RunDir, job: str, *, timeout_s: float) -> int:
         trouble = f" ({answers.trouble})" if answers.trouble else ""
         raise UsageError(f"{rundir.name}: {what}{trouble}", "`colotrain runs` shows what runs")
     rundir.cancel_file.touch(mode=0o600)
-    ended: str | None = None
+    ended: str | None = said.state
     if said.state == "RUNNING":
         ask_to_stop(rundir)
         ended = wait_for_end(rundir, timeout_s=timeout_s)
         rundir.stop_file.unlink(missing_ok=True)
     queue.cancel(job)
-    if said.state == "RUNNING" and ended is None:
+    return tell_end(rundir, ended, job=job, as_json=as_json, timeout_s=timeout_s)
+
+
+def tell_end(
+    rundir: RunDir, ended: str | None, *, job: str | None = None, as_json: bool, timeout_s: float
+) -> int:
+    """Say how a run ended that was asked to: its state, SLURM's of a job that was waiting, or None.
+
+    Exit code 1 where it still runs, or has failed.
+    """
+    view = follow(rundir, ranks={0})
+    if as_json:
+        saved = view.checkpoint.step if view.checkpoint else None
+        what = {"state": ended or state(rundir, view), "steps": view.steps, "saved_step": saved}
+        print_json({"run": rundir.name, **what, "job": job})
+    elif ended is not None:
+        cancelled = f"; job {job} is cancelled" if job else ""
+        print(_how_it_ended(rundir, view, ended) + cancelled)
+    if ended is None:
         print(_still_running(rundir, timeout_s), file=sys.stderr)
-        return 1
-    waited = f"{rundir.name}: was waiting ({said.state})"
-    print(_how_it_ended(rundir, ended) if ended else waited, end="")
-    print(f"; job {job} is cancelled")
-    return 1 if ended in ("failed", "dead") else 0
+    return 1 if ended in (None, "failed", "dead") else 0
 
 
 def ask_to_stop(rundir: RunDir) -> None:
@@ -321,8 +338,9 @@ def _waiting(name: str) -> Iterator[Callable[[float], None]]:
     yield report
 
 
-def _how_it_ended(rundir: RunDir, ended: str) -> str:
-    view = follow(rundir, ranks={0})
+def _how_it_ended(rundir: RunDir, view: RunView, ended: str) -> str:
+    if ended.isupper():  # SLURM's name of a state
+        return clean(f"{rundir.name}: was waiting ({ended})")
     saved = f"; saved at step {view.checkpoint.step}" if view.checkpoint else "; nothing was saved"
     hint = "" if ended == "finished" else f"; `colotrain resume {rundir.name}` continues"
     cause = f" ({view.cause})" if view.cause else ""

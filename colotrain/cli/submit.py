@@ -17,7 +17,7 @@ from colotrain.errors import UsageError
 from colotrain.launch import queue
 from colotrain.launch.slurm import Job, render
 from colotrain.plan import RunPlan
-from colotrain.records import from_plain
+from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
 
 
@@ -37,7 +37,8 @@ def submit(
     job = job_of([rundir], plan, slurm, name=plan.name, logs=rundir.logs, cwd=Path.cwd())
     script = render(job, slurm)
     if dry_run:
-        return show(script)
+        text = script.removesuffix("\n")
+        return report({"run": plan.name, "script_text": script}, text, as_json=as_json)
     said = queue.test(script)
     if test_only:
         return report({"test": said, "run": plan.name}, said, as_json=as_json)
@@ -74,6 +75,7 @@ def submit_sweep(
     plans = [setting.plan for setting in settings]
     if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
+    check_one_section(settings)
     rundirs = [RunDir(RUNS / plan.name) for plan in plans]
     folder, slurm = RunDir(RUNS / elements[0].sweep), section(settings[0].config)
     cwd = Path.cwd()
@@ -81,7 +83,8 @@ def submit_sweep(
     job = _as_array(job, max_parallel)
     script = render(job, slurm)
     if dry_run:
-        return show(script)
+        text = script.removesuffix("\n")
+        return report({"sweep": folder.name, "script_text": script}, text, as_json=as_json)
     said = queue.test(script)
     if test_only:
         return report({"test": said, "sweep": folder.name}, said, as_json=as_json)
@@ -109,6 +112,15 @@ def submit_sweep(
     }
     text = f"{folder.name}: job {number}, {len(elements)} runs; `colotrain runs --sweep "
     return report(document, f"{text}{folder.name}`", as_json=as_json)
+
+
+def check_one_section(settings: list[Setting]) -> None:
+    """An array is one script: its runs cannot ask SLURM for different things."""
+    asked = [to_plain(section(setting.config)) for setting in settings]
+    for name, first in asked[0].items():
+        if any(other[name] != first for other in asked):
+            problem = f"--sweep: cluster.slurm.{name} is one and the same in all runs of an array"
+            raise UsageError(problem, "sweep over something else, or submit several times")
 
 
 def _element(element: Element) -> dict[str, Any]:
@@ -194,12 +206,6 @@ def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
     write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
     for stale in (rundir.cancel_file, rundir.finished_file, rundir.stop_file):
         stale.unlink(missing_ok=True)
-
-
-def show(script: str) -> int:
-    """Print the script as it is."""
-    sys.stdout.write(script)
-    return 0
 
 
 def report(document: dict[str, Any], text: str, *, as_json: bool) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
 
 FAILED = 4
+OPTIMIZERS = ("sgd", "recipe")
 SGD = {
     "name": "sgd",
     "lr": 0.1,
@@ -49,13 +50,17 @@ def verify(
     from colotrain.verify.compare import Tolerance, to_json
     from colotrain.verify.runner import verify as run_cases
 
+    names = _names(plugins) if plugins else list(ROWS)
+    sizes = _numbers("--world-sizes", world_sizes) if world_sizes else []
+    cuts = _numbers("--accumulation", accumulation)
+    _check_optimizer(optimizer)
     warm_up()
     setting = settle(overrides)
     plans = _plans(
         setting,
-        plugins=_names(plugins),
-        world_sizes=_numbers("--world-sizes", world_sizes) or [setting.plan.world_size],
-        accumulation=_numbers("--accumulation", accumulation),
+        plugins=names,
+        world_sizes=sizes or [setting.plan.world_size],
+        accumulation=cuts,
         optimizer=optimizer,
         steps=steps,
     )
@@ -106,7 +111,7 @@ def _plans(
 
 
 def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(ROWS)
+    names = _split("--plugins", text, example="zero2,gemini")
     problems = [
         Problem(key="--plugins", value=name, expected="a plugin", fix=suggest(name, ROWS))
         for name in names
@@ -118,17 +123,31 @@ def _names(text: str) -> list[str]:
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = _split(option, text, example="1,2")
+    fix = f"for example {option} 1,2"
     problems = [
-        Problem(
-            key=option, value=part, expected="positive numbers", fix=f"for example {option} 1,2"
-        )
+        Problem(key=option, value=part, expected="positive numbers", fix=fix)
         for part in parts
-        if not part.isdigit() or int(part) < 1
+        if not part.isdecimal() or int(part) < 1
     ]
     if problems:
         raise ConfigError(problems)
     return [int(part) for part in parts]
+
+
+def _split(option: str, text: str, *, example: str) -> list[str]:
+    """The words between commas; none would be a proof of nothing."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        fix = f"for example {option} {example}"
+        raise ConfigError([Problem(key=option, value=text, expected="at least one", fix=fix)])
+    return words
+
+
+def _check_optimizer(name: str) -> None:
+    if name not in OPTIMIZERS:
+        expected, fix = "sgd, or recipe", "recipe is the plan's own optimizer, whatever it is"
+        raise ConfigError([Problem(key="--optimizer", value=name, expected=expected, fix=fix)])
 
 
 def _table(results: Sequence[CaseResult]) -> Table:

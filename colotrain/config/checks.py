@@ -44,7 +44,7 @@ AT_LEAST: dict[str, float] = {
     "elastic.check_every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
-    "observe.log_every": 1,
+    "observe.log_every": 0,
     "observe.grads_every": 0,
 }
 ABOVE_ZERO = (
@@ -195,10 +195,15 @@ def _check_nodes(settings: Config) -> Iterator[Problem]:
             expected=expected,
             fix="give each node a number of its own",
         )
-    if cluster.head is not None and split_address(cluster.head) is None:
+    yield from check_head(cluster.head)
+
+
+def check_head(head: str | None) -> Iterator[Problem]:
+    """Whether the address of node 0 is one."""
+    if head is not None and split_address(head) is None:
         fix = "for example cluster.head=node0:29500, the same on every node"
         expected = "HOST:PORT of node 0, with a port from 1 to 65535"
-        yield Problem(key="cluster.head", value=cluster.head, expected=expected, fix=fix)
+        yield Problem(key="cluster.head", value=head, expected=expected, fix=fix)
 
 
 def split_address(text: str) -> tuple[str, int] | None:

@@ -19,7 +19,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.default_element import ConfigDefault, GroupDefault, InputDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
@@ -69,6 +69,11 @@ def gather(
     if recipe is not None and config.get("recipe") is None:  # a saved configuration names its own
         config["recipe"] = recipe
     return resolve_references(config, problems), problems
+
+
+def as_override(key: str, value: str) -> str:
+    """KEY=VALUE that Hydra's grammar reads as this very text, whatever characters it has."""
+    return f"{key}={QuotedString(text=value, quote=Quote.double).with_quotes()}"
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:

@@ -97,6 +97,7 @@ def investigate(
     scale, batch = scale_out(settings, machine, problems)
     if batch is not None:
         problems += _check_sizes(settings.elastic, scale, batch)
+    problems += _check_meshes(settings, scale)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
     data = data_plan(settings.data, problems)
@@ -335,9 +336,24 @@ def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Probl
         yield Problem(key=key, value=batch.global_batch, expected=expected, fix=fix)
 
 
+def _check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
+    """Numbers of nodes that `plugin.shard_size` does not divide; the planned one is seen to."""
+    shard, elastic, procs = settings.plugin.shard_size, settings.elastic, scale.procs_per_node
+    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
+    wanted = [nodes for nodes in range(least, most + 1) if nodes != scale.nodes]
+    missing = [str(nodes) for nodes in wanted if shard and shard > 0 and nodes * procs % shard]
+    if missing:
+        expected = (
+            f"a divisor of {procs} × nodes for every number of nodes from {least} to {most}, which "
+            f"it is not for {', '.join(missing)}"
+        )
+        fix = "change it, or elastic.min_nodes and max_nodes"
+        yield Problem(key="plugin.shard_size", value=shard, expected=expected, fix=fix)
+
+
 def _observe(observe: Observe) -> ObservePlan:
     return ObservePlan(
-        log_every=observe.log_every,
+        log_every=observe.log_every or 0,
         grads_every=observe.grads_every or 0,
         trackers=tuple(observe.trackers),
     )

@@ -277,8 +277,8 @@ class Checkpoint:
 class Observe:
     """What is recorded."""
 
-    log_every: int = 1
-    """Steps between lines of progress."""
+    log_every: int | None = 1
+    """Steps between lines of progress; 0 or null turns them off."""
     grads_every: int | None = 10
     """Steps between gradient records; 0 or null turns them off."""
     trackers: list[str] = field(default_factory=list)

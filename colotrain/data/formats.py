@@ -93,7 +93,8 @@ def _kind_of(path: str) -> str:
 def _kind_of_folder(folder: Path) -> str:
     if any((folder / f"{split}{end}").is_file() for split in ("train", "val") for end in BINS):
         return "megatron" if is_megatron(folder / "train") else "nanogpt"
-    names = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_aside(path)]
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [path for path in found if not _is_aside(path.relative_to(folder))]
     kinds = {_kind_of_file(path) for path in names if path.suffix not in (".idx",)}
     if not kinds:
         return "text"
@@ -115,15 +116,19 @@ def _kind_of_file(path: Path) -> str:
             return kind
     if path.suffix == ".bin":
         return "megatron" if is_megatron(path) else "nanogpt"
-    if path.suffix == ".json" and _holds_records(path):
+    about = path.name.startswith("dataset_info")  # of the datasets library, often of one line
+    if path.suffix == ".json" and not about and _holds_records(path):
         return "jsonl"
     return "text"
 
 
 def _is_aside(path: Path) -> bool:
-    """Files that stand beside data and are none: read-mes, licences, hidden ones."""
+    """Files that stand beside data and are none: read-mes, licences, hidden ones.
+
+    `path` is relative to the folder that holds the data.
+    """
     stem = path.name.upper()
-    hidden = any(part.startswith(".") for part in path.parts[-2:])
+    hidden = any(part.startswith(".") for part in path.parts)
     aside = stem.startswith(("README", "LICENSE", "LICENCE", "_SUCCESS", "DATASET_INFO"))
     return hidden or aside or path.suffix in (".crc", ".md")
 
@@ -164,7 +169,7 @@ def record_files(plan: DataPlan, kind: str) -> list[RecordFile]:
 
     Where the names of some say train and those of others validation (or test), they are the
     splits, and the validation fraction is not used; test files are then left out, unless there
-    are no others to validate with.
+    are no others to validate with. A file whose name says neither is then a `ConfigError`.
     """
     found = [file for path in plan.paths for file in _record_files_at(path, kind)]
     if not found:
@@ -173,6 +178,11 @@ def record_files(plan: DataPlan, kind: str) -> list[RecordFile]:
     splits = {file.split for file in found}
     if "train" not in splits or not splits & {"validation", "test"}:
         return [_in_split(file, None) for file in found]
+    for file in found:
+        if file.split is None:
+            expected = "a name that begins with train, validation or test, as others here do"
+            fix = f"call it train-{file.path.name} to train on it, or leave it out of data.path"
+            raise corpora.wrong_path(str(file.path), expected, fix)
     held = "validation" if "validation" in splits else "test"
     names = {"train": "train", held: "validation"}
     return [_in_split(file, names[file.split]) for file in found if file.split in names]
@@ -197,7 +207,9 @@ def _saved_files(folder: Path) -> list[RecordFile]:
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
         return [
-            RecordFile(name=f"{split}/{file.name}", path=file.path, split=SPLIT_WORDS.get(split))
+            RecordFile(
+                name=f"{split}/{file.name}", path=file.path, split=SPLIT_WORDS.get(split, split)
+            )
             for split in splits
             for file in _saved_files(folder / str(split))
         ]

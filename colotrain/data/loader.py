@@ -29,6 +29,7 @@ __all__ = [
     "count_targets",
     "open_samples",
     "order_of",
+    "refuse_empty",
     "stack",
 ]
 
@@ -58,12 +59,19 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
 
 
 def order_of(samples: Samples, *, seed: int, shuffle: bool) -> SampleOrder | MixtureOrder:
-    """The order that samples come in."""
+    """The order that samples come in; a `ConfigError` where there are none."""
+    refuse_empty(samples)
     if isinstance(samples, Mixture):
         return MixtureOrder(
             samples.sizes, samples.weights, seed=seed, shuffle=shuffle, order=SampleOrder
         )
     return SampleOrder(len(samples), seed=seed, shuffle=shuffle)
+
+
+def refuse_empty(samples: Samples) -> None:
+    if len(samples) == 0:
+        fix = "give more data, or lower data.seq_len or data.validation_fraction"
+        raise ConfigError([Problem(key="data", expected="at least one sample", fix=fix)])
 
 
 class SampleOrder:
@@ -110,9 +118,7 @@ class BatchLoader:
     def __init__(
         self, samples: Samples, order: SampleOrder | MixtureOrder, batch: BatchPlan, rank: int
     ) -> None:
-        if len(samples) == 0:
-            fix = "give more data, or lower data.seq_len or data.validation_fraction"
-            raise ConfigError([Problem(key="data", expected="at least one sample", fix=fix)])
+        refuse_empty(samples)
         self.samples = samples
         self.order = order
         self.batch = batch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
             while lines := source.readlines(BLOCK_BYTES):
                 yield number, b"".join(lines), raw.tell()
                 number += len(lines)
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             problem = f"{path}: not a whole gzip file ({error})"
             raise ColotrainError(problem, "copy it again") from error
 

@@ -48,6 +48,17 @@ class LLM(nn.Module):
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         d_hidden = d_hidden or 64 * math.ceil(8 * d_model / 3 / 64)
+        sizes = {
+            "vocab_size": vocab_size,
+            "d_model": d_model,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "d_hidden": d_hidden,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be 1 or more")
         if d_model % (2 * num_heads) or num_heads % num_kv_heads:
             raise ValueError(
                 f"d_model={d_model} must be an even multiple of num_heads={num_heads}, "

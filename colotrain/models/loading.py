@@ -30,7 +30,10 @@ def build(plan: ModelPlan, *, seed: int) -> nn.Module:
     if model is not None and (plan.hf or fills_itself(model)):
         return model
     torch.manual_seed(seed)
-    model = _call_target(plan)
+    try:
+        model = _call_target(plan)
+    except RuntimeError as error:  # on meta this only says that real tensors are needed
+        raise _refused(plan, error) from error
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
         adapters.fill_(model, plan.adapter, seed=seed, write=_write_whole)
@@ -262,10 +265,8 @@ def _call_target(plan: ModelPlan) -> nn.Module:
     target = import_target("model.target", plan.target)
     try:
         model = target(**plan.args)
-    except (TypeError, ValueError) as error:
-        raise ColotrainError(
-            f"model.args={plan.args}: {plan.target} refused them ({error})", "correct model.args"
-        ) from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise _refused(plan, error) from error
     if not isinstance(model, nn.Module):
         raise ColotrainError(
             f"model.target={plan.target}: expected a callable that returns a torch.nn.Module, "
@@ -273,3 +274,8 @@ def _call_target(plan: ModelPlan) -> nn.Module:
             "return the module",
         )
     return model
+
+
+def _refused(plan: ModelPlan, error: Exception) -> ColotrainError:
+    problem = f"model.args={plan.args}: {plan.target} refused them ({error})"
+    return ColotrainError(problem, "correct model.args")

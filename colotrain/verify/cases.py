@@ -39,6 +39,7 @@ class Variant:
                 "eval_every": None,
                 "eval_steps": 1,
                 "on_gradients": None,
+                "on_nonfinite": "stop",  # there is no checkpoint to roll back to
             },
             "accumulate": {"steps": self.accumulation_steps},
             "cluster": {

@@ -17,11 +17,13 @@ from colotrain.cli import resolving
 from colotrain.cli.completion import complete
 from colotrain.cli.main import guarded, verbs
 from colotrain.cli.output import print_json, stdout_console
+from colotrain.cli.run import write_down
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError, DoesNotFit
 from colotrain.observe.terminal import is_live
 from colotrain.plan import ParameterInfo, RunPlan, Survey
 from colotrain.plugins import ROWS
+from colotrain.rundir import RunDir
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -111,11 +113,22 @@ def test_without_arguments_the_verbs_are_shown(colotrain: Run) -> None:
         (["--nope"], "error: No such option: --nope"),
         (["plan", "--json=3"], "error: Option '--json' does not take a value"),
         (["completion", "tcsh"], "error: completion tcsh: expected one of bash, zsh, fish"),
+        (["run", "--sweep", "--detach"], "error: --detach: cannot be had beside --sweep; leave"),
+        (["logs", "-f", "--json"], "error: --follow: cannot be had beside --json; leave"),
+        (
+            ["doctor", "cluster.head=node0"],
+            "error: cluster.head=node0: expected HOST:PORT of node 0",
+        ),
         (["stop", "nope"], "error: no run 'nope'"),
         (["plan"], "error: recipe: expected a recipe (recipe=NAME), or model.target; recipes: "),
         (["plan", "recipe=mien"], "error: recipe=mien: expected a known recipe; did you mean mine"),
         (["plan", "mine"], "error: mine: expected KEY=VALUE; did you mean recipe=mine?"),
         (["plan", "recipe=mine", "plugin=zero1,zero2"], "error: plugin=zero1,zero2: expected one"),
+        (["verify", "--accumulation", ""], "error: --accumulation=: expected at least one; for"),
+        (["verify", "--accumulation", ","], "error: --accumulation=,: expected at least one;"),
+        (["verify", "--plugins", ","], "error: --plugins=,: expected at least one; for example"),
+        (["verify", "--world-sizes", " "], "error: --world-sizes= : expected at least one; for"),
+        (["verify", "--optimizer", "adamw"], "error: --optimizer=adamw: expected sgd, or recipe;"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_two(
@@ -154,6 +167,50 @@ def test_a_bug_shows_its_traceback() -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_path_that_cannot_be_used_is_one_line(colotrain: Run, folder: Path) -> None:
+    name = "a" * 300
+    fix = "correct the path, or get access to it\n"
+    line = f"error: {name}/plan.json: File name too long; {fix}"
+    assert colotrain("stop", name) == (2, "", line)
+    (folder / "theirs.json").write_text('{"train_batch_size": 8}')
+    line = f"error: theirs.json: File exists; {fix}"
+    to = "theirs.json/mine.yaml"
+    words = ["import-config", "theirs.json", "--kind", "deepspeed", "--to", to]
+    assert colotrain(*words) == (2, "", line)
+
+
+def test_an_error_of_the_system_without_a_path_is_a_bug(
+    colotrain: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no path")
+
+    monkeypatch.setattr("colotrain.cli.plan.settle", fail)
+    with pytest.raises(OSError, match="no path"):
+        colotrain("plan")
+
+
+@pytest.mark.parametrize("length", [1, 1 << 20])
+def test_a_reader_that_has_gone_ends_it_quietly(length: int) -> None:
+    code = (
+        "import sys; from colotrain.cli import completion, main\n"
+        f"completion.script = lambda *a: 'x' * {length}\n"
+        "sys.argv = ['colotrain', 'completion', 'bash']; main.main()"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_an_interrupt_is_exit_code_130(colotrain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +313,26 @@ def test_a_plan_that_cannot_fit_is_refused_before_it_runs() -> None:
     resolving.check_fits(resolving.settle(["recipe=mine"]))
     with pytest.raises(DoesNotFit, match="--force"):
         resolving.check_fits(resolving.settle(["recipe=mine", "cluster.memory=1KiB"]))
+
+
+@pytest.mark.usefixtures("_model")
+def test_resume_with_changes_takes_any_folder_and_refuses_what_does_not_fit(
+    colotrain: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = resolving.settle(["recipe=mine"])
+    rundir = RunDir(folder / "josé, (old)" / "runs" / "one")
+    rundir.create()
+    write_down(made.plan, rundir, made.config)
+    trained: list[RunPlan] = []
+    monkeypatch.setattr("colotrain.cli.run.warm_up", lambda: None)
+    monkeypatch.setattr("colotrain.cli.run.train", lambda p, *_, **__: trained.append(p) or 0)
+    monkeypatch.chdir(folder / "josé, (old)")
+    assert colotrain("resume", "one", "train.seed=9") == (0, "", "")
+    assert (trained[0].train.seed, trained[0].name) == (9, "one")
+    code, _, err = colotrain("resume", "one", "cluster.memory=1KiB")
+    assert (code, len(trained)) == (3, 1)
+    assert "--force" in err
+    assert colotrain("resume", "one", "cluster.memory=1KiB", "--force") == (0, "", "")
 
 
 # Output

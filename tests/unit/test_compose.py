@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from colotrain.config.compose import compose, gather
+from colotrain.config.compose import as_override, compose, gather
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, Search, cluster_names, plugin_names, shipped
 from colotrain.errors import ConfigError
@@ -100,6 +100,17 @@ def test_a_recipe_may_be_a_file_that_builds_on_its_neighbours(write: Write) -> N
         assert config["recipe"] == written
         train = config["train"]
         assert (train["seed"], train["eval_steps"], train["micro_batch"]) == (9, 9, 4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["josé", "a,b", "(old)", "a b", "x=1", "{1: 2}", "[3]", "'", 'say "hi"', '\\"\\', "é:ü\\"],
+)
+def test_any_path_and_name_can_be_written_as_an_argument(write: Write, name: str) -> None:
+    file = write(f"{name}/config.yaml", "train: {seed: 5}")
+    found = compose([as_override("recipe", str(file)), as_override("name", name)])
+    assert found["train"]["seed"] == 5
+    assert found["name"] == name
 
 
 def test_recipes_may_lie_in_a_subfolder_and_have_dots_and_digits(write: Write) -> None:

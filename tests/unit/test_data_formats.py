@@ -100,9 +100,12 @@ def test_gzipped_lines_are_read(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(plain))
     assert sorted(texts_of(prepare(plan_of(path)))) == sorted(texts)
 
-    path.write_bytes(gzip.compress(plain)[:-20])
-    with pytest.raises(ColotrainError, match="not a whole gzip file"):
-        prepare(plan_of(path))
+    damaged = bytearray(gzip.compress(plain))
+    damaged[10] = 0xFF  # a block of no type that there is
+    for broken in (gzip.compress(plain)[:-20], bytes(damaged)):
+        path.write_bytes(broken)
+        with pytest.raises(ColotrainError, match="not a whole gzip file"):
+            prepare(plan_of(path))
 
 
 def test_many_shards_are_one_corpus_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -127,6 +130,44 @@ def test_splits_that_are_named_are_kept(tmp_path: Path) -> None:
     prepared = prepare(plan_of(tmp_path / "dict"))
     assert len(documents_of(prepared, "train")) == 20
     assert len(documents_of(prepared, "validation")) == 10
+
+
+def test_a_file_of_no_split_beside_those_that_are_is_an_error_that_names_it(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "valid", "extra"):
+        write_jsonl(folder / f"{name}.jsonl", [{"text": name}])
+    (folder / "dataset_infos.json").write_text("{}")
+    told = r"extra\.jsonl: expected a name that begins with train, .*train-extra\.jsonl"
+    with pytest.raises(ConfigError, match=told):
+        prepare(plan_of(folder))
+    (folder / "extra.jsonl").rename(folder / "train-extra.jsonl")
+    assert len(documents_of(prepare(plan_of(folder)), "train")) == 2
+
+
+def test_other_splits_of_a_saved_dataset_are_left_out(tmp_path: Path) -> None:
+    splits = ["train", "test", "unsupervised"]
+    for split in splits:
+        write_dataset(tmp_path / "dict" / split, [{"text": split}])
+    (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+    files = formats.record_files(plan_of(tmp_path / "dict"), "arrow")
+    assert {(file.path.parent.name, file.split) for file in files} == {
+        ("train", "train"),
+        ("test", "validation"),
+    }
+
+
+@pytest.mark.parametrize("home", ["data", ".mydata"])
+def test_hidden_folders_below_have_no_say_and_one_above_hides_nothing(
+    tmp_path: Path, home: str
+) -> None:
+    folder = tmp_path / home
+    for aside in (".cache/huggingface/download/rows.jsonl.metadata", ".git/objects/ab/cdef"):
+        (folder / aside).parent.mkdir(parents=True)
+        (folder / aside).write_text("no data")
+    write_jsonl(folder / "rows.jsonl", [{"text": "a"}])
+    assert formats.recognise(plan_of(folder)) == "jsonl"
+    assert [file.name for file in formats.record_files(plan_of(folder), "jsonl")] == ["rows.jsonl"]
 
 
 def test_only_a_folder_of_records_alone_is_one(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from colotrain.data.loader import (
     TokenSamples,
     count_targets,
     open_samples,
+    order_of,
 )
+from colotrain.data.mixtures import Mixture
 from colotrain.data.tokens import Prepared, prepare
 from colotrain.errors import ConfigError
 from colotrain.plan import BatchPlan, DataPlan
@@ -197,9 +199,12 @@ def test_samples_that_do_not_stack_are_named(second: Any, told: str) -> None:
         loader.micro_batch(0, 0)
 
 
-def test_no_sample_at_all_is_an_error_before_training() -> None:
+@pytest.mark.parametrize("samples", [[], Mixture([[], []], [3, 1])])
+def test_no_sample_at_all_is_an_error_before_training(samples: Any) -> None:
     with pytest.raises(ConfigError, match="at least one sample"):
-        BatchLoader([], SampleOrder(0, 1, True), batch_of(1, 1, 1), rank=0)
+        order_of(samples, seed=1, shuffle=True)
+    with pytest.raises(ConfigError, match="at least one sample"):
+        BatchLoader(samples, SampleOrder(0, 1, True), batch_of(1, 1, 1), rank=0)
 
 
 def test_targets_are_the_labels_that_count() -> None:

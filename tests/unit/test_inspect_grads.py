@@ -113,6 +113,10 @@ def test_rows_are_chosen_and_sorted(rundir: RunDir, capsys: pytest.CaptureFixtur
         (["nothing"], "no run 'nothing'"),
         (["--live"], "not running (finished)"),
         (["recipe=llm-tiny", "--against", "tiny"], "expected two runs that were made"),
+        (["recipe=llm-tiny", "--step", "0"], "--step: cannot be had beside KEY=VALUE"),
+        (["recipe=llm-tiny", "--live"], "--live: cannot be had beside KEY=VALUE"),
+        (["--live", "--step", "10"], "--step: cannot be had beside --live"),
+        (["--against", "tiny", "--csv", "a", "--top", "1"], "--top, --csv: cannot be had beside"),
         (["--csv", "missing/x.csv"], "missing/x.csv: cannot be written"),
     ],
 )

@@ -21,6 +21,7 @@ from colotrain.estimate.layout import MARGIN, Layout
 from colotrain.estimate.memory import model_state_bytes
 from colotrain.plan import FreezePlan, Ledger, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
 from colotrain.plugins import ROWS
+from colotrain.verify.cases import Variant
 
 LAPTOP = Machine(
     device="cpu", num_devices=0, num_cores=2, host_memory_bytes=16 << 30, device_memory_bytes=0
@@ -564,6 +565,13 @@ def test_a_model_without_parameters_is_a_problem() -> None:
     assert "a model that has parameters" in line
 
 
+def test_what_verify_tries_of_a_recipe_that_rolls_back_needs_no_checkpoints() -> None:
+    config = with_values(("train.on_nonfinite", "rollback"), ("checkpoint.every", 10))
+    case = Variant(plugin="zero2", world_size=2, accumulation_steps=1, freeze=None)
+    tried = case.apply(config, global_batch=2, steps=3)
+    assert resolve(tried, survey=survey, machine=LAPTOP).train.on_nonfinite == "stop"
+
+
 # Intervals, names, the whole
 
 
@@ -608,6 +616,14 @@ def test_a_warm_up_longer_than_the_run_is_announced() -> None:
     assert "reaches its peak" in plan(("optim.schedule.warmup_steps", 100)).warnings[0]
 
 
+@pytest.mark.parametrize("value", [0, None])
+def test_an_interval_of_zero_or_null_is_off(value: int | None) -> None:
+    keys = ("observe.log_every", "observe.grads_every", "train.eval_every", "elastic.check_every")
+    made = plan(*((key, value) for key in keys))
+    assert (made.observe.log_every, made.observe.grads_every) == (0, 0)
+    assert (made.train.eval_every, made.elastic.check_every) == (0, 0)
+
+
 def test_all_problems_are_reported_at_once() -> None:
     wrong = {
         "train.max_steps": "abc",
@@ -618,7 +634,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "data.tokenizer": "bites",
         "trian": {"x": 1},
         "cluster.memory": "lots",
-        "observe.log_every": 0,
+        "observe.log_every": -1,
     }
     assert len(lines(with_values(*wrong.items()))) == len(wrong)
 

@@ -454,6 +454,24 @@ def test_a_run_that_does_not_stop_is_said_plainly(
     assert running.stop_file.exists()  # it may still heed it
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_became_of_a_stop_is_a_document(
+    running: RunDir, root: Path, capsys: pytest.CaptureFixture[str], ends: bool
+) -> None:
+    def ranks() -> None:
+        wait_for_stop(running)
+        if ends:
+            end(running, "preempted", exit_code=75, cause="")
+
+    thread = in_background(ranks)
+    code = stop("one", as_json=True, root=root, timeout_s=30 if ends else 0.3)
+    thread.join()
+    state = "preempted" if ends else "running"
+    about = {"run": "one", "state": state, "steps": 3, "saved_step": None, "job": None}
+    assert json.loads(capsys.readouterr().out) == about
+    assert code == (0 if ends else 1)
+
+
 def test_a_run_that_fails_while_it_is_stopped_is_not_stopped(
     running: RunDir, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,36 @@ def test_a_dry_run_needs_no_slurm_and_leaves_nothing(
     assert not Path("runs").exists()
 
 
+def test_a_dry_run_is_a_document_where_one_was_asked_for(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["name=dry"], ["name=dry", "--sweep", "train.seed=1,2"]):
+        assert guarded(["submit", *TINY, *words, "--dry-run"]) == 0
+        script = capsys.readouterr().out
+        assert guarded(["submit", *TINY, *words, "--dry-run", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["script_text"] == script
+
+
+@pytest.mark.parametrize("key", ["time=60,120", "partition=a,b", "gpus_per_node=1,2"])
+def test_the_runs_of_an_array_ask_slurm_for_the_same(
+    slurm: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    swept = [
+        "submit",
+        *TINY,
+        "cluster.memory=80GiB",
+        "--sweep",
+        f"cluster.slurm.{key}",
+        "--force",
+        "--dry-run",
+    ]
+    assert guarded(swept) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert f"--sweep: cluster.slurm.{key.partition('=')[0]} is one" in line
+
+
 def test_without_slurm_it_says_so(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (slurm / "sbatch").unlink()
     assert guarded(["submit", *TINY]) == 2
@@ -214,7 +244,10 @@ def test_stop_takes_a_waiting_job_out_for_good(
     assert guarded(["stop", "waits"]) == 0
     assert Path("cancelled").read_text() == "7\n"
     assert rundir.cancel_file.exists()
-    assert "job 7 is cancelled" in capsys.readouterr().out
+    assert capsys.readouterr().out == "waits: was waiting (PENDING); job 7 is cancelled\n"
+    assert guarded(["stop", "waits", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["state"], document["job"]) == ("PENDING", "7")
 
 
 def test_stop_of_a_job_that_is_over_says_so(
