@@ -90,11 +90,11 @@ def test_with_dropout_and_freezing_the_run_is_bit_identical(
 def test_memory_measured_and_predicted_is_between_the_others(colotrain: Colotrain) -> None:
     shape = ("model.args.d_model=256", "model.args.num_layers=6", "model.args.d_hidden=704")
     words = ("recipe=llm-tiny", *shape, "plugin=zero3", "train.eval_steps=1", "checkpoint.every=0")
-    batch = ("train.micro_batch=8", "train.global_batch=8", "cluster.procs_per_node=1")
+    batch = ("train.micro_batch=24", "train.global_batch=24", "cluster.procs_per_node=1")
     measured, predicted = [], []
     for recompute in ("none", "selective", "blocks"):
         way = f"train.activation_checkpointing={recompute}"
-        summary = colotrain.run(*words, *batch, way, "train.max_steps=3", f"name={recompute}")
+        summary = colotrain.run(*words, *batch, way, "train.max_steps=2", f"name={recompute}")
         measured.append(summary["memory"]["measured_peak"])
         predicted.append(summary["memory"]["predicted_peak"])
     for peaks in (measured, predicted):
