@@ -152,6 +152,20 @@ def _nameless(folder: Path) -> int:
         return handle
 
 
+def fetch(to_read: Sequence[Region], to_write: Sequence[Region]) -> None:
+    for region in to_read:
+        region.fetch(to_write=False)
+    for region in to_write:
+        region.fetch(to_write=True)
+
+
+def write(regions: Sequence[Region]) -> None:
+    for region in regions:
+        region.start_writing()
+    for region in regions:
+        region.finish_writing(forget=False)
+
+
 def whole_pages(num_bytes: int) -> int:
     return math.ceil(num_bytes / PAGE) * PAGE
 

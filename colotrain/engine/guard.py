@@ -137,11 +137,12 @@ def _differing_replicas(run: Run) -> list[Finding]:
 
 
 def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
+    """Of parameters in common there is one copy, so that nothing can differ."""
     group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
     if group.size() == 1:
         return []
     ranks, found = dist.get_process_group_ranks(group), []
-    for part in sharded.groups:
+    for part in (part for part in sharded.groups if not part.in_common):
         part.handle.unshard()
         whole = [
             (str(param._param_fqn), param._unsharded_param.detach())

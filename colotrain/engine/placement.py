@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.engine.disk import ALIGNMENT, DiskStore, Region, return_free_memory, whole_pages
+from colotrain.engine.common import Common
+from colotrain.engine.disk import (
+    ALIGNMENT,
+    DiskStore,
+    fetch,
+    return_free_memory,
+    whole_pages,
+    write,
+)
 from colotrain.engine.gradients import norms
 from colotrain.engine.homes import Home
 from colotrain.engine.sharding import ShardedModel
@@ -55,6 +63,7 @@ class Tiers:
         self.other = guess
         self.placement = self._decide(guess)
         self.homes: list[Home] = []
+        self.common: Common | None = None
         self.norms: dict[str, Tensor] = {}
         """Parameter name → norm of the local gradient, where that has gone to disk."""
         self.store: DiskStore | None = None
@@ -166,8 +175,9 @@ class Tiers:
 
     # -- carrying out
 
-    def attach(self, sharded: ShardedModel) -> None:
+    def attach(self, sharded: ShardedModel, common: Common | None) -> None:
         """Take the groups of `sharded` over, and the space on disk. Before they have storage."""
+        self.common = common
         names = {id(p): name for name, p in sharded.module.named_parameters()}
         for index, group in enumerate(sharded.groups):
             own = {names[id(param.sharded_param)]: param for param in group.params}
@@ -200,12 +210,14 @@ class Tiers:
 
     def house_parameters(self, fresh: bool) -> None:
         """Bring each group's parameters where they belong; `fresh` ones have no values yet."""
-        for home in self.homes:
-            wanted = self.placement.groups[home.index].parameters
-            if wanted == home.parameters or not home.names:
-                continue
-            home.move_parameters(wanted, self.store, fresh=fresh)
+        wanted = [placed.parameters for placed in self.placement.groups]
+        moving = [h for h in self.homes if h.names and h.parameters != wanted[h.index]]
+        for home in moving:
+            home.move_parameters(wanted[home.index], self.store, fresh=fresh)
             self._write_back(home, "parameters")
+        if self.common is not None:
+            self.common.give_up(home.group for home in moving)
+        for home in moving:
             for fsdp_group in home.group.handle._get_fsdp_state()._fsdp_param_groups:
                 self._watch_gathers(home.index, fsdp_group)
 
@@ -237,7 +249,7 @@ class Tiers:
             return
         if self.writing is not None:
             self.writing.result()
-        self.writing = self.writer.submit(_write, regions)
+        self.writing = self.writer.submit(write, regions)
 
     # -- parameters, around each gather
 
@@ -267,7 +279,7 @@ class Tiers:
                 region.drop()
         following = self.homes[self.order.get(self.gathered, index)]
         if following.parameters == "disk" and following.index != index:
-            self.reader.submit(_fetch, following.pages("parameters"), [])
+            self.reader.submit(fetch, following.pages("parameters"), [])
 
     # -- gradients
 
@@ -319,7 +331,7 @@ class Tiers:
             self._join()
             for following, others in busy[number + 1 : number + 2]:
                 changed = following.pages("optimizer", "parameters")
-                ahead = self.reader.submit(_fetch, following.pages("gradients"), changed)
+                ahead = self.reader.submit(fetch, following.pages("gradients"), changed)
                 if self.lane is not None:
                     self._raise(following, others, optimizer)
             yield names
@@ -375,20 +387,6 @@ class Tiers:
         if self.writing is not None:
             self.writing.result()
             self.writing = None
-
-
-def _fetch(to_read: list[Region], to_write: list[Region]) -> None:
-    for region in to_read:
-        region.fetch(to_write=False)
-    for region in to_write:
-        region.fetch(to_write=True)
-
-
-def _write(regions: list[Region]) -> None:
-    for region in regions:
-        region.start_writing()
-    for region in regions:
-        region.finish_writing(forget=False)
 
 
 def _with_parameters_of(placement: Placement, current: Placement) -> Placement:

@@ -47,6 +47,12 @@ class Group:
         groups = self.handle._get_fsdp_state()._fsdp_param_groups
         return [param for group in groups for param in group.fsdp_params]
 
+    @property
+    def in_common(self) -> bool:
+        """Nobody gathers it, for the ranks of a host hold one copy (`engine.common`)."""
+        groups = self.handle._get_fsdp_state()._fsdp_param_groups
+        return any("wait_for_unshard" in vars(params) for params in groups)
+
     def copy_out(self) -> None:
         """Let go of the buffer that holds the group, if the last backward fetched it in vain.
 

@@ -120,6 +120,11 @@ class SharedMemory:
         start += self._start
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
+    def advise(self, advice: int, start: int, num_bytes: int) -> None:
+        """`madvise` for shared bytes that begin and end with a page."""
+        if num_bytes:
+            self.memory.madvise(advice, self._start + start, num_bytes)
+
     def lend(self, start: int, num_bytes: int) -> Any:
         """The shared bytes as a buffer of its own, whose end a weak reference can tell."""
         return (ctypes.c_ubyte * num_bytes).from_buffer(self.memory, self._start + start)

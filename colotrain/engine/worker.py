@@ -29,6 +29,7 @@ from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
+from colotrain.engine.common import Common, hold_in_common
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.loop import Run, train
@@ -38,7 +39,13 @@ from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale
 from colotrain.engine.recording import lasting_bytes
 from colotrain.engine.saving import Saver
-from colotrain.engine.sharding import make_mesh, materialise_, shard_, stays_gathered
+from colotrain.engine.sharding import (
+    ShardedModel,
+    make_mesh,
+    materialise_,
+    shard_,
+    stays_gathered,
+)
 from colotrain.engine.statistics import describe_parameters
 from colotrain.engine.transport import install
 from colotrain.engine.weighing import guess, weigh
@@ -192,16 +199,13 @@ def prepare(
     if plan.plugin.budget is not None:
         sizes = weigh(model, groups, plan, state_ratio(plan.optim))
         tiers = Tiers(plan, sizes, guess(plan, sizes))
-    if tiers is None:
-        sharded = shard_(model, plan, mesh, groups)
-        install(sharded)
-        materialise_(sharded, device=plan.cluster.device, seed=seed)
-    else:
-        sharded = shard_(model, plan, mesh, groups, offloads=tiers.offloads)
-        install(sharded)
-        tiers.attach(sharded)
-        house, release = tiers.house_parameters, tiers.release
-        materialise_(sharded, device=plan.cluster.device, seed=seed, house=house, release=release)
+    offloads = tiers.offloads if tiers else lambda index: False
+    sharded = shard_(model, plan, mesh, groups, offloads=offloads)
+    install(sharded)
+    common = hold_in_common(sharded)
+    if tiers is not None:
+        tiers.attach(sharded, common)
+    house_(sharded, plan, common, tiers)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
     run = Run(
@@ -233,6 +237,24 @@ def prepare(
         optimizer.prepare_state_()
     place_what_passes()
     return run
+
+
+def house_(
+    sharded: ShardedModel, plan: RunPlan, common: Common | None, tiers: Tiers | None
+) -> None:
+    """Storage and values for the parameters, where they belong. All ranks must call."""
+
+    def house(fresh: bool) -> None:
+        if common is not None:
+            common.house(fresh=fresh)
+        if tiers is not None:
+            tiers.house_parameters(fresh=fresh)
+        if common is not None:
+            common.populate()
+
+    release = tiers.release if tiers is not None else lambda tensor: None
+    device, seed = plan.cluster.device, plan.train.seed
+    materialise_(sharded, device=device, seed=seed, house=house, release=release)
 
 
 def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:

@@ -29,7 +29,8 @@ class Group:
     shard_bytes: int
     """Of a rank, as stored."""
     gathered_sizes: tuple[int, ...]
-    """Whole and padded parameters in the dtype that is computed in, each in bytes."""
+    """Whole and padded parameters in the dtype that is computed in, each in bytes; none where
+    ranks hold parameters in common, so that nothing is gathered."""
     reduced_bytes: int
     """Whole and padded gradients in the dtype they are reduced in; 0 where nothing trains."""
     trained_bytes: int
@@ -118,7 +119,9 @@ def _group(
         stays=_stays(name, layout) if name else layout.parameters_live == "step",
         shard_bytes=sum(shard_numel(p, shard) * p.itemsize for p in members),
         gathered_sizes=tuple(
-            padded[p.name] * (compute or p.itemsize) for p in members if padded[p.name]
+            padded[p.name] * (compute or p.itemsize)
+            for p in members
+            if padded[p.name] and not layout.in_common
         ),
         reduced_bytes=sum(padded[p.name] * (reduce or p.itemsize) for p in trained),
         trained_bytes=sum(p.numel * (reduce or p.itemsize) for p in trained),

@@ -43,6 +43,11 @@ class Layout:
     """Checkpoints are written from a copy while training goes on."""
     baseline: int = 0
 
+    @property
+    def in_common(self) -> bool:
+        """The ranks of a host hold one copy of the parameters, as `engine.common` does it."""
+        return self.shared_memory and self.precision == "fp32"
+
 
 def layout_of(
     plugin: PluginPlan,

@@ -326,6 +326,8 @@ def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
     Kept through the step: all of them. Freed after use: what no block holds, and the two largest
     blocks (the one in use and the one being fetched).
     """
+    if layout.in_common:
+        return 0
     groups: dict[str, int] = {}
     for p in parameters:
         groups[p.group] = groups.get(p.group, 0) + p.numel * p.itemsize

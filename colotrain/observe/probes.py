@@ -26,9 +26,10 @@ def memory_now() -> tuple[int, int]:
     """(resident, peak) bytes of this process; well under 50 µs.
 
     The peak is the highest resident size so far (or since `reset_peak`), or on CUDA the highest
-    allocation on the current device (`torch.cuda.max_memory_allocated`).
+    allocation on the current device (`torch.cuda.max_memory_allocated`). What `leave_out` named
+    is in neither.
     """
-    resident, peak = _from_status() or _from_psutil()
+    resident, peak = (n - _earlier.left_out for n in _from_status() or _from_psutil())
     if torch.cuda.is_initialized():
         return resident, torch.cuda.max_memory_allocated()
     return resident, peak
@@ -39,8 +40,17 @@ def highest_peak() -> int:
     return max(_earlier.highest, memory_now()[1])
 
 
+def leave_out(num_bytes: int) -> None:
+    """Resident memory that other processes of the host account for does not count from now on.
+
+    With parameters in common each rank counts its own part, so that the sum over ranks is right.
+    """
+    _earlier.left_out = num_bytes
+
+
 class _Earlier:
     highest = 0
+    left_out = 0
 
 
 _earlier = _Earlier()

@@ -1,0 +1,197 @@
+"""Parameters in common: the ranks of a host hold one copy, so that nobody has to gather it.
+
+Each rank's shards lie in memory that all ranks of the shard group map, those of a parameter one
+after the other, in the order of the ranks: together they are the whole parameter. Every rank
+updates its own rows, and computes with the whole. A meeting before the first use of a step says
+that all have updated theirs; that all have done with a step is agreed on before its update anyway.
+
+On CPU alone, and where computing is in the dtype of the parameters: a cast is a copy. A rank that
+is alone in its shard group holds its parameters whole as it is, and needs no other's memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.engine.sharding import Group, ShardedModel
+from colotrain.engine.shared_memory import PAGE, SharedMemory, Unavailable, round_up
+from colotrain.observe.probes import leave_out
+
+MADV_POPULATE_WRITE = 23
+"""Linux 5.14, mman.h; elsewhere pages come when they are first touched."""
+ALIGNMENT = 64
+MEETING = 0  # what the only bell is rung for
+
+
+class Common:
+    """The parameters that the ranks of a shard group hold in common.
+
+    All ranks must make it together, after `shard_`, and then `house` together. Raises `Unavailable`
+    on all ranks of the group or on none.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.sharded = sharded
+        group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+        self.rank, self.size = group.rank(), group.size()
+        self.starts: dict[str, int] = {}
+        end = 0
+        for part in sharded.groups:
+            self.starts[part.name] = end
+            end += round_up(sum(self._sizes(part)), PAGE)  # so that it can be given back alone
+        self.starts["end of the last"] = end
+        self.memory = SharedMemory(group, end, num_bells=1) if self.size > 1 and end else None
+        self.parts: dict[str, Group] = {}
+        """Name → what is held in common now."""
+
+    def _sizes(self, part: Group) -> list[int]:
+        """Bytes of each parameter, whole and padded."""
+        return [
+            round_up(self.size * numel_of(param) * param.sharded_param.dtype.itemsize, ALIGNMENT)
+            for param in part.params
+        ]
+
+    def house(self, *, fresh: bool) -> None:
+        """Let the sharded parameters lie in the common memory; `fresh` ones have no values yet."""
+        for part in self.sharded.groups:
+            at = self.starts[part.name]
+            for param, num_bytes in zip(part.params, self._sizes(part), strict=True):
+                if self.memory is not None:
+                    self._move(param, self.memory.bytes(at, num_bytes), fresh=fresh)
+                else:
+                    param._colotrain_whole = param._sharded_param_data.detach()
+                at += num_bytes
+            for params in part.handle._get_fsdp_state()._fsdp_param_groups:
+                InPlace(params).replace_gathers()
+            self.parts[part.name] = part
+        root = self.sharded.module
+        root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
+
+    def _move(self, param: Any, memory: Tensor, *, fresh: bool) -> None:
+        flat, numel = memory.view(param.sharded_param.dtype), numel_of(param)
+        own = flat[self.rank * numel : (self.rank + 1) * numel]
+        if not fresh:
+            own.copy_(param._sharded_param_data)
+        rows = param.sharded_param._local_tensor.shape[0]
+        param._sharded_param_data = own
+        param.sharded_param._local_tensor = own.view(param.padded_sharded_param_size)[:rows]
+        param._colotrain_whole = flat[: self.size * numel]
+
+    def _meet(self) -> None:
+        """Before a forward: wait for the others' updates, unless parameters are in use already."""
+        if self.memory is None or all(
+            params.is_unsharded
+            for part in self.parts.values()
+            for params in part.handle._get_fsdp_state()._fsdp_param_groups
+        ):
+            return
+        self._barrier("the parameters' update")
+
+    def _barrier(self, what: str) -> None:
+        assert self.memory is not None
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        for peer in peers:
+            self.memory.ring(MEETING, peer)
+        for peer in peers:
+            self.memory.wait(MEETING, peer, what=what)
+
+    def populate(self) -> None:
+        """Touch what is in common, so that from here on it counts: a rank's own share of it."""
+        if self.memory is None:
+            return
+        for name in self.parts:
+            with suppress(OSError):
+                self.memory.advise(MADV_POPULATE_WRITE, *self._range(name))
+        self._count()
+
+    def _count(self) -> None:
+        held = sum(self._range(name)[1] for name in self.parts)
+        leave_out(held * (self.size - 1) // self.size)
+
+    def give_up(self, groups: Iterable[Group]) -> None:
+        """Groups whose parameters lie elsewhere now are gathered again, and their memory is freed.
+
+        All ranks of the shard group must call with the same groups, between two steps.
+        """
+        gone = [part for part in groups if self.parts.pop(part.name, None)]
+        if not gone:
+            return
+        for part in gone:
+            for params in part.handle._get_fsdp_state()._fsdp_param_groups:
+                InPlace.restore_gathers(params)
+        if self.memory is None:
+            return
+        self._barrier("giving parameters up")
+        if self.rank == 0:
+            for part in gone:
+                self.memory.advise(mmap.MADV_REMOVE, *self._range(part.name))
+        self._count()
+
+    def _range(self, name: str) -> tuple[int, int]:
+        """Where a group's memory begins, and its bytes."""
+        names = list(self.starts)
+        following = names[names.index(name) + 1]
+        return self.starts[name], self.starts[following] - self.starts[name]
+
+
+class InPlace:
+    """Stands in for the all-gathers of one of `fully_shard`'s groups: all is there already."""
+
+    def __init__(self, params: Any) -> None:
+        self.params, self.asked = params, False
+
+    def replace_gathers(self) -> None:
+        self.params.unshard, self.params.wait_for_unshard = self.unshard, self.wait_for_unshard
+
+    @staticmethod
+    def restore_gathers(params: Any) -> None:
+        del params.unshard, params.wait_for_unshard
+        for param in params.fsdp_params:
+            del param._colotrain_whole
+            param.__dict__.pop("_unsharded_param", None)
+
+    def unshard(self, async_op: bool = False) -> None:
+        self.asked = not self.params.is_unsharded
+
+    def wait_for_unshard(self) -> None:
+        if not self.asked:
+            return
+        self.asked = False
+        for param in self.params.fsdp_params:
+            if not hasattr(param, "_unsharded_param"):
+                whole = param._colotrain_whole.as_strided(
+                    param._orig_size, param._contiguous_orig_stride
+                )
+                trains = param.sharded_param.requires_grad
+                param._unsharded_param = nn.Parameter(whole, requires_grad=trains)
+        self.params._to_unsharded()
+
+
+def numel_of(param: Any) -> int:
+    """Elements of a rank's shard, padding included."""
+    return int(param.padded_sharded_param_size.numel())
+
+
+def hold_in_common(sharded: ShardedModel) -> Common | None:
+    """A place for the parameters of `sharded` that its ranks have in common; None where not.
+
+    All ranks must call. Not where parameters are cast or on another device, where a shard group
+    spans hosts, and where there is no memory for it.
+    """
+    cast = any(p.mp_policy.param_dtype is not None for p in sharded.fsdp_params())
+    if sharded.mesh.device_type != "cpu" or cast:
+        return None
+    common, problem = None, False
+    try:
+        common = Common(sharded)
+    except Unavailable:
+        problem = True
+    failed = torch.tensor(float(problem))
+    torch.distributed.all_reduce(failed)
+    return None if failed.item() else common
