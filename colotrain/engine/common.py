@@ -40,12 +40,12 @@ class Common:
         self.sharded = sharded
         group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
         self.rank, self.size = group.rank(), group.size()
-        self.starts: dict[str, int] = {}
+        self.ranges: dict[str, tuple[int, int]] = {}
+        """Group → where its memory begins, and its bytes: pages, which can be given back alone."""
         end = 0
         for part in sharded.groups:
-            self.starts[part.name] = end
-            end += round_up(sum(self._sizes(part)), PAGE)  # so that it can be given back alone
-        self.starts["end of the last"] = end
+            self.ranges[part.name] = end, round_up(sum(self._sizes(part)), PAGE)
+            end += self.ranges[part.name][1]
         self.memory = SharedMemory(group, end, num_bells=1) if self.size > 1 and end else None
         self.parts: dict[str, Group] = {}
         """Name → what is held in common now."""
@@ -57,10 +57,10 @@ class Common:
             for param in part.params
         ]
 
-    def house(self, *, fresh: bool) -> None:
+    def house(self, fresh: bool) -> None:
         """Let the sharded parameters lie in the common memory; `fresh` ones have no values yet."""
         for part in self.sharded.groups:
-            at = self.starts[part.name]
+            at, _ = self.ranges[part.name]
             for param, num_bytes in zip(part.params, self._sizes(part), strict=True):
                 if self.memory is not None:
                     self._move(param, self.memory.bytes(at, num_bytes), fresh=fresh)
@@ -107,11 +107,11 @@ class Common:
             return
         for name in self.parts:
             with suppress(OSError):
-                self.memory.advise(MADV_POPULATE_WRITE, *self._range(name))
+                self.memory.advise(MADV_POPULATE_WRITE, *self.ranges[name])
         self._count()
 
     def _count(self) -> None:
-        held = sum(self._range(name)[1] for name in self.parts)
+        held = sum(self.ranges[name][1] for name in self.parts)
         leave_out(held * (self.size - 1) // self.size)
 
     def give_up(self, groups: Iterable[Group]) -> None:
@@ -130,14 +130,8 @@ class Common:
         self._barrier("giving parameters up")
         if self.rank == 0:
             for part in gone:
-                self.memory.advise(mmap.MADV_REMOVE, *self._range(part.name))
+                self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
         self._count()
-
-    def _range(self, name: str) -> tuple[int, int]:
-        """Where a group's memory begins, and its bytes."""
-        names = list(self.starts)
-        following = names[names.index(name) + 1]
-        return self.starts[name], self.starts[following] - self.starts[name]
 
 
 class InPlace:

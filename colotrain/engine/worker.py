@@ -246,9 +246,9 @@ def house_(
 
     def house(fresh: bool) -> None:
         if common is not None:
-            common.house(fresh=fresh)
+            common.house(fresh)
         if tiers is not None:
-            tiers.house_parameters(fresh=fresh)
+            tiers.house_parameters(fresh)
         if common is not None:
             common.populate()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from colotrain.cli.resolving import settle
 from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.common import hold_in_common
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import clear_, watch
 from colotrain.engine.grouping import find_groups
@@ -47,11 +48,14 @@ CASES = {
     "gemini": ["plugin=gemini", "plugin.chunk_size=64KiB"],
     "gemini, blocks cut up": ["plugin=gemini", "plugin.chunk_size=16KiB"],
     "overridden": ["plugin=zero3", "plugin.overrides={blocks.1:{reshard:false}}"],
-    "half": ["plugin=zero3", "train.precision=bf16"],
     "zero1, frozen": ["plugin=zero1", FROZEN],
     "zero3, frozen": ["plugin=zero3", FROZEN],
     "hybrid, frozen": ["plugin=fsdp-hybrid", "plugin.shard_size=2", FROZEN],
 }
+
+
+PRECISIONS = ("fp32", "bf16")
+"""In fp32 ranks hold parameters in common, and nothing is gathered."""
 
 
 class Counts:
@@ -124,7 +128,10 @@ def train(rank: int, plans: dict[str, str], out: str) -> None:
         )
         sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
         assert install(sharded) is not None
-        materialise_(sharded, device="cpu", seed=0)
+        common = hold_in_common(sharded)
+        assert (common is None) == (plan.train.precision == "bf16")
+        house = {"house": common.house} if common else {}
+        materialise_(sharded, device="cpu", seed=0, **house)
         state, counts = watch(sharded, frozen=frozen.reasons), Counts()
         with pytest.MonkeyPatch.context() as patch:
             count(counts, patch)
@@ -142,7 +149,11 @@ def train(rank: int, plans: dict[str, str], out: str) -> None:
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict]]:
     """Case → what the plan says, and what was counted."""
     folder = tmp_path_factory.mktemp("collectives")
-    settings = {name: settle([*WORDS, *words], here=False) for name, words in CASES.items()}
+    settings = {
+        f"{name}, {precision}": settle([*WORDS, *words, f"train.precision={precision}"], here=False)
+        for name, words in CASES.items()
+        for precision in PRECISIONS
+    }
     out = folder / "counted.json"
     run(train, RANKS, {name: s.plan.to_json() for name, s in settings.items()}, str(out))
     counted, found = json.loads(out.read_text("utf-8")), {}
@@ -160,9 +171,14 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict
     return found
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_plan_counts_the_collectives_of_a_step_to_the_byte(name: str, both: Any) -> None:
-    said, counted = both[name]
-    assert said["sent"] == counted["sent"]
+def test_a_plan_counts_the_collectives_of_a_step_to_the_byte(
+    name: str, precision: str, both: Any
+) -> None:
+    said, counted = both[f"{name}, {precision}"]
+    sent = {kind: counted["sent"].get(kind, 0) for kind in said["sent"]}
+    assert said["sent"] == sent
+    assert (sent["gathered"] == 0) == (precision == "fp32")
     assert said["bytes_per_step"] == sum(counted["sent"].values())
-    assert said["calls"] == {kind: counted["calls"][kind] for kind in ("gathered", "reduced")}
+    assert said["calls"] == {kind: counted["calls"].get(kind, 0) for kind in said["calls"]}

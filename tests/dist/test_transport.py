@@ -256,13 +256,19 @@ def make_sharded(plan: RunPlan, frozen: Sequence[str] = ()) -> ShardedModel:
     return shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
 
 
-def train(sharded: ShardedModel, rank: int) -> list[Tensor]:
+def train(
+    sharded: ShardedModel,
+    rank: int,
+    *,
+    house: Callable[[bool], None] = lambda fresh: None,
+    before_update: Callable[[int], None] = lambda step: None,
+) -> list[Tensor]:
     """Three SGD steps of two micro-batches each; this rank's shards and last gradients."""
-    materialise_(sharded, device="cpu", seed=0)
+    materialise_(sharded, device="cpu", seed=0, house=house)
     state = watch(sharded, frozen={})
     generator = torch.Generator().manual_seed(rank)
     parameters = [p for p in sharded.module.parameters() if p.requires_grad]
-    for _ in range(3):
+    for step in range(3):
         for parameter in parameters:
             parameter.grad = None
         batches = [
@@ -273,6 +279,7 @@ def train(sharded: ShardedModel, rank: int) -> list[Tensor]:
             for _ in range(2)
         ]
         accumulate(state, batches, num=2, totals=StepTotals(nominal=8.0))
+        before_update(step)
         for parameter in parameters:
             local_shard(parameter.data).sub_(local_shard(parameter.grad), alpha=0.1)
     return [local_shard(t).clone() for p in parameters for t in (p.detach(), p.grad)]

@@ -1,0 +1,139 @@
+"""Parameters in common: training is as with gathers, and memory is there once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colotrain.engine import shared_memory
+from colotrain.engine.common import Common, hold_in_common
+from colotrain.engine.sharding import make_mesh, shard_
+from colotrain.engine.transport import install
+from colotrain.observe.probes import memory_now
+from colotrain.plan import RunPlan
+from tests.dist.test_transport import make_sharded, plan_of, run, train
+
+
+def held(plan: RunPlan, frozen: Sequence[str] = ()) -> Common:
+    """A sharded model's parameters in common."""
+    sharded = make_sharded(plan, frozen)
+    install(sharded)
+    common = hold_in_common(sharded)
+    assert common is not None
+    return common
+
+
+def trains_alike(rank: int, *plans: RunPlan, frozen: Sequence[str] = ()) -> None:
+    for plan in plans:
+        plain = train(make_sharded(plan, frozen), rank)
+        common = held(plan, frozen)
+        shared = train(common.sharded, rank, house=common.house)
+        assert all(group.in_common for group in common.sharded.groups)
+        for ours, theirs in zip(shared, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+            if dist.get_world_size() <= 2:  # two summands: gloo's order cannot differ
+                assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_training_steps_equal_those_with_gathers(num_ranks: int) -> None:
+    plans = [plan_of(plugin, num_ranks) for plugin in ("zero1", "zero2", "zero3")]
+    run(trains_alike, num_ranks, *plans)
+
+
+def trains_frozen_alike(rank: int, plan: RunPlan) -> None:
+    trains_alike(rank, plan, frozen=("embed", "blocks.0", "blocks.1"))
+
+
+def test_so_they_do_with_frozen_groups() -> None:
+    run(trains_frozen_alike, 2, plan_of("zero3", 2))
+
+
+def test_a_hybrid_mesh_has_one_copy_in_each_shard_group() -> None:
+    run(trains_alike, 4, plan_of("fsdp-hybrid", 4, "plugin.shard_size=2"))
+
+
+def waits_for_updates(rank: int, plan: RunPlan) -> None:
+    plain = train(make_sharded(plan), rank)
+    common = held(plan)
+
+    def before_update(step: int) -> None:
+        if rank == step % 2:
+            time.sleep(0.3)
+
+    slow = train(common.sharded, rank, house=common.house, before_update=before_update)
+    assert all(torch.equal(*pair) for pair in zip(slow, plain, strict=True))
+
+
+@pytest.mark.parametrize("plugin", ["zero1", "zero3"])
+def test_a_forward_waits_for_the_update_of_the_others(plugin: str) -> None:
+    run(waits_for_updates, 2, plan_of(plugin, 2))
+
+
+def gives_up(rank: int, plan: RunPlan) -> None:
+    plain = train(make_sharded(plan), rank)
+    common = held(plan)
+
+    def before_update(step: int) -> None:
+        if step == 1:
+            given = common.sharded.groups[1:3]
+            for param in (param for group in given for param in group.params):
+                rows = param.sharded_param._local_tensor.shape[0]
+                param._sharded_param_data = param._sharded_param_data.clone()
+                local = param._sharded_param_data.view(param.padded_sharded_param_size)[:rows]
+                param.sharded_param._local_tensor = local
+            common.give_up(given)
+            assert [g.in_common for g in common.sharded.groups] == [True, False, False, True]
+
+    mixed = train(common.sharded, rank, house=common.house, before_update=before_update)
+    assert all(torch.equal(*pair) for pair in zip(mixed, plain, strict=True))
+
+
+def test_groups_that_move_elsewhere_are_gathered_again() -> None:
+    run(gives_up, 2, plan_of("zero3", 2))
+
+
+def counts_memory(rank: int, plan: RunPlan) -> None:
+    model = nn.Linear(2048, 4096, bias=False)  # 32 MiB
+    common = hold_in_common(shard_(model, plan, make_mesh(plan.plugin, "cpu"), []))
+    assert common is not None
+    common.house(False)
+    common.populate()
+    resident, counted = psutil.Process().memory_info().rss, memory_now()[0]
+    assert resident - counted == pytest.approx(16 << 20, abs=1 << 20)
+    param = next(common.sharded.fsdp_params())
+    param._sharded_param_data = param._sharded_param_data.clone()
+    param.sharded_param._local_tensor = param._sharded_param_data.view(2048, 2048)
+    common.give_up(list(common.parts.values()))
+    dist.barrier()
+    after = psutil.Process().memory_info().rss
+    assert after - resident == pytest.approx((16 - 32) << 20, abs=2 << 20)
+    assert after == pytest.approx(memory_now()[0], abs=1 << 20)
+
+
+def test_each_rank_counts_its_own_part_and_what_is_given_up_is_free() -> None:
+    run(counts_memory, 2, plan_of("zero3", 2))
+
+
+def in_half_precision(rank: int, plan: RunPlan) -> None:
+    assert hold_in_common(make_sharded(plan)) is None
+
+
+def test_parameters_that_are_cast_are_gathered() -> None:
+    run(in_half_precision, 2, plan_of("zero3", 2, "train.precision=bf16"))
+
+
+def finds_no_room(rank: int, plan: RunPlan) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "available_bytes", lambda: 1000)
+        assert hold_in_common(make_sharded(plan)) is None
+
+
+def test_without_room_for_one_copy_parameters_are_gathered() -> None:
+    run(finds_no_room, 2, plan_of("zero3", 2))
