@@ -75,10 +75,15 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         "parameters",
         f"{counts.total:,}: {counts.trainable:,} trained, {counts.frozen:,} frozen",
     )
+    collectives = f"{sent['reductions']} reductions"
+    if sent["gathers"]:
+        collectives = f"{sent['gathers']} all-gathers and {collectives}"
+    elif sent["reductions"]:
+        collectives += "; parameters are held in common"
     yield (
         "reduction",
         f"gradients {sent['reduced']}; each rank sends {format_size(sent['bytes_per_step'])} per "
-        f"step in {sent['gathers']} all-gathers and {sent['reductions']} reductions",
+        f"step in {collectives}",
     )
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"

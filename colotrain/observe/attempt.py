@@ -133,6 +133,7 @@ class History:
     loss: list[tuple[int, float]] = field(default_factory=list)
     grad_norms: list[tuple[int, float]] = field(default_factory=list)
     throughput: list[tuple[int, float]] = field(default_factory=list)
+    step_times: list[tuple[int, float]] = field(default_factory=list)
     recent: deque[Step] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
     """The last steps of the attempt that did the very last one."""
     gaps: list[tuple[float, float]] = field(default_factory=list)
@@ -152,6 +153,8 @@ class History:
             self.grad_norms.append((step.step, step.grad_norm))
         if step.tokens_per_s is not None and warm:
             self.throughput.append((step.step, step.tokens_per_s))
+        if step.step_s is not None and warm:
+            self.step_times.append((step.step, step.step_s))
         self.skipped += step.skipped
         self.recent.append(step)
         self.last = step

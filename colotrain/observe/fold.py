@@ -103,6 +103,7 @@ class Fold:
             evals=tuple(merge(attempts, lambda attempt: attempt.evals).items()),
             grad_norms=tuple(history.grad_norms),
             throughput=tuple(history.throughput),
+            step_times=tuple(history.step_times),
             tokens_per_s=last.tokens_per_s if last else None,
             tokens_per_s_smooth=history.speed(),
             step_s=last.step_s if last else None,

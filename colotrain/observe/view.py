@@ -61,6 +61,8 @@ class RunView:
     grad_norms: Series = ()
     throughput: Series = ()
     """Tokens per second, without the first step of each attempt, which warms up."""
+    step_times: Series = ()
+    """Seconds, without those first steps."""
     tokens_per_s: float | None = None
     tokens_per_s_smooth: float | None = None
     """Mean over the last `SMOOTHING_STEPS` steps."""
@@ -113,8 +115,7 @@ class RunView:
 def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     """The document `summary.json` of the design; numbers that JSON cannot hold are texts."""
     losses = [loss for _, loss in view.loss]
-    tokens_per_s = overall_tokens_per_s(view)
-    step_s = plan.batch.tokens_per_step / tokens_per_s if tokens_per_s else 0.0
+    tokens_per_s, step_s = overall_tokens_per_s(view), typical_step_s(view)
     measured = measured_peak(view, plan)
     of_peak = max(view.ledgers.values(), key=lambda ledger: ledger.total, default=None)
     document = {
@@ -167,6 +168,15 @@ def overall_tokens_per_s(view: RunView) -> float:
     """The median step's speed, without the steps that warm up; 0.0 where there is none."""
     steady = [value for _, value in view.throughput]
     return statistics.median(steady) if steady else view.tokens_per_s or 0.0
+
+
+def typical_step_s(view: RunView) -> float:
+    """The median step's seconds by its own clock; 0.0 where there is none.
+
+    A dataset of the user's own may count other tokens than the plan does.
+    """
+    steady = [seconds for _, seconds in view.step_times]
+    return statistics.median(steady) if steady else view.step_s or 0.0
 
 
 def mfu(view: RunView, plan: RunPlan, tokens_per_s: float) -> float:

@@ -419,12 +419,18 @@ def test_the_summary_is_the_document_of_the_design(rundir: RunDir) -> None:
             "measured_peak": 210763776,
             "error": 1360 / 210763776 - 1,
         },
-        "time": {"step_s": 0.0, "predicted_step_s": 0.0, "error": None},
+        "time": {"step_s": 0.5, "predicted_step_s": 0.0, "error": None},
         "restarts": 1,
         "plugin": "zero2",
         "time_to_first_step_s": 1.0,
         "run_dir": str(rundir.path),
     }
+
+
+def test_the_time_of_a_step_is_the_median_by_its_own_clock(rundir: RunDir) -> None:
+    seconds = [9.0, 0.25, 0.5, 7.0, 0.5]  # warming up, and one step that hung
+    events = [step(n + 1, step_s=s, tokens_per_s=1.0) for n, s in enumerate(seconds)]
+    assert summary(view_of(*events), plan_of(), rundir)["time"]["step_s"] == 0.5
 
 
 def test_the_overall_speed_is_the_median_step_without_warm_up(rundir: RunDir) -> None:
