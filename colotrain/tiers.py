@@ -126,6 +126,15 @@ def lowest(placement: Placement, other: Placement) -> Placement:
     return dataclasses.replace(placement, groups=groups)
 
 
+def with_parameters_of(placement: Placement, current: Placement) -> Placement:
+    """`placement`, with parameters and gradients where `current` has them."""
+    groups = tuple(
+        dataclasses.replace(wanted, parameters=now.parameters, gradients=now.gradients)
+        for wanted, now in zip(placement.groups, current.groups, strict=True)
+    )
+    return dataclasses.replace(placement, groups=groups)
+
+
 def _lower(one: Tier, two: Tier) -> Tier:
     return max(one, two, key=TIERS.index)
 

@@ -12,20 +12,25 @@ is alone in its shard group holds its parameters whole as it is, and needs no ot
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage
 
 from colotrain.engine.sharding import Group, ShardedModel
 from colotrain.engine.shared_memory import PAGE, SharedMemory, Unavailable, round_up
+from colotrain.errors import ColotrainError
 from colotrain.observe.probes import leave_out
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14, mman.h; elsewhere pages come when they are first touched."""
+"""Linux 5.14, mman.h; elsewhere every page is read."""
 ALIGNMENT = 64
+SHARE_OF_FREE_MEMORY = 0.9
+"""The ranks' own parts would need it, too."""
 MEETING = 0  # what the only bell is rung for
 
 
@@ -46,9 +51,13 @@ class Common:
         for part in sharded.groups:
             self.ranges[part.name] = end, round_up(sum(self._sizes(part)), PAGE)
             end += self.ranges[part.name][1]
-        self.memory = SharedMemory(group, end, num_bells=1) if self.size > 1 and end else None
+        self.memory = None
+        if self.size > 1 and end:
+            self.memory = SharedMemory(group, end, num_bells=1, share_of_free=SHARE_OF_FREE_MEMORY)
         self.parts: dict[str, Group] = {}
         """Name → what is held in common now."""
+        self.before: dict[str, int] = {}
+        """Parameter → its version before the first forward."""
 
     def _sizes(self, part: Group) -> list[int]:
         """Bytes of each parameter, whole and padded."""
@@ -72,6 +81,7 @@ class Common:
             self.parts[part.name] = part
         root = self.sharded.module
         root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
+        self.check = root.register_forward_hook(lambda *_: self._check_first_forward())
 
     def _move(self, param: Any, memory: Tensor, *, fresh: bool) -> None:
         flat, numel = memory.view(param.sharded_param.dtype), numel_of(param)
@@ -84,14 +94,30 @@ class Common:
         param._colotrain_whole = flat[: self.size * numel]
 
     def _meet(self) -> None:
-        """Before a forward: wait for the others' updates, unless parameters are in use already."""
-        if self.memory is None or all(
-            params.is_unsharded
-            for part in self.parts.values()
-            for params in part.handle._get_fsdp_state()._fsdp_param_groups
-        ):
-            return
-        self._barrier("the parameters' update")
+        """Before a forward: wait for the others' updates, unless parameters are in use already.
+
+        Which the root's tell, for every rank runs it in every forward.
+        """
+        root = self.sharded.groups[-1].handle._get_fsdp_state()._fsdp_param_groups
+        in_use = root and all(params.is_unsharded for params in root)
+        if self.memory is not None and not in_use:
+            self._barrier("the parameters' update")
+        self.before = self.before or self._versions()
+
+    def _versions(self) -> dict[str, int]:
+        """How often torch has changed each parameter's memory in place here."""
+        wholes = {p._param_fqn: vars(p).get("_colotrain_whole") for p in self.sharded.fsdp_params()}
+        return {name: whole._version for name, whole in wholes.items() if whole is not None}
+
+    def _check_first_forward(self) -> None:
+        """It may not have changed a parameter, which is the other ranks', too."""
+        self.check.remove()
+        for name, version in self._versions().items():
+            if version != self.before[name]:
+                raise ColotrainError(
+                    f"model: forward changes {name} in place (as max_norm does)",
+                    "leave it as it is, or change it in train.on_gradients",
+                )
 
     def _barrier(self, what: str) -> None:
         assert self.memory is not None
@@ -106,13 +132,20 @@ class Common:
         if self.memory is None:
             return
         for name in self.parts:
-            with suppress(OSError):
+            try:
                 self.memory.advise(MADV_POPULATE_WRITE, *self.ranges[name])
+            except OSError:
+                self.memory.bytes(*self.ranges[name])[::PAGE].sum()
         self._count()
 
     def _count(self) -> None:
         held = sum(self.ranges[name][1] for name in self.parts)
         leave_out(held * (self.size - 1) // self.size)
+
+    def gather_bytes(self, groups: Iterable[Group]) -> int:
+        """What it takes to gather those of `groups` that are in common: two of them at once."""
+        sizes = sorted(self.ranges[part.name][1] for part in groups if part.name in self.parts)
+        return sum(sizes[-2:])
 
     def give_up(self, groups: Iterable[Group]) -> None:
         """Groups whose parameters lie elsewhere now are gathered again, and their memory is freed.
@@ -124,13 +157,15 @@ class Common:
             return
         for part in gone:
             for params in part.handle._get_fsdp_state()._fsdp_param_groups:
-                InPlace.restore_gathers(params)
+                InPlace.restore_gathers(params, self.size)
         if self.memory is None:
             return
         self._barrier("giving parameters up")
         if self.rank == 0:
             for part in gone:
-                self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
+                with suppress(OSError):  # where pages cannot be given back, they stay
+                    self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
+        self._barrier("giving parameters up")  # it counts no more when it is gone
         self._count()
 
 
@@ -144,11 +179,17 @@ class InPlace:
         self.params.unshard, self.params.wait_for_unshard = self.unshard, self.wait_for_unshard
 
     @staticmethod
-    def restore_gathers(params: Any) -> None:
+    def restore_gathers(params: Any, size: int) -> None:
+        """From here on the whole parameters, which others know, are what `size` ranks gather."""
         del params.unshard, params.wait_for_unshard
         for param in params.fsdp_params:
             del param._colotrain_whole
-            param.__dict__.pop("_unsharded_param", None)
+            if (whole := getattr(param, "_unsharded_param", None)) is None:
+                continue
+            param.init_all_gather_outputs([numel_of(param)], [whole.dtype], size, params.device)
+            flat = param.all_gather_outputs[0]
+            whole.data = flat.as_strided(param._orig_size, param._contiguous_orig_stride)
+            free_storage(flat)
 
     def unshard(self, async_op: bool = False) -> None:
         self.asked = not self.params.is_unsharded
@@ -178,14 +219,19 @@ def hold_in_common(sharded: ShardedModel) -> Common | None:
     All ranks must call. Not where parameters are cast or on another device, where a shard group
     spans hosts, and where there is no memory for it.
     """
+    leave_out(0)
     cast = any(p.mp_policy.param_dtype is not None for p in sharded.fsdp_params())
     if sharded.mesh.device_type != "cpu" or cast:
         return None
-    common, problem = None, False
+    common, problem = None, ""
     try:
         common = Common(sharded)
-    except Unavailable:
-        problem = True
-    failed = torch.tensor(float(problem))
-    torch.distributed.all_reduce(failed)
-    return None if failed.item() else common
+    except Unavailable as error:
+        problem = str(error)
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if not any(problems):
+        return common
+    if dist.get_rank() == 0:
+        print(f"parameters are not held in common: {max(problems)}", file=sys.stderr)
+    return None

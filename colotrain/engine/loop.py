@@ -252,6 +252,7 @@ def settle_(run: Run) -> None:
     assert run.tiers is not None
     run.phase = "placement"
     first = not run.tiers.settled
+    run.saver.before_update()  # what it writes from may move
     try:
         changed = run.tiers.settle(run.optimizer)
     except ColotrainError:

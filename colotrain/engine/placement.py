@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from colotrain.tiers import (
     lowest,
     moved_bytes,
     place,
+    with_parameters_of,
 )
 
 TENSORS_OF_STATE = 3
@@ -121,10 +122,15 @@ class Tiers:
         compute, update = (int(max(n, 0) * (1 + MARGIN)) for n in mine.tolist())
         self.other = Other(compute=compute, update=update)
         wanted = self._decide(self.other)
+        if self.common is not None:
+            leaving = [h.group for h in self.homes if wanted.groups[h.index].parameters != self.top]
+            compute += self.common.gather_bytes(leaving)
+            self.other = Other(compute=compute, update=update)
+            wanted = self._decide(self.other)
         if self.settled:
             wanted = lowest(wanted, self.placement)
         if self.device != "cpu":  # `fully_shard` has to know from the beginning
-            wanted = _with_parameters_of(wanted, self.placement)
+            wanted = with_parameters_of(wanted, self.placement)
         changed = wanted.groups != self.placement.groups
         self._reserve(wanted)
         self.exhausted = self.settled and not changed
@@ -387,11 +393,3 @@ class Tiers:
         if self.writing is not None:
             self.writing.result()
             self.writing = None
-
-
-def _with_parameters_of(placement: Placement, current: Placement) -> Placement:
-    groups = tuple(
-        replace(wanted, parameters=now.parameters, gradients=now.gradients)
-        for wanted, now in zip(placement.groups, current.groups, strict=True)
-    )
-    return replace(placement, groups=groups)

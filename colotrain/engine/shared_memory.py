@@ -35,6 +35,7 @@ TRIES = 20
 LOOK_EVERY_S = 0.2
 """How often a sleeping rank looks whether the others live."""
 SHARE_OF_FREE_MEMORY = 0.5
+"""Less is left alone."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -69,22 +70,29 @@ class SharedMemory:
     each ordered pair of ranks: `ring` counts one up for a rank, `wait` counts one down.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, *, num_bells: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int,
+        *,
+        num_bells: int,
+        share_of_free: float = SHARE_OF_FREE_MEMORY,
+    ) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout_s = _timeout_s(group)
         num_semaphores = num_bells * self.size**2
         self._start = round_up(HEADER_BYTES + num_semaphores * SEMAPHORE_BYTES, PAGE)
         self.num_bytes = self._start + round_up(num_bytes, PAGE)
-        self._map(num_semaphores)
+        self._map(num_semaphores, share_of_free)
         self.header = memoryview(self.memory)[:HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + HEADER_BYTES
 
-    def _map(self, num_semaphores: int) -> None:
+    def _map(self, num_semaphores: int, share_of_free: float) -> None:
         fd, problem, token = -1, None, os.urandom(16)
         try:
             if self.rank == 0:
-                fd = _create(self.num_bytes, num_semaphores, token)
+                fd = _create(self.num_bytes, num_semaphores, token, share_of_free)
         except (OSError, Unavailable) as error:
             problem = str(error)
         mine = _Hello(host=_host(), pid=os.getpid(), fd=fd, token=token, problem=problem)
@@ -189,10 +197,10 @@ def available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _create(num_bytes: int, num_semaphores: int, token: bytes) -> int:
+def _create(num_bytes: int, num_semaphores: int, token: bytes, share_of_free: float) -> int:
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         raise Unavailable("this system has no memfd or no pidfd (Linux 5.3 or later has both)")
-    if num_bytes > SHARE_OF_FREE_MEMORY * available_bytes():
+    if num_bytes > share_of_free * available_bytes():
         need, free = num_bytes >> 20, available_bytes() >> 20
         raise Unavailable(f"{need} MiB are needed, and only {free} MiB of memory are free")
     fd = os.memfd_create("colotrain", os.MFD_CLOEXEC)

@@ -201,8 +201,9 @@ def prepare(
         tiers = Tiers(plan, sizes, guess(plan, sizes))
     offloads = tiers.offloads if tiers else lambda index: False
     sharded = shard_(model, plan, mesh, groups, offloads=offloads)
-    install(sharded)
-    common = hold_in_common(sharded)
+    transport = install(sharded)
+    alone = plan.plugin.mesh[-1] == 1
+    common = hold_in_common(sharded) if transport is not None or alone else None
     if tiers is not None:
         tiers.attach(sharded, common)
     house_(sharded, plan, common, tiers)

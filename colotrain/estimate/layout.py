@@ -72,7 +72,7 @@ def layout_of(
         precision=precision,
         optim=optim,
         device=device,
-        shared_memory=device == "cpu" and shard <= procs_per_node,
+        shared_memory=device == "cpu" and procs_per_node % shard == 0,
         chunk_bytes=plugin.chunk_bytes,
         split_blocks=plugin.split_blocks,
         reshard_overrides=plugin.reshard_overrides,

@@ -26,6 +26,7 @@ from colotrain.engine import gradients
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
+from colotrain.engine.common import hold_in_common
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.sharding import make_mesh, materialise_, shard_
@@ -146,7 +147,9 @@ class Timed:
         prepare_blocks_(model, plan.train)
         self.sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
         install(self.sharded)
-        materialise_(self.sharded, device="cpu", seed=0)
+        common = hold_in_common(self.sharded)
+        house = common.house if common is not None else lambda fresh: None
+        materialise_(self.sharded, device="cpu", seed=0, house=house)
         self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
         self.optimizer.add(dict(model.named_parameters()))
         self.state = gradients.watch(self.sharded, frozen={})

@@ -45,6 +45,8 @@ def leave_out(num_bytes: int) -> None:
 
     With parameters in common each rank counts its own part, so that the sum over ranks is right.
     """
+    if num_bytes != _earlier.left_out:
+        reset_peak()  # what was reached so far is counted as it was
     _earlier.left_out = num_bytes
 
 

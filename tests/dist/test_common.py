@@ -13,9 +13,12 @@ from torch import nn
 
 from colotrain.engine import shared_memory
 from colotrain.engine.common import Common, hold_in_common
-from colotrain.engine.sharding import make_mesh, shard_
+from colotrain.engine.gradients import GradientState
+from colotrain.engine.sharding import Group, make_mesh, materialise_, shard_
 from colotrain.engine.transport import install
-from colotrain.observe.probes import memory_now
+from colotrain.errors import ColotrainError
+from colotrain.observe import probes
+from colotrain.observe.probes import highest_peak, memory_now
 from colotrain.plan import RunPlan
 from tests.dist.test_transport import make_sharded, plan_of, run, train
 
@@ -76,27 +79,42 @@ def test_a_forward_waits_for_the_update_of_the_others(plugin: str) -> None:
     run(waits_for_updates, 2, plan_of(plugin, 2))
 
 
+def move_elsewhere(groups: Sequence[Group], common: Common) -> None:
+    """As gemini moves parameters to disk: other memory, and the common memory is given up."""
+    for param in (param for group in groups for param in group.params):
+        rows = param.sharded_param._local_tensor.shape[0]
+        param._sharded_param_data = param._sharded_param_data.clone()
+        local = param._sharded_param_data.view(param.padded_sharded_param_size)[:rows]
+        param.sharded_param._local_tensor = local
+    common.give_up(groups)
+
+
 def gives_up(rank: int, plan: RunPlan) -> None:
     plain = train(make_sharded(plan), rank)
     common = held(plan)
+    used: list[set[str]] = []
 
     def before_update(step: int) -> None:
+        used.append(set(state.used_here))
         if step == 1:
-            given = common.sharded.groups[1:3]
-            for param in (param for group in given for param in group.params):
-                rows = param.sharded_param._local_tensor.shape[0]
-                param._sharded_param_data = param._sharded_param_data.clone()
-                local = param._sharded_param_data.view(param.padded_sharded_param_size)[:rows]
-                param.sharded_param._local_tensor = local
-            common.give_up(given)
+            move_elsewhere(common.sharded.groups[1:3], common)
             assert [g.in_common for g in common.sharded.groups] == [True, False, False, True]
 
-    mixed = train(common.sharded, rank, house=common.house, before_update=before_update)
+    def knows(found: GradientState) -> None:
+        nonlocal state
+        state = found
+
+    state: GradientState
+    mixed = train(
+        common.sharded, rank, house=common.house, before_update=before_update, knows=knows
+    )
     assert all(torch.equal(*pair) for pair in zip(mixed, plain, strict=True))
+    assert used == [set(dict(common.sharded.module.named_parameters()))] * 3
 
 
-def test_groups_that_move_elsewhere_are_gathered_again() -> None:
-    run(gives_up, 2, plan_of("zero3", 2))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_groups_that_move_elsewhere_are_gathered_again(num_ranks: int) -> None:
+    run(gives_up, num_ranks, plan_of("zero3", num_ranks))
 
 
 def counts_memory(rank: int, plan: RunPlan) -> None:
@@ -107,18 +125,40 @@ def counts_memory(rank: int, plan: RunPlan) -> None:
     common.populate()
     resident, counted = psutil.Process().memory_info().rss, memory_now()[0]
     assert resident - counted == pytest.approx(16 << 20, abs=1 << 20)
-    param = next(common.sharded.fsdp_params())
-    param._sharded_param_data = param._sharded_param_data.clone()
-    param.sharded_param._local_tensor = param._sharded_param_data.view(2048, 2048)
-    common.give_up(list(common.parts.values()))
+    probes.reset_peak()
+    probes._earlier.highest = 0  # not what building took
+    move_elsewhere(common.sharded.groups, common)
     dist.barrier()
     after = psutil.Process().memory_info().rss
     assert after - resident == pytest.approx((16 - 32) << 20, abs=2 << 20)
     assert after == pytest.approx(memory_now()[0], abs=1 << 20)
+    assert highest_peak() < counted + (20 << 20)  # with the copy, and without the others' part
 
 
 def test_each_rank_counts_its_own_part_and_what_is_given_up_is_free() -> None:
     run(counts_memory, 2, plan_of("zero3", 2))
+
+
+class Renorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, max_norm=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x).square().mean()
+
+
+def changes_in_place(rank: int, plan: RunPlan) -> None:
+    sharded = shard_(Renorms(), plan, make_mesh(plan.plugin, "cpu"), [])
+    common = hold_in_common(sharded)
+    assert common is not None
+    materialise_(sharded, device="cpu", seed=0, house=common.house)
+    with pytest.raises(ColotrainError, match=r"changes embed\.weight in place"):
+        sharded.module(torch.arange(8))
+
+
+def test_a_forward_that_changes_a_parameter_in_place_is_an_error() -> None:
+    run(changes_in_place, 2, plan_of("zero3", 2))
 
 
 def in_half_precision(rank: int, plan: RunPlan) -> None:

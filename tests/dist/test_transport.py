@@ -26,7 +26,7 @@ from colotrain.engine import channel as channels
 from colotrain.engine import shared_memory, transport
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.channel import Channel
-from colotrain.engine.gradients import watch
+from colotrain.engine.gradients import GradientState, watch
 from colotrain.engine.sharding import ShardedModel, local_shard, make_mesh, materialise_, shard_
 from colotrain.engine.shared_memory import PeerLost
 from colotrain.engine.transport import SharedAllGather, SharedReduceScatter, install
@@ -262,10 +262,12 @@ def train(
     *,
     house: Callable[[bool], None] = lambda fresh: None,
     before_update: Callable[[int], None] = lambda step: None,
+    knows: Callable[[GradientState], None] = lambda state: None,
 ) -> list[Tensor]:
     """Three SGD steps of two micro-batches each; this rank's shards and last gradients."""
     materialise_(sharded, device="cpu", seed=0, house=house)
     state = watch(sharded, frozen={})
+    knows(state)
     generator = torch.Generator().manual_seed(rank)
     parameters = [p for p in sharded.module.parameters() if p.requires_grad]
     for step in range(3):
@@ -278,6 +280,7 @@ def train(
             }
             for _ in range(2)
         ]
+        state.used_here.clear()
         accumulate(state, batches, num=2, totals=StepTotals(nominal=8.0))
         before_update(step)
         for parameter in parameters:

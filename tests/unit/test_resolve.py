@@ -353,20 +353,26 @@ def test_chunk_sizes_are_read() -> None:
 
 
 def test_auto_takes_the_first_that_fits_and_says_so() -> None:
-    auto = ("plugin.name", "auto")
-    made = plan(auto)
+    auto, half = ("plugin.name", "auto"), ("train.precision", "bf16")
+    made = plan(auto, half)
     assert made.plugin.name == "zero1"
     assert "the first that fits" in made.plugin.reason
-    need = {name: plan(("plugin.name", name)).memory.total for name in ROWS}
+    need = {name: plan(("plugin.name", name), half).memory.total for name in ROWS}
     assert need["zero1"] > need["zero2"] > need["zero3"] == need["gemini"]
     for name in ("zero2", "zero3"):
-        made = plan(auto, ("cluster.memory", math.ceil(need[name] * (1 + MARGIN["cpu"]))))
+        made = plan(auto, half, ("cluster.memory", math.ceil(need[name] * (1 + MARGIN["cpu"]))))
         assert made.plugin.name == name
         assert "zero1 needs" in made.plugin.reason
         assert made.memory.total <= made.cluster.memory_bytes
-    made = plan(auto, ("cluster.memory", int(need["gemini"] * (1 + MARGIN["cpu"])) - 1))
+    made = plan(auto, half, ("cluster.memory", int(need["gemini"] * (1 + MARGIN["cpu"])) - 1))
     assert made.plugin.name == "gemini"
     assert "none fits" in made.plugin.reason
+
+
+def test_with_parameters_in_common_zero3_saves_nothing_over_zero2() -> None:
+    need = {name: plan(("plugin.name", name)).memory for name in ROWS}
+    assert need["zero1"].total > need["zero2"].total == need["zero3"].total
+    assert {ledger.gathered for ledger in need.values()} == {0}
 
 
 # Memory
