@@ -34,6 +34,7 @@ from processes import Running
 from workload import LR, MODEL, SEQ_LEN, Cell
 
 from colotrain.observe.events import EventReader
+from colotrain.observe.fold import follow
 from colotrain.rundir import RunDir
 
 PEERS = Path(__file__).parent / "peers"
@@ -101,8 +102,8 @@ class Contestant:
     turns_s: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     """Resident, of the rank that has the most."""
-    planned_bytes: int | None = None
-    """The peak that colotrain's plan predicts."""
+    of_plan: float | None = None
+    """What colotrain counts as its peak, by what its plan predicts."""
 
     def __post_init__(self) -> None:
         self.events, self.seen = EventReader(RunDir(self.out / "runs" / "bench")), 0
@@ -130,7 +131,8 @@ class Contestant:
     def weigh(self) -> None:
         self.peak_bytes = self.running.peak_bytes()
         if self.system.name == "colotrain":
-            self.planned_bytes = RunDir(self.out / "runs" / "bench").plan().memory.total
+            rundir = RunDir(self.out / "runs" / "bench")
+            self.of_plan = max(follow(rundir).peak_by_rank) / rundir.plan().memory.total
 
 
 def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
@@ -248,7 +250,7 @@ class Measured:
     """Its tokens/s by those of DDP in the same turn."""
     tokens_per_s: float
     peak_bytes: int
-    planned_bytes: int | None
+    of_plan: float | None
     first_step_s: float
     first_step_of_ddp: float
     turns_s: list[float]
@@ -266,7 +268,7 @@ def judge(heat: list[Contestant], steps: int) -> dict[str, Measured]:
             of_ddp=median(b / a for a, b in zip(c.turns_s, ddp.turns_s, strict=True)),
             tokens_per_s=c.cell.global_batch * SEQ_LEN * steps / median(c.turns_s),
             peak_bytes=c.peak_bytes,
-            planned_bytes=c.planned_bytes,
+            of_plan=c.of_plan,
             first_step_s=c.first_step_s,
             first_step_of_ddp=c.first_step_s / ddp.first_step_s,
             turns_s=c.turns_s,
@@ -294,7 +296,7 @@ def table(cell: Cell, found: dict[str, Measured]) -> list[str]:
             f"{mine.of_ddp:.2f}",
             f"{mine.of_ddp / max(peers):.2f}" if peers else "-",
             f"{mine.peak_bytes / 2**20:.0f} MiB",
-            f"{mine.peak_bytes / mine.planned_bytes:.2f}" if mine.planned_bytes else "",
+            f"{mine.of_plan:.2f}" if mine.of_plan else "",
             f"{mine.first_step_s:.1f} s",
         )
         lines.append(f"| {' | '.join(row)} |")
