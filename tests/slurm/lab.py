@@ -121,14 +121,22 @@ class Lab:
             time.sleep(0.2)
 
     def state(self, job: str) -> str:
+        return self._of(job, "JobState")
+
+    def _of(self, job: str, key: str) -> str:
+        """One of the values that SLURM shows for a job; they stand on one line."""
         text = self("scontrol", "show", "job", "-o", job)
-        return text.partition("JobState=")[2].partition(" ")[0]
+        return text.partition(f" {key}=")[2].partition(" ")[0]
+
+    def log(self, job: str) -> str:
+        path = Path(self._of(job, "StdOut"))
+        return path.read_text() if path.is_file() else ""
 
     def wait_for(self, job: str, *states: str, timeout_s: float = 120) -> str:
         deadline = time.monotonic() + timeout_s
         while (now := self.state(job)) not in states:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"job {job} is {now}, not {states}")
+                raise TimeoutError(f"job {job} is {now}, not {states}\n{self.log(job)}")
             time.sleep(0.3)
         return now
 

@@ -232,10 +232,14 @@ def test_a_sweep_is_one_array_with_a_throttle(site: Site) -> None:
 def test_time_runs_out_twice_and_the_run_goes_on_exactly(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Where the site requeues by no exit code, the job asks for it itself."""
-    few = ("train.max_steps=5", "checkpoint.every=1")
+    """Where the site requeues by no exit code, the job asks for it itself.
+
+    A job has a minute before it is warned: a busy machine starts its workers in it and comes to a
+    step, an idle one comes to seven.
+    """
+    few = ("train.max_steps=15", "checkpoint.every=1")
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
-        limits = ("cluster.slurm.time=1", "cluster.slurm.warn_s=45", "data.args.seconds=4")
+        limits = ("cluster.slurm.time=2", "cluster.slurm.warn_s=60", "data.args.seconds=4")
         job = site.submit("name=short", *limits, *few)
         state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=800)
         assert state == "COMPLETED", site.log("short")
