@@ -110,9 +110,7 @@ class Channel:
             self.memory.ring(bell, peer)
 
     def barrier(self, what: str) -> None:
-        self.ring_all(MEET)
-        for peer in self.peers:
-            self.memory.wait(MEET, peer, what=what)
+        self.memory.meet(MEET, what)
 
     def meet(self, call: tuple[int, int, int, int], what: str) -> list[list[int]]:
         """Wait for all ranks, each with what it calls: operation, bytes, dtype, buffer.

@@ -18,10 +18,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage
 
-from colotrain.engine.sharding import Group, ShardedModel
+from colotrain.engine.sharding import Group, ShardedModel, put_shard
 from colotrain.engine.shared_memory import PAGE, SharedMemory, Unavailable, round_up
 from colotrain.errors import ColotrainError
 from colotrain.observe.probes import leave_out
@@ -71,37 +71,29 @@ class Common:
         for part in self.sharded.groups:
             at, _ = self.ranges[part.name]
             for param, num_bytes in zip(part.params, self._sizes(part), strict=True):
+                numel, whole = numel_of(param), param._sharded_param_data.detach()
                 if self.memory is not None:
-                    self._move(param, self.memory.bytes(at, num_bytes), fresh=fresh)
-                else:
-                    param._colotrain_whole = param._sharded_param_data.detach()
+                    whole = self.memory.bytes(at, num_bytes).view(param.sharded_param.dtype)
+                    own = whole[self.rank * numel : (self.rank + 1) * numel]
+                    put_shard(param, own, fresh=fresh)
+                param._colotrain_whole = whole
                 at += num_bytes
-            for params in part.handle._get_fsdp_state()._fsdp_param_groups:
+            for params in part.fsdp_groups:
                 InPlace(params).replace_gathers()
             self.parts[part.name] = part
         root = self.sharded.module
         root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
         self.check = root.register_forward_hook(lambda *_: self._check_first_forward())
 
-    def _move(self, param: Any, memory: Tensor, *, fresh: bool) -> None:
-        flat, numel = memory.view(param.sharded_param.dtype), numel_of(param)
-        own = flat[self.rank * numel : (self.rank + 1) * numel]
-        if not fresh:
-            own.copy_(param._sharded_param_data)
-        rows = param.sharded_param._local_tensor.shape[0]
-        param._sharded_param_data = own
-        param.sharded_param._local_tensor = own.view(param.padded_sharded_param_size)[:rows]
-        param._colotrain_whole = flat[: self.size * numel]
-
     def _meet(self) -> None:
         """Before a forward: wait for the others' updates, unless parameters are in use already.
 
         Which the root's tell, for every rank runs it in every forward.
         """
-        root = self.sharded.groups[-1].handle._get_fsdp_state()._fsdp_param_groups
+        root = self.sharded.groups[-1].fsdp_groups
         in_use = root and all(params.is_unsharded for params in root)
         if self.memory is not None and not in_use:
-            self._barrier("the parameters' update")
+            self.memory.meet(MEETING, "the parameters' update")
         self.before = self.before or self._versions()
 
     def _versions(self) -> dict[str, int]:
@@ -118,14 +110,6 @@ class Common:
                     f"model: forward changes {name} in place (as max_norm does)",
                     "leave it as it is, or change it in train.on_gradients",
                 )
-
-    def _barrier(self, what: str) -> None:
-        assert self.memory is not None
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        for peer in peers:
-            self.memory.ring(MEETING, peer)
-        for peer in peers:
-            self.memory.wait(MEETING, peer, what=what)
 
     def populate(self) -> None:
         """Touch what is in common, so that from here on it counts: a rank's own share of it."""
@@ -156,16 +140,16 @@ class Common:
         if not gone:
             return
         for part in gone:
-            for params in part.handle._get_fsdp_state()._fsdp_param_groups:
+            for params in part.fsdp_groups:
                 InPlace.restore_gathers(params, self.size)
         if self.memory is None:
             return
-        self._barrier("giving parameters up")
+        self.memory.meet(MEETING, "giving parameters up")
         if self.rank == 0:
             for part in gone:
                 with suppress(OSError):  # where pages cannot be given back, they stay
                     self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
-        self._barrier("giving parameters up")  # it counts no more when it is gone
+        self.memory.meet(MEETING, "giving parameters up")  # it counts no more when it is gone
         self._count()
 
 

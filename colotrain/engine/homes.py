@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colotrain.engine.disk import DiskStore, Region, aligned
-from colotrain.engine.sharding import Group
+from colotrain.engine.sharding import Group, put_shard
 from colotrain.tiers import Kind, Tier
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -60,12 +60,7 @@ class Home:
             each = zip(sizes, dtypes, strict=True)
             flats = [torch.empty(n, dtype=d, pin_memory=self.pinned) for n, d in each]
         for param, flat in zip(params, flats, strict=True):
-            if not fresh:
-                flat.copy_(param._sharded_param_data)
-            rows = param.sharded_param._local_tensor.shape[0]
-            param._sharded_param_data = flat
-            local = flat.view(param.padded_sharded_param_size)[:rows]
-            param.sharded_param._local_tensor = local
+            put_shard(param, flat, fresh=fresh)
         self.parameters = tier
 
     def keep_gradient(self, name: str, leaf: Tensor, store: DiskStore | None) -> Tensor:

@@ -224,7 +224,7 @@ class Tiers:
         if self.common is not None:
             self.common.give_up(home.group for home in moving)
         for home in moving:
-            for fsdp_group in home.group.handle._get_fsdp_state()._fsdp_param_groups:
+            for fsdp_group in home.group.fsdp_groups:
                 self._watch_gathers(home.index, fsdp_group)
 
     def release(self, parameter: Tensor) -> None:

@@ -42,28 +42,31 @@ class Group:
     """Whole from the first forward of a step to its last backward."""
 
     @property
+    def fsdp_groups(self) -> list[Any]:
+        """torch's own record of the group (FSDPParamGroup); none where it has no parameters."""
+        return list(self.handle._get_fsdp_state()._fsdp_param_groups)
+
+    @property
     def params(self) -> list[Any]:
         """torch's own records of the group's parameters (FSDPParam)."""
-        groups = self.handle._get_fsdp_state()._fsdp_param_groups
-        return [param for group in groups for param in group.fsdp_params]
+        return [param for group in self.fsdp_groups for param in group.fsdp_params]
 
     @property
     def in_common(self) -> bool:
         """Nobody gathers it, for the ranks of a host hold one copy (`engine.common`)."""
-        groups = self.handle._get_fsdp_state()._fsdp_param_groups
-        return any("wait_for_unshard" in vars(params) for params in groups)
+        return any(hasattr(param, "_colotrain_whole") for param in self.params)
 
     def copy_out(self) -> None:
         """Let go of the buffer that holds the group, if the last backward fetched it in vain.
 
         It does so with the frozen group before the first trained one, which the next forward uses.
         """
-        for params in self.handle._get_fsdp_state()._fsdp_param_groups:
+        for params in self.fsdp_groups:
             params.wait_for_unshard()
 
     def refresh_dtypes(self) -> None:
         """Let the group see which of its parameters train now; it looks only once by itself."""
-        for params in self.handle._get_fsdp_state()._fsdp_param_groups:
+        for params in self.fsdp_groups:
             params._init_mp_dtypes()
 
 
@@ -268,6 +271,15 @@ def shard_range(parameter: DTensor) -> tuple[int, int]:
     step = -(-rows // size)
     start = min(rank * step, rows)
     return start, min(step, rows - start)
+
+
+def put_shard(param: Any, flat: Tensor, *, fresh: bool) -> None:
+    """Let the shard of `param` (FSDPParam) lie in `flat`, padding included; copied unless fresh."""
+    if not fresh:
+        flat.copy_(param._sharded_param_data)
+    rows = param.sharded_param._local_tensor.shape[0]
+    param._sharded_param_data = flat
+    param.sharded_param._local_tensor = flat.view(param.padded_sharded_param_size)[:rows]
 
 
 def write_shard(parameter: Tensor, whole: Tensor) -> None:

@@ -162,6 +162,14 @@ class SharedMemory:
                 name = f"rank {self.ranks[sender]}"
                 raise PeerLost(f"Timed out waiting {self.timeout_s:g} s for {name} in {what}")
 
+    def meet(self, bell: int, what: str) -> None:
+        """Wait until all ranks are here, each of which rings `bell`. Raises as `wait` does."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        for peer in peers:
+            self.ring(bell, peer)
+        for peer in peers:
+            self.wait(bell, peer, what=what)
+
     def heard(self, bell: int, sender: int, *, within_s: float) -> bool:
         """Count `bell` down by one if the rank `sender` rings it within about `within_s`."""
         semaphore = self._bell(bell, sender, self.rank)

@@ -138,6 +138,16 @@ def roll_back(colotrain: Colotrain, drawn: dict[str, Any], *options: str) -> Non
     colotrain.run(*OPTIONS, *back, "optim.betas=[0.9,0.999]", *options)
 
 
+def assert_rolled_back(
+    colotrain: Colotrain, drawn: dict[str, Any], optimizer: Any, *, middle_from: int
+) -> None:
+    """The run ended as plain torch does that never saw the batches passed over."""
+    made = functools.partial(optimizer, lr=LR, weight_decay=0)
+    expected = plainly(drawn, made, [0, 1, 4, 5, 6], middle_from=middle_from)
+    found = differences(colotrain.rundir("anew").checkpoint(5), expected)
+    assert max(found.values()) < CLOSE, found
+
+
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_a_rollback_forgets_state_that_its_checkpoint_lacks(
     colotrain: Colotrain, drawn: dict[str, Any], name: str
@@ -145,10 +155,7 @@ def test_a_rollback_forgets_state_that_its_checkpoint_lacks(
     """Layer 1 is first used by the third batch."""
     chosen = "adamw" if name == "AdamW" else f"torch.optim:{name}"
     roll_back(colotrain, drawn, f"optim.name={chosen}")
-    made = functools.partial(getattr(torch.optim, name), lr=LR, weight_decay=0)
-    expected = plainly(drawn, made, [0, 1, 4, 5, 6], middle_from=0)
-    found = differences(colotrain.rundir("anew").checkpoint(5), expected)
-    assert max(found.values()) < CLOSE, found
+    assert_rolled_back(colotrain, drawn, getattr(torch.optim, name), middle_from=0)
 
 
 def test_a_rollback_undoes_what_was_unfrozen_since(
@@ -157,10 +164,7 @@ def test_a_rollback_undoes_what_was_unfrozen_since(
     """Layer 1 trains in step 3, and is not yet in the checkpoint of step 2 as trained."""
     thaw = ("freeze.patterns=[layers.1.*]", "freeze.unfreeze={2:[layers.1.*]}")
     roll_back(colotrain, drawn, *thaw, "checkpoint.content=trained")
-    made = functools.partial(torch.optim.AdamW, lr=LR, weight_decay=0)
-    expected = plainly(drawn, made, [0, 1, 4, 5, 6], middle_from=2)
-    found = differences(colotrain.rundir("anew").checkpoint(5), expected)
-    assert max(found.values()) < CLOSE, found
+    assert_rolled_back(colotrain, drawn, torch.optim.AdamW, middle_from=2)
 
 
 def test_adafactor_resumes_where_a_rank_holds_no_row(

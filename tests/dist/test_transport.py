@@ -288,6 +288,13 @@ def train(
     return [local_shard(t).clone() for p in parameters for t in (p.detach(), p.grad)]
 
 
+def assert_alike(shared: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
+    for ours, theirs in zip(shared, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        if dist.get_world_size() <= 2:  # two summands: gloo's order cannot differ
+            assert torch.equal(ours, theirs)
+
+
 def trains_alike(rank: int, *plans: RunPlan, frozen: Sequence[str] = ()) -> None:
     for plan in plans:
         plain = train(make_sharded(plan, frozen), rank)
@@ -297,10 +304,7 @@ def trains_alike(rank: int, *plans: RunPlan, frozen: Sequence[str] = ()) -> None
         assert installed.num_bytes > 0
         shared = train(sharded, rank)
         assert installed.channel.num_rounds == 0  # every collective had the buffers it asked for
-        for ours, theirs in zip(shared, plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-            if dist.get_world_size() == 2:  # two summands: gloo's order cannot differ
-                assert torch.equal(ours, theirs)
+        assert_alike(shared, plain)
         installed.close()
         train(sharded, rank)  # through the process group again
 
