@@ -1,6 +1,6 @@
-"""What shared memory between ranks brings: collectives, and whole training steps.
+"""What shared memory between ranks brings: all-gathers, and whole training steps.
 
-    python benchmarks/transport.py collectives --ranks 2 4
+    python benchmarks/transport.py gathers --ranks 2 4
     python benchmarks/transport.py steps --micro-batch 1 4
 
 All variants run in turns in the same processes; what is printed are medians, and ratios of medians.
@@ -29,7 +29,7 @@ from colotrain.engine.channel import Channel
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.sharding import make_mesh, materialise_, shard_
-from colotrain.engine.transport import SharedAllGather, SharedReduceScatter, install
+from colotrain.engine.transport import SharedAllGather, install
 from colotrain.models.loading import build
 from colotrain.plan import RunPlan
 
@@ -74,21 +74,16 @@ def show(title: str, seconds: dict[str, list[float]], base: str) -> None:
         print(f"{title:20} {name:22} {1e3 * median:8.2f} ms  {spread}  {ratio:6.2f} × {base}")
 
 
-def collectives(rank: int, port: int, num_ranks: int, rounds: int) -> None:
-    """All-gather and reduce-scatter with the copies that `fully_shard` makes into their buffers."""
+def gathers(rank: int, port: int, num_ranks: int, rounds: int) -> None:
+    """All-gathers with the copies that `fully_shard` makes into their buffers."""
     connect(rank, num_ranks, port)
     largest = max(SIZES_MIB) << 20
-    channel = Channel(
-        dist.distributed_c10d._get_default_group(), gather_bytes=largest, reduce_bytes=largest
-    )
+    channel = Channel(dist.distributed_c10d._get_default_group(), buffer_bytes=largest)
     for mib in SIZES_MIB:
-        numel = (mib << 18) // num_ranks * num_ranks
-        actions = gather_actions(channel, numel) | reduce_actions(channel, numel)
+        actions = gather_actions(channel, (mib << 18) // num_ranks * num_ranks)
         seconds = take_turns(actions, rounds)
         if rank == 0:
-            for kind in ("all-gather", "reduce-scatter"):
-                chosen = {n: v for n, v in seconds.items() if n.startswith(kind)}
-                show(f"{num_ranks} ranks, {mib} MiB", chosen, f"{kind} gloo")
+            show(f"{num_ranks} ranks, {mib} MiB", seconds, "gloo")
     dist.destroy_process_group()
 
 
@@ -103,26 +98,9 @@ def gather_actions(channel: Channel, numel: int) -> dict[str, Action]:
         comm(*filled(comm.allocate((numel,), dtype=shard.dtype, device=CPU)), channel.group)
 
     return {
-        "all-gather gloo": lambda: dist.all_gather_single(*filled(torch.empty(numel))),
-        "all-gather shared": shared,
-        "all-gather window": lambda: channel.all_gather(*filled(torch.empty(numel))),
-    }
-
-
-def reduce_actions(channel: Channel, numel: int) -> dict[str, Action]:
-    grads, comm = torch.randn(numel), SharedReduceScatter(channel)
-
-    def private() -> tuple[Tensor, Tensor]:
-        return torch.empty(numel // channel.size), torch.empty(numel).copy_(grads)
-
-    def shared() -> None:
-        filled = comm.allocate((numel,), dtype=grads.dtype, device=CPU).copy_(grads)
-        comm(torch.empty(numel // channel.size), filled, channel.group, dist.ReduceOp.SUM)
-
-    return {
-        "reduce-scatter gloo": lambda: dist.reduce_scatter_single(*private()),
-        "reduce-scatter shared": shared,
-        "reduce-scatter window": lambda: channel.reduce_scatter(*private()),
+        "gloo": lambda: dist.all_gather_single(*filled(torch.empty(numel))),
+        "shared": shared,
+        "window": lambda: channel.all_gather(*filled(torch.empty(numel))),
     }
 
 
@@ -202,16 +180,16 @@ def steps(rank: int, port: int, num_ranks: int, plans: dict[str, RunPlan], round
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("collectives", "steps"))
+    parser.add_argument("what", choices=("gathers", "steps"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1])
     parser.add_argument("--plugins", nargs="+", default=["zero1", "zero2", "zero3"])
     parser.add_argument("--rounds", type=int, default=11)
     asked = parser.parse_args()
     for num_ranks in asked.ranks:
-        if asked.what == "collectives":
+        if asked.what == "gathers":
             run = (free_port(), num_ranks, asked.rounds)
-            mp.spawn(collectives, run, nprocs=num_ranks)
+            mp.spawn(gathers, run, nprocs=num_ranks)
             continue
         for micro_batch in asked.micro_batch:
             plans = {name: plan_of(name, num_ranks, micro_batch) for name in asked.plugins}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage
 
-from colotrain.engine.sharding import Group, ShardedModel, put_shard
+from colotrain.engine.sharding import Group, ShardedModel, numel_of, put_shard
 from colotrain.engine.shared_memory import PAGE, SharedMemory, Unavailable, round_up
 from colotrain.errors import ColotrainError
 from colotrain.observe.probes import leave_out
@@ -190,11 +190,6 @@ class InPlace:
                 trains = param.sharded_param.requires_grad
                 param._unsharded_param = nn.Parameter(whole, requires_grad=trains)
         self.params._to_unsharded()
-
-
-def numel_of(param: Any) -> int:
-    """Elements of a rank's shard, padding included."""
-    return int(param.padded_sharded_param_size.numel())
 
 
 def hold_in_common(sharded: ShardedModel) -> Common | None:

@@ -273,6 +273,11 @@ def shard_range(parameter: DTensor) -> tuple[int, int]:
     return start, min(step, rows - start)
 
 
+def numel_of(param: Any) -> int:
+    """Elements of a rank's shard, padding included."""
+    return int(param.padded_sharded_param_size.numel())
+
+
 def put_shard(param: Any, flat: Tensor, *, fresh: bool) -> None:
     """Let the shard of `param` (FSDPParam) lie in `flat`, padding included; copied unless fresh."""
     if not fresh:

@@ -1,7 +1,8 @@
 """Shared memory under the collectives of `fully_shard`, for ranks of one host on CPU.
 
-`fully_shard` asks for the buffers of its collectives (`allocate`), fills them, calls the
-collective and reads the result; both take part here, so that most data is never sent at all.
+`fully_shard` asks for the buffer of an all-gather (`allocate`), fills it, calls the collective and
+reads the result; both take part here, so that most data is never sent at all. Reduce-scatters are
+replaced as a whole (`engine.reduction`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from colotrain.engine.channel import Buffer, Channel
-from colotrain.engine.sharding import ShardedModel
+from colotrain.engine.channel import Channel
+from colotrain.engine.reduction import Reduction
+from colotrain.engine.sharding import ShardedModel, numel_of
 from colotrain.engine.shared_memory import Unavailable
 
 LARGEST_BUFFER_BYTES = 64 << 20
@@ -38,8 +37,9 @@ class SharedAllGather(AllGather):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        shared = device.type == "cpu"
-        return _take(self.channel.gather_buffer if shared else None, size, dtype, device)
+        numel = math.prod(int(n) for n in size)
+        taken = self.channel.buffer.take(numel, dtype) if device.type == "cpu" else None
+        return torch.empty(*size, dtype=dtype, device=device) if taken is None else taken
 
     def __call__(
         self,
@@ -56,47 +56,6 @@ class SharedAllGather(AllGather):
         return Done() if async_op else None
 
 
-class SharedReduceScatter(ReduceScatter):
-    """`fully_shard`'s reduce-scatter over a channel."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.is_input = channel, True
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """A shared buffer for an input, which is asked for first; the output is kept for long."""
-        shared = self.is_input and device.type == "cpu"
-        self.is_input = False
-        return _take(self.channel.reduce_buffer if shared else None, size, dtype, device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """All ranks of the channel's group must call; done on return."""
-        self.is_input = True
-        ours = group == self.channel.group and op == dist.ReduceOp.SUM
-        if not ours or input_tensor.device.type != "cpu":
-            return DefaultReduceScatter()(output_tensor, input_tensor, group, op, async_op)
-        self.channel.reduce_scatter(output_tensor, input_tensor)
-        return Done() if async_op else None
-
-
-def _take(
-    buffer: Buffer | None,
-    size: Sequence[int | torch.SymInt],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    taken = None if buffer is None else buffer.take(math.prod(int(n) for n in size), dtype)
-    return torch.empty(*size, dtype=dtype, device=device) if taken is None else taken
-
-
 class Done(dist.Work):
     """Work that was finished when it was handed out."""
 
@@ -110,17 +69,18 @@ class Done(dist.Work):
 class Transport:
     """The shared memory of a sharded model's collectives."""
 
-    def __init__(self, sharded: ShardedModel, channel: Channel) -> None:
-        self.sharded, self.channel = sharded, channel
+    def __init__(self, sharded: ShardedModel, channel: Channel, reduction: Reduction) -> None:
+        self.sharded, self.channel, self.reduction = sharded, channel, reduction
 
     @property
     def num_bytes(self) -> int:
         """Shared memory on the host, for all ranks of the shard group together."""
-        return self.channel.num_bytes
+        return self.channel.num_bytes + self.reduction.memory.num_bytes
 
     def close(self) -> None:
         """Go back to the process group. All ranks must call, between two steps."""
-        _use(self.sharded, DefaultAllGather(), DefaultReduceScatter())
+        _use(self.sharded, DefaultAllGather())
+        self.reduction.close()
         self.channel.memory.close()
 
 
@@ -133,25 +93,26 @@ def install(sharded: ShardedModel) -> Transport | None:
     group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
     if sharded.mesh.device_type != "cpu" or group.size() == 1:
         return None
-    gather_bytes, reduce_bytes = buffer_bytes(sharded)
-    channel, problem = None, None
+    channel, reduction, problem = None, None, None
     try:
-        channel = Channel(group, gather_bytes=gather_bytes, reduce_bytes=reduce_bytes)
+        channel = Channel(group, buffer_bytes=buffer_bytes(sharded))
+        reduction = Reduction(sharded)
     except Unavailable as error:
         problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     known = [text for text in problems if text]
-    if channel is None or known:
+    if channel is None or reduction is None or known:
         if dist.get_rank() == 0:
             print(f"shared memory is not used between ranks: {known[0]}", file=sys.stderr)
         return None
-    _use(sharded, SharedAllGather(channel), SharedReduceScatter(channel))
+    _use(sharded, SharedAllGather(channel))
+    reduction.install()
     for sharded_group in sharded.groups:
         state = sharded_group.handle._get_fsdp_state()
         for module in state._modules:
             module.register_forward_pre_hook(partial(_let_go, state))
-    return Transport(sharded, channel)
+    return Transport(sharded, channel, reduction)
 
 
 def _let_go(state: Any, *_: object) -> None:
@@ -162,24 +123,19 @@ def _let_go(state: Any, *_: object) -> None:
     state._comm_ctx.all_gather_state = None
 
 
-def buffer_bytes(sharded: ShardedModel) -> tuple[int, int]:
-    """The largest buffers worth sharing: of an all-gather, and of a reduce-scatter."""
-    size = sharded.mesh.size(sharded.mesh.ndim - 1)
-    largest = [0, 0]
+def buffer_bytes(sharded: ShardedModel) -> int:
+    """The largest all-gather's buffer that is worth sharing."""
+    size, largest = sharded.mesh.size(sharded.mesh.ndim - 1), 0
     for group in sharded.groups:
-        sums = [0, 0]
-        for param in group.params:
-            policy = param.mp_policy
-            numel = param.padded_sharded_param_size.numel() * size
-            dtypes = (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
-            for kind, dtype in enumerate(dtypes):
-                sums[kind] += numel * (dtype or param.sharded_param.dtype).itemsize
-        fits = [n if n <= LARGEST_BUFFER_BYTES else 0 for n in sums]
-        largest = [max(pair) for pair in zip(largest, fits, strict=True)]
-    return largest[0], largest[1]
+        num_bytes = sum(
+            numel_of(p) * size * (p.mp_policy.param_dtype or p.sharded_param.dtype).itemsize
+            for p in group.params
+        )
+        if num_bytes <= LARGEST_BUFFER_BYTES:
+            largest = max(largest, num_bytes)
+    return largest
 
 
-def _use(sharded: ShardedModel, gather: AllGather, reduce: ReduceScatter) -> None:
+def _use(sharded: ShardedModel, gather: AllGather) -> None:
     for group in sharded.groups:
         group.handle.set_custom_all_gather(gather)
-        group.handle.set_custom_reduce_scatter(reduce)

@@ -17,9 +17,11 @@ from colotrain.estimate.tally import Tally
 from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
 
 LARGEST_SHARED_BYTES = 64 << 20
-"""As in `engine.transport`: larger groups are exchanged through a window."""
+"""As in `engine.transport`: larger groups are gathered through a window."""
 WINDOW_BYTES = 4 << 20
 """As in `engine.channel`."""
+LARGEST_PART_BYTES, NUM_SLOTS = 16 << 20, 2
+"""As in `engine.reduction`: what a rank has for another at once, and how often."""
 
 KEPT_SHARE = 0.25
 """A block that keeps less than this of what its forward allocated computes it again."""
@@ -80,6 +82,8 @@ class _Walk:
         """Group → whole gradients that wait for the last micro-batch."""
         self.unreduced: dict[str, list[object]] = {}
         """Group → whole gradients of this backward."""
+        self.told: tuple[Group, list[object]] | None = None
+        """The group whose gradients are summed when the next have come (shared memory)."""
         self.forward = [s for s in trace.segments if s.phase == "forward"]
         self.backward = [s for s in trace.segments if s.phase == "backward"]
         self.count = 0
@@ -117,14 +121,11 @@ class _Walk:
         if not self.layout.shared_memory or size == 1:
             return 0
         gathers = [g.gathered_bytes for g in self.groups.values()]
-        reductions = [g.reduced_bytes for g in self.groups.values()]
-        gather, reduce = (
-            max((n for n in sizes if n <= LARGEST_SHARED_BYTES), default=0)
-            for sizes in (gathers, reductions)
-        )
-        large = max(*gathers, *reductions) > LARGEST_SHARED_BYTES
-        windows = size * WINDOW_BYTES if large else 0
-        return gather + reduce + reduce * (size - 1) // size + windows
+        gather = max((n for n in gathers if n <= LARGEST_SHARED_BYTES), default=0)
+        windows = size * WINDOW_BYTES if max(gathers) > LARGEST_SHARED_BYTES else 0
+        part = max(g.reduced_bytes for g in self.groups.values()) // size
+        parts = 2 * (size - 1) * NUM_SLOTS * min(part, LARGEST_PART_BYTES)  # written, and read
+        return gather + windows + parts
 
     def standing_bytes(self) -> int:
         """What stays through the step: whole parameters, and whole gradients that are kept."""
@@ -258,6 +259,9 @@ class _Walk:
         for name in self.groups:
             self.tally.end(("received", name))
             self.tally.end(("reduced", name))
+        if self.told is not None:
+            self._sum(*self.told)
+            self.told = None
         for name in set(self.gathered):
             if last or not self.groups[name].stays:
                 self._free(self.groups[name])
@@ -274,20 +278,32 @@ class _Walk:
         if not (last or self.layout.gradients == "sharded"):
             self._keep(group, fresh)
             return
+        whole = [*fresh, *self.kept_gradients.pop(group.name, [])]
+        if self.layout.shared_memory and self.layout.shard > 1:
+            before, self.told = self.told, (group, whole)
+            if before is not None:
+                self._sum(*before)
+            return
         for name in self.groups:  # at most one buffer of a reduction is held
             self.tally.end(("reduced", name))
-        alone, num_bytes = self.layout.shard == 1, group.reduced_bytes
-        buffer = num_bytes if alone else self._private(num_bytes)
-        self.tally.begin(("reduced", group.name), "buffers", buffer)
-        for key in (*fresh, *self.kept_gradients.pop(group.name, [])):
+        self.tally.begin(("reduced", group.name), "buffers", group.reduced_bytes)
+        for key in whole:
             self.tally.end(key)
         sharded = ("gradients", group.name)
         place: object = sharded if sharded not in self.tally.alive else "sum"
-        self.tally.begin(place, "gradients", num_bytes // self.layout.shard)
-        if alone:  # the divided copy
-            self.tally.begin("divided", "buffers", num_bytes)
+        self.tally.begin(place, "gradients", group.reduced_bytes // self.layout.shard)
+        if self.layout.shard == 1:  # the divided copy
+            self.tally.begin("divided", "buffers", group.reduced_bytes)
             self.tally.end("divided")
         self.tally.end("sum")
+
+    def _sum(self, group: Group, whole: list[object]) -> None:
+        """What `engine.reduction` does: the sums are new, or added to what is there."""
+        sharded = ("gradients", group.name)
+        if sharded not in self.tally.alive:
+            self.tally.begin(sharded, "gradients", group.reduced_bytes // self.layout.shard)
+        for key in whole:
+            self.tally.end(key)
 
     def _keep(self, group: Group, fresh: list[object]) -> None:
         """Whole gradients stay as they are, or are added up in the dtype they are reduced in."""

@@ -18,8 +18,9 @@ from colotrain.engine.common import hold_in_common
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import clear_, watch
 from colotrain.engine.grouping import find_groups
-from colotrain.engine.sharding import make_mesh, materialise_, shard_
-from colotrain.engine.transport import SharedAllGather, SharedReduceScatter, install
+from colotrain.engine.reduction import Gradients, Reduction
+from colotrain.engine.sharding import make_mesh, materialise_, numel_of, shard_
+from colotrain.engine.transport import SharedAllGather, install
 from colotrain.estimate.communication import traffic
 from colotrain.models.loading import build
 from colotrain.plan import RunPlan
@@ -76,11 +77,7 @@ class Counts:
 
 def count(counts: Counts, patch: pytest.MonkeyPatch) -> None:
     """Count what goes through the transport, and what replicas exchange."""
-    gather, reduce, all_reduce = (
-        SharedAllGather.__call__,
-        SharedReduceScatter.__call__,
-        dist.all_reduce,
-    )
+    gather, reduce, all_reduce = SharedAllGather.__call__, Reduction.reduce, dist.all_reduce
 
     def gathering(
         self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -89,17 +86,10 @@ def count(counts: Counts, patch: pytest.MonkeyPatch) -> None:
         counts.add("gathered", output_tensor.nbytes, group.size())
         return gather(self, output_tensor, input_tensor, group, async_op)
 
-    def reducing(
-        self: Any,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        assert input_tensor.nbytes == output_tensor.nbytes * group.size()
-        counts.add("reduced", input_tensor.nbytes, group.size())
-        return reduce(self, output_tensor, input_tensor, group, op, async_op)
+    def reducing(self: Reduction, gradients: Gradients) -> None:
+        numel = sum(numel_of(gradient.param) for gradient in gradients.each) * self.size
+        counts.add("reduced", numel * gradients.dtype.itemsize, self.size)
+        reduce(self, gradients)
 
     def replicating(tensor: Tensor, *rest: Any, group: Any = None, **more: Any) -> Any:
         assert group is not None, "an all-reduce over all ranks in the middle of a step"
@@ -107,7 +97,7 @@ def count(counts: Counts, patch: pytest.MonkeyPatch) -> None:
         return all_reduce(tensor, *rest, group=group, **more)
 
     patch.setattr(SharedAllGather, "__call__", gathering)
-    patch.setattr(SharedReduceScatter, "__call__", reducing)
+    patch.setattr(Reduction, "reduce", reducing)
     patch.setattr(dist, "all_reduce", replicating)
 
 

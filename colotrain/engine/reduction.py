@@ -1,0 +1,302 @@
+"""Gradients of ranks that share memory: each tells the others just what they need, and waits late.
+
+Stands in for the reduce-scatters of `fully_shard`'s groups. When backward has a group's gradients,
+a rank copies the rows that its peers hold into shared memory, and rings. Its own rows it sums when
+the next group's gradients have come: by then its peers have rung, too, for they are rarely a whole
+group behind. Sums are in the order of the ranks, whoever came first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+
+from colotrain.engine.sharding import ShardedModel, numel_of
+from colotrain.engine.shared_memory import PAGE, SharedMemory, round_up
+
+NUM_SLOTS = 2
+"""One is filled while the other is read."""
+LARGEST_PART_BYTES = 16 << 20
+"""What one rank has for another at once; larger groups go in pieces."""
+SUM_BYTES = 256 << 10
+"""Sums are made in pieces that stay in a core's cache."""
+WRITTEN, READ, NUM_BELLS = 0, 1, 2  # what bells are rung for
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A parameter's gradient of one backward."""
+
+    param: Any
+    """torch's own record (FSDPParam)."""
+    whole: Tensor
+    """This rank's, flat."""
+    sums: Tensor | None = None
+    """This rank's rows of the sum over ranks, flat."""
+    onto: bool = False
+    """They are added to what earlier micro-batches came to."""
+
+    def rows(self, rank: int, first: int, last: int) -> Tensor:
+        """Elements `first` to `last` of the shard of `rank`, without padding."""
+        start = rank * numel_of(self.param)
+        return self.whole[start + first : start + last]
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Those of a group in one backward."""
+
+    index: int
+    """Of the group."""
+    params: Any
+    """torch's own record (FSDPParamGroup)."""
+    each: list[Gradient]
+    dtype: torch.dtype
+    """What they are exchanged in."""
+    flat: Tensor | None = None
+    """Sums that begin with this backward, or that replicas do not know yet."""
+
+    @property
+    def replicated(self) -> bool:
+        return isinstance(self.params.mesh_info, DDPMeshInfo)
+
+
+@dataclass(slots=True)
+class Message:
+    """As much of a group's gradients as goes to the other ranks at once."""
+
+    gradients: Gradients
+    parts: list[tuple[Gradient, int, int]] = field(default_factory=list)
+    """Gradient, first and last element of its shards."""
+    num_bytes: int = 0
+    slot: int = 0
+    is_last: bool = False
+
+
+class Reduction:
+    """Sums the gradients of a sharded model over its shard group, whose ranks run on one host.
+
+    All ranks must make it together. Raises `Unavailable` on all of them or on none; backward raises
+    `PeerLost`, and `ValueError` where ranks reduce different groups.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+        self.rank, self.size = group.rank(), group.size()
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
+        self.part_bytes = part_bytes(sharded)
+        self.said_bytes = round_up(self.size * NUM_SLOTS * 16, PAGE)
+        num_bytes = self.said_bytes + self.size**2 * NUM_SLOTS * self.part_bytes
+        self.memory = SharedMemory(group, num_bytes, num_bells=NUM_BELLS)
+        said = self.memory.bytes(0, self.size * NUM_SLOTS * 16).view(torch.int64)
+        self.said = said.view(NUM_SLOTS, self.size, 2)
+        """What a rank has written: the group's index, and bytes."""
+        self.written: deque[Message] = deque()
+        """What others have been told, and this rank has not summed yet."""
+        self.count = 0
+        self.partial: dict[int, Tensor] = {}
+        """Group → the sums of this host, which replicas do not know yet."""
+
+    def install(self) -> None:
+        """Take the place of `fully_shard`'s own reduce-scatters. All ranks must call."""
+        for index, params in enumerate(self.groups):
+            params.post_backward = partial(self._post_backward, index, params)
+
+    def close(self) -> None:
+        """Go back to `fully_shard`'s own. All ranks must call, between two steps."""
+        for params in self.groups:
+            del params.post_backward
+        self.memory.close()
+
+    def _post_backward(self, index: int, params: Any, *_: object) -> None:
+        torchs_own = type(params).post_backward
+        if not params.reduce_grads:
+            torchs_own(params)
+            return
+        each = [taken for param in params.fsdp_params if (taken := _take(param)) is not None]
+        params.reduce_scatter_unused_params = False
+        torchs_own(params)  # it frees the parameters, and finds nothing to reduce
+        if each:
+            dtype = params._reduce_dtype or each[0].whole.dtype
+            self.reduce(Gradients(index, params, each, dtype))
+
+    def reduce(self, gradients: Gradients) -> None:
+        """Tell the others of a group's gradients, and sum the group before. All ranks must call."""
+        if not self.written:
+            Variable._execution_engine.queue_callback(self.finish)
+        for message in self._messages(gradients):
+            self._write(message)
+            if len(self.written) == NUM_SLOTS:
+                self._sum(self.written.popleft())
+
+    def finish(self) -> None:
+        """Sum what has been told so far: the end of every backward."""
+        while self.written:
+            self._sum(self.written.popleft())
+
+    def _messages(self, gradients: Gradients) -> Iterator[Message]:
+        itemsize = gradients.dtype.itemsize
+        message = Message(gradients)
+        for gradient in gradients.each:
+            first, numel = 0, numel_of(gradient.param)
+            while first < numel:
+                if message.num_bytes + itemsize > self.part_bytes:
+                    yield message
+                    message = Message(gradients)
+                room = (self.part_bytes - message.num_bytes) // itemsize
+                last = min(numel, first + room)
+                message.parts.append((gradient, first, last))
+                message.num_bytes += (last - first) * itemsize
+                first = last
+        message.is_last = True
+        yield message
+
+    def _write(self, message: Message) -> None:
+        message.slot = self.count % NUM_SLOTS
+        if self.count >= NUM_SLOTS:
+            for peer in self.peers:
+                self.memory.wait(READ, peer, what="reduce-scatter")
+        self.count += 1
+        said = torch.tensor((message.gradients.index, message.num_bytes))
+        self.said[message.slot, self.rank] = said
+        for peer in self.peers:
+            for part, (gradient, first, last) in self._parts(message, self.rank, peer):
+                rows = gradient.rows(peer, first, last)
+                part[: rows.numel()] = rows
+            self.memory.ring(WRITTEN, peer)
+        self.written.append(message)
+
+    def _parts(
+        self, message: Message, writer: int, reader: int
+    ) -> Iterator[tuple[Tensor, tuple[Gradient, int, int]]]:
+        """The shared memory for what a rank has for another, and what is in it."""
+        at = ((message.slot * self.size + writer) * self.size + reader) * self.part_bytes
+        flat = self.memory.bytes(self.said_bytes + at, message.num_bytes)
+        flat, start = flat.view(message.gradients.dtype), 0
+        for part in message.parts:
+            numel = part[2] - part[1]
+            yield flat[start : start + numel], part
+            start += numel
+
+    def _sum(self, message: Message) -> None:
+        gradients = message.gradients
+        for peer in self.peers:
+            self.memory.wait(WRITTEN, peer, what="reduce-scatter")
+        said = self.said[message.slot].tolist()
+        if any(other != said[self.rank] for other in said):
+            raise ValueError(
+                f"reduce-scatter: the ranks reduce different groups (index, bytes: {said}): all "
+                "ranks must run the same modules in the same order"
+            )
+        if gradients.each[0].sums is None:
+            self._begin(gradients)
+        by_writer = [self._parts(message, writer, self.rank) for writer in range(self.size)]
+        for parts in zip(*by_writer, strict=True):
+            gradient, first, last = parts[0][1]
+            own = gradient.rows(self.rank, first, last)
+            others = [part[: own.numel()] for part, _ in parts]
+            summands = [*others[: self.rank], own, *others[self.rank + 1 :]]
+            assert gradient.sums is not None
+            sums = gradient.sums[first : first + own.numel()]
+            sum_in_order(summands, sums, onto=gradient.onto)
+        for peer in self.peers:
+            self.memory.ring(READ, peer)
+        if message.is_last:
+            self._end(gradients)
+
+    def _begin(self, gradients: Gradients) -> None:
+        """Say where the sums go: to what earlier micro-batches came to, or to new memory."""
+        begin = gradients.each
+        if gradients.replicated:
+            gradients.flat = self.partial.pop(gradients.index, None)
+        else:
+            for gradient in gradients.each:
+                if (known := gradient.param.sharded_param.grad) is not None:
+                    gradient.sums, gradient.onto = known._local_tensor.view(-1), True
+            begin = [gradient for gradient in gradients.each if not gradient.onto]
+        sizes = [numel_of(gradient.param) for gradient in begin]
+        onto = gradients.flat is not None
+        if gradients.flat is None:
+            dtype = gradients.dtype if gradients.replicated else gradients.params._orig_dtype
+            gradients.flat = torch.empty(sum(sizes), dtype=dtype)
+        for gradient, sums in zip(begin, gradients.flat.split(sizes), strict=True):
+            gradient.sums, gradient.onto = sums, onto
+
+    def _end(self, gradients: Gradients) -> None:
+        """Hand the sums over, once replicas have added theirs."""
+        params = gradients.params
+        if gradients.replicated:
+            assert gradients.flat is not None
+            if not params.all_reduce_grads:
+                self.partial[gradients.index] = gradients.flat
+                return
+            dist.all_reduce(gradients.flat, group=params._all_reduce_process_group)
+        for gradient in gradients.each:
+            param, leaf, sums = gradient.param, gradient.param.sharded_param, gradient.sums
+            assert sums is not None
+            if leaf.grad is None:
+                shape, stride = param.sharded_size, param.contiguous_sharded_stride
+                rows = sums.as_strided(shape, stride, sums.storage_offset())
+                leaf.grad = param.to_sharded_dtensor(rows.to(params._orig_dtype))
+            for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(leaf)
+
+
+def _take(param: Any) -> Gradient | None:
+    """The gradient of `param`, zeros where it trains and was not used; it is gone there."""
+    if not hasattr(param, "_unsharded_param"):
+        return None
+    param.accumulate_unsharded_grad_if_needed()
+    if param.unsharded_accumulated_grad is not None:
+        whole, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
+    elif param.unsharded_param.grad is not None:
+        whole, param.unsharded_param.grad = param.unsharded_grad_data, None
+    elif param.unsharded_param.requires_grad:
+        whole = param.unsharded_zero_grad_data
+    else:
+        return None
+    return Gradient(param, whole.contiguous().view(-1))
+
+
+def sum_in_order(parts: Sequence[Tensor], out: Tensor, *, onto: bool = False) -> None:
+    """`out` = parts[0] + parts[1] + …, in this order, or `out` += that sum (`onto`).
+
+    16-bit floats add up in fp32.
+    """
+    narrow = out.is_floating_point() and out.dtype.itemsize < 4
+    dtype = torch.float32 if narrow else out.dtype
+    step = SUM_BYTES // dtype.itemsize
+    scratch = torch.empty(min(step, out.numel()), dtype=dtype)
+    for first in range(0, out.numel(), step):
+        piece = out[first : first + step]
+        total = scratch[: piece.numel()]
+        total.copy_(parts[0][first : first + step])
+        for part in parts[1:]:
+            total += part[first : first + step]
+        if onto:
+            piece += total
+        else:
+            piece.copy_(total)
+
+
+def part_bytes(sharded: ShardedModel) -> int:
+    """The most bytes that a rank has for another at once."""
+    largest = 0
+    for group in sharded.groups:
+        total = 0
+        for param in group.params:
+            policy = param.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or param.sharded_param.dtype
+            total += numel_of(param) * dtype.itemsize
+        largest = max(largest, total)
+    return round_up(min(largest, LARGEST_PART_BYTES), PAGE)

@@ -1,0 +1,177 @@
+"""Sums of gradients through shared memory: in the order of the ranks, whoever comes first."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colotrain.engine import reduction as reductions
+from colotrain.engine.common import hold_in_common
+from colotrain.engine.reduction import Reduction
+from colotrain.engine.sharding import (
+    ShardedModel,
+    local_shard,
+    make_mesh,
+    materialise_,
+    shard_,
+    shard_range,
+)
+from colotrain.engine.shared_memory import PeerLost
+from colotrain.launch.causes import OF_A_PEER
+from colotrain.plan import RunPlan
+from tests.dist.test_transport import WITHIN_S, everyones, plan_of, run, world
+
+SHAPES = [[(1,)], [(7, 3), (2,), (1, 5)], [(403, 11), (96, 64), (5,), (64, 2, 3)]]
+"""Group → shapes of its parameters; most can not be cut evenly."""
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+Given = Sequence[Sequence[Tensor | None]]
+"""Group → gradient of each parameter; None where it is not used."""
+
+
+class Weighing(nn.Module):
+    """Its parameters get the gradients that it is given."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, x: Tensor, given: Sequence[Tensor | None]) -> Tensor:
+        for weight, gradient in zip(self.weights, given, strict=True):
+            if gradient is not None:
+                x = x + (weight * gradient.to(weight.dtype)).sum()
+        return x
+
+
+class Blocks(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Weighing(shapes, dtype) for shapes in SHAPES)
+
+    def forward(self, x: Tensor, given: Given, order: Sequence[int] = range(len(SHAPES))) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x, given[index])
+        return x
+
+
+def make(plan: RunPlan, dtype: torch.dtype) -> tuple[ShardedModel, Reduction]:
+    model = Blocks(dtype)
+    groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
+    sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
+    reduction = Reduction(sharded)
+    reduction.install()
+    return sharded, reduction
+
+
+def backward(sharded: ShardedModel, given: Given, *order: Sequence[int]) -> None:
+    sharded.module(torch.zeros((), requires_grad=True), given, *order).backward()
+
+
+def some(dtype: torch.dtype) -> list[list[Tensor | None]]:
+    """Gradients of this rank, a fifth of which are not there."""
+    return [
+        [
+            None
+            if random.random() < 0.2
+            else (torch.randn(shape) * 10 ** random.uniform(-2, 2)).to(dtype)
+            for shape in shapes
+        ]
+        for shapes in SHAPES
+    ]
+
+
+def equal_sums(rank: int, plan: RunPlan, *dtypes: torch.dtype) -> None:
+    torch.manual_seed(time.time_ns() + rank)
+    random.seed(time.time_ns() + rank)
+    for dtype, part_bytes in itertools.product(dtypes, (64, 16 << 20)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reductions, "LARGEST_PART_BYTES", part_bytes)  # 64: in many pieces
+            patch.setattr(reductions, "PAGE", 64)
+            sharded, reduction = make(plan, dtype)
+            for _ in range(3):
+                check_step(
+                    sharded, dtype, dtype if plan.train.precision == "fp32" else torch.bfloat16
+                )
+            reduction.close()
+
+
+def check_step(sharded: ShardedModel, dtype: torch.dtype, computed_in: torch.dtype) -> None:
+    """Two micro-batches, and the same sums from what all ranks say that they have."""
+    parameters = [[*block.weights] for block in sharded.module.blocks]
+    expected: dict[nn.Parameter, Tensor] = {}
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    for _ in range(2):
+        given = some(computed_in)
+        time.sleep(random.random() * random.choice((0.0, 0.02)))
+        backward(sharded, given)
+        for part, own in zip(parameters, given, strict=True):
+            for parameter, gradient in zip(part, own, strict=True):
+                mine = torch.zeros(parameter.shape) if gradient is None else gradient
+                total = sum(each.to(wide) for each in everyones(mine.to(wide), world()))
+                before = expected.get(parameter, torch.zeros(()))
+                expected[parameter] = (before.to(wide) + total).to(dtype)
+    for parameter, total in expected.items():
+        start, rows = shard_range(parameter.data)
+        assert torch.equal(local_shard(parameter.grad), total[start : start + rows])
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_are_in_the_order_of_the_ranks(num_ranks: int) -> None:
+    run(equal_sums, num_ranks, plan_of("zero2", num_ranks), *DTYPES)
+
+
+def test_gradients_of_mixed_precision_are_summed_in_fp32() -> None:
+    plan = plan_of("zero2", 3, "train.precision=bf16")
+    run(equal_sums, 3, plan, torch.float32, torch.bfloat16)
+
+
+def different_groups(rank: int, plan: RunPlan) -> None:
+    sharded, _ = make(plan, torch.float32)
+    common = hold_in_common(sharded)
+    assert common is not None
+    materialise_(sharded, device="cpu", seed=0, house=common.house)  # gathers would differ before
+    with pytest.raises(ValueError, match="reduce different groups"):
+        backward(sharded, some(torch.float32), (0, 1, 2) if rank else (2, 1, 0))
+
+
+def test_ranks_that_run_modules_in_different_orders_are_told() -> None:
+    run(different_groups, 2, plan_of("zero2", 2))
+
+
+def loses_a_peer(rank: int, folder: Path, plan: RunPlan) -> None:
+    sharded, _ = make(plan, torch.float32)
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    started = time.time()
+    try:
+        while time.time() - started < 60:
+            backward(sharded, some(torch.float32))
+    except PeerLost as error:
+        (folder / f"error{rank}").write_text(f"{time.time()} {error}")
+    finally:
+        os._exit(0)
+
+
+def test_a_killed_rank_is_an_error_on_the_others_within_seconds(tmp_path: Path) -> None:
+    context = run(loses_a_peer, 3, tmp_path, plan_of("zero2", 3), join=False)
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid*"))) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5 + random.random() * 0.1)
+    killed = time.time()
+    os.kill(int((tmp_path / "pid1").read_text()), signal.SIGKILL)
+    for process in context.processes:
+        process.join(20)
+    for rank in (0, 2):
+        at, text = (tmp_path / f"error{rank}").read_text().split(" ", 1)
+        assert float(at) - killed < WITHIN_S
+        assert "rank 1 " in text
+        assert any(mark in text for mark in OF_A_PEER)
