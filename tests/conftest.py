@@ -7,8 +7,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from tests.running import Colotrain
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Jobs of SLURM come first: they take ten minutes, most of it waiting."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return ByModule(config, log)
+
+
+class ByModule(LoadScopeScheduling):  # type: ignore[misc]
+    """A process has the tests of a module, and one process all that need the one SLURM."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "slurm" if nodeid.startswith("tests/slurm/") else str(super()._split_scope(nodeid))
 
 
 @pytest.fixture

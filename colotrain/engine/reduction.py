@@ -25,8 +25,8 @@ from colotrain.engine.shared_memory import PAGE, SharedMemory, round_up
 
 NUM_SLOTS = 2
 """One is filled while the other is read."""
-LARGEST_PART_BYTES = 16 << 20
-"""What one rank has for another at once; larger groups go in pieces."""
+MOST_WRITTEN_BYTES = 32 << 20
+"""What a rank has for all others in all slots; groups that are larger go in pieces."""
 SUM_BYTES = 256 << 10
 """Sums are made in pieces that stay in a core's cache."""
 WRITTEN, READ, NUM_BELLS = 0, 1, 2  # what bells are rung for
@@ -43,7 +43,7 @@ class Gradient:
     sums: Tensor | None = None
     """This rank's rows of the sum over ranks, flat."""
     onto: bool = False
-    """They are added to what earlier micro-batches came to."""
+    """They are added to what is there."""
 
     def rows(self, rank: int, first: int, last: int) -> Tensor:
         """Elements `first` to `last` of the shard of `rank`, without padding."""
@@ -63,7 +63,7 @@ class Gradients:
     dtype: torch.dtype
     """What they are exchanged in."""
     flat: Tensor | None = None
-    """Sums that begin with this backward, or that replicas do not know yet."""
+    """The sums, where replicas have to add theirs."""
 
     @property
     def replicated(self) -> bool:
@@ -96,7 +96,8 @@ class Reduction:
         self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
         self.part_bytes = part_bytes(sharded)
         self.said_bytes = round_up(self.size * NUM_SLOTS * 16, PAGE)
-        num_bytes = self.said_bytes + self.size**2 * NUM_SLOTS * self.part_bytes
+        num_parts = NUM_SLOTS * self.size * (self.size - 1)
+        num_bytes = self.said_bytes + num_parts * self.part_bytes
         self.memory = SharedMemory(group, num_bytes, num_bells=NUM_BELLS)
         said = self.memory.bytes(0, self.size * NUM_SLOTS * 16).view(torch.int64)
         self.said = said.view(NUM_SLOTS, self.size, 2)
@@ -119,13 +120,18 @@ class Reduction:
         self.memory.close()
 
     def _post_backward(self, index: int, params: Any, *_: object) -> None:
+        """As torch's own (2.13) does it, but for the reduction."""
         torchs_own = type(params).post_backward
         if not params.reduce_grads:
             torchs_own(params)
             return
-        each = [taken for param in params.fsdp_params if (taken := _take(param)) is not None]
-        params.reduce_scatter_unused_params = False
-        torchs_own(params)  # it frees the parameters, and finds nothing to reduce
+        even = params.reduce_scatter_unused_params
+        each = [taken for param in params.fsdp_params if (taken := _take(param, even)) is not None]
+        try:
+            params.reduce_scatter_unused_params = False
+            torchs_own(params)  # it frees the parameters, and finds nothing to reduce
+        finally:
+            params.reduce_scatter_unused_params = even
         if each:
             dtype = params._reduce_dtype or each[0].whole.dtype
             self.reduce(Gradients(index, params, each, dtype))
@@ -170,23 +176,19 @@ class Reduction:
         said = torch.tensor((message.gradients.index, message.num_bytes))
         self.said[message.slot, self.rank] = said
         for peer in self.peers:
-            for part, (gradient, first, last) in self._parts(message, self.rank, peer):
+            parts = self._parts(message, self.rank, peer)
+            for part, (gradient, first, last) in zip(parts, message.parts, strict=True):
                 rows = gradient.rows(peer, first, last)
                 part[: rows.numel()] = rows
             self.memory.ring(WRITTEN, peer)
         self.written.append(message)
 
-    def _parts(
-        self, message: Message, writer: int, reader: int
-    ) -> Iterator[tuple[Tensor, tuple[Gradient, int, int]]]:
-        """The shared memory for what a rank has for another, and what is in it."""
-        at = ((message.slot * self.size + writer) * self.size + reader) * self.part_bytes
-        flat = self.memory.bytes(self.said_bytes + at, message.num_bytes)
-        flat, start = flat.view(message.gradients.dtype), 0
-        for part in message.parts:
-            numel = part[2] - part[1]
-            yield flat[start : start + numel], part
-            start += numel
+    def _parts(self, message: Message, writer: int, reader: int) -> Sequence[Tensor]:
+        """The shared memory for what one rank has for another, flat, part by part."""
+        place = (message.slot * self.size + writer) * (self.size - 1) + reader - (reader > writer)
+        at = self.said_bytes + place * self.part_bytes
+        flat = self.memory.bytes(at, message.num_bytes).view(message.gradients.dtype)
+        return flat.split([last - first for _, first, last in message.parts])
 
     def _sum(self, message: Message) -> None:
         gradients = message.gradients
@@ -200,15 +202,13 @@ class Reduction:
             )
         if gradients.each[0].sums is None:
             self._begin(gradients)
-        by_writer = [self._parts(message, writer, self.rank) for writer in range(self.size)]
-        for parts in zip(*by_writer, strict=True):
-            gradient, first, last = parts[0][1]
+        theirs = [self._parts(message, peer, self.rank) for peer in self.peers]
+        for (gradient, first, last), *others in zip(message.parts, *theirs, strict=True):
             own = gradient.rows(self.rank, first, last)
-            others = [part[: own.numel()] for part, _ in parts]
-            summands = [*others[: self.rank], own, *others[self.rank + 1 :]]
+            summands = [other[: own.numel()] for other in others]
+            summands.insert(self.rank, own)
             assert gradient.sums is not None
-            sums = gradient.sums[first : first + own.numel()]
-            sum_in_order(summands, sums, onto=gradient.onto)
+            sum_in_order(summands, gradient.sums[first : first + own.numel()], onto=gradient.onto)
         for peer in self.peers:
             self.memory.ring(READ, peer)
         if message.is_last:
@@ -216,21 +216,17 @@ class Reduction:
 
     def _begin(self, gradients: Gradients) -> None:
         """Say where the sums go: to what earlier micro-batches came to, or to new memory."""
-        begin = gradients.each
-        if gradients.replicated:
-            gradients.flat = self.partial.pop(gradients.index, None)
-        else:
-            for gradient in gradients.each:
-                if (known := gradient.param.sharded_param.grad) is not None:
-                    gradient.sums, gradient.onto = known._local_tensor.view(-1), True
-            begin = [gradient for gradient in gradients.each if not gradient.onto]
-        sizes = [numel_of(gradient.param) for gradient in begin]
-        onto = gradients.flat is not None
-        if gradients.flat is None:
-            dtype = gradients.dtype if gradients.replicated else gradients.params._orig_dtype
-            gradients.flat = torch.empty(sum(sizes), dtype=dtype)
-        for gradient, sums in zip(begin, gradients.flat.split(sizes), strict=True):
-            gradient.sums, gradient.onto = sums, onto
+        if gradients.replicated:  # their sums become gradients when all micro-batches are in them
+            partial = self.partial.pop(gradients.index, None)
+            gradients.flat = _lay(gradients.each, gradients.dtype, onto=partial)
+            return
+        fresh = []
+        for gradient in gradients.each:
+            if (known := gradient.param.sharded_param.grad) is None:
+                fresh.append(gradient)
+            else:
+                gradient.sums, gradient.onto = known._local_tensor.view(-1), True
+        _lay(fresh, gradients.params._orig_dtype or gradients.dtype)
 
     def _end(self, gradients: Gradients) -> None:
         """Hand the sums over, once replicas have added theirs."""
@@ -244,16 +240,26 @@ class Reduction:
         for gradient in gradients.each:
             param, leaf, sums = gradient.param, gradient.param.sharded_param, gradient.sums
             assert sums is not None
-            if leaf.grad is None:
+            if leaf.grad is None or gradients.replicated:
                 shape, stride = param.sharded_size, param.contiguous_sharded_stride
                 rows = sums.as_strided(shape, stride, sums.storage_offset())
-                leaf.grad = param.to_sharded_dtensor(rows.to(params._orig_dtype))
+                rows = param.to_sharded_dtensor(rows.to(params._orig_dtype or rows.dtype))
+                leaf.grad = rows if leaf.grad is None else leaf.grad.add_(rows)
             for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(leaf)
 
 
-def _take(param: Any) -> Gradient | None:
-    """The gradient of `param`, zeros where it trains and was not used; it is gone there."""
+def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = None) -> Tensor:
+    """Let the sums lie one after the other in new memory, or in what is there already."""
+    sizes = [numel_of(gradient.param) for gradient in each]
+    flat = torch.empty(sum(sizes), dtype=dtype) if onto is None else onto
+    for gradient, sums in zip(each, flat.split(sizes), strict=True):
+        gradient.sums, gradient.onto = sums, onto is not None
+    return flat
+
+
+def _take(param: Any, even: bool) -> Gradient | None:
+    """The gradient of `param`, which loses it; zeros where it trains and was not used (`even`)."""
     if not hasattr(param, "_unsharded_param"):
         return None
     param.accumulate_unsharded_grad_if_needed()
@@ -261,7 +267,7 @@ def _take(param: Any) -> Gradient | None:
         whole, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
     elif param.unsharded_param.grad is not None:
         whole, param.unsharded_param.grad = param.unsharded_grad_data, None
-    elif param.unsharded_param.requires_grad:
+    elif even and param.unsharded_param.requires_grad:
         whole = param.unsharded_zero_grad_data
     else:
         return None
@@ -299,4 +305,6 @@ def part_bytes(sharded: ShardedModel) -> int:
             dtype = policy.reduce_dtype or policy.param_dtype or param.sharded_param.dtype
             total += numel_of(param) * dtype.itemsize
         largest = max(largest, total)
-    return round_up(min(largest, LARGEST_PART_BYTES), PAGE)
+    size = sharded.mesh.size(sharded.mesh.ndim - 1)
+    most = MOST_WRITTEN_BYTES // (NUM_SLOTS * (size - 1))
+    return round_up(min(largest, most), PAGE)

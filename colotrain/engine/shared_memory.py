@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,8 @@ class SharedMemory:
             raise OSError("the process of another rank cannot be reached through /proc")
         self.pids = [hello.pid for hello in hellos]
         self.watched = [os.pidfd_open(pid) for pid in self.pids]
+        self.close = weakref.finalize(self, _close, self.watched)
+        """Stop watching the other ranks; the memory goes with the last tensor that uses it."""
 
     def bytes(self, start: int, num_bytes: int) -> Tensor:
         """A view of the shared bytes: uint8 [num_bytes]."""
@@ -189,12 +192,6 @@ class SharedMemory:
         poll.register(self.watched[sender], select.POLLIN)
         return sender if poll.poll(0) else None
 
-    def close(self) -> None:
-        """Stop watching the other ranks; the memory goes with the last tensor that uses it."""
-        for fd in self.watched:
-            os.close(fd)
-        self.watched = []
-
 
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
@@ -221,6 +218,12 @@ def _create(num_bytes: int, num_semaphores: int, token: bytes, share_of_free: fl
             _libc.sem_init(ctypes.c_void_p(address + index * SEMAPHORE_BYTES), 1, 0)
         del first  # or the mapping could not be closed
     return fd
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    fds.clear()
 
 
 def _host() -> str:

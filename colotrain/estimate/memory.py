@@ -20,8 +20,8 @@ LARGEST_SHARED_BYTES = 64 << 20
 """As in `engine.transport`: larger groups are gathered through a window."""
 WINDOW_BYTES = 4 << 20
 """As in `engine.channel`."""
-LARGEST_PART_BYTES, NUM_SLOTS = 16 << 20, 2
-"""As in `engine.reduction`: what a rank has for another at once, and how often."""
+MOST_WRITTEN_BYTES, NUM_SLOTS = 32 << 20, 2
+"""As in `engine.reduction`: what a rank has for all others, in all slots."""
 
 KEPT_SHARE = 0.25
 """A block that keeps less than this of what its forward allocated computes it again."""
@@ -124,8 +124,8 @@ class _Walk:
         gather = max((n for n in gathers if n <= LARGEST_SHARED_BYTES), default=0)
         windows = size * WINDOW_BYTES if max(gathers) > LARGEST_SHARED_BYTES else 0
         part = max(g.reduced_bytes for g in self.groups.values()) // size
-        parts = 2 * (size - 1) * NUM_SLOTS * min(part, LARGEST_PART_BYTES)  # written, and read
-        return gather + windows + parts
+        written = min(part * (size - 1) * NUM_SLOTS, MOST_WRITTEN_BYTES)
+        return gather + windows + 2 * written  # and as much is read
 
     def standing_bytes(self) -> int:
         """What stays through the step: whole parameters, and whole gradients that are kept."""

@@ -23,7 +23,7 @@ from colotrain.estimate.hardware import Costs, Hardware, typical_cpu
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import write_atomically
 
-VERSION = 9
+VERSION = 10
 """Of the cases and of what is made of them; a measurement of another version does not count."""
 
 SHAPES: Sequence[tuple[str, dict[str, int], dict[str, int]]] = (

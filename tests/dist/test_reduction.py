@@ -91,9 +91,9 @@ def some(dtype: torch.dtype) -> list[list[Tensor | None]]:
 def equal_sums(rank: int, plan: RunPlan, *dtypes: torch.dtype) -> None:
     torch.manual_seed(time.time_ns() + rank)
     random.seed(time.time_ns() + rank)
-    for dtype, part_bytes in itertools.product(dtypes, (64, 16 << 20)):
+    for dtype, written in itertools.product(dtypes, (256, 32 << 20)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reductions, "LARGEST_PART_BYTES", part_bytes)  # 64: in many pieces
+            patch.setattr(reductions, "MOST_WRITTEN_BYTES", written)  # 256: in many pieces
             patch.setattr(reductions, "PAGE", 64)
             sharded, reduction = make(plan, dtype)
             for _ in range(3):
@@ -108,13 +108,14 @@ def check_step(sharded: ShardedModel, dtype: torch.dtype, computed_in: torch.dty
     parameters = [[*block.weights] for block in sharded.module.blocks]
     expected: dict[nn.Parameter, Tensor] = {}
     wide = torch.float32 if dtype.itemsize < 4 else dtype
-    for _ in range(2):
+    for order in ((0, 1, 2), (0, 1, 1, 2)):  # a group may be run twice
         given = some(computed_in)
         time.sleep(random.random() * random.choice((0.0, 0.02)))
-        backward(sharded, given)
-        for part, own in zip(parameters, given, strict=True):
-            for parameter, gradient in zip(part, own, strict=True):
+        backward(sharded, given, order)
+        for index in set(order):  # autograd adds up what a parameter's uses bring
+            for parameter, gradient in zip(parameters[index], given[index], strict=True):
                 mine = torch.zeros(parameter.shape) if gradient is None else gradient
+                mine = mine * order.count(index)
                 total = sum(each.to(wide) for each in everyones(mine.to(wide), world()))
                 before = expected.get(parameter, torch.zeros(()))
                 expected[parameter] = (before.to(wide) + total).to(dtype)
@@ -134,6 +135,12 @@ def test_gradients_of_mixed_precision_are_summed_in_fp32() -> None:
     run(equal_sums, 3, plan, torch.float32, torch.bfloat16)
 
 
+def test_sums_that_replicas_add_to_are_right_also_when_a_group_is_run_twice() -> None:
+    plan = plan_of("fsdp-hybrid", 2, "plugin.shard_size=2")
+    assert plan.plugin.mesh == (1, 2)
+    run(equal_sums, 2, plan, torch.float32, torch.float64)
+
+
 def different_groups(rank: int, plan: RunPlan) -> None:
     sharded, _ = make(plan, torch.float32)
     common = hold_in_common(sharded)
@@ -149,6 +156,9 @@ def test_ranks_that_run_modules_in_different_orders_are_told() -> None:
 
 def loses_a_peer(rank: int, folder: Path, plan: RunPlan) -> None:
     sharded, _ = make(plan, torch.float32)
+    for group in sharded.groups:  # gathered once, so that ranks wait in reductions alone
+        group.handle.set_reshard_after_backward(False)
+    backward(sharded, some(torch.float32))
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     started = time.time()
     try:
