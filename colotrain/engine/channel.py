@@ -88,11 +88,6 @@ class Channel:
         self.windows = [common + rank * WINDOW_BYTES for rank in range(self.size)]
         self.num_meetings = self.num_rounds = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Shared memory that this channel may use on the host, all ranks together."""
-        return self.memory.num_bytes
-
     def barrier(self) -> None:
         self.memory.meet(MEET, "all-gather")
 

@@ -217,15 +217,15 @@ class Reduction:
     def _begin(self, gradients: Gradients) -> None:
         """Say where the sums go: to what earlier micro-batches came to, or to new memory."""
         if gradients.replicated:  # their sums become gradients when all micro-batches are in them
-            partial = self.partial.pop(gradients.index, None)
-            gradients.flat = _lay(gradients.each, gradients.dtype, onto=partial)
+            known = self.partial.pop(gradients.index, None)
+            gradients.flat = _lay(gradients.each, gradients.dtype, onto=known)
             return
         fresh = []
         for gradient in gradients.each:
-            if (known := gradient.param.sharded_param.grad) is None:
+            if (grad := gradient.param.sharded_param.grad) is None:
                 fresh.append(gradient)
             else:
-                gradient.sums, gradient.onto = known._local_tensor.view(-1), True
+                gradient.sums, gradient.onto = grad._local_tensor.view(-1), True
         _lay(fresh, gradients.params._orig_dtype or gradients.dtype)
 
     def _end(self, gradients: Gradients) -> None:

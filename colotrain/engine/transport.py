@@ -75,7 +75,7 @@ class Transport:
     @property
     def num_bytes(self) -> int:
         """Shared memory on the host, for all ranks of the shard group together."""
-        return self.channel.num_bytes + self.reduction.memory.num_bytes
+        return self.channel.memory.num_bytes + self.reduction.memory.num_bytes
 
     def close(self) -> None:
         """Go back to the process group. All ranks must call, between two steps."""
