@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colotrain.plan import RunPlan
-from colotrain.verify.reference import Trajectory
+from colotrain.verify.reference import Trajectory, distance, max_abs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +18,10 @@ class Tolerance:
     """How far a plugin may be from the reference.
 
     A loss: relative to itself, at least 1. A gradient: relative to the largest value of the step's,
-    and far less where the parameter's own is small, so that none may vanish; twice the rounding of
-    plain torch is always allowed. A parameter: absolute in fp32; in half precision relative to the
-    largest change since the beginning.
+    and far less where the parameter's own is small, so that none may vanish. A parameter: absolute
+    in fp32; in half precision relative to the largest change since the beginning. Twice the
+    rounding of plain torch is always allowed: AdamW turns a gradient that is nothing but rounding
+    into a whole step.
     """
 
     loss: float = 1e-6
@@ -102,9 +103,9 @@ class _Check:
     ) -> None:
         if step >= len(found):
             return self.differs(f"{kind} of step {step + 1}: missing")
-        distance = abs(found[step] - wanted)
-        self._measure(kind, distance)
-        if not distance <= limit * max(1.0, abs(wanted)):
+        off = abs(found[step] - wanted)
+        self._measure(kind, off)
+        if not off <= limit * max(1.0, abs(wanted)):
             self.differs(f"{kind} of step {step + 1}: {found[step]:.9g}, reference {wanted:.9g}")
         return None
 
@@ -112,18 +113,18 @@ class _Check:
         if step >= len(self.found.gradients):
             return self.differs(f"gradients of step {step + 1}: missing")
         wanted, found = self.reference.gradients[step], self.found.gradients[step]
-        largest = max((_max_abs(t) for t in wanted.values()), default=0.0)
-        noise = self.reference.noise[step] if self.reference.noise else {}
+        largest = max((max_abs(t) for t in wanted.values()), default=0.0)
+        rounding = self._rounding("gradients", step)
         for name in sorted(found.keys() | wanted.keys()):
             if (name in wanted) != (name in found):
                 has = "no gradient" if name in wanted else "a gradient, the reference none"
                 self.differs(f"gradient of {name} in step {step + 1}: {has}")
                 continue
-            distance = _distance(wanted[name], found[name])
-            self._measure("gradient", distance)
-            limit = _limit(tolerance.gradient, largest=largest, own=_max_abs(wanted[name]))
-            if not distance <= max(limit, 2 * noise.get(name, 0.0)):
-                self.differs(f"gradient of {name} in step {step + 1}: differs by {distance:.3g}")
+            off = distance(wanted[name], found[name])
+            self._measure("gradient", off)
+            limit = _limit(tolerance.gradient, largest=largest, own=max_abs(wanted[name]))
+            if not off <= max(limit, 2 * rounding.get(name, 0.0)):
+                self.differs(f"gradient of {name} in step {step + 1}: differs by {off:.3g}")
         return None
 
     def parameters(self, step: int, tolerance: Tolerance) -> None:
@@ -131,13 +132,14 @@ class _Check:
         if step >= len(self.found.parameters):
             return self.differs(f"parameters of step {step}: missing")
         start, wanted = self.reference.parameters[0], self.reference.parameters[step]
-        moved = max((_distance(start[n], wanted[n]) for n in wanted), default=0.0)
+        moved = max((distance(start[n], wanted[n]) for n in wanted), default=0.0)
         limit = tolerance.parameter * max(moved, tolerance.parameter_floor)
+        rounding = self._rounding("parameters", step)
         for name in sorted(wanted):
-            distance = _distance(wanted[name], self.found.parameters[step][name])
-            self._measure("parameter", distance)
-            if not distance <= limit:
-                self.differs(f"parameter {name} after step {step}: differs by {distance:.3g}")
+            off = distance(wanted[name], self.found.parameters[step][name])
+            self._measure("parameter", off)
+            if not off <= max(limit, 2 * rounding.get(name, 0.0)):
+                self.differs(f"parameter {name} after step {step}: differs by {off:.3g}")
         return None
 
     def frozen(self, step: int) -> None:
@@ -157,26 +159,18 @@ class _Check:
         if wanted != found:
             self.differs(f"optimizer stepped {found} times, reference {wanted}")
 
-    def _measure(self, kind: str, distance: float) -> None:
-        worst = self.largest[kind]
-        self.largest[kind] = distance if math.isnan(distance) else max(worst, distance)
+    def _rounding(self, kind: str, step: int) -> dict[str, float]:
+        steps = self.reference.rounding.get(kind)
+        return steps[step] if steps else {}
+
+    def _measure(self, kind: str, off: float) -> None:
+        self.largest[kind] = off if math.isnan(off) else max(self.largest[kind], off)
 
 
 def _limit(tolerance: float, *, largest: float, own: float) -> float:
     """What a gradient may be off by: less than itself, unless it is nothing but rounding."""
     of_own = min(1000 * tolerance, 0.5) * own
     return min(tolerance * largest, max(of_own, tolerance * largest / 100))
-
-
-def _distance(wanted: Tensor, found: Tensor) -> float:
-    """Largest |wanted - found|."""
-    if wanted.shape != found.shape:
-        return math.inf
-    return _max_abs(wanted.double() - found.double())
-
-
-def _max_abs(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

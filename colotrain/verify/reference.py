@@ -39,8 +39,8 @@ class Trajectory:
     """Name → value, before the first step and after each."""
     optimizer_steps: int
     frozen: frozenset[str]
-    noise: list[dict[str, float]] = field(default_factory=list)
-    """Name → how far plain torch's own gradient, in the model's dtype, is from this one."""
+    rounding: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """"gradients" or "parameters" → name → how far plain torch is off in the model's own dtype."""
 
 
 def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
@@ -54,13 +54,27 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
         exact = _train(plan, steps=steps, dtype=torch.float64)
     except (RuntimeError, TypeError, ValueError):
         return plain
-    pairs = zip(exact.gradients, plain.gradients, strict=True)
-    noise = [{n: _distance(a[n], b[n]) for n in a.keys() & b.keys()} for a, b in pairs]
-    return replace(exact, noise=noise)
+    rounding = {
+        "gradients": list(map(_distances, exact.gradients, plain.gradients)),
+        "parameters": list(map(_distances, exact.parameters, plain.parameters)),
+    }
+    return replace(exact, rounding=rounding)
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
+    return {name: distance(wanted[name], found[name]) for name in wanted.keys() & found.keys()}
+
+
+def distance(wanted: Tensor, found: Tensor) -> float:
+    """Largest |wanted - found|."""
+    if wanted.shape != found.shape:
+        return math.inf
+    return max_abs(wanted.double() - found.double())
+
+
+def max_abs(tensor: Tensor) -> float:
+    """0 where it is empty."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajectory:

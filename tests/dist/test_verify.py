@@ -83,6 +83,20 @@ def test_a_broken_contract_is_found_and_named(
     assert says in error
 
 
+def test_adamw_may_differ_by_what_rounding_explains_and_no_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["verify", *SMALL, "data.seq_len=64", "freeze.patterns=[embed*]", "--json"]
+    arguments += ["--plugins", "zero2", "--accumulation", "2", "--optimizer", "recipe"]
+    code = guarded(arguments)
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert code == 0, cases
+    assert max(case["max_abs_parameter"] for case in cases) > 1e-6  # AdamW's part in it
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.forgets_its_moments")
+    assert guarded(arguments) == 4
+    assert "after step 2: differs by" in capsys.readouterr().err
+
+
 def test_bad_options_are_one_line_each(colotrain: Colotrain) -> None:
     result = colotrain("verify", *SMALL, "--plugins", "zero4", "--world-sizes", "2")
     assert result.code == 2
