@@ -6,7 +6,6 @@ Tensors are addressed by parameter name; everything else is in the manifest, as 
 from __future__ import annotations
 
 import platform
-import random
 import time
 import zlib
 from collections.abc import Collection, Set
@@ -22,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine import generators
 from colotrain.engine.dcp_json import JsonIndexReader, read_index
 from colotrain.engine.freezing import thawed_later
 from colotrain.engine.guard import checksum
@@ -189,7 +189,7 @@ def restore(run: Run, path: Path) -> None:
     if manifest.world_size == dist.get_world_size():
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
-        set_generators(run.device, states)
+        generators.set_states(run.device, states)
     _take_progress(run, manifest)
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
@@ -267,39 +267,7 @@ def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     state = {name: t for name, t in state.items() if name.removeprefix("model.") not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
-    return state | {f"rng.{run.rank}{n}": t for n, t in generators(run.device).items()}
-
-
-def generators(device: torch.device) -> dict[str, Tensor]:
-    """The states of this rank's generators: torch's, Python's and numpy's."""
-    _, numbers, gauss = random.getstate()
-    kind: dict[str, Any] = np.random.get_state(legacy=False)
-    state = {
-        "": torch.get_rng_state(),
-        ".python": torch.tensor(numbers),
-        ".python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
-    }
-    if kind["bit_generator"] == "MT19937":
-        inner = [*kind["state"]["key"].tolist(), kind["state"]["pos"], kind["has_gauss"]]
-        state[".numpy"] = torch.tensor(inner)
-        state[".numpy_gauss"] = torch.tensor([kind["gauss"]], dtype=torch.float64)
-    if device.type == "cuda":
-        state[".cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_generators(device: torch.device, own: dict[str, Tensor]) -> None:
-    """Set this rank's generators to where they were."""
-    torch.set_rng_state(own[""])
-    has_gauss, gauss = own[".python_gauss"].tolist()
-    random.setstate((3, tuple(own[".python"].tolist()), gauss if has_gauss else None))
-    if ".numpy" in own:
-        *key, pos, has_gauss = own[".numpy"].tolist()
-        np.random.set_state(
-            ("MT19937", np.array(key, np.uint32), pos, has_gauss, own[".numpy_gauss"].item())
-        )
-    if device.type == "cuda" and ".cuda" in own:
-        torch.cuda.set_rng_state(own[".cuda"], device)
+    return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
 
 
 def _take_progress(run: Run, manifest: Manifest) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.loader import BatchLoader
-from colotrain.engine import checkpoint, gradients, noise
+from colotrain.engine import checkpoint, generators, gradients, noise
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
 from colotrain.engine.guard import Guard
 from colotrain.engine.nonfinite import locate
@@ -121,7 +121,7 @@ def train(run: Run) -> str:
             checkpoint.save(run)  # there must always be something to go back to
     while run.step < plan.train.max_steps:
         clock = Clock()
-        run.generators = checkpoint.generators(run.device)
+        run.generators = generators.states(run.device)
         run.sharded.calls.clear()
         if run.tiers is not None:
             run.tiers.begin_step()
@@ -332,7 +332,7 @@ def again(run: Run, *, phase: str) -> Iterator[Fetch]:
     before, done = run.phase, run.micro_batches
     run.at(phase)
     if run.generators is not None:
-        checkpoint.set_generators(run.device, run.generators)
+        generators.set_states(run.device, run.generators)
     gradients.clear_(run.sharded.module)
     yield Fetch(run)
     gradients.drop_unused_(run.gradients)
