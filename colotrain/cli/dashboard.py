@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from colotrain.cli.arguments import refuse
 from colotrain.cli.output import print_json, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.observe.dashboard import KEYS, Beside, render
@@ -45,6 +46,10 @@ def dashboard(
     if focus not in FOCI:
         expected = f"expected one of {', '.join(FOCI)}"
         raise UsageError(f"--view {focus}: {expected}", suggest(focus, FOCI))
+    if as_json:
+        refuse("--json", svg=svg, html=html, replay=again)
+    if again:
+        refuse("--replay", svg=svg, html=html, once=once)
     rundir = RunDir.find(name)
     plan, console = rundir.plan(), stdout_console()
     if as_json:

@@ -39,6 +39,8 @@ from colotrain.rundir import RunDir
 
 POLL_S = 0.1
 WITHOUT_TERMINAL = 1000  # columns: a line a parameter, however long its name
+TOLERANCE = 1e-5
+"""Of two runs' gradients, relative."""
 SORTS = ("norm", "update", "zero", "name")
 FIELDS = [field.name for field in dataclasses.fields(ParameterGradient)]
 

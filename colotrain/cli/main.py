@@ -265,8 +265,8 @@ def inspect_grads(
     ] = False,
     against: Annotated[str, typer.Option(metavar="RUN", help="Where two runs part.")] = "",
     tolerance: Annotated[
-        float, typer.Option(min=0, help="Largest relative difference for --against.")
-    ] = 1e-5,
+        float | None, typer.Option(min=0, help="Largest relative difference for --against: 1e-5.")
+    ] = None,
     csv: Annotated[str, typer.Option(metavar="FILE", help="Write the rows there.")] = "",
     as_json: Json = False,
 ) -> int:
@@ -276,7 +276,10 @@ def inspect_grads(
     if against:
         rows = {"param": param, "sort": sort, "top": top, "csv": csv}
         refuse("--against", step=step, live=live, noise=noise, **rows)
-        return module.against(words or [], against, tolerance=tolerance, as_json=as_json)
+        limit = module.TOLERANCE if tolerance is None else tolerance
+        return module.against(words or [], against, tolerance=limit, as_json=as_json)
+    if tolerance is not None:
+        raise UsageError("--tolerance: expected --against RUN beside it", "name the other run")
     choice = module.Choice(param=param, sort=sort, top=top, noise=noise, as_json=as_json, csv=csv)
     return module.inspect_grads(words or [], step=step, live=live, choice=choice)
 

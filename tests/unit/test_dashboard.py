@@ -335,6 +335,18 @@ def test_a_view_can_be_chosen(rundir: RunDir, capsys: pytest.CaptureFixture[str]
     assert "did you mean ranks?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "beside", [["--json", "--svg", "a.svg"], ["--json", "--replay"], ["--replay", "--html", "a"]]
+)
+def test_what_shows_a_run_in_two_ways_is_refused(
+    rundir: RunDir, capsys: pytest.CaptureFixture[str], beside: list[str]
+) -> None:
+    assert guarded(["dashboard", *beside]) == 2
+    captured = capsys.readouterr()
+    assert "cannot be had beside --" in captured.err
+    assert captured.out == ""
+
+
 def test_replay_off_a_terminal_is_the_lines_of_the_run(
     rundir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

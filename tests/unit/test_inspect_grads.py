@@ -117,6 +117,7 @@ def test_rows_are_chosen_and_sorted(rundir: RunDir, capsys: pytest.CaptureFixtur
         (["recipe=llm-tiny", "--live"], "--live: cannot be had beside KEY=VALUE"),
         (["--live", "--step", "10"], "--step: cannot be had beside --live"),
         (["--against", "tiny", "--csv", "a", "--top", "1"], "--top, --csv: cannot be had beside"),
+        (["--tolerance", "0.1"], "--tolerance: expected --against RUN beside it"),
         (["--csv", "missing/x.csv"], "missing/x.csv: cannot be written"),
     ],
 )
