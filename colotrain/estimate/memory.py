@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from colotrain.estimate.groups import Group, fetched_ahead, find, shard_numel
-from colotrain.estimate.heap import Heap
+from colotrain.estimate.heap import FLEETING_BYTES, Heap
 from colotrain.estimate.layout import Layout, counter_bytes, state_bytes
 from colotrain.estimate.tally import Tally
 from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
@@ -39,7 +39,7 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
     walk.run()
     spread = 0
     if tally.heap is not None:
-        held = sum(group.reduced_bytes for group in walk.groups.values()) // layout.shard
+        held = walk.held_bytes()
         between = tally.most["activations"] if layout.accumulation_steps > 1 else 0
         standing, again = walk.standing_bytes(), recomputes(trace)
         spread = tally.heap.spread(standing, held, recomputes=again, between=between)
@@ -133,6 +133,13 @@ class _Walk:
         kept = layout.gradients == "whole" and layout.accumulation_steps > 1
         gradients = sum(g.trained_bytes for g in groups) if kept else 0
         return gradients + sum(g.gathered_bytes for g in groups if g.stays)
+
+    def held_bytes(self) -> int:
+        """The gradients' shards that lie in the heap: larger ones have pages of their own."""
+        shards = [
+            (g.reduced_bytes // self.layout.shard, g.trained_pieces) for g in self.groups.values()
+        ]
+        return sum(n for n, pieces in shards if n < pieces * FLEETING_BYTES)
 
     def _private(self, num_bytes: int) -> int:
         """A collective's buffer, where it is not shared memory."""

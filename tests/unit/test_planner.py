@@ -323,6 +323,19 @@ def test_the_heap_of_a_cpu_reaches_further_than_what_is_alive_and_more_where_blo
     assert on_cpu.activations == on_gpu.activations
 
 
+def test_gradients_of_a_large_vocabulary_lie_in_pages_of_their_own() -> None:
+    def held(looked: Survey) -> int:
+        return _Walk(layout("zero2", 2), looked, traced(), Tally(heap=None)).held_bytes()
+
+    def sharded(name: str) -> int:
+        return sum(4 * p.numel for p in looked_at().parameters if name in p.name) // 2
+
+    args = {**MODEL.args, "vocab_size": 400_000}
+    large = survey(dataclasses.replace(MODEL, args=args), FreezePlan(), SEQ_LEN)
+    assert held(looked_at()) == sharded("")
+    assert held(large) == sharded("blocks.")
+
+
 def test_adamw_counts_steps_once_per_parameter() -> None:
     looked = looked_at("embed*")
     trained = [p for p in looked.parameters if p.frozen_by is None]
