@@ -72,23 +72,24 @@ class Heap:
         size = -(-(num_bytes + HEADER_BYTES) // ALIGNMENT) * ALIGNMENT
         at = bisect_left(self.free, (size + SPARE_BYTES, -1))
         if at < len(self.free):
-            found, start = self.free[at]
-            self._remove(start, found)
+            found, start = self.free.pop(at)
+            del self.starts[start], self.ends[start + found]
             if found > size:
                 self._add(start + size, found - size)
         else:
             start, self.top = self.top, self.top + size
-            self.extent = max(self.extent, self.top)
+            if self.top > self.extent:
+                self.extent = self.top
         self.live[key] = (start, size)
         self.used += size
 
     def give(self, key: object) -> None:
-        if key not in self.live:
+        start, size = self.live.pop(key, (0, 0))
+        if not size:
             return
-        start, size = self.live.pop(key)
         self.used -= size
-        if start in self.ends:
-            before = self.ends[start]
+        before = self.ends.get(start)
+        if before is not None:
             self._remove(before, self.starts[before])
             start, size = before, size + start - before
         after = self.starts.get(start + size)

@@ -28,15 +28,19 @@ class Tally:
         if num_bytes <= 0:
             return
         self.alive[key] = (category, num_bytes)
-        self.sums[category] += num_bytes
-        self.most[category] = max(self.most[category], self.sums[category])
         self.now += num_bytes
-        if self.heap is not None and not lasts:
-            self.heap.take(key, num_bytes)
-        slack = self.heap.slack if self.heap is not None else 0
-        self.highest = max(self.highest, self.now + slack)
+        total = self.sums[category] = self.sums[category] + num_bytes
+        if total > self.most[category]:
+            self.most[category] = total
+        reach = self.now
+        if self.heap is not None:
+            if not lasts:
+                self.heap.take(key, num_bytes)
+            reach += self.heap.slack
+        if reach > self.highest:
+            self.highest = reach
         if self.now > self.fullest:
-            self.fullest, self.at_fullest = self.now, dict(self.sums)
+            self.fullest, self.at_fullest = self.now, self.sums.copy()
 
     def peak(self, spread: int = 0) -> Ledger:
         """The fullest moment; what is resident beyond it, and `spread`, count as buffers."""
