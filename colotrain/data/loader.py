@@ -31,6 +31,7 @@ __all__ = [
     "order_of",
     "refuse_empty",
     "stack",
+    "targets_per_sample",
 ]
 
 
@@ -154,6 +155,12 @@ def count_targets(batch: Mapping[str, Tensor]) -> int | None:
     """How many labels are not -100; None for a batch without labels."""
     labels = batch.get("labels")
     return None if labels is None else int((labels != IGNORE_INDEX).sum())
+
+
+def targets_per_sample(batch: Mapping[str, Tensor]) -> int:
+    """How many targets a sample of this batch has when none is masked: at least 1."""
+    labels = batch.get("labels")
+    return 1 if labels is None else max(1, labels[0].numel())
 
 
 def _tensors(index: int, sample: Any) -> dict[str, Tensor]:

@@ -28,7 +28,8 @@ class StepTotals:
     """What the micro-batches of this rank add up to in one step."""
 
     nominal: float
-    """Targets that a step has when nothing is masked; the divisor used in backward."""
+    """Targets that a step has when nothing is masked, the same on every rank; backward divides by
+    it. Were it far less, half-precision gradients would overflow."""
     loss_scale: float = 1.0
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -64,12 +65,14 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
     `model(**batch)` returns the pair itself, or the mean loss (alone or as `.loss`), which is
     multiplied by the number of targets: labels that are not -100, or samples without labels.
+    The sum is in float32 at least: a half-precision mean times a number of tokens would be rounded
+    again, or would overflow.
     """
     count = count_targets(batch)
     no_targets = count == 0
     output = model(**(_with_targets(batch) if no_targets else batch))
     if isinstance(output, tuple) and len(output) == 2 and _is_scalar(output[0]):
-        loss_sum, own_count = output[0].reshape(()), torch.as_tensor(output[1])
+        loss_sum, own_count = _exact(output[0]), torch.as_tensor(output[1])
         if own_count.numel() != 1:
             raise _wrong_output(output)
         own_count = own_count.to(loss_sum.device).reshape(())
@@ -78,7 +81,12 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     if not _is_scalar(loss):
         raise _wrong_output(output)
     weight = float(_num_samples(batch) if count is None else count)
-    return loss.reshape(()) * weight, torch.tensor(weight, device=loss.device)
+    return _exact(loss) * weight, torch.tensor(weight, device=loss.device)
+
+
+def _exact(loss: Tensor) -> Tensor:
+    """A scalar, in float32 where the model computed it in half precision."""
+    return loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _wrong_output(output: Any) -> ColotrainError:

@@ -47,6 +47,8 @@ class Run:
     tiers: Tiers | None
     """Where model data rests; None where everything stays on the device."""
     gradients: gradients.GradientState
+    nominal_targets: float
+    """Targets of a step when none is masked."""
     train_data: BatchLoader
     validation_data: BatchLoader | None
     events: EventWriter
@@ -207,9 +209,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def new_totals(run: Run) -> StepTotals:
-    batch = run.plan.batch
-    nominal = float(batch.tokens_per_step or batch.global_batch)
-    return StepTotals(nominal=nominal, loss_scale=run.loss_scale.scale)
+    return StepTotals(nominal=run.nominal_targets, loss_scale=run.loss_scale.scale)
 
 
 def agree(run: Run, totals: StepTotals) -> StepResult:
@@ -300,7 +300,9 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
     micro_batches = range(run.plan.batch.accumulation_steps)
     ids = [run.train_data.ids(run.batch_index, index) for index in micro_batches]
     with again(run, phase="search for the first value that is not finite") as batches:
-        origin = locate(run.gradients, batches, ids, step=run.step + 1)
+        origin = locate(
+            run.gradients, batches, ids, step=run.step + 1, nominal=run.nominal_targets
+        )
     gradients.clear_(run.sharded.module)
     where = f"it began in {origin}" if origin else "a second pass was clean"
     problem = f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}"
@@ -309,7 +311,10 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
         run.events.write("note", text=problem)
     run.must_roll_back = run.plan.train.on_nonfinite == "rollback"
     if run.plan.train.on_nonfinite == "stop":
-        raise ColotrainError(problem, "lower optim.lr, or set train.on_nonfinite=skip or rollback")
+        fix = "lower optim.lr, or set train.on_nonfinite=skip or rollback"
+        if run.loss_scale.dynamic and not math.isfinite(result.loss):
+            fix = f"let the model compute its loss in float32 (logits.float()), {fix}"
+        raise ColotrainError(problem, fix)
 
 
 def measure_noise(run: Run) -> dict[str, Any]:

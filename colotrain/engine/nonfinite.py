@@ -91,7 +91,12 @@ class Watch:
 
 
 def locate(
-    state: GradientState, batches: Iterable[Batch], ids: list[list[int]], *, step: int
+    state: GradientState,
+    batches: Iterable[Batch],
+    ids: list[list[int]],
+    *,
+    step: int,
+    nominal: float,
 ) -> Origin | None:
     """Run the step's micro-batches again and say where the first bad value came up.
 
@@ -106,7 +111,7 @@ def locate(
             yield batch
 
     with watch.on():
-        totals = StepTotals(nominal=float(len(ids)))
+        totals = StepTotals(nominal=nominal)
         accumulate(state, watch.count(noted()), num=len(ids), totals=totals)
     mine = None
     if watch.found is not None:

@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.loader import BatchLoader, Split, open_samples, order_of
+from colotrain.data.loader import (
+    BatchLoader,
+    Split,
+    open_samples,
+    order_of,
+    targets_per_sample,
+)
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.allocator import place_what_passes, place_what_stays
@@ -192,7 +198,8 @@ def prepare(
     frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
     if not model.training:  # as transformers' from_pretrained leaves it
         model.train()
-    groups = agree_on_groups(model, plan, train_data)
+    trial = first_micro_batch(train_data) if rank == 0 else None
+    groups = agree_on_groups(model, plan, trial)
     prepare_blocks_(model, plan.train)
     mesh = make_mesh(plan.plugin, plan.cluster.device)
     tiers = None
@@ -218,6 +225,7 @@ def prepare(
         optimizer=optimizer,
         tiers=tiers,
         gradients=gradients.watch(sharded, frozen=frozen.reasons),
+        nominal_targets=agree_on_targets(plan, trial),
         train_data=train_data,
         validation_data=open_loader(plan, "validation", rank),
         events=events,
@@ -268,15 +276,18 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
 
 
 def agree_on_groups(
-    model: nn.Module, plan: RunPlan, data: BatchLoader
+    model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None
 ) -> list[tuple[str, list[nn.Module]]]:
-    """The groups that rank 0 finds: a user's forward may behave otherwise elsewhere."""
+    """The groups that rank 0 finds with its micro-batch `trial`.
+
+    A user's forward may behave otherwise elsewhere.
+    """
     found: list[list[tuple[str, list[str]]] | None] = [None]
     if dist.get_rank() == 0:
         groups = find_groups(
             model,
             chunk_bytes=plan.plugin.chunk_bytes,
-            batch=first_micro_batch(data),
+            batch=trial,
             kind=lambda name: stays_gathered(name, plan.plugin),
             split=plan.plugin.split_blocks,
         )
@@ -284,6 +295,15 @@ def agree_on_groups(
         found = [[(name, [names[id(m)] for m in modules]) for name, modules in groups]]
     dist.broadcast_object_list(found)
     return [(name, [model.get_submodule(m) for m in inside]) for name, inside in found[0] or []]
+
+
+def agree_on_targets(plan: RunPlan, trial: dict[str, Tensor] | None) -> float:
+    """Targets of a step when none is masked, as rank 0's micro-batch `trial` tells."""
+    found = torch.zeros((), dtype=torch.float64)
+    if trial is not None:
+        found += plan.batch.global_batch * targets_per_sample(trial)
+    dist.broadcast(found, 0)
+    return found.item()
 
 
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
