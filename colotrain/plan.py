@@ -16,6 +16,8 @@ from colotrain.records import from_plain, to_plain
 from colotrain.tiers import Budget
 
 SCHEMA = 1
+READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
+"""Why the ranks of a smoke run stop after their first step."""
 
 Recompute = Literal["none", "selective", "blocks"]
 """What backward computes again: nothing, what is cheap in each block, or all of it."""
@@ -281,6 +283,8 @@ class RunPlan:
     """Forward and backward, per trained token."""
     time: Prediction = field(default_factory=Prediction)
     warnings: tuple[str, ...] = ()
+    smoke: bool = False
+    """Ranks that begin anew save and leave after one step; the next launch resumes from there."""
 
     @property
     def snapshot_bytes(self) -> int:

@@ -31,6 +31,14 @@ Sweep = Annotated[
     typer.Option("--sweep", help="A run for every combination of values: optim.lr=1e-3,3e-4."),
 ]
 
+Smoke = Annotated[
+    bool,
+    typer.Option(
+        "--smoke",
+        help="Try the setup: two short steps, the second resumed from a checkpoint.",
+    ),
+]
+
 
 def refuse(beside: str, **options: object) -> None:
     """Raise `UsageError` where options were given that mean nothing beside `beside`."""

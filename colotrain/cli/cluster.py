@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep, refuse
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, refuse
 from colotrain.errors import UsageError
 
 
@@ -26,6 +26,7 @@ def submit(
     max_parallel: Annotated[
         int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)
     ] = None,
+    smoke: Smoke = False,
     force: Force = False,
     as_json: Json = False,
 ) -> int:
@@ -34,10 +35,11 @@ def submit(
 
     what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
     if sweep:
+        refuse("--sweep", smoke=smoke)
         return module.submit_sweep(overrides or [], max_parallel=max_parallel, **what)
     if max_parallel is not None:
         raise UsageError("--max-parallel: expected --sweep beside it", "add --sweep")
-    return module.submit(overrides or [], **what)
+    return module.submit(overrides or [], smoke=smoke, **what)
 
 
 def node(

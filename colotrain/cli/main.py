@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from colotrain.cli import cluster, inputs
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Sweep, refuse
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, refuse
 from colotrain.errors import ColotrainError, UsageError
 
 app = typer.Typer(
@@ -51,10 +51,11 @@ def run(
         bool, typer.Option("--detach", help="Train in the background; print the run's folder.")
     ] = False,
     sweep: Sweep = False,
+    smoke: Smoke = False,
 ) -> int:
     """Train, and follow the run until it ends."""
     if sweep:
-        refuse("--sweep", detach=detach)
+        refuse("--sweep", detach=detach, smoke=smoke)
         from colotrain.cli.sweeps import run_sweep
 
         return run_sweep(overrides or [], as_json=as_json, force=force)
@@ -64,7 +65,7 @@ def run(
         warm_up()  # before anything else is imported here
     from colotrain.cli.run import run as start
 
-    return start(overrides or [], as_json=as_json, force=force, detach=detach)
+    return start(overrides or [], as_json=as_json, force=force, detach=detach, smoke_run=smoke)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from colotrain.config.checks import split_address
@@ -11,6 +11,7 @@ from colotrain.config.machine import Machine
 from colotrain.config.plugin import Situation
 from colotrain.config.remedy import remedy
 from colotrain.config.sizes import format_size
+from colotrain.config.smoke import shrink
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.estimate.cache import kept
 from colotrain.estimate.layout import MARGIN, fits
@@ -50,12 +51,14 @@ def settle(
     *,
     here: bool = True,
     several: bool = False,
+    smoke: bool = False,
     adjust: Callable[[dict[str, Any]], None] = lambda config: None,
 ) -> Setting:
     """Compose the arguments and resolve them; raises `ConfigError` with all problems.
 
     `here`: the plan is to run on this machine, so its ranks must find a place on it; `several`:
-    on others too. `adjust` changes the composed configuration in place.
+    on others too. `smoke`: the plan is the smoke run of what the arguments describe. `adjust`
+    changes the composed configuration in place.
     """
     from colotrain.config.compose import gather
     from colotrain.config.machine import this_machine
@@ -64,6 +67,10 @@ def settle(
     adjust(config)
     machine = this_machine()
     plan, situation = _resolve(config, machine, found=problems)
+    if smoke:
+        config = shrink(config, plan)
+        plan, situation = _resolve(config, machine)
+        plan = replace(plan, smoke=True)
     if here:
         check_place(plan, machine, several=several)
     return Setting(config=config, plan=plan, situation=situation, machine=machine)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colotrain.cli import smoke
 from colotrain.cli.output import print_json, stderr_console
 from colotrain.cli.resolving import check_fits, place_of, settle
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
@@ -27,9 +28,16 @@ if TYPE_CHECKING:
 ALONE = Node()
 
 
-def run(overrides: list[str], *, as_json: bool, force: bool = False, detach: bool = False) -> int:
+def run(
+    overrides: list[str],
+    *,
+    as_json: bool,
+    force: bool = False,
+    detach: bool = False,
+    smoke_run: bool = False,
+) -> int:
     """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere."""
-    setting = settle(overrides, several=True)
+    setting = settle(overrides, several=True, smoke=smoke_run)
     plan = setting.plan
     node = place_of(setting.config, plan)
     if not force:
@@ -108,8 +116,12 @@ def train(
     exit_code, cause = carry_out(plan, rundir, config, node=node, console=console)
     document, view = sum_up(plan, rundir)
     print_summary(console, document, plan, view=view)
+    if plan.smoke and (line := smoke.close(document, plan, rundir)):
+        print(line, file=sys.stderr, flush=True)
     if as_json:
         print_json(document)
+    if exit_code == ColotrainError.exit_code and plan.smoke:
+        raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
     return exit_code
@@ -122,6 +134,8 @@ def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
 
     view = follow(rundir)
     document = summary(view, plan, rundir)
+    if plan.smoke:
+        document["smoke"] = smoke.report(view, plan, rundir)
     rundir.write_summary(document)
     return document, view
 
@@ -129,12 +143,13 @@ def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
 def help_out(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> int:
     """Run this node's workers of a run that node 0 leads: it writes the plan and the summary."""
     from colotrain.launch.elastic import launch
+    from colotrain.launch.smoke import launch_and_resume
 
     rundir.create()
     prepare_data(plan, console)
     where = f"node 0 at {node.host}:{node.port}"
     print(f"node {node.rank} of {rundir.name}: with {where}", file=sys.stderr, flush=True)
-    exit_code, cause = launch(plan, rundir, node=node)
+    exit_code, cause = (launch_and_resume if plan.smoke else launch)(plan, rundir, node=node)
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(f"node {node.rank}: {cause}", "see what node 0 says")
     return exit_code
@@ -150,6 +165,7 @@ def carry_out(
 ) -> tuple[int, str]:
     """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
     from colotrain.launch.elastic import launch
+    from colotrain.launch.smoke import launch_and_resume
     from colotrain.observe import liveness
     from colotrain.observe.fold import Fold
     from colotrain.observe.progress import progress_for
@@ -166,7 +182,8 @@ def carry_out(
                 fold.add(events)
                 shown.update(fold.view(), [*events, *trackers.take(events)])
 
-            ended = launch(plan, rundir, follow=show, node=node)
+            start = launch_and_resume if plan.smoke else launch
+            ended = start(plan, rundir, follow=show, node=node)
             shown.update(fold.view(), trackers.close())
     return ended
 

@@ -28,9 +28,10 @@ def submit(
     dry_run: bool = False,
     test_only: bool = False,
     force: bool = False,
+    smoke: bool = False,
 ) -> int:
     """Submit one run as one job; with `dry_run` print its script and leave nothing behind."""
-    setting = settle_job(overrides, force=force)
+    setting = settle_job(overrides, force=force, smoke=smoke)
     plan = setting.plan
     rundir = RunDir(RUNS / plan.name)
     slurm = section(setting.config)
@@ -127,9 +128,9 @@ def _element(element: Element) -> dict[str, Any]:
     return {"run": element.run, "chosen": element.chosen}
 
 
-def settle_job(overrides: list[str], *, force: bool) -> Setting:
+def settle_job(overrides: list[str], *, force: bool, smoke: bool = False) -> Setting:
     """A plan for the cluster's machines: the GPUs that the job asks for count, not those here."""
-    setting = settle(overrides, here=False, adjust=_take_gpus)
+    setting = settle(overrides, here=False, smoke=smoke, adjust=_take_gpus)
     if not force:
         check_fits(setting)
     return setting

@@ -38,8 +38,13 @@ if TYPE_CHECKING:
 
 
 def save(run: Run) -> None:
-    """Begin to write a checkpoint of the steps done so far, once."""
+    """Begin to write a checkpoint of the steps done so far, once.
+
+    The end of a smoke run is not saved: its first step was, and that was read back.
+    """
     if not run.plan.checkpoint.enabled or run.saved_step == run.step:
+        return
+    if run.plan.smoke and run.step == run.plan.train.max_steps:
         return
     run.at("checkpoint")
     # what rests on disk is not copied to memory: it is written before training goes on

@@ -30,7 +30,7 @@ from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
-from colotrain.plan import RunPlan
+from colotrain.plan import READ_BACK, RunPlan
 from colotrain.rundir import NOISE, RunDir
 
 
@@ -117,6 +117,7 @@ def train(run: Run) -> str:
     Returns "finished" or "stopped"; the state is saved in both cases.
     """
     plan = run.plan
+    leaves_early = plan.smoke and run.step == 0
     if run.step == 0:
         evaluate(run)
         if plan.train.on_nonfinite == "rollback":
@@ -156,7 +157,9 @@ def train(run: Run) -> str:
         if is_due(run.step, plan.elastic.check_every):
             run.at("search for corruption")
             run.guard.after_update(run)
-        if result.stop and run.step < plan.train.max_steps:
+        if leaves_early:
+            run.stop_reason = run.stop_reason or READ_BACK
+        if (result.stop or leaves_early) and run.step < plan.train.max_steps:
             checkpoint.save(run)
             checkpoint.finish_saving(run)
             run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")

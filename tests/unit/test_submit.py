@@ -111,6 +111,17 @@ def test_ranks_follow_the_gpus_that_the_job_asks_for(
     assert queue.recall(RunDir("runs/big")) == queue.Submitted(job="77", script=document["script"])
 
 
+def test_a_smoke_run_is_submitted_under_a_name_of_its_own(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(slurm, "sbatch", 'case "$1" in --test-only) echo fine >&2;; *) echo "77;lab";; esac')
+    assert guarded(["submit", *TINY, "name=real", "cluster.nodes=2", "--smoke", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["run"].startswith("real-smoke-")
+    plan = RunDir(document["run_dir"]).plan()
+    assert (plan.smoke, plan.cluster.nodes, plan.train.max_steps) == (True, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("section", "number"),
     [

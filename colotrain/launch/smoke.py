@@ -1,0 +1,38 @@
+"""The two launches of a smoke run: to its first checkpoint, and on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from colotrain.errors import ColotrainError
+from colotrain.launch.elastic import EXIT_CODES, launch
+from colotrain.launch.rendezvous import Node
+from colotrain.observe.events import Event
+from colotrain.plan import READ_BACK, RunPlan
+from colotrain.rundir import RunDir
+
+
+def launch_and_resume(
+    plan: RunPlan,
+    rundir: RunDir,
+    *,
+    follow: Callable[[list[Event]], None] = lambda events: None,
+    node: Node | None = None,
+) -> tuple[int, str]:
+    """Run the plan's workers, which leave after a step, and new ones that resume what they saved.
+
+    Every node's launcher calls this; arguments and result are those of `launch`.
+    """
+    reasons: list[str] = []
+
+    def note(events: list[Event]) -> None:
+        reasons.extend(event.text("reason") for event in events if event.kind == "stopped")
+        follow(events)
+
+    exit_code, cause = launch(plan, rundir, follow=note, node=node)
+    if exit_code == EXIT_CODES["preempted"] and READ_BACK in reasons:
+        reasons.clear()
+        exit_code, cause = launch(plan, rundir, follow=note, node=node)
+        if READ_BACK in reasons:
+            return ColotrainError.exit_code, "the second launch did not resume from the checkpoint"
+    return exit_code, cause
