@@ -23,7 +23,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage
 
 from colotrain.engine.sharding import Group, ShardedModel, numel_of, put_shard
 from colotrain.engine.shared_memory import PAGE, SharedMemory, Unavailable, round_up
-from colotrain.errors import ColotrainError
 from colotrain.observe.probes import leave_out
 
 MADV_POPULATE_WRITE = 23
@@ -56,8 +55,6 @@ class Common:
             self.memory = SharedMemory(group, end, num_bells=1, share_of_free=SHARE_OF_FREE_MEMORY)
         self.parts: dict[str, Group] = {}
         """Name → what is held in common now."""
-        self.before: dict[str, int] = {}
-        """Parameter → its version before the first forward."""
 
     def _sizes(self, part: Group) -> list[int]:
         """Bytes of each parameter, whole and padded."""
@@ -83,7 +80,6 @@ class Common:
             self.parts[part.name] = part
         root = self.sharded.module
         root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
-        self.check = root.register_forward_hook(lambda *_: self._check_first_forward())
 
     def _meet(self) -> None:
         """Before a forward: wait for the others' updates, unless parameters are in use already.
@@ -94,22 +90,6 @@ class Common:
         in_use = root and all(params.is_unsharded for params in root)
         if self.memory is not None and not in_use:
             self.memory.meet(MEETING, "the parameters' update")
-        self.before = self.before or self._versions()
-
-    def _versions(self) -> dict[str, int]:
-        """How often torch has changed each parameter's memory in place here."""
-        wholes = {p._param_fqn: vars(p).get("_colotrain_whole") for p in self.sharded.fsdp_params()}
-        return {name: whole._version for name, whole in wholes.items() if whole is not None}
-
-    def _check_first_forward(self) -> None:
-        """It may not have changed a parameter, which is the other ranks', too."""
-        self.check.remove()
-        for name, version in self._versions().items():
-            if version != self.before[name]:
-                raise ColotrainError(
-                    f"model: forward changes {name} in place (as max_norm does)",
-                    "leave it as it is, or change it in train.on_gradients",
-                )
 
     def populate(self) -> None:
         """Touch what is in common, so that from here on it counts: a rank's own share of it."""

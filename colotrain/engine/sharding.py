@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
@@ -79,6 +80,9 @@ class ShardedModel:
     groups: tuple[Group, ...]
     plugin: PluginPlan
     mesh: DeviceMesh
+    attached: dict[str, Attached] = field(default_factory=dict)
+    """Parameter name → hooks and attributes that the user's code gave it."""
+
     calls: list[int] = field(default_factory=list)
     """Indices of the groups in the order in which this step's forwards called them."""
 
@@ -121,6 +125,7 @@ def shard_(
     All ranks must call. Freeze beforehand. Parameters, gradients and updates of the groups that
     `offloads(index)` names (the root's index is the last) are on the host, beside a GPU.
     """
+    attached = attached_to(model)
     compute = COMPUTE_DTYPE[plan.train.precision]
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32 if compute else None
@@ -148,8 +153,15 @@ def shard_(
         group.handle.set_force_sum_reduction_for_comms(True)
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     sharded = ShardedModel(
-        module=model, source=plan.model, groups=tuple(groups), plugin=plan.plugin, mesh=mesh
+        module=model,
+        source=plan.model,
+        groups=tuple(groups),
+        plugin=plan.plugin,
+        mesh=mesh,
+        attached=attached,
     )
+    attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
+    ForwardWatch(list(sharded.fsdp_params())).install(model)
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
@@ -251,6 +263,9 @@ def materialise_(
         fill_(model, source, seed=seed, release=release, **keeps)  # type: ignore[arg-type]
     else:
         house(False)
+    for name, parameter in model.named_parameters():
+        if name in sharded.attached and not isinstance(parameter, DTensor):
+            sharded.attached[name].register(parameter, ranks=sharded.mesh.size())
     sharded.groups[-1].handle._get_fsdp_state()._lazy_init()  # settles where the shards live
 
 

@@ -276,6 +276,29 @@ class OwnInit(Stack):
                 nn.init.trunc_normal_(module.bias, std=0.02)
 
 
+class Hooks(Stack):
+    """Gradients that the model's own hooks mask: by a product, in place, and not any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = torch.ones(CLASSES, 1)
+        rows[:2] = 0.0
+        self.head.weight.register_hook(lambda grad: grad * rows)
+        self.layers[0].linear.weight.register_hook(self.without_first_row)
+        self.layers[1].linear.weight.register_hook(torch.zeros_like).remove()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.scale.register_hook(lambda grad: grad * 3.0)
+        self.layers[2].linear.bias.gain = 1.5  # type: ignore[attr-defined]
+
+    @staticmethod
+    def without_first_row(grad: Tensor) -> None:
+        grad[0] = 0.0
+
+    def features(self, x: Tensor) -> Tensor:
+        gain = self.layers[2].linear.bias.gain  # type: ignore[union-attr]
+        return super().features(x * gain) * self.scale
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -296,6 +319,7 @@ MODELS = {
         OwnFreeze,
         Switching,
         OwnInit,
+        Hooks,
     )
 }
 

@@ -1,0 +1,199 @@
+"""What users' code attaches to parameters, and what its forward does to them.
+
+`fully_shard` replaces every parameter twice: by the shard that a rank keeps, and by the whole
+parameter that a forward computes with. Hooks and attributes of the user's parameter are moved to
+these; what cannot be moved is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.errors import ColotrainError
+
+Hook = Callable[[Tensor], Tensor | None]
+NOT_THE_USERS = ("_fsdp", "_is_param")
+"""Beginnings of the attributes that torch itself sets on parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """What the user's code attached to one parameter."""
+
+    attributes: dict[str, Any]
+    hooks: Mapping[int, Hook]
+    """As `register_hook` keeps them: a hook that is removed later is gone from here, too."""
+    dtype: torch.dtype
+    """The parameter's own, in which its hooks expect gradients."""
+
+    def set_attributes(self, parameter: Tensor) -> None:
+        parameter.__dict__.update(self.attributes)
+
+    def register(self, parameter: Tensor, *, ranks: int) -> None:
+        """Have `parameter`, which computes for the user's, call the user's hooks."""
+        self.set_attributes(parameter)
+        if not self.hooks:
+            return
+        parameter._backward_hooks = None  # a parameter that is not sharded has them already
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later
+        parameter.register_hook(lambda grad: self._call(grad, ranks))
+        parameter.requires_grad_(trains)
+
+    def _call(self, grad: Tensor, ranks: int) -> Tensor:
+        """The gradient as the hooks leave it.
+
+        Hooks see what they would see under DDP, where a rank's gradient is not yet divided by the
+        number of ranks, in the parameter's dtype. They may change it in place.
+        """
+        seen = grad.to(self.dtype)
+        seen = seen * ranks if ranks > 1 else seen
+        for hook in list(self.hooks.values()):
+            changed = hook(seen)
+            seen = seen if changed is None else changed
+        seen = seen / ranks if ranks > 1 else seen
+        return seen.to(grad.dtype)
+
+
+def attached_to(model: nn.Module) -> dict[str, Attached]:
+    """Parameter name → what is attached to it, before `model` is sharded.
+
+    Raises `ColotrainError` for what sharding would lose.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        _refuse_what_is_lost(name, parameter)
+        attributes = {
+            key: value
+            for key, value in vars(parameter).items()
+            if not key.startswith(NOT_THE_USERS)
+        }
+        hooks = parameter._backward_hooks or {}
+        if attributes or hooks:
+            found[name] = Attached(attributes=attributes, hooks=hooks, dtype=parameter.dtype)
+    return found
+
+
+def _refuse_what_is_lost(name: str, parameter: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ColotrainError(
+            f"model: {name} has no shape yet (a lazy module)",
+            "give the module its sizes, or run a forward before the model is returned",
+        )
+    if parameter._post_accumulate_grad_hooks:
+        raise ColotrainError(
+            f"model: {name} has a hook of register_post_accumulate_grad_hook, which would see "
+            "neither the whole gradient nor the whole parameter",
+            "use register_hook to change its gradient, and optim to update it",
+        )
+
+
+def attach_(
+    model: nn.Module, fsdp_params: Iterator[Any], attached: Mapping[str, Attached], *, ranks: int
+) -> None:
+    """Move what `attached_to` found to the shards, and to the whole parameters once they exist.
+
+    `fsdp_params` are torch's own records of the model's sharded parameters.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for param in fsdp_params:
+        found = attached.get(names[param.sharded_param])
+        if found is not None:
+            found.set_attributes(param.sharded_param)
+            when_whole(param, partial(found.register, ranks=ranks))
+
+
+def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
+    """Call `act` once, with the whole parameter that torch makes at the first use of `param`.
+
+    It makes one object, whose memory comes and goes.
+    """
+    before = param.to_unsharded
+
+    def to_unsharded() -> None:
+        param.to_unsharded = before
+        act(param._unsharded_param)
+        before()
+
+    param.to_unsharded = to_unsharded
+
+
+class Whole(nn.Parameter):
+    """A whole parameter whose `.data` is noted while a forward runs.
+
+    What is changed through `.data` does not count in the parameter's own version.
+    """
+
+    _watch: ForwardWatch
+    _name: str
+
+    @property
+    def data(self) -> Tensor:
+        alias: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if self._watch.running:
+            self._watch.aliases.append((self._name, alias))
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if self._watch.running:
+            raise changed_in_place(self._name)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, eq=False)
+class ForwardWatch:
+    """Ends the run when a forward changes a sharded parameter in place.
+
+    The change would be lost where parameters are gathered, and made by every rank on one memory
+    where they are shared. torch counts changes in a tensor's version.
+    """
+
+    params: list[Any]
+    """torch's own records."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Index of the parameter → its version when the forward began."""
+    aliases: list[tuple[str, Tensor]] = field(default_factory=list)
+    running: bool = False
+
+    def install(self, root: nn.Module) -> None:
+        for index, param in enumerate(self.params):
+            when_whole(param, partial(self._adopt, index))
+        root.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+        root.register_forward_hook(lambda *_: self._end())
+
+    def _adopt(self, index: int, whole: nn.Parameter) -> None:
+        if type(whole) is nn.Parameter:
+            whole.__class__ = Whole
+            whole._watch, whole._name = self, self.params[index]._param_fqn  # type: ignore[attr-defined]
+        self.versions[index] = whole._version
+
+    def _begin(self) -> None:
+        for index in self.versions:
+            self.versions[index] = self.params[index]._unsharded_param._version
+        self.aliases.clear()
+        self.running = True
+
+    def _end(self) -> None:
+        self.running = False
+        aliases, self.aliases = self.aliases, []
+        for name, alias in aliases:
+            if alias._version:
+                raise changed_in_place(name)
+        for index, version in self.versions.items():
+            param = self.params[index]
+            if param._unsharded_param._version != version:
+                raise changed_in_place(param._param_fqn)
+
+
+def changed_in_place(name: str) -> ColotrainError:
+    return ColotrainError(
+        f"model: forward changes {name} in place (as max_norm and clamps do)",
+        "compute with a changed copy, or change it in train.on_gradients",
+    )

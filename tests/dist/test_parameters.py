@@ -1,0 +1,145 @@
+"""What users' code attaches to parameters, and what its forward does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from colotrain.engine.accumulation import StepTotals, accumulate
+from colotrain.engine.common import hold_in_common
+from colotrain.engine.gradients import watch
+from colotrain.engine.sharding import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.errors import ColotrainError
+from colotrain.plan import RunPlan
+from tests.dist.test_transport import plan_of, run
+
+
+class Clamped(nn.Module):
+    """A hook that is no linear function of the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        for parameter in (self.linear.weight, self.scale):
+            parameter.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.linear(x) * self.scale, labels)
+
+
+def batch_of(rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(4, 6, generator=generator)
+    return {"x": x, "labels": torch.randint(0, 5, (4,), generator=generator)}
+
+
+def sharded_model(model: nn.Module, plan: RunPlan, *, shared: bool) -> ShardedModel:
+    sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
+    common = hold_in_common(sharded) if shared else None
+    house = common.house if common is not None else lambda fresh: None
+    materialise_(sharded, device="cpu", seed=0, house=house)
+    return sharded
+
+
+def clamps_as_under_ddp(rank: int, *plans: RunPlan) -> None:
+    replica = DistributedDataParallel(Clamped())
+    replica(**batch_of(rank)).backward()
+    for plan in plans:
+        sharded = sharded_model(Clamped(), plan, shared=False)
+        state = watch(sharded, frozen={})
+        accumulate(state, [batch_of(rank)], num=1, totals=StepTotals(nominal=8.0))
+        for ours, theirs in zip(
+            sharded.module.parameters(), replica.module.parameters(), strict=True
+        ):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            whole = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+            torch.testing.assert_close(whole, theirs.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_hook_sees_what_it_sees_under_ddp() -> None:
+    run(clamps_as_under_ddp, 2, *(plan_of(plugin, 2) for plugin in ("zero1", "zero3")))
+
+
+class Changes(nn.Module):
+    """A forward that changes its embedding in one of many ways."""
+
+    def __init__(self, how: Callable[[Tensor], object] | None, *, training: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, max_norm=None if how else 0.1)
+        self.how, self.only_in_training = how, training
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how is not None and (self.training or not self.only_in_training):
+            self.how(self.embed.weight)
+        return self.embed(x).square().mean()
+
+
+@torch.no_grad()
+def clamps(weight: Tensor) -> None:
+    weight.clamp_(-0.1, 0.1)
+
+
+def clamps_data(weight: Tensor) -> None:
+    weight.data[1:].clamp_(-0.1, 0.1)
+
+
+def clamps_detached(weight: Tensor) -> None:
+    weight.detach()[0].zero_()
+
+
+def replaces_data(weight: Tensor) -> None:
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
+def only_reads(weight: Tensor) -> None:
+    weight.data.norm(), weight.detach().norm()
+
+
+def finds_changes(rank: int, *plans: RunPlan) -> None:
+    for how in (None, clamps, clamps_data, clamps_detached, replaces_data, only_reads):
+        for plan in plans:
+            for shared in (False, True):
+                finds_change(how, plan, shared=shared, training=how is not None)
+
+
+def finds_change(
+    how: Callable[[Tensor], object] | None, plan: RunPlan, *, shared: bool, training: bool
+) -> None:
+    module = sharded_model(Changes(how, training=training), plan, shared=shared).module
+    x = torch.arange(8)
+    if training:
+        module.eval()
+        module(x)
+        module.train()
+    if how is only_reads:
+        module(x)
+        return
+    with pytest.raises(ColotrainError, match=r"changes embed\.weight in place"):
+        module(x)
+
+
+def test_a_forward_that_changes_a_parameter_in_place_is_an_error_that_names_it() -> None:
+    plans = (plan_of("zero1", 2), plan_of("zero3", 2), plan_of("zero2", 2, "train.precision=bf16"))
+    run(finds_changes, 2, *plans)
+
+
+def refuses(rank: int, plan: RunPlan) -> None:
+    model = nn.Linear(4, 4)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ColotrainError, match="weight has a hook of register_post_accumulate"):
+        sharded_model(model, plan, shared=False)
+    with pytest.raises(ColotrainError, match=r"0\.weight has no shape yet"):
+        sharded_model(nn.Sequential(nn.LazyLinear(4)), plan, shared=False)
+
+
+def test_what_sharding_would_lose_is_refused_with_the_parameters_name() -> None:
+    run(refuses, 1, plan_of("zero2", 1))
