@@ -13,6 +13,7 @@ from typing import Any
 
 from colotrain.observe.events import Event, EventReader
 from colotrain.rundir import RunDir
+from tests.processes import Process, launchers
 
 COMMAND_TIMEOUT_S = 800  # of a busy machine
 SMALL = (
@@ -46,6 +47,8 @@ class Colotrain:
     """The command line, in `cwd`."""
 
     cwd: Path
+    cold: bool = False
+    """Each a new Python, as a user's; else forks of a warm one, which have imported everything."""
 
     def __call__(self, *arguments: str, env: dict[str, str] | None = None) -> Result:
         process = self.start(*arguments, env=env)
@@ -54,11 +57,14 @@ class Colotrain:
 
     def start(
         self, *arguments: str, env: dict[str, str] | None = None, new_session: bool = False
-    ) -> subprocess.Popen[str]:
+    ) -> Process | subprocess.Popen[str]:
+        words, environment = ["-m", "colotrain", *arguments], os.environ | {"CI": "1"} | (env or {})
+        if not self.cold and not new_session:  # whose group has all its processes
+            return Process(launchers(), words, cwd=self.cwd, environment=environment)
         return subprocess.Popen(
-            [sys.executable, "-m", "colotrain", *arguments],
+            [sys.executable, *words],
             cwd=self.cwd,
-            env={**os.environ, "CI": "1", **(env or {})},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

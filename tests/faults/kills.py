@@ -83,7 +83,7 @@ def every_operation() -> list[Kill]:
     ]
 
 
-def environment(mark: str, kills: Sequence[Kill] = ()) -> dict[str, str]:
+def environment(kills: Sequence[Kill] = ()) -> dict[str, str]:
     orders = [
         {
             "whom": "launcher" if kill.whom == "launcher" else "self",
@@ -94,7 +94,7 @@ def environment(mark: str, kills: Sequence[Kill] = ()) -> dict[str, str]:
         if kill.after_s is None
     ]
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return {"PYTHONPATH": path, "PLANT": json.dumps({"kills": orders}), "KILLS_MARK": mark}
+    return {"PYTHONPATH": path, "PLANT": json.dumps({"kills": orders})}
 
 
 def inflict(
@@ -105,18 +105,18 @@ def inflict(
     All kills are of one kind: at a time, or before a file operation. AssertionError where the run
     does not end as it should.
     """
-    mark, timed = f"{os.getpid()}-{name}", [kill for kill in kills if kill.after_s is not None]
+    timed = [kill for kill in kills if kill.after_s is not None]
     command: tuple[str, ...] = ("run", *plan(steps), f"plugin={plugin}", f"name={name}")
     happened = 0
     for _ in range(len(kills) + 1):
-        process = colotrain.start(*command, env=environment(mark, kills))
+        process = colotrain.start(*command, env=environment(kills))
         (colotrain.cwd / "launcher.pid").write_text(str(process.pid))
         try:
             happened += kill_one_by_one(colotrain, name, process, timed)
             _, err = process.communicate(timeout=TIMEOUT_S)
         finally:
             process.kill()
-        wait_until_gone(mark)
+        wait_until_gone(colotrain.cwd)
         if process.returncode == 0:
             break
         # killed, or a rank was before the first step: it would fail again, and is not restarted
@@ -170,19 +170,20 @@ def events(colotrain: Colotrain, name: str) -> list:
     return colotrain.events(name) if colotrain.rundir(name).events.is_dir() else []
 
 
-def wait_until_gone(mark: str, timeout_s: float = 20) -> None:
+def wait_until_gone(folder: Path, timeout_s: float = 20) -> None:
     """No process that the run started is left."""
     deadline = time.monotonic() + timeout_s
-    while left := processes(mark):
+    while left := processes(folder):
         assert time.monotonic() < deadline, f"processes are left: {left}"
         time.sleep(0.05)
 
 
-def processes(mark: str) -> list[int]:
+def processes(folder: Path) -> list[int]:
+    """Those that work in this folder, as all do that a run has started there."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*/cwd"):
         try:
-            if f"KILLS_MARK={mark}\0".encode() in path.read_bytes():
+            if path.readlink() == folder.resolve():
                 found.append(int(path.parent.name))
         except OSError:
             continue
@@ -238,7 +239,7 @@ def main() -> None:
 def straight(colotrain: Colotrain, plugin: str, steps: int = STEPS) -> list[float]:
     """The losses of the run that nothing happens to."""
     command = ("run", *plan(steps), f"plugin={plugin}", "name=straight", "--json")
-    result = colotrain(*command, env=environment("straight"))
+    result = colotrain(*command, env=environment())
     assert result.code == 0, result.err
     return losses(result.json)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -47,10 +46,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 def test_a_run_has_nothing_in_shared_memory_that_a_kill_could_leave(
     colotrain: Colotrain, started: Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
 ) -> None:
-    mark = f"{os.getpid()}-named"
-    running = started(colotrain.start("run", *plan(2000), "name=named", env=environment(mark)))
+    running = started(colotrain.start("run", *plan(2000), "name=named", env=environment()))
     wait_for_step(colotrain, "named", 1)
-    found = {pid: Path(f"/proc/{pid}/maps").read_text() for pid in processes(mark)}
+    found = {pid: Path(f"/proc/{pid}/maps").read_text() for pid in processes(colotrain.cwd)}
     assert sum("libtorch" in maps for maps in found.values()) >= 3  # the launcher, two workers
     assert not [line for maps in found.values() for line in maps.splitlines() if "/dev/shm" in line]
     running.send_signal(signal.SIGTERM)
