@@ -14,7 +14,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all bench lint types fmt docs site wheel constraints clean
+.PHONY: help run test test-slow test-all bench lint types fmt docs site wheel constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -30,7 +30,10 @@ run: $(VENV)/.core ## install, then train the smallest recipe (or ARGS)
 test: lint types ## install, then every check, and every test that is not slow
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
-test-all: lint types ## the slow tests, too
+test-slow: $(VENV)/.dev ## the slow tests alone: new processes, several hosts, SLURM's jobs, terminals, minutes
+	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
+
+test-all: lint types ## every check, and every test
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff: mistakes and formatting

@@ -104,11 +104,13 @@ def finished_run(environment: Path, folder: Path, overrides: list[str]) -> dict[
     return summary
 
 
+@pytest.mark.slow
 def test_a_run_from_an_empty_folder(environment: Path, empty: Path) -> None:
     short = ["recipe=llm-tiny", "train.max_steps=2", "cluster.procs_per_node=2"]
     assert finished_run(environment, empty, short)["optimizer_steps"] == 2
 
 
+@pytest.mark.slow
 def test_the_readmes_own_model_trains(environment: Path, empty: Path) -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     files = re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)

@@ -62,6 +62,7 @@ def straight(tmp_path: Path) -> dict[int, float]:
     return losses(Colotrain(tmp_path).run(*PLAN, "plugin=zero3", RANKS, "name=straight"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_hosts", [2, 4])
 def test_hosts_give_the_losses_of_one(tmp_path: Path, num_hosts: int) -> None:
     """fsdp-hybrid 2 × 2, with two ranks on each of two hosts, or one on each of four."""
@@ -79,6 +80,7 @@ def test_hosts_give_the_losses_of_one(tmp_path: Path, num_hosts: int) -> None:
     assert many["memory"]["peak_by_rank"][3] > 0
 
 
+@pytest.mark.slow
 def test_a_node_that_differs_is_refused_by_name(two_hosts: list[Host], tmp_path: Path) -> None:
     head = f"cluster.head={two_hosts[0].address}:{PORT}"
     shared = (*PLAN, "cluster.nodes=2", RANKS, head, "name=odd")
@@ -116,6 +118,7 @@ def test_a_node_without_the_shared_folder_is_refused(monkeypatch: pytest.MonkeyP
     meeting.close()
 
 
+@pytest.mark.slow
 def test_a_host_is_killed_and_the_other_goes_on(
     two_hosts: list[Host], tmp_path: Path, straight: dict[int, float]
 ) -> None:
@@ -142,6 +145,7 @@ def wait(model, step):
 """
 
 
+@pytest.mark.slow
 def test_a_host_joins_late(two_hosts: list[Host], tmp_path: Path) -> None:
     """What the first host had done is kept; the global batch and so the losses stay."""
     elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=30")
@@ -169,6 +173,7 @@ def test_a_host_joins_late(two_hosts: list[Host], tmp_path: Path) -> None:
     assert "node 1 joins" in restart.fields["cause"]
 
 
+@pytest.mark.slow
 def test_the_host_of_the_meeting_dies(two_hosts: list[Host], tmp_path: Path) -> None:
     """The other one ends in bounded time and says why."""
     _, second = begin(two_hosts, tmp_path, "headless", RANKS, "train.max_steps=5000")
@@ -182,6 +187,7 @@ def test_the_host_of_the_meeting_dies(two_hosts: list[Host], tmp_path: Path) -> 
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_cable_is_out_for_three_seconds(
     two_hosts: list[Host], tmp_path: Path, straight: dict[int, float]
 ) -> None:

@@ -30,6 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     yield from _site(tmp_path_factory.mktemp("slurm"), requeue_exit=True)
 
 
+@pytest.mark.slow
 def test_the_script_for_hand_writers_runs_on_two_nodes(site: Site) -> None:
     settings = [o for o in (*PLAN, FAST) if not o.startswith(("cluster.nodes", "cluster=slurm"))]
     text = SCRIPT.read_text()
@@ -56,6 +57,7 @@ def test_the_script_for_hand_writers_runs_on_two_nodes(site: Site) -> None:
     assert site.rundir("by-hand").finished_file.exists()
 
 
+@pytest.mark.slow
 def test_the_doctor_sees_all_nodes_of_an_allocation(site: Site) -> None:
     command = [sys.executable, "-m", "colotrain", "doctor", "--all-nodes", "--json"]
     done = subprocess.run(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ import pytest
 
 from colotrain.observe.events import Event, EventReader
 from colotrain.rundir import RunDir
+from tests.running import Colotrain
 from tests.slurm.lab import Lab, missing, running
 
 REASON = missing()
@@ -54,16 +53,9 @@ class Site:
     cwd: Path
 
     def colotrain(self, *arguments: str, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "colotrain", *arguments],
-            cwd=self.cwd,
-            env={**self.lab.environment, "CI": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout if code == 0 else done.stderr
+        done = Colotrain(self.cwd)(*arguments, env=self.lab.environment)
+        assert done.code == code, done.out + done.err
+        return done.out if code == 0 else done.err
 
     def submit(self, *overrides: str) -> str:
         """Submit a run; its job."""
@@ -116,6 +108,7 @@ def straight(site: Site) -> dict[int, float]:
     return site.losses("straight")
 
 
+@pytest.mark.slow
 def test_a_job_runs_on_two_nodes_and_can_be_looked_at(
     site: Site, straight: dict[int, float]
 ) -> None:
@@ -154,6 +147,7 @@ def test_what_cannot_run_is_refused_at_submit(
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_stop_saves_and_cancels_for_good(site: Site) -> None:
     job = site.submit(SLOW, "name=stopped")
     site.wait_for_step("stopped", 1)
@@ -174,6 +168,7 @@ def test_a_job_that_waits_is_cancelled(site: Site) -> None:
     assert site.row("waits")["state"] == "cancelled"
 
 
+@pytest.mark.slow
 def test_a_preempted_job_is_queued_again_and_goes_on_exactly(
     site: Site, straight: dict[int, float]
 ) -> None:
@@ -189,6 +184,7 @@ def test_a_preempted_job_is_queued_again_and_goes_on_exactly(
     assert site.events("preempted", "resumed")[0].fields["step"] >= 2
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_costs_a_restart_and_nothing_else(
     site: Site, straight: dict[int, float]
 ) -> None:
@@ -204,6 +200,7 @@ def test_a_node_that_dies_costs_a_restart_and_nothing_else(
     assert site.events("node-lost", "resumed")[0].fields["step"] >= 4
 
 
+@pytest.mark.slow
 def test_a_sweep_is_one_array_with_a_throttle(site: Site) -> None:
     sweep = ("optim.lr=1e-3,3e-4", "plugin=zero2,zero3", "name=four", "cluster.nodes=1")
     arguments = [o for o in PLAN if not o.startswith(("plugin=", "cluster.nodes="))]
@@ -229,6 +226,7 @@ def test_a_sweep_is_one_array_with_a_throttle(site: Site) -> None:
     assert "step=3/3" in site.colotrain("logs", "four-0")
 
 
+@pytest.mark.slow
 def test_time_runs_out_twice_and_the_run_goes_on_exactly(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -252,6 +250,7 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
         assert "restart 2: " in log
 
 
+@pytest.mark.slow
 def test_the_cap_on_restarts_holds(site: Site) -> None:
     settings = ("cluster.slurm.max_requeues=0", "name=capped")
     job = site.submit(SLOW, *settings)
