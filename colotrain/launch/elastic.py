@@ -247,7 +247,7 @@ def _log_folder(current: Launch) -> Path:
 
 @contextmanager
 def _signals(current: Launch) -> Iterator[None]:
-    """Own the signals while workers run."""
+    """Own the signals while workers run; a SIGHUP that is ignored (nohup) stays so."""
 
     def ask(number: int, _: Any) -> None:
         name = signal.Signals(number).name
@@ -256,7 +256,9 @@ def _signals(current: Launch) -> Iterator[None]:
             _end_now(current)
         current.rundir.stop_file.write_text(name)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield

@@ -133,6 +133,22 @@ def test_a_signal_to_one_rank_saves_and_stops_all(
     assert losses(resumed.json) == straight
 
 
+def test_a_run_under_nohup_outlives_its_terminal(colotrain: Colotrain, started: Started) -> None:
+    order = {"what": "pause", "rank": 0, "steps": [6]}
+    ignores = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does, before it executes
+    try:
+        process = started(
+            colotrain.start("run", *PLAN, env=environment(**order), new_session=True)
+        )
+    finally:
+        signal.signal(signal.SIGHUP, ignores)
+    wait_for_step(colotrain, "hurt", 5)
+    os.killpg(process.pid, signal.SIGHUP)
+    (colotrain.cwd / "go-6").touch()
+    _, err = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert process.returncode == 0, err
+
+
 def test_a_stop_takes_no_longer_than_its_grace(colotrain: Colotrain, started: Started) -> None:
     settings = ("elastic.grace_s=2", "elastic.hang_timeout_s=300")
     order = {"what": "hang", "rank": 1, "step": 6}
