@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import time
 import zlib
-from collections.abc import Collection, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -18,16 +18,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.engine import generators
+from colotrain.engine import generators, plain_data
 from colotrain.engine.dcp_json import JsonIndexReader, read_index
 from colotrain.engine.freezing import thawed_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.manifest import MANIFEST, Manifest, complete, damage, read_manifest
 from colotrain.engine.shard_file import Piece
-from colotrain.engine.sharding import local_shard, shard_range
+from colotrain.engine.sharding import ShardedModel, local_shard, reshard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.models import huggingface
 from colotrain.observe.events import EventWriter
@@ -35,6 +35,10 @@ from colotrain.records import to_plain
 
 if TYPE_CHECKING:
     from colotrain.engine.loop import Run
+
+PLAIN = "json."
+"""Begins the names of data that is no tensor: `json.model.NAME` beside `model.NAME`."""
+EXTRA = "_extra_state"
 
 
 def save(run: Run) -> None:
@@ -51,6 +55,18 @@ def save(run: Run) -> None:
     background = run.tiers is None or not run.tiers.placement.streams
     run.saver.begin(pieces(run), manifest_of(run), background=background)
     run.saved_step = run.step
+
+
+def try_saving(run: Run) -> None:
+    """Find what cannot be saved right after the first update, rather than at the first save.
+
+    All ranks must call.
+    """
+    if not run.plan.checkpoint.enabled or run.can_be_saved:
+        return
+    run.optimizer.refuse_other_state()
+    _tensors(run)
+    run.can_be_saved = True
 
 
 def finish_saving(run: Run) -> None:
@@ -106,7 +122,8 @@ def own_name(run: Run, name: str) -> str:
 
 def _buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
     parameters = {f"model.{name}" for name, _ in run.sharded.module.named_parameters()}
-    return [n for n in tensors if n.startswith("model.") and n not in parameters]
+    kept = ("model.", f"{PLAIN}model.")
+    return [n for n in tensors if n.startswith(kept) and n not in parameters]
 
 
 def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
@@ -177,20 +194,29 @@ def restore(run: Run, path: Path) -> None:
         )
     stored = read_index(path).state_dict_metadata
     _prepare_optimizer_(run, stored)
-    wanted = _tensors(run)
+    wanted = _tensors(run) | _plain_as_stored(stored)
     wanted = _less_what_is_left_out(run, path, wanted)
-    missing = [name for name in wanted if name.startswith("model.") and name not in stored]
+    missing = [
+        name.removeprefix(PLAIN).removeprefix("model.")
+        for name in wanted
+        if name.removeprefix(PLAIN).startswith("model.") and name not in stored
+    ]
     if missing:
         raise ColotrainError(
-            f"{path}: holds no {missing[0].removeprefix('model.')} ({len(missing)} missing)",
+            f"{path}: holds no {missing[0]} ({len(missing)} missing)",
             "resume with the model that the checkpoint was made from",
         )
     run.restored |= {name.removeprefix("model.") for name in wanted if name.startswith("model.")}
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
+    base = {}
     if manifest.world_size == dist.get_world_size():
         own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
-        wanted = {own.get(name, name): tensor for name, tensor in wanted.items()}
+        base = {own_: name for name, own_ in own.items()}
+        sized = {o: _bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
+        wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
     _load(wanted, path)
+    loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
+    _take_plain(run, loaded, path, same_optimizer=_optimizer_of(manifest) == run.plan.optim.name)
     if manifest.world_size == dist.get_world_size():
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
@@ -207,13 +233,16 @@ def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
     missing is another optimizer's.
     """
     optimizer = run.optimizer
-    told = {n.removeprefix("optim.").rpartition(".")[0] for n in stored if n.startswith("optim.")}
+    names = [n.removeprefix(PLAIN) for n in stored]
+    told = {n.removeprefix("optim.").rpartition(".")[0] for n in names if n.startswith("optim.")}
     optimizer.forget_state_(name for name in optimizer.parameters if name not in told)
     optimizer.prepare_state_(told)
+    states, plain = optimizer.state(), optimizer.plain_state()
     foreign = [
         name
-        for name, state in optimizer.state().items()
+        for name, state in states.items()
         if any(f"optim.{name}.{key}" not in stored for key in state)
+        or any(f"{PLAIN}optim.{name}.{key}" not in stored for key in plain[name])
     ]
     optimizer.forget_state_(foreign)
     if foreign and run.rank == 0:
@@ -265,14 +294,95 @@ def _load(state: dict[str, Tensor], path: Path) -> None:
 
 def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     """Flat name → tensor: parameters, persistent buffers, optimizer state, generator states."""
-    model = run.sharded.module
-    aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    aliases -= {n for n, _ in model.named_parameters()}
-    state = {f"model.{n}": t for n, t in model.state_dict().items() if n not in aliases}
-    state = {name: t for name, t in state.items() if name.removeprefix("model.") not in skipped}
+    state = {f"model.{n}": t for n, t in _of_model(run.sharded) if n not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
+    for name, value in _plain(run):
+        try:
+            state[PLAIN + name] = plain_data.encode(value)
+        except TypeError as error:
+            raise _cannot_be_saved(run, name, error) from error
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
+
+
+def _of_model(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
+    reshard(sharded)
+    for name, parameter in sharded.module.named_parameters():
+        yield name, parameter.detach()
+    for path, module in sharded.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _plain(run: Run) -> Iterator[tuple[str, Any]]:
+    """Flat name → data that is no tensor by itself: modules' extra state and the optimizer's."""
+    for path, module in _with_extra_state(run.sharded.module):
+        yield f"model.{path}.{EXTRA}" if path else f"model.{EXTRA}", module.get_extra_state()
+    for name, values in run.optimizer.plain_state().items():
+        yield from ((f"optim.{name}.{key}", value) for key, value in values.items())
+    for number, values in run.optimizer.plain_groups().items():
+        yield from ((f"groups.{number}.{key}", value) for key, value in values.items())
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            continue
+        if type(module).set_extra_state is nn.Module.set_extra_state:
+            raise ColotrainError(
+                f"model: {path or 'it'} has get_extra_state() and no set_extra_state(), so that "
+                "no checkpoint of it could be resumed",
+                "define both or neither, or set checkpoint.every=0",
+            )
+        yield path, module
+
+
+def _cannot_be_saved(run: Run, name: str, error: TypeError) -> ColotrainError:
+    what = f"optim.name={run.plan.optim.name}: its state {name}"
+    if name.startswith("model."):
+        what = f"model: what {name.removeprefix('model.').replace(EXTRA, 'get_extra_state()')} gives"
+    return ColotrainError(
+        f"{what} cannot be saved ({error})",
+        "keep numbers, texts, tensors, and tuples, lists, sets or dicts of these, or set "
+        "checkpoint.every=0",
+    )
+
+
+def _plain_as_stored(stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Where the plain data of a checkpoint is read to: it may be of another length by now."""
+    return {name: _bytes_of(entry) for name, entry in stored.items() if name.startswith(PLAIN)}
+
+
+def _bytes_of(entry: Any) -> Tensor:
+    return torch.empty(entry.size, dtype=torch.uint8)
+
+
+def _optimizer_of(manifest: Manifest) -> Any:
+    return manifest.plan.get("optim", {}).get("name")
+
+
+def _take_plain(
+    run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool
+) -> None:
+    """Give modules and the optimizer the plain data of a checkpoint."""
+    modules = dict(run.sharded.module.named_modules())
+    for full, data in loaded.items():
+        if not full.startswith(PLAIN):
+            continue
+        kind, _, name = full.removeprefix(PLAIN).partition(".")
+        try:
+            value = plain_data.decode(data)
+        except ValueError as error:
+            raise ColotrainError(f"{path}: {name}: {error}", "use another checkpoint") from error
+        owner, _, key = name.rpartition(".")
+        if kind == "model" and owner in modules:
+            modules[owner].set_extra_state(value)
+        elif kind == "optim":
+            run.optimizer.set_plain_state(owner, key, value)
+        elif kind == "groups" and same_optimizer:
+            run.optimizer.set_plain_group(int(owner), key, value)
 
 
 def _take_progress(run: Run, manifest: Manifest) -> None:

@@ -68,6 +68,8 @@ class Run:
     generators: dict[str, Tensor] | None = None
     """torch's generator at the beginning of the step."""
     saved_step: int = -1
+    can_be_saved: bool = False
+    """Whether the state was found to be such that a checkpoint can hold it."""
     baseline_bytes: int = 0
     """Resident beside the model when all was built; 0 on CUDA: there peaks are those of tensors."""
     memory_is_told: bool = False
@@ -293,6 +295,7 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
     state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)
     stored = state.factor * state.clip_ratio
     lr = run.optimizer.step(factor=stored, watch=recorder)
+    checkpoint.try_saving(run)
     if not run.optimizer.streams:
         state.factor = 1.0 / state.clip_ratio  # the stored gradients now hold the clipped values
     return False, lr

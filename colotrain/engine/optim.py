@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -45,6 +46,8 @@ class ShardOptimizer:
         """Name → what torch's optimizer holds: the shard, or the sharded parameter itself."""
         self._names: dict[nn.Parameter, str] = {}
         self.torch: torch.optim.Optimizer | None = None
+        self._given: list[dict[str, Any]] = []
+        """Settings of each parameter group of the user's own optimizer before any step."""
 
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin to train `parameters` (name → sharded parameter)."""
@@ -66,6 +69,8 @@ class ShardOptimizer:
                 self.torch.register_step_post_hook(self._count)
             else:
                 self.torch.add_param_group(group)
+        for made in self.torch.param_groups[len(self._given) :] if self.torch else ():
+            self._given.append({k: _copy(v) for k, v in made.items() if k != "params"})
         if self.tiers is not None:
             self.tiers.watch_gradients()
 
@@ -166,29 +171,69 @@ class ShardOptimizer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Name → state tensors; those of the parameter's shape are DTensors laid out like it.
 
-        Raises `ColotrainError` for state that is not tensors: it could not be saved. All ranks
-        must call.
+        Raises `ColotrainError` for a layout that could not be saved. All ranks must call.
         """
-        assert self.torch is not None
         return {
-            name: {
-                key: self._tensor(name, key, value)
-                for key, value in self.torch.state[stepped].items()
-                if value is not None
-            }
-            for name, stepped in self.stepped.items()
-            if stepped in self.torch.state
+            name: {k: self._tensor(name, k, v) for k, v in state.items() if isinstance(v, Tensor)}
+            for name, state in self._states()
         }
 
-    def _tensor(self, name: str, key: str, value: Any) -> Tensor:
-        found = None
-        if isinstance(value, Tensor):
-            of_shards = self.plan.name in OF_SHARDS
-            shared = key == "col_var" and value.ndim == 2  # adafactor's sums over all rows
-            parameter = self.parameters[name]
-            found = settled(value)
-            if of_shards and not shared:
-                found = _like(parameter, value)
+    def plain_state(self) -> dict[str, dict[str, Any]]:
+        """Name → state that is no tensor, as a step that is an int."""
+        return {
+            name: {k: v for k, v in state.items() if v is not None and not isinstance(v, Tensor)}
+            for name, state in self._states()
+        }
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        assert self.torch is not None
+        for name, stepped in self.stepped.items():
+            if stepped in self.torch.state:
+                yield name, self.torch.state[stepped]
+
+    def set_plain_state(self, name: str, key: str, value: Any) -> None:
+        """Not where the parameter begins its state anew."""
+        state = next((state for known, state in self._states() if known == name), None)
+        if state:
+            state[key] = value
+
+    def plain_groups(self) -> dict[str, dict[str, Any]]:
+        """What the user's own optimizer changed in its parameter groups, by the group's number."""
+        if self.torch is None or self.plan.name in OF_SHARDS:
+            return {}
+        changed = {}
+        for number, (group, given) in enumerate(
+            zip(self.torch.param_groups, self._given, strict=True)
+        ):
+            own = {k: v for k, v in group.items() if k not in ("params", "lr")}
+            changed[str(number)] = {
+                k: v for k, v in own.items() if k not in given or _differs(v, given[k])
+            }
+        return changed
+
+    def set_plain_group(self, number: int, key: str, value: Any) -> None:
+        """Not where there are fewer groups than there were."""
+        assert self.torch is not None
+        if number < len(self.torch.param_groups):
+            self.torch.param_groups[number][key] = value
+
+    def refuse_other_state(self) -> None:
+        """A `ColotrainError` for state that belongs to no parameter: it would not be saved."""
+        assert self.torch is not None
+        own = set(self.stepped.values())
+        foreign = [key for key in self.torch.state if key not in own]
+        if foreign:
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: its state has a key of type "
+                f"{type(foreign[0]).__name__}, which no checkpoint can hold",
+                "keep state by parameter or in parameter groups, or set checkpoint.every=0",
+            )
+
+    def _tensor(self, name: str, key: str, value: Tensor) -> Tensor:
+        of_shards = self.plan.name in OF_SHARDS
+        shared = key == "col_var" and value.ndim == 2  # adafactor's sums over all rows
+        parameter = self.parameters[name]
+        found = _like(parameter, value) if of_shards and not shared else settled(value)
         if found is None:
             raise ColotrainError(
                 f"optim.name={self.plan.name}: its state {key!r} of {name} is a "
@@ -277,6 +322,16 @@ def _blank_state(plan: OptimPlan, like: nn.Parameter, *, muon: bool) -> dict[str
         if isinstance(value, Tensor):
             value.zero_()
     return state
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(before, Tensor):
+        return not torch.equal(value, before)
+    return type(value) is not type(before) or bool(value != before)
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

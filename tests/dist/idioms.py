@@ -35,3 +35,50 @@ class HalfLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         return F.cross_entropy(self.logits(input_ids).flatten(0, 1), labels.flatten())
+
+
+class Countdown(HalfLoss):
+    """Keeps a dict as extra state, and its loss depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"forwards": 0, "amax": [torch.zeros(2)]}
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        loss = super().forward(input_ids, labels)
+        if self.training:
+            self.seen["forwards"] += 1
+            self.seen["amax"][0] += 1.0
+        return loss * (1.0 + 0.01 * self.seen["forwards"] + self.seen["amax"][0].mean())
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+class Unsaveable(Countdown):
+    """Its extra state is a function."""
+
+    def get_extra_state(self) -> Any:
+        return {"hook": [print]}
+
+
+class OwnSteps(torch.optim.Optimizer):
+    """Counts steps in an int for each parameter, and in a number that it adds to its groups."""
+
+    def __init__(self, params: Any, *, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "shrink": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["shrink"] *= 0.5
+            group["calls"] = group.get("calls", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    rate = group["lr"] * (1 + group["shrink"]) * state["step"] ** 0.5
+                    p.add_(p.grad, alpha=-rate / group["calls"])

@@ -37,3 +37,28 @@ def test_a_half_precision_mean_loss_is_weighted_in_float32(here: Colotrain) -> N
     steps = [e.fields["skipped"] for e in here.events("half") if e.kind == "step" and e.rank == 0]
     assert steps == [False] * 3
     assert losses(half) == pytest.approx(losses(full), rel=2e-3)
+
+
+STATEFUL = (
+    *OF_TOKENS,
+    "model.target=tests.dist.idioms:Countdown",
+    "optim.name=tests.dist.idioms:OwnSteps",
+    "train.max_steps=5",
+)
+
+
+def test_plain_data_of_modules_and_optimizers_is_saved(here: Colotrain) -> None:
+    straight = here.run(*STATEFUL, "name=straight")
+    here.run(*STATEFUL, "name=cut", "train.max_steps=2")
+    resumed = here("resume", "cut", "train.max_steps=5", "--json")
+    assert resumed.code == 0, resumed.err
+    assert losses(resumed.json) == losses(straight)
+
+
+def test_what_cannot_be_saved_ends_the_run_after_its_first_update(here: Colotrain) -> None:
+    result = here("run", *STATEFUL, "model.target=tests.dist.idioms:Unsaveable", "name=never")
+    assert result.code == 1
+    assert "what get_extra_state() gives cannot be saved (it['hook'][0] is a builtins." in result.err
+    events = here.events("never")
+    assert not [e for e in events if e.kind == "step"]
+    assert len([e for e in events if e.kind == "started" and e.rank == 0]) == 1
