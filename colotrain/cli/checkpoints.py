@@ -10,14 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.cli.output import print_json, stdout_console
-from colotrain.engine.manifest import MANIFEST, Manifest, damage, read_manifest
-from colotrain.errors import ColotrainError
+from colotrain.engine.manifest import MANIFEST, Manifest, complete, damage, read_manifest
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.observe.formats import clean, format_bytes, format_duration
 from colotrain.observe.terminal import is_live
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir
 
 WITHOUT_TERMINAL = 1000  # columns
+SUPERSEDED = "superseded"
+"""Begins the names of folders with checkpoints that a run went back from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,35 @@ def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Pat
 
 def folders(rundir: RunDir) -> list[Path]:
     return sorted(rundir.checkpoints.glob("step-*"), reverse=True)
+
+
+def go_back(rundir: RunDir, chosen: Path) -> str | None:
+    """Let a run go on from `chosen`: what it saved later is kept aside. Says what was done.
+
+    Where `chosen` is not one of the run's own checkpoints, all of them are. Only while nobody
+    launches the run.
+    """
+    if chosen == rundir.path:
+        return None
+    folder = chosen / RunDir(chosen).checkpoints.name
+    candidates = complete(folder) if folder.is_dir() else [chosen]
+    problem = damage(candidates[0]) if candidates else f"{folder}: holds no complete checkpoint"
+    if problem is not None:
+        raise UsageError(
+            f"checkpoint.resume={chosen}: {problem}", "`colotrain checkpoints` shows which are good"
+        )
+    own, later = chosen.resolve().parent == rundir.checkpoints.resolve(), folders(rundir)
+    if own:
+        later = [path for path in later if path.name > chosen.name]
+    if not later:
+        return None
+    number = len(list(rundir.checkpoints.glob(f"{SUPERSEDED}-*"))) + 1
+    aside = rundir.checkpoints / f"{SUPERSEDED}-{number}"
+    aside.mkdir(mode=0o700)
+    for path in later:
+        path.rename(aside / path.name)
+    names = ", ".join(path.name for path in reversed(later))
+    return f"{rundir.name} goes back to {chosen}; {names}: kept in {aside}"
 
 
 def row_of(folder: Path, *, verify: bool) -> Row:

@@ -48,6 +48,13 @@ def run(
             f"name={plan.name}: {rundir.path} exists",
             "choose another name, or checkpoint.resume=auto to go on with it",
         )
+    named = plan.checkpoint.resume not in ("auto", "none")
+    if node.is_head and named and any(rundir.checkpoints.glob("step-*")):
+        print(
+            f"{plan.name} has checkpoints of its own and goes on from the newest, not from "
+            f"checkpoint.resume; `colotrain resume {plan.name} checkpoint.resume=PATH` goes back",
+            file=sys.stderr,
+        )
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
@@ -78,7 +85,10 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
 
 
 def resume(run: str | None, overrides: list[str], *, as_json: bool, force: bool = False) -> int:
-    """Go on with a run from its newest checkpoint; with overrides its plan is made anew."""
+    """Go on with a run from its newest checkpoint; with overrides its plan is made anew.
+
+    With `checkpoint.resume=PATH` among them it goes on from that one.
+    """
     rundir = RunDir.find(run)
     warm_up()
     if not overrides and rundir.plan().elastic.max_nodes == 1:
@@ -92,7 +102,25 @@ def resume(run: str | None, overrides: list[str], *, as_json: bool, force: bool 
     node = place_of(setting.config, setting.plan)
     if not force:
         check_fits(setting)
+    if node.is_head and any(text.lstrip("+").startswith("checkpoint.resume=") for text in overrides):
+        go_back(rundir, setting.plan.checkpoint.resume)
     return train(setting.plan, rundir, setting.config, node=node, as_json=as_json)
+
+
+def go_back(rundir: RunDir, asked: str) -> None:
+    """Let the run go on from the checkpoint that was asked for, although it has newer ones."""
+    from colotrain.cli import checkpoints
+    from colotrain.observe import liveness
+
+    if asked == "none":
+        fix = "use `colotrain run` with another name to begin anew"
+        raise UsageError(f"checkpoint.resume=none: {rundir.name} is resumed", fix)
+    if asked == "auto":
+        return
+    with liveness.claim(rundir):
+        done = checkpoints.go_back(rundir, Path(asked))
+    if done:
+        print(done, file=sys.stderr, flush=True)
 
 
 def train(

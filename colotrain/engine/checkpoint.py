@@ -222,6 +222,8 @@ def restore(run: Run, path: Path) -> None:
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
     _take_progress(run, manifest)
+    if path.parent == run.rundir.checkpoints:  # another run's checkpoint is none of this run's
+        run.saved_step = run.step
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
 
@@ -386,7 +388,7 @@ def _take_plain(
 
 
 def _take_progress(run: Run, manifest: Manifest) -> None:
-    run.step = run.saved_step = manifest.step
+    run.step = manifest.step
     run.optimizer.steps = manifest.optimizer_steps
     run.micro_batches = manifest.micro_batches
     run.skipped_batches = manifest.skipped_batches

@@ -122,8 +122,8 @@ def train(run: Run) -> str:
     leaves_early = plan.smoke and run.step == 0
     if run.step == 0:
         evaluate(run)
-        if plan.train.on_nonfinite == "rollback":
-            checkpoint.save(run)  # there must always be something to go back to
+    if plan.train.on_nonfinite == "rollback":
+        checkpoint.save(run)  # there must always be something of its own to go back to
     while run.step < plan.train.max_steps:
         clock = Clock()
         run.generators = generators.states(run.device)

@@ -62,3 +62,23 @@ def test_what_cannot_be_saved_ends_the_run_after_its_first_update(here: Colotrai
     events = here.events("never")
     assert not [e for e in events if e.kind == "step"]
     assert len([e for e in events if e.kind == "started" and e.rank == 0]) == 1
+
+
+def test_a_run_goes_back_to_an_older_checkpoint_and_saves_what_it_took_from_another(
+    here: Colotrain,
+) -> None:
+    every = ("checkpoint.every=1", "checkpoint.keep=9")
+    before = here.run(*OF_TOKENS, *every, "name=first")
+    folder = here.rundir("first").checkpoints
+    result = here("resume", "first", f"checkpoint.resume={folder / 'step-00000001'}", "--json")
+    assert result.code == 0, result.err
+    assert f"step-00000002, step-00000003: kept in {folder / 'superseded-1'}" in result.err
+    [resumed] = [e for e in here.events("first") if e.kind == "resumed"]
+    assert resumed.fields["step"] == 1
+    assert losses(result.json) == losses(before)
+    assert len(list(folder.glob("superseded-1/step-*"))) == 2
+    assert len(list(folder.glob("step-*"))) == 3
+
+    other = (f"checkpoint.resume={folder}/step-00000003", "train.on_nonfinite=rollback")
+    here.run(*OF_TOKENS, *every, "name=second", *other)
+    assert [p.name for p in here.rundir("second").checkpoints.glob("step-*")] == ["step-00000003"]
