@@ -131,6 +131,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def signature_file(self) -> Path:
+        """Who wrote the plan and the configuration (`colotrain.trust`)."""
+        return self.path / "signature.json"
+
+    @property
     def cases(self) -> Path:
         """verify: one run directory per case."""
         return self.path / "cases"

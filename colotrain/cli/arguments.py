@@ -20,6 +20,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Force = Annotated[
     bool, typer.Option("--force", help="Run a plan that does not fit in memory all the same.")
 ]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code", help="Run code that the run directory names although another wrote it."
+    ),
+]
 Run = Annotated[
     str | None,
     typer.Argument(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, refuse
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, TrustCode, refuse
 from colotrain.errors import UsageError
 
 
@@ -45,11 +45,12 @@ def submit(
 def node(
     path: Annotated[str, typer.Argument(metavar="RUN_DIR")],
     head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "127.0.0.1:0",
+    trust_code: TrustCode = False,
 ) -> int:
     """A node's part of a run: what the script of a job starts."""
     from colotrain.cli.node import node as take_part
 
-    return take_part(path, head)
+    return take_part(path, head, trust_code=trust_code)
 
 
 def logs(

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from colotrain import trust
 from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.errors import UsageError, suggest
@@ -30,6 +31,7 @@ def export(
     dtype: str,
     shard_size: str,
     as_json: bool,
+    trust_code: bool = False,
 ) -> int:
     """Write the model of a run's checkpoint to the directory `to`, and say what was written."""
     rundir = RunDir.find(run)
@@ -39,6 +41,7 @@ def export(
     if dtype and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", _hint(dtype))
     shard_bytes = _shard_bytes(shard_size)
+    trust.check(rundir, rundir.plan(), trusted=trust_code, only={"model.target"})
     from colotrain.export.write import Choice
     from colotrain.export.write import export as write
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from colotrain.cli import cluster, inputs
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, refuse
+from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, TrustCode, refuse
 from colotrain.errors import ColotrainError, UsageError
 
 app = typer.Typer(
@@ -146,7 +146,11 @@ def verify(
 
 @app.command()
 def resume(
-    name: Run = None, overrides: Overrides = None, as_json: Json = False, force: Force = False
+    name: Run = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    force: Force = False,
+    trust_code: TrustCode = False,
 ) -> int:
     """Go on with a run from its newest checkpoint."""
     from colotrain.cli.run import resume as go_on
@@ -154,7 +158,7 @@ def resume(
     if name is not None and ("=" in name or name.startswith(("~", "+"))):
         overrides = [name, *(overrides or [])]
         name = None
-    return go_on(name, overrides or [], as_json=as_json, force=force)
+    return go_on(name, overrides or [], as_json=as_json, force=force, trust_code=trust_code)
 
 
 @app.command()
@@ -196,6 +200,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; by default as trained.")] = "",
     shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
     as_json: Json = False,
+    trust_code: TrustCode = False,
 ) -> int:
     """Write a checkpoint as a directory that transformers loads, or as safetensors."""
     from colotrain.cli.export import export as write
@@ -211,6 +216,7 @@ def export(
         dtype=dtype,
         shard_size=shard_size,
         as_json=as_json,
+        trust_code=trust_code,
     )
 
 

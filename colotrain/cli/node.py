@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from colotrain import trust
 from colotrain.cli.run import train
 from colotrain.config.checks import split_address
 from colotrain.errors import UsageError
@@ -12,11 +13,15 @@ from colotrain.launch.rendezvous import Node
 from colotrain.rundir import RunDir
 
 
-def node(path: str, head: str) -> int:
-    """Train this node's part of the run in `path`; the number is SLURM's, `SLURM_NODEID`."""
+def node(path: str, head: str, *, trust_code: bool = False) -> int:
+    """Train this node's part of the run in `path`; the number is SLURM's, `SLURM_NODEID`.
+
+    A job's script says `trust_code`: nodes may have no home in common with who submitted it.
+    """
     warm_up()
     rundir = RunDir(path)
     plan = rundir.plan()
+    trust.check(rundir, plan, trusted=trust_code)
     number, where = os.environ.get("SLURM_NODEID", "0"), split_address(head)
     if not number.isdigit():
         raise UsageError(f"SLURM_NODEID={number}: expected a number", "start it with srun")

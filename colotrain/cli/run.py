@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colotrain import trust
 from colotrain.cli import smoke
 from colotrain.cli.output import print_json, stderr_console
 from colotrain.cli.resolving import check_fits, place_of, settle
@@ -84,25 +85,36 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     return document
 
 
-def resume(run: str | None, overrides: list[str], *, as_json: bool, force: bool = False) -> int:
+def resume(
+    run: str | None,
+    overrides: list[str],
+    *,
+    as_json: bool,
+    force: bool = False,
+    trust_code: bool = False,
+) -> int:
     """Go on with a run from its newest checkpoint; with overrides its plan is made anew.
 
     With `checkpoint.resume=PATH` among them it goes on from that one.
     """
     rundir = RunDir.find(run)
     warm_up()
-    if not overrides and rundir.plan().elastic.max_nodes == 1:
-        return train(rundir.plan(), rundir, None, as_json=as_json)
+    own = rundir.plan()
+    if not overrides and own.elastic.max_nodes == 1:
+        trust.check(rundir, own, trusted=trust_code)
+        return train(own, rundir, None, as_json=as_json)
     if not rundir.config_file.is_file():
         raise UsageError(f"{rundir.path}: has no {rundir.config_file.name}", "resume it unchanged")
     from colotrain.config.compose import as_override
 
     recipe = as_override("recipe", str(rundir.config_file))
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
+    trust.check_config(rundir, trusted=trust_code, given=given)
     setting = settle([recipe, *overrides, as_override("name", rundir.name)], several=True)
     node = place_of(setting.config, setting.plan)
     if not force:
         check_fits(setting)
-    if node.is_head and any(text.lstrip("+").startswith("checkpoint.resume=") for text in overrides):
+    if node.is_head and "checkpoint.resume" in given:
         go_back(rundir, setting.plan.checkpoint.resume)
     return train(setting.plan, rundir, setting.config, node=node, as_json=as_json)
 
@@ -250,8 +262,10 @@ def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> 
 def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
     """Leave the plan, and what it was made from, in the run directory."""
     rundir.write_plan(plan)
-    if config is not None:  # JSON is YAML, and this file is a recipe
-        write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
+    text = None if config is None else json.dumps(config, indent=2) + "\n"
+    if text is not None:  # JSON is YAML, and this file is a recipe
+        write_atomically(rundir.config_file, text)
+    trust.sign(rundir, plan, config=text)
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from colotrain.cli.output import print_json
 from colotrain.cli.resolving import Setting, check_fits, settle
+from colotrain.cli.run import write_down
 from colotrain.cli.sweeps import Element, elements_of, write_sweep
 from colotrain.config.schema_cluster import Slurm
 from colotrain.config.slurm import num_gpus
@@ -203,8 +203,7 @@ def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
     """The run directory as the job's nodes find it."""
     rundir.create()
     os.chmod(rundir.path, 0o700)
-    rundir.write_plan(plan)
-    write_atomically(rundir.config_file, json.dumps(config, indent=2) + "\n")
+    write_down(plan, rundir, config)
     for stale in (rundir.cancel_file, rundir.finished_file, rundir.stop_file):
         stale.unlink(missing_ok=True)
 

@@ -151,10 +151,16 @@ def stack(samples: Mapping[int, Any], ids: list[int]) -> dict[str, Tensor]:
     return {name: torch.stack([tensors[index][name] for index in ids]) for name in first}
 
 
-def count_targets(batch: Mapping[str, Tensor]) -> int | None:
-    """How many labels are not -100; None for a batch without labels."""
+def count_targets(batch: Mapping[str, Tensor], *, shifted: bool = False) -> int | None:
+    """How many labels are not -100; None for a batch without labels.
+
+    With `shifted` the first label of each row is none: the model compares each logit with the
+    label after it.
+    """
     labels = batch.get("labels")
-    return None if labels is None else int((labels != IGNORE_INDEX).sum())
+    if labels is None:
+        return None
+    return int(((labels[:, 1:] if shifted else labels) != IGNORE_INDEX).sum())
 
 
 def targets_per_sample(batch: Mapping[str, Tensor]) -> int:

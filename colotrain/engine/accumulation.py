@@ -21,6 +21,10 @@ from colotrain.engine.sharding import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
 
 Batch = dict[str, Tensor]
+SHIFTS = "_colotrain_shifts_labels"
+"""Set on a model whose loss does not count the first label of a row (`engine.label_shift`)."""
+COUNT = "num_targets"
+"""Beside `.loss`: how many targets it is the mean of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,11 +68,13 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The summed loss of a micro-batch and its number of targets.
 
     `model(**batch)` returns the pair itself, or the mean loss (alone or as `.loss`), which is
-    multiplied by the number of targets: labels that are not -100, or samples without labels.
+    multiplied by the number of targets: the output's `num_targets` where it has that, otherwise
+    labels that are not -100 (without each row's first, where the model shifts them itself), or
+    samples without labels.
     The sum is in float32 at least: a half-precision mean times a number of tokens would be rounded
     again, or would overflow.
     """
-    count = count_targets(batch)
+    count = count_targets(batch, shifted=getattr(model, SHIFTS, False))
     no_targets = count == 0
     output = model(**(_with_targets(batch) if no_targets else batch))
     if isinstance(output, tuple) and len(output) == 2 and _is_scalar(output[0]):
@@ -76,12 +82,22 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         if own_count.numel() != 1:
             raise _wrong_output(output)
         own_count = own_count.to(loss_sum.device).reshape(())
-        return (loss_sum * 0.0, own_count * 0) if no_targets else (loss_sum, own_count)
+        return (_nothing(loss_sum), own_count * 0) if no_targets else (loss_sum, own_count)
     loss = getattr(output, "loss", output)
     if not _is_scalar(loss):
         raise _wrong_output(output)
-    weight = float(_num_samples(batch) if count is None else count)
-    return _exact(loss) * weight, torch.tensor(weight, device=loss.device)
+    if no_targets:
+        return _nothing(_exact(loss)), torch.zeros((), device=loss.device)
+    weight = torch.as_tensor(float(_num_samples(batch) if count is None else count))
+    if getattr(output, COUNT, None) is not None:
+        weight = torch.as_tensor(getattr(output, COUNT)).reshape(()).float()
+    weight = weight.to(loss.device)
+    return _exact(loss) * weight, weight
+
+
+def _nothing(loss: Tensor) -> Tensor:
+    """Zero, with zeros as gradients, also where the loss is not finite: zero times that is not."""
+    return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
 
 
 def _exact(loss: Tensor) -> Tensor:

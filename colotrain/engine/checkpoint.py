@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Set
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -18,14 +18,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from colotrain.engine import generators, plain_data
+from colotrain.engine import generators, plain_state
 from colotrain.engine.dcp_json import JsonIndexReader, read_index
 from colotrain.engine.freezing import thawed_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.manifest import MANIFEST, Manifest, complete, damage, read_manifest
+from colotrain.engine.plain_state import PLAIN
 from colotrain.engine.shard_file import Piece
 from colotrain.engine.sharding import ShardedModel, local_shard, reshard, shard_range
 from colotrain.errors import ColotrainError
@@ -35,10 +36,6 @@ from colotrain.records import to_plain
 
 if TYPE_CHECKING:
     from colotrain.engine.loop import Run
-
-PLAIN = "json."
-"""Begins the names of data that is no tensor: `json.model.NAME` beside `model.NAME`."""
-EXTRA = "_extra_state"
 
 
 def save(run: Run) -> None:
@@ -194,7 +191,7 @@ def restore(run: Run, path: Path) -> None:
         )
     stored = read_index(path).state_dict_metadata
     _prepare_optimizer_(run, stored)
-    wanted = _tensors(run) | _plain_as_stored(stored)
+    wanted = _tensors(run) | plain_state.as_stored(stored)
     wanted = _less_what_is_left_out(run, path, wanted)
     missing = [
         name.removeprefix(PLAIN).removeprefix("model.")
@@ -212,11 +209,12 @@ def restore(run: Run, path: Path) -> None:
     if manifest.world_size == dist.get_world_size():
         own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
         base = {own_: name for name, own_ in own.items()}
-        sized = {o: _bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
+        sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
         wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
     _load(wanted, path)
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
-    _take_plain(run, loaded, path, same_optimizer=_optimizer_of(manifest) == run.plan.optim.name)
+    same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
+    plain_state.take(run, loaded, path, same_optimizer=same_optimizer)
     if manifest.world_size == dist.get_world_size():
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
@@ -299,11 +297,7 @@ def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     state = {f"model.{n}": t for n, t in _of_model(run.sharded) if n not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
-    for name, value in _plain(run):
-        try:
-            state[PLAIN + name] = plain_data.encode(value)
-        except TypeError as error:
-            raise _cannot_be_saved(run, name, error) from error
+    state |= plain_state.encoded(run)
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
 
 
@@ -316,75 +310,6 @@ def _of_model(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
-
-
-def _plain(run: Run) -> Iterator[tuple[str, Any]]:
-    """Flat name → data that is no tensor by itself: modules' extra state and the optimizer's."""
-    for path, module in _with_extra_state(run.sharded.module):
-        yield f"model.{path}.{EXTRA}" if path else f"model.{EXTRA}", module.get_extra_state()
-    for name, values in run.optimizer.plain_state().items():
-        yield from ((f"optim.{name}.{key}", value) for key, value in values.items())
-    for number, values in run.optimizer.plain_groups().items():
-        yield from ((f"groups.{number}.{key}", value) for key, value in values.items())
-
-
-def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is nn.Module.get_extra_state:
-            continue
-        if type(module).set_extra_state is nn.Module.set_extra_state:
-            raise ColotrainError(
-                f"model: {path or 'it'} has get_extra_state() and no set_extra_state(), so that "
-                "no checkpoint of it could be resumed",
-                "define both or neither, or set checkpoint.every=0",
-            )
-        yield path, module
-
-
-def _cannot_be_saved(run: Run, name: str, error: TypeError) -> ColotrainError:
-    what = f"optim.name={run.plan.optim.name}: its state {name}"
-    if name.startswith("model."):
-        what = f"model: what {name.removeprefix('model.').replace(EXTRA, 'get_extra_state()')} gives"
-    return ColotrainError(
-        f"{what} cannot be saved ({error})",
-        "keep numbers, texts, tensors, and tuples, lists, sets or dicts of these, or set "
-        "checkpoint.every=0",
-    )
-
-
-def _plain_as_stored(stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Where the plain data of a checkpoint is read to: it may be of another length by now."""
-    return {name: _bytes_of(entry) for name, entry in stored.items() if name.startswith(PLAIN)}
-
-
-def _bytes_of(entry: Any) -> Tensor:
-    return torch.empty(entry.size, dtype=torch.uint8)
-
-
-def _optimizer_of(manifest: Manifest) -> Any:
-    return manifest.plan.get("optim", {}).get("name")
-
-
-def _take_plain(
-    run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool
-) -> None:
-    """Give modules and the optimizer the plain data of a checkpoint."""
-    modules = dict(run.sharded.module.named_modules())
-    for full, data in loaded.items():
-        if not full.startswith(PLAIN):
-            continue
-        kind, _, name = full.removeprefix(PLAIN).partition(".")
-        try:
-            value = plain_data.decode(data)
-        except ValueError as error:
-            raise ColotrainError(f"{path}: {name}: {error}", "use another checkpoint") from error
-        owner, _, key = name.rpartition(".")
-        if kind == "model" and owner in modules:
-            modules[owner].set_extra_state(value)
-        elif kind == "optim":
-            run.optimizer.set_plain_state(owner, key, value)
-        elif kind == "groups" and same_optimizer:
-            run.optimizer.set_plain_group(int(owner), key, value)
 
 
 def _take_progress(run: Run, manifest: Manifest) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.loader import BatchLoader
-from colotrain.engine import checkpoint, generators, gradients, noise
+from colotrain.engine import checkpoint, generators, gradients, label_shift, noise
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
 from colotrain.engine.guard import Guard
 from colotrain.engine.nonfinite import locate
@@ -49,6 +49,8 @@ class Run:
     gradients: gradients.GradientState
     nominal_targets: float
     """Targets of a step when none is masked."""
+    sample: Batch | None
+    """A batch of one, the same on every rank, where a trial forward is to show what is a target."""
     train_data: BatchLoader
     validation_data: BatchLoader | None
     events: EventWriter
@@ -119,6 +121,7 @@ def train(run: Run) -> str:
     Returns "finished" or "stopped"; the state is saved in both cases.
     """
     plan = run.plan
+    label_shift.find(run)
     leaves_early = plan.smoke and run.step == 0
     if run.step == 0:
         evaluate(run)
@@ -306,9 +309,7 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
     micro_batches = range(run.plan.batch.accumulation_steps)
     ids = [run.train_data.ids(run.batch_index, index) for index in micro_batches]
     with again(run, phase="search for the first value that is not finite") as batches:
-        origin = locate(
-            run.gradients, batches, ids, step=run.step + 1, nominal=run.nominal_targets
-        )
+        origin = locate(run.gradients, batches, ids, step=run.step + 1, nominal=run.nominal_targets)
     gradients.clear_(run.sharded.module)
     where = f"it began in {origin}" if origin else "a second pass was clean"
     problem = f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}"
@@ -345,7 +346,8 @@ def again(run: Run, *, phase: str) -> Iterator[Fetch]:
     if run.generators is not None:
         generators.set_states(run.device, run.generators)
     gradients.clear_(run.sharded.module)
-    yield Fetch(run)
+    with torch.no_grad(), label_shift.kept_buffers(run.sharded.module), torch.enable_grad():
+        yield Fetch(run)
     gradients.drop_unused_(run.gradients)
     run.micro_batches = done  # the second pass is not training
     run.at(before)

@@ -1,7 +1,7 @@
 """Plain data as bytes that a checkpoint holds beside its tensors: JSON, with tensors inside.
 
-What users' modules and optimizers keep (`get_extra_state()`, a step count that is an int) is numbers,
-texts, tensors, and tuples, lists, sets and dicts of these. Reading it never executes code.
+What users' modules and optimizers keep (`get_extra_state()`, a step count that is an int) is
+numbers, texts, tensors, and tuples, lists, sets and dicts of these. Reading it never executes code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,18 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018)."""
+"""Computing in half precision: which inputs are cast, and loss scaling for fp16.
+
+Loss scaling is dynamic (Micikevicius et al. 2018).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+KEPT = ("labels", "label", "targets", "target", "y")
+"""Entries of a batch that are never cast: what the outcome is compared with."""
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 
@@ -36,3 +45,32 @@ class LossScale:
             self.scale = max(self.scale / 2, 1.0)
         elif self.clean_steps == GROWTH_INTERVAL:
             self.scale, self.clean_steps = self.scale * 2, 0
+
+
+def cast_of(name: str, tensor: object, dtype: torch.dtype | None) -> bool:
+    """Whether an entry of a batch is cast to the compute dtype: activations, not what is known."""
+    if dtype is None or name in KEPT or not isinstance(tensor, Tensor):
+        return False
+    return tensor.is_floating_point() and tensor.dtype != dtype
+
+
+def cast_inputs(
+    batch: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> tuple[str, tuple[str, str] | None]:
+    """What to say about the cast of a batch ("": nothing), and a problem with its fix."""
+    cast = {name: t for name, t in batch.items() if cast_of(name, t, dtype)}
+    if dtype is None or not cast:
+        return "", None
+    known = str(dtype).removeprefix("torch.")
+    note = f"casts {', '.join(cast)} to {known} before forward"
+    for name, values in cast.items():
+        rounded = values.to(dtype)
+        lost = values.isfinite() & ~rounded.isfinite()
+        if lost.any():
+            problem = f"data: {name} holds {values[lost][0].item():g}, which is infinite in {known}"
+            return note, (problem, "scale it, or choose another train.precision")
+        whole = values.isfinite() & (values == values.round()) & (rounded.double() != values)
+        if whole.any():
+            changed = f"{values[whole][0].item():.9g} becomes {rounded[whole][0].item():.9g}"
+            note += f"; {name}: {changed} (integers are not cast, nor are {', '.join(KEPT)})"
+    return note, None

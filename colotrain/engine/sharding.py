@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
+from colotrain.engine.precision import cast_of
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
@@ -144,7 +146,10 @@ def shard_(
         fully_shard(target, reshard_after_forward=not stays, **options, **policy_of)  # type: ignore[call-overload]
         groups.append(Group(name=name, handle=modules[0], stays_gathered=stays))  # type: ignore[arg-type]
     root = _offload(offloads(len(modules_of)))
-    fully_shard(model, reshard_after_forward=False, **options, **root)  # type: ignore[call-overload]
+    of_root = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
+    fully_shard(model, reshard_after_forward=False, **of_root, **root)  # type: ignore[call-overload]
+    if compute is not None:
+        model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
     stays = plan.plugin.parameters_live == "step"
     groups.append(Group(name="", handle=model, stays_gathered=stays))  # type: ignore[arg-type]
     for group in groups:
@@ -166,6 +171,13 @@ def shard_(
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
     return sharded
+
+
+def _cast_activations(
+    dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], batch: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch in the compute dtype, but for what the outcome is compared with."""
+    return inputs, {n: t.to(dtype) if cast_of(n, t, dtype) else t for n, t in batch.items()}
 
 
 def _offload(wanted: bool) -> dict[str, CPUOffloadPolicy]:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -38,14 +38,16 @@ from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.common import Common, hold_in_common
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
+from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import Run, train
 from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
 from colotrain.engine.placement import Tiers
-from colotrain.engine.precision import LossScale
+from colotrain.engine.precision import LossScale, cast_inputs
 from colotrain.engine.recording import lasting_bytes
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import (
+    COMPUTE_DTYPE,
     ShardedModel,
     make_mesh,
     materialise_,
@@ -199,6 +201,7 @@ def prepare(
     if not model.training:  # as transformers' from_pretrained leaves it
         model.train()
     trial = first_micro_batch(train_data) if rank == 0 else None
+    nominal, sample = agree_on_targets(plan, trial, events)
     groups = agree_on_groups(model, plan, trial)
     prepare_blocks_(model, plan.train)
     mesh = make_mesh(plan.plugin, plan.cluster.device)
@@ -225,7 +228,8 @@ def prepare(
         optimizer=optimizer,
         tiers=tiers,
         gradients=gradients.watch(sharded, frozen=frozen.reasons),
-        nominal_targets=agree_on_targets(plan, trial),
+        nominal_targets=nominal,
+        sample=sample,
         train_data=train_data,
         validation_data=open_loader(plan, "validation", rank),
         events=events,
@@ -297,13 +301,28 @@ def agree_on_groups(
     return [(name, [model.get_submodule(m) for m in inside]) for name, inside in found[0] or []]
 
 
-def agree_on_targets(plan: RunPlan, trial: dict[str, Tensor] | None) -> float:
-    """Targets of a step when none is masked, as rank 0's micro-batch `trial` tells."""
-    found = torch.zeros((), dtype=torch.float64)
+def agree_on_targets(
+    plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
+) -> tuple[float, dict[str, Tensor] | None]:
+    """Targets of a step when none is masked, and a sample for a trial forward where one is needed.
+
+    As rank 0's micro-batch `trial` tells. A `ColotrainError` on every rank where the compute
+    precision cannot hold what is in it.
+    """
+    told: list[Any] = [None]
     if trial is not None:
-        found += plan.batch.global_batch * targets_per_sample(trial)
-    dist.broadcast(found, 0)
-    return found.item()
+        one = {name: tensor[:1] for name, tensor in trial.items()}
+        own = bool(plan.model.hf) or plan.model.target.startswith("colotrain.")
+        nominal = float(plan.batch.global_batch * targets_per_sample(trial))
+        cast, problem = cast_inputs(trial, COMPUTE_DTYPE[plan.train.precision])
+        if cast:
+            events.write("note", text=f"train.precision={plan.train.precision} {cast}")
+        told = [(nominal, None if own or not is_in_question(one) else one, problem)]
+    dist.broadcast_object_list(told)
+    nominal, sample, problem = told[0]
+    if problem:
+        raise ColotrainError(*problem)
+    return nominal, sample
 
 
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:

@@ -74,6 +74,8 @@ class _Job:
     folder: Path
     progress: Progress
     notes: list[str] = field(default_factory=list)
+    untied: bool = False
+    """Tied parameters are written one by one, because adapters made them differ."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -160,6 +162,8 @@ def _write_hf_directory(job: _Job, source: Path) -> list[Entry]:
     settings = model.config.to_dict()  # type: ignore[operator,union-attr]
     settings.pop("auto_map", None)  # code is never taken along
     settings.pop("torch_dtype", None)
+    if job.untied:
+        settings["tie_word_embeddings"] = False
     _write_json(job.folder / "config.json", {**settings, "dtype": _dtype_name(entries)})
     generation = source / "generation_config.json"
     if generation.is_file():
@@ -238,16 +242,51 @@ def _entries(job: _Job) -> list[Entry]:
     """Every tensor of the model as it is written: adapters merged, the base's own beside them."""
     plan, held = job.plan.model, job.stored.entries
     entries = {**_base(job), **held}
+    unmerged = dict(entries)
     if plan.adapter is None:
         return list(entries.values())
     scale = plan.adapter.alpha / plan.adapter.rank
-    for name, layer in adapters.adapted(_on_meta(plan)).items():
+    model = _on_meta(plan)
+    layers = adapters.adapted(model)
+    known_as = names_by_parameter(model)
+    for name, layer in layers.items():
         a = entries.pop(f"{name}.{adapters.A}.weight")
         b = entries.pop(f"{name}.{adapters.B}.weight")
-        weight = entries[f"{name}.weight"]
-        transposed = adapters.is_transposed(layer)
-        entries[weight.name] = replace(weight, read=_merge(weight, a, b, scale, transposed))
+        names = known_as[layer.weight]  # type: ignore[index]
+        weight = unmerged[names[0]]
+        if len(names) > 1:
+            _untie(job, model, names)
+            entries = {n: replace(weight, name=n) for n in names} | entries
+        merged = _merge(weight, a, b, scale, adapters.is_transposed(layer))
+        entries[f"{name}.weight"] = replace(weight, name=f"{name}.weight", read=merged)
     return list(entries.values())
+
+
+def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every name of each parameter; under the first a checkpoint holds it."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _untie(job: _Job, model: nn.Module, names: list[str]) -> None:
+    """Each name of a tied parameter is to have a tensor: merging an adapter changes one of them.
+
+    A `UsageError` where the format cannot say so.
+    """
+    plan = job.plan.model
+    head = model.get_output_embeddings() if plan.hf is not None else None  # type: ignore[operator]
+    is_head = head is not None and names_by_parameter(model).get(head.weight) == names
+    if _format(plan, job.choice) == "hf" and not is_head:
+        raise UsageError(
+            f"merging the adapter of one of {', '.join(names)} would change the others, which are "
+            "the same tensor",
+            "use --adapter, or --format safetensors",
+        )
+    if not job.untied:
+        job.notes.append(f"no longer tied, for the adapter is of one alone: {', '.join(names)}")
+    job.untied = True
 
 
 def _merge(

@@ -100,7 +100,7 @@ def quote(text: str) -> str:
 
 def _settings(job: Job, slurm: Slurm) -> Iterator[str]:
     """What differs from job to job, before the part that does not."""
-    words = (*slurm.container, job.python, "-m", "colotrain", "node")
+    words = (*slurm.container, job.python, "-m", "colotrain", "node", "--trust-code")
     yield f"runs=({_words(job.runs)})"
     yield f"cd -- {shlex.quote(job.cwd)} || exit 1"
     yield f"command=({_words(words)})"

@@ -6,6 +6,7 @@ trajectory as safetensors and JSON, written by rank 0.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -41,21 +42,30 @@ def main(path: str) -> int:
 
 
 def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
-    """Train one case and write down everything that the reference is compared with."""
+    """Train one case and write down everything that the reference is compared with.
+
+    Where a loss scale makes fp16 skip steps, which the reference never does, the case is trained
+    again with the lower scale that they led to.
+    """
     plan, rank = case.plan(), dist.get_rank()
     if rank == 0:
         case.create()
     dist.barrier()
-    events = EventWriter(case.event_file(rank=rank, attempt=0))
-    run = prepare(plan, case, device=device, events=events, stop=stop)
-    run.train_data = masked_loader(plan, rank)
-    recorder = Recorder()
-    run.on_gradients = recorder.record
-    without_dropout_(run.sharded.module)
-    outcome = loop.train(run)
+    scale: float | None = None
+    for attempt in itertools.count():
+        events = EventWriter(case.event_file(rank=rank, attempt=attempt))
+        run = prepare(plan, case, device=device, events=events, stop=stop)
+        began_with = run.loss_scale.scale = scale or run.loss_scale.scale
+        run.train_data = masked_loader(plan, rank)
+        recorder = Recorder()
+        run.on_gradients = recorder.record
+        without_dropout_(run.sharded.module)
+        outcome, scale = loop.train(run), run.loss_scale.scale
+        if scale >= began_with or outcome == "stopped":
+            break
     recorder.parameters.append(_whole(run.sharded.module))
     if rank == 0:
-        write(case, recorder, run)
+        write(case, recorder, run, attempt)
     dist.barrier()
     return outcome
 
@@ -91,14 +101,15 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def write(case: RunDir, recorder: Recorder, run: loop.Run) -> None:
+def write(case: RunDir, recorder: Recorder, run: loop.Run, attempt: int) -> None:
     tensors: dict[str, Tensor] = {}
     for step, values in enumerate(recorder.gradients):
         tensors |= {f"gradient.{step}.{n}": t.contiguous() for n, t in values.items()}
     for step, values in enumerate(recorder.parameters):
         tensors |= {f"parameter.{step}.{n}": t.contiguous() for n, t in values.items()}
     save_file(tensors, case.trajectory_file)
-    steps = [e for e in EventReader(case).drain() if e.kind == "step" and e.rank == 0]
+    found = [e for e in EventReader(case, ranks={0}).drain() if e.attempt == attempt]
+    steps = [event for event in found if event.kind == "step" and event.rank == 0]
     facts = {
         "losses": [event.fields["loss"] for event in steps],
         "optimizer_steps": run.optimizer.steps,

@@ -82,3 +82,54 @@ class OwnSteps(torch.optim.Optimizer):
                     state["step"] = state.get("step", 0) + 1
                     rate = group["lr"] * (1 + group["shrink"]) * state["step"] ** 0.5
                     p.add_(p.grad, alpha=-rate / group["calls"])
+
+
+class Shifts(HalfLoss):
+    """Shifts labels itself, as transformers' losses do."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(self.logits(input_ids).flatten(0, 1), shifted.flatten())
+
+
+class NeverZero(HalfLoss):
+    """The logit of token 0 is masked; all labels are other tokens."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(input_ids)
+        logits = logits.masked_fill(torch.arange(VOCAB) == 0, float("-inf"))
+        return F.cross_entropy(
+            logits.flatten(0, 1), labels.clamp(min=1).where(labels >= 0, labels).flatten()
+        )
+
+
+class Regression(nn.Module):
+    """Compares with large numbers, which half precision would round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.scale = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        assert target.dtype in (torch.float32, torch.float64)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        found = self.scale(x).squeeze(-1)
+        return F.mse_loss(found.double(), (target - 100100.0).double()).to(target.dtype)
+
+
+def numbers(num: int = 64) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(num, WIDTH, generator=generator)
+    return [{"x": row, "target": 100100.0 + row.sum()} for row in x]
+
+
+class Large(HalfLoss):
+    """Its gradients times the first loss scale are infinite in fp16."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        loss_sum = F.cross_entropy(
+            self.logits(input_ids).flatten(0, 1).float(), labels.flatten(), reduction="sum"
+        )
+        return 64.0 * loss_sum, (labels >= 0).sum()

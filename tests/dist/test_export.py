@@ -146,7 +146,12 @@ def test_an_adapter_goes_out_and_in_again(
         *("data.target=tests.dist.hf:samples", "train.global_batch=8", "train.micro_batch=2"),
         *(f"model.hf={folder}", "cluster.procs_per_node=2", "train.max_steps=3", "optim.lr=0.05"),
     )
-    lora = ("adapter.name=lora", "adapter.rank=3", "adapter.alpha=5", "adapter.targets=[c_*]")
+    lora = (
+        "adapter.name=lora",
+        "adapter.rank=3",
+        "adapter.alpha=5",
+        "adapter.targets=[c_*,lm_head]",
+    )
     colotrain.run(*options, *lora, "plugin=gemini", "name=first", "checkpoint.content=trained")
     out = export("first", "--to", "adapter", "--adapter", "--json")
     assert out.code == 0, out.err
@@ -159,6 +164,12 @@ def test_an_adapter_goes_out_and_in_again(
     logits = [_logits(colotrain.cwd / name) for name in ("first-merged", "second-merged", "gpt2")]
     assert (logits[0] - logits[1]).abs().max().item() < 1e-5
     assert (logits[0] - logits[2]).abs().max().item() > 1e-2
+    # the head is tied to the embedding, which has no adapter and must stay as it is
+    merged = load_file(colotrain.cwd / "first-merged" / "model.safetensors")
+    base = load_file(colotrain.cwd / "gpt2" / "model.safetensors")
+    embedding = "transformer.wte.weight"
+    assert torch.equal(merged[embedding], base[embedding])
+    assert not torch.equal(merged["lm_head.weight"], base[embedding])
 
 
 def test_peft_computes_the_same_with_an_exported_adapter(

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from colotrain.cli.resolving import plan_from
+from colotrain.verify.compare import Tolerance
+from colotrain.verify.runner import verify
 from tests.running import Colotrain, losses
 
 OF_TOKENS = (
@@ -58,7 +61,9 @@ def test_plain_data_of_modules_and_optimizers_is_saved(here: Colotrain) -> None:
 def test_what_cannot_be_saved_ends_the_run_after_its_first_update(here: Colotrain) -> None:
     result = here("run", *STATEFUL, "model.target=tests.dist.idioms:Unsaveable", "name=never")
     assert result.code == 1
-    assert "what get_extra_state() gives cannot be saved (it['hook'][0] is a builtins." in result.err
+    assert (
+        "what get_extra_state() gives cannot be saved (it['hook'][0] is a builtins." in result.err
+    )
     events = here.events("never")
     assert not [e for e in events if e.kind == "step"]
     assert len([e for e in events if e.kind == "started" and e.rank == 0]) == 1
@@ -82,3 +87,27 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_saves_what_it_took_from_anot
     other = (f"checkpoint.resume={folder}/step-00000003", "train.on_nonfinite=rollback")
     here.run(*OF_TOKENS, *every, "name=second", *other)
     assert [p.name for p in here.rundir("second").checkpoints.glob("step-*")] == ["step-00000003"]
+
+
+def test_targets_are_counted_and_kept_as_the_model_sees_them(tmp_path: Path) -> None:
+    """Labels shifted inside, labels whose logit is masked, and targets in half precision."""
+    fine = ("train.micro_batch=1",)
+    models: dict[str, tuple[str, ...]] = {
+        "Shifts": fine,
+        "NeverZero": fine,
+        "Regression": ("data.target=tests.dist.idioms:numbers", "train.precision=bf16"),
+        "Large": ("train.precision=fp16",),  # the first loss scale makes it skip steps
+    }
+    plans = [
+        plan_from(
+            [*OF_TOKENS, f"model.target=tests.dist.idioms:{model}", *more, "checkpoint.every=0"]
+        )
+        for model, more in models.items()
+    ]
+    tolerance = Tolerance.for_precision("fp16")
+    for name, result in zip(models, verify(plans, tmp_path, tolerance=tolerance), strict=True):
+        assert name == "Regression" or result.passed, f"{name}: {result.difference}"
+        if (
+            name == "Regression"
+        ):  # rounding of activations alone: of the targets' it would be hundreds
+            assert result.max_abs_loss < 1.0

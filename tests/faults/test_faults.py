@@ -137,9 +137,7 @@ def test_a_run_under_nohup_outlives_its_terminal(colotrain: Colotrain, started: 
     order = {"what": "pause", "rank": 0, "steps": [6]}
     ignores = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does, before it executes
     try:
-        process = started(
-            colotrain.start("run", *PLAN, env=environment(**order), new_session=True)
-        )
+        process = started(colotrain.start("run", *PLAN, env=environment(**order), new_session=True))
     finally:
         signal.signal(signal.SIGHUP, ignores)
     wait_for_step(colotrain, "hurt", 5)

@@ -22,7 +22,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
-    "colotrain.resizing "
+    "colotrain.resizing colotrain.trust "
     "colotrain.tiers colotrain.packing "
     "colotrain.dotted colotrain.lifeline "
     "colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "

@@ -61,7 +61,9 @@ def test_what_is_not_plain_is_named(value: Any) -> None:
         encode(value)
 
 
-@pytest.mark.parametrize("text", ['{"call":["os.system"]}', '{"dtype":"load"}', '{"tensor":"x"}', "{"])
+@pytest.mark.parametrize(
+    "text", ['{"call":["os.system"]}', '{"dtype":"load"}', '{"tensor":"x"}', "{"]
+)
 def test_what_was_not_written_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         decode(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))

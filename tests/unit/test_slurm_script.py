@@ -153,7 +153,7 @@ def test_no_word_of_shell_gets_out_of_its_quotes(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         found = done.stdout.decode().split("\0")[:-1]
-        assert found == [*runs, *chunk, chunk[0], "-m", "colotrain", "node"]
+        assert found == [*runs, *chunk, chunk[0], "-m", "colotrain", "node", "--trust-code"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,115 @@
+"""Whether a model shifts labels itself, as transformers' own losses do.
+
+Its mean loss is then one over all labels but the first of each row, and to weight it by all labels
+would make the result depend on how a batch is cut. A few forwards with one sample tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.data.packing import IGNORE_INDEX
+from colotrain.engine import generators
+from colotrain.engine.accumulation import COUNT, SHIFTS, Batch
+from colotrain.engine.sharding import reshard
+from colotrain.errors import ColotrainError
+
+if TYPE_CHECKING:
+    from colotrain.engine.loop import Run
+
+FEWEST_LABELS = 3
+
+
+def is_in_question(batch: Batch) -> bool:
+    """Whether the samples have a sequence of labels with a target among them."""
+    labels = batch.get("labels")
+    if labels is None or labels.ndim != 2 or labels.is_floating_point():
+        return False
+    return labels.shape[1] >= FEWEST_LABELS and bool((labels != IGNORE_INDEX).any())
+
+
+def find(run: Run) -> None:
+    """See whether the model shifts labels itself; where they are shifted already, that is an error.
+
+    All ranks must call.
+    """
+    if run.sample is None:
+        return
+    run.at("trial forward")
+    model = run.sharded.module
+    sample = {name: tensor.to(run.device) for name, tensor in run.sample.items()}
+    shifts = shifts_labels(model, sample)
+    reshard(run.sharded)
+    if shifts and run.plan.data.source != "target":
+        raise ColotrainError(
+            f"{run.plan.model.key}={run.plan.model.value}: the model shifts labels, which in "
+            "colotrain's data are shifted already: it would learn the token after the next",
+            "compute the loss from the labels as they are, or use model.hf",
+        )
+    setattr(model, SHIFTS, shifts)
+    if shifts and run.rank == 0:
+        text = (
+            "the model shifts labels itself: its mean loss is weighted by all but each row's first"
+        )
+        run.events.write("note", text=text)
+
+
+@torch.no_grad()
+def shifts_labels(model: nn.Module, sample: Batch) -> bool:
+    """Whether the first label of a row does not count. All ranks must call with the same sample.
+
+    False for a model that tells its count itself. The model's buffers and the generators stay as
+    they are.
+    """
+    labels = sample["labels"]
+    target = labels[labels != IGNORE_INDEX][0]
+
+    def loss(*places: int) -> Tensor | None:
+        masked = torch.full_like(labels, IGNORE_INDEX)
+        masked[:, list(places)] = target
+        output = model(**{**sample, "labels": masked})
+        if isinstance(output, tuple) or getattr(output, COUNT, None) is not None:
+            return None
+        return getattr(output, "loss", output)
+
+    with unchanged(model, labels.device):
+        last, both = loss(-1), loss(0, -1)
+        if last is None or both is None or not torch.equal(last, both):
+            return False
+        first, none = loss(0), loss()  # equal losses of all places would be equal above, too
+        return first is not None and none is not None and _same(first, none)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """In evaluation; modes, buffers and generators are afterwards what they were."""
+    modes = {module: module.training for module in model.modules()}
+    states = generators.states(device)
+    model.eval()
+    try:
+        with kept_buffers(model):
+            yield
+    finally:
+        generators.set_states(device, states)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers that forwards change, as running means, are afterwards what they were."""
+    owners = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
+    before = [buffer.clone() for *_, buffer in owners]
+    yield
+    for (module, name, buffer), value in zip(owners, before, strict=True):
+        buffer.copy_(value)
+        module._buffers[name] = buffer  # also where forward put another in its place
