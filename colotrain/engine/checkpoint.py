@@ -75,10 +75,15 @@ def finish_saving(run: Run) -> None:
     error = run.saver.wait()
     dist.barrier()  # rank 0, which keeps the store, stays until all know
     if error is not None:
-        raise ColotrainError(
-            f"checkpoint of step {run.saved_step}: {error}",
-            f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
-        )
+        raise unsaved(run, run.saved_step, error)
+
+
+def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
+    """The run ends, and its last checkpoint could not be written."""
+    return ColotrainError(
+        f"checkpoint of step {step}: {problem}",
+        f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
+    )
 
 
 def pieces(run: Run) -> list[Piece]:

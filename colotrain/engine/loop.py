@@ -17,6 +17,7 @@ from colotrain.data.loader import BatchLoader
 from colotrain.engine import checkpoint, generators, gradients, label_shift, noise
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
 from colotrain.engine.guard import Guard
+from colotrain.engine.monitor import StepMonitor
 from colotrain.engine.nonfinite import locate
 from colotrain.engine.optim import ShardOptimizer
 from colotrain.engine.placement import Tiers
@@ -60,12 +61,17 @@ class Run:
     saver: Saver
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     guard: Guard = field(default_factory=Guard)
+    monitor: StepMonitor = field(default_factory=StepMonitor)
     on_gradients: Callable | None = None
     step: int = 0
     """Steps done."""
     micro_batches: int = 0
     phase: str = "start"
     stop_reason: str | None = None
+    asked_here: str | None = None
+    """Why something in this process wants the run to stop."""
+    stop_error: ColotrainError | None = None
+    """What the run fails with once it has saved and stopped; None: it may be resumed as it is."""
     spikes: LossSpikes = field(default_factory=LossSpikes)
     generators: dict[str, Tensor] | None = None
     """torch's generator at the beginning of the step."""
@@ -87,6 +93,18 @@ class Run:
         """Say what this rank does now: for the event of a failure, and as a sign of life."""
         self.phase = phase
         self.heartbeat.beat(self.step + 1, phase)
+
+    def ask_to_stop(self, reason: str, *, error: ColotrainError | None = None) -> None:
+        """Save and end the run on all ranks, as soon as can be; any thread of any rank may call.
+
+        A long step is left unfinished. With `error` nobody is given time to finish the step, and
+        the run fails with it; otherwise it ends as after `colotrain stop`.
+        """
+        self.stop_error, self.asked_here = error, reason
+
+    def wish(self) -> str | None:
+        """Why this rank wants the run to stop; None where it does not."""
+        return self.asked_here or self.stop_requested()
 
     @property
     def batch_index(self) -> int:
@@ -136,11 +154,12 @@ def train(run: Run) -> str:
         unfreeze_(run)
         gradients.clear_(run.sharded.module)
         batches = Fetch(run)
-        totals = accumulate(
-            run.gradients, batches, num=plan.batch.accumulation_steps, totals=new_totals(run)
-        )
-        clock.lap("compute_s", less=batches.seconds)
-        result = agree(run, totals)
+        with run.monitor.interruptible(run):
+            totals = accumulate(
+                run.gradients, batches, num=plan.batch.accumulation_steps, totals=new_totals(run)
+            )
+            clock.lap("compute_s", less=batches.seconds)
+            result = agree(run, totals)
         clock.lap("reduce_s")
         if result.settle:
             settle_(run)
@@ -167,6 +186,8 @@ def train(run: Run) -> str:
         if (result.stop or leaves_early) and run.step < plan.train.max_steps:
             checkpoint.save(run)
             checkpoint.finish_saving(run)
+            if run.stop_error is not None:
+                raise run.stop_error
             run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
@@ -208,6 +229,9 @@ class Fetch:
             batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
             self.seconds += time.perf_counter() - started
             run.at("forward or backward")
+            run.monitor.at_micro_batch(
+                index, of=run.plan.batch.accumulation_steps, calls=len(run.sharded.calls)
+            )
             run.micro_batches += 1
             yield batch
 
@@ -223,23 +247,26 @@ def new_totals(run: Run) -> StepTotals:
 def agree(run: Run, totals: StepTotals) -> StepResult:
     """The one small all-reduce of a step: loss, targets, gradient norm, wish to stop."""
     run.at("reduce")
-    run.stop_reason = run.stop_requested()
+    run.monitor.begin_agreement()
+    run.stop_reason = run.wish()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
     short = run.tiers is not None and run.tiers.is_short()
     wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short]
-    wish = torch.tensor([*wishes, order, order * order], dtype=torch.float64)
+    took_s = run.monitor.elapsed_s()
+    wish = torch.tensor([*wishes, order, order * order, took_s], dtype=torch.float64)
     mine = torch.stack((totals.loss_sum, totals.count)).cpu()
     shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
     dist.all_reduce(shared)
-    loss_sum, count, stop, record, with_noise, settle, orders, squares = shared[:8].tolist()
+    loss_sum, count, stop, record, with_noise, settle, orders, squares, took_s = shared[:9].tolist()
+    run.monitor.note_duration(took_s / dist.get_world_size())
     if orders * orders != squares * dist.get_world_size():  # equal only if all are the same
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.take_facts_(run.gradients, shared[8:], factor=factor)
+    gradients.take_facts_(run.gradients, shared[9:], factor=factor)
     return StepResult(
         loss=loss_sum / max(count, 1.0),
         tokens=count,
@@ -366,21 +393,31 @@ def evaluate(run: Run) -> None:
     plan, model, data = run.plan, run.sharded.module, run.validation_data
     if plan.train.eval_steps == 0 or data is None:
         return
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     training = {module: module.training for module in model.modules()}
     model.eval()
-    for step in range(plan.train.eval_steps):
-        for index in range(plan.batch.accumulation_steps):
-            run.at("evaluation")
-            batch = to_device(data.micro_batch(step, index), run.device)
-            sums += torch.stack([x.double() for x in weighted_loss(model, batch)])
+    with run.monitor.interruptible(run, "evaluation"):
+        sums = sum_losses(run, data)
+        reshard(run.sharded)
+        run.monitor.begin_agreement()
+        dist.all_reduce(sums)
     for module, mode in training.items():  # parts that the user put in evaluation stay there
         module.training = mode
-    reshard(run.sharded)
-    dist.all_reduce(sums)
     loss_sum, count = sums.tolist()
     if run.rank == 0:
         run.events.write("eval", step=run.step, loss=loss_sum / max(count, 1.0), tokens=count)
+
+
+def sum_losses(run: Run, data: BatchLoader) -> Tensor:
+    """The summed loss, and the number of targets, of this rank's validation micro-batches."""
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    num = run.plan.batch.accumulation_steps
+    total = num * run.plan.train.eval_steps
+    for index in range(total):
+        run.at("evaluation")
+        run.monitor.at_micro_batch(index, of=total, calls=len(run.sharded.calls))
+        batch = to_device(data.micro_batch(*divmod(index, num)), run.device)
+        sums += torch.stack([x.double() for x in weighted_loss(run.sharded.module, batch)])
+    return sums
 
 
 def is_due(step: int, every: int) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from colotrain.engine.sharding import local_shard
 from colotrain.engine.statistics import Recorder
+from colotrain.errors import FINAL_EXIT, ColotrainError
+from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import highest_peak, memory_now
 
 if TYPE_CHECKING:
@@ -93,3 +97,12 @@ def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
     if run.rank == 0:
         run.rundir.grads_request_file.unlink(missing_ok=True)
         run.events.write("gradients", step=run.step + 1, **record)
+
+
+def record_failure(events: EventWriter, error: BaseException, *, phase: str, step: int) -> int:
+    """Write down how this rank fails in `step` (from 1); returns its exit code."""
+    text = "".join(traceback.format_exception(error))
+    told = f"{type(error).__name__}: {error}"
+    events.write("failed", phase=phase, step=step, error=told, traceback=text)
+    sys.stderr.write(text)
+    return FINAL_EXIT if isinstance(error, ColotrainError) else 1

@@ -196,7 +196,7 @@ class Saver:
 
     def _carry_out(self, save: Save, beat: Callable[[], None]) -> None:
         """Write this rank's part and learn the outcome of all. Never raises."""
-        rank, store = dist.get_rank(), _store()
+        rank, store = dist.get_rank(), own_store()
         try:
             try:
                 self._write_part(save, rank, beat)
@@ -268,7 +268,7 @@ def _pages(num_bytes: int, *, pinned: bool) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _store() -> Any:
+def own_store() -> Any:
     """A connection of its own: another thread's wait must not hold up this one's."""
     store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()

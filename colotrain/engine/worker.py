@@ -11,8 +11,6 @@ import os
 import random
 import signal
 import socket
-import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +42,7 @@ from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
 from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale, cast_inputs
-from colotrain.engine.recording import lasting_bytes
+from colotrain.engine.recording import lasting_bytes, record_failure
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import (
     COMPUTE_DTYPE,
@@ -57,7 +55,7 @@ from colotrain.engine.sharding import (
 from colotrain.engine.statistics import describe_parameters
 from colotrain.engine.transport import install
 from colotrain.engine.weighing import guess, weigh
-from colotrain.errors import FINAL_EXIT, ColotrainError
+from colotrain.errors import ColotrainError
 from colotrain.models.loading import build
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
@@ -90,17 +88,14 @@ def main(path: str) -> int:
         if device.type == "cpu":
             run.baseline_bytes = max(0, memory_now()[0] - sum(lasting_bytes(run).values()))
         announce(run, attempt)
+        run.monitor.start(run)
         train(run)
     except Exception as error:
-        where = {"phase": run.phase if run else "start", "step": run.step + 1 if run else 0}
-        text = "".join(traceback.format_exception(error))
-        events.write("failed", **where, error=f"{type(error).__name__}: {error}", traceback=text)
-        sys.stderr.write(text)
-        if not isinstance(error, ColotrainError):
-            return 1
-        if run is not None:  # every rank has met it, and can finish what it was saving
-            run.saver.linger()
-        return FINAL_EXIT
+        phase, step = (run.phase, run.step + 1) if run else ("start", 0)
+        exit_code = record_failure(events, error, phase=phase, step=step)
+        if run is not None and isinstance(error, ColotrainError):
+            run.saver.linger()  # every rank has met it, and can finish what it was saving
+        return exit_code
     dist.destroy_process_group()
     return 0
 
@@ -116,6 +111,9 @@ class StopRequest:
     def __init__(self, rundir: RunDir) -> None:
         self.file = rundir.stop_file
         self.signal: str | None = None
+        self.arrived, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Python's own handlers run between two bytecodes, for which a backward may take a minute
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
         for number in (signal.SIGINT, signal.SIGHUP):  # the launcher's to handle
@@ -125,6 +123,9 @@ class StopRequest:
         self.signal = signal.Signals(number).name
 
     def __call__(self) -> str | None:
+        with suppress(BlockingIOError):
+            for number in os.read(self.arrived, 64):
+                self._on_signal(number, None)
         return self.signal or ("asked to stop" if self.file.exists() else None)
 
 

@@ -1,0 +1,107 @@
+"""A run that is asked to stop in the middle of a long step leaves it, and makes it again later."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from colotrain.engine.dcp_json import read_whole
+from colotrain.observe.events import Event
+from tests.faults.test_resume import ledger
+from tests.running import COMMAND_TIMEOUT_S, Colotrain, losses
+
+pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+
+MODEL = """
+import os, random, time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from colotrain.engine import monitor
+
+monitor.LONG_STEP_S, monitor.PATIENCE_S, monitor.SHORTEST_PAUSE_S = -1.0, 0.2, 0.1
+LEAVE_AT = int(os.environ.get("LEAVE_AT", -1))  # which training forward, from 0
+ASKS = os.environ.get("RANK") == "1"
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(12))
+        self.count = 0
+
+    def forward(self, x, target):
+        if self.training:
+            if self.count == LEAVE_AT:
+                self.hang()
+            self.count += 1
+            self.mean.lerp_(x.detach().float().mean(0).to(self.mean), 0.1)
+            x = x + 0.01 * random.random()
+        for block in self.blocks:
+            x = x + self.drop(F.gelu(block(x - self.mean)))
+        return F.cross_entropy(x, target)
+
+    def hang(self):
+        if ASKS:
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+            time.sleep(600)
+
+
+def data():
+    g = torch.Generator().manual_seed(0)
+    return [
+        {"x": torch.randn(12, generator=g), "target": torch.randint(12, (), generator=g)}
+        for _ in range(100)
+    ]
+"""
+PLAN = (
+    *("model.target=slow:Model", "data.target=slow:data", "optim.schedule.name=constant"),
+    *("train.global_batch=8", "train.micro_batch=1", "cluster.procs_per_node=2"),
+    *("train.max_steps=5", "observe.grads_every=0", "elastic.max_restarts=0"),
+)
+"""Four micro-batches a step."""
+PLUGINS = {
+    "zero1": (),
+    "zero2": ("train.precision=fp16",),
+    "zero3": (),
+    "fsdp-hybrid": ("plugin.shard_size=1",),
+    "gemini": ("plugin.budget.host=1MiB", "plugin.budget.disk=1GiB", "plugin.disk_path=below"),
+}
+Started = Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_step_that_was_left_is_made_again_bit_for_bit(colotrain: Colotrain, plugin: str) -> None:
+    (colotrain.cwd / "slow.py").write_text(MODEL)
+    plan = (*PLAN, f"plugin={plugin}", *PLUGINS[plugin])
+    straight = colotrain.run(*plan, "name=straight")
+    # the second micro-batch of the third step: rank 1 never ends it
+    environment = {"LEAVE_AT": str(2 * 4 + 1), "SIGNAL": str(int(signal.SIGTERM))}
+    left = colotrain("run", *plan, "name=parted", "--json", env=environment)
+    assert left.code == 75, left.err
+    assert left.json["steps"] == 2
+    assert "step 3 is left at micro-batch" in left.err
+    assert sorted(p.name for p in colotrain.rundir("parted").checkpoints.iterdir()) == [
+        "step-00000002"
+    ]
+    resumed = colotrain("resume", "parted", "--json")
+    assert resumed.code == 0, resumed.err
+    assert losses(resumed.json) == losses(straight)
+    assert ledger(colotrain, "parted") == ledger(colotrain, "straight")
+    expected, found = (
+        read_whole(colotrain.rundir(name).checkpoint(5)) for name in ("straight", "parted")
+    )
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
