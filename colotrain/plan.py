@@ -211,8 +211,8 @@ class CheckpointPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservePlan:
-    log_every: int
-    """0: no lines of progress."""
+    log_every: int | Literal["auto"]
+    """auto: lines of progress by time; 0: none."""
     grads_every: int
     """0: no gradient records."""
     trackers: tuple[str, ...] = ()

@@ -158,6 +158,8 @@ def train(
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := smoke.close(document, plan, rundir)):
         print(line, file=sys.stderr, flush=True)
+    if document["status"] in ("preempted", "interrupted"):
+        print(where_to_go_on(plan, rundir), file=sys.stderr, flush=True)
     if as_json:
         print_json(document)
     if exit_code == ColotrainError.exit_code and plan.smoke:
@@ -165,6 +167,18 @@ def train(
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
     return exit_code
+
+
+def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:
+    """What can be done with a run that was stopped."""
+    from colotrain.engine.manifest import complete
+
+    saved = complete(rundir.checkpoints)
+    if saved:
+        return f"`colotrain resume {rundir.name}` goes on from {saved[0].name}"
+    if plan.checkpoint.enabled:
+        return f"no step was finished: `colotrain resume {rundir.name}` begins with the first one"
+    return f"nothing was saved (checkpoint.every=0): `colotrain resume {rundir.name}` begins anew"
 
 
 def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:

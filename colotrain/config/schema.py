@@ -277,8 +277,9 @@ class Checkpoint:
 class Observe:
     """What is recorded."""
 
-    log_every: int | None = 1
-    """Steps between lines of progress; 0 or null turns them off."""
+    log_every: int | Literal["auto"] | None = "auto"
+    """Steps between lines of progress where there is no terminal; auto: a line every 10 to 60
+    seconds; 0 or null turns them off."""
     grads_every: int | None = 10
     """Steps between gradient records; 0 or null turns them off."""
     trackers: list[str] = field(default_factory=list)

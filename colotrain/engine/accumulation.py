@@ -64,6 +64,10 @@ def accumulate(
     return totals
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
 def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The summed loss of a micro-batch and its number of targets.
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from colotrain.data.loader import BatchLoader
 from colotrain.engine import checkpoint, generators, gradients, label_shift, noise
-from colotrain.engine.accumulation import Batch, StepTotals, accumulate, weighted_loss
+from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
+from colotrain.engine.evaluation import evaluate
 from colotrain.engine.guard import Guard
 from colotrain.engine.monitor import StepMonitor
 from colotrain.engine.nonfinite import locate
@@ -25,7 +26,7 @@ from colotrain.engine.precision import LossScale
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.saving import Saver
-from colotrain.engine.sharding import ShardedModel, reshard
+from colotrain.engine.sharding import ShardedModel
 from colotrain.engine.spikes import LossSpikes
 from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
@@ -33,6 +34,10 @@ from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
 from colotrain.plan import READ_BACK, RunPlan
 from colotrain.rundir import NOISE, RunDir
+
+LATE = 5.0
+"""A rank may be silent for so many times what it took, or was foreseen to take, between two signs
+of life."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +180,7 @@ def train(run: Run) -> str:
             record_gradients(run, recorder, **extra)
         clock.lap("optimizer_s")
         run.step += 1
-        run.heartbeat.patience_s = plan.elastic.hang_timeout_s  # nothing is new from here on
+        run.heartbeat.patience_s = patience_s(plan, clock.laps)  # nothing is new from here on
         times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps}
         record_step(run, result, times=times, lr=lr, skipped=skipped)
         if is_due(run.step, plan.elastic.check_every):
@@ -198,6 +203,13 @@ def train(run: Run) -> str:
     checkpoint.finish_saving(run)
     run.events.write("finished", step=run.step)
     return "finished"
+
+
+def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:
+    """How long a rank may be silent after a step with these parts: a micro-batch may take long."""
+    micro_batch_s = laps["compute_s"] / plan.batch.accumulation_steps
+    longest = max(micro_batch_s, laps["reduce_s"], laps["optimizer_s"])
+    return max(plan.elastic.hang_timeout_s, LATE * longest)
 
 
 class Clock:
@@ -234,10 +246,6 @@ class Fetch:
             )
             run.micro_batches += 1
             yield batch
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def new_totals(run: Run) -> StepTotals:
@@ -384,40 +392,6 @@ def unfreeze_(run: Run) -> None:
     """Begin to train what the schedule unfreezes in this step."""
     if run.step in run.plan.freeze.unfreeze and run.step > 0:
         freeze_as_of(run, run.step)
-
-
-@torch.no_grad()
-def evaluate(run: Run) -> None:
-    """Mean loss over `train.eval_steps` global batches of the validation split."""
-    run.at("evaluation")
-    plan, model, data = run.plan, run.sharded.module, run.validation_data
-    if plan.train.eval_steps == 0 or data is None:
-        return
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    with run.monitor.interruptible(run, "evaluation"):
-        sums = sum_losses(run, data)
-        reshard(run.sharded)
-        run.monitor.begin_agreement()
-        dist.all_reduce(sums)
-    for module, mode in training.items():  # parts that the user put in evaluation stay there
-        module.training = mode
-    loss_sum, count = sums.tolist()
-    if run.rank == 0:
-        run.events.write("eval", step=run.step, loss=loss_sum / max(count, 1.0), tokens=count)
-
-
-def sum_losses(run: Run, data: BatchLoader) -> Tensor:
-    """The summed loss, and the number of targets, of this rank's validation micro-batches."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
-    num = run.plan.batch.accumulation_steps
-    total = num * run.plan.train.eval_steps
-    for index in range(total):
-        run.at("evaluation")
-        run.monitor.at_micro_batch(index, of=total, calls=len(run.sharded.calls))
-        batch = to_device(data.micro_batch(*divmod(index, num)), run.device)
-        sums += torch.stack([x.double() for x in weighted_loss(run.sharded.module, batch)])
-    return sums
 
 
 def is_due(step: int, every: int) -> bool:

@@ -37,7 +37,7 @@ from colotrain.engine.common import Common, hold_in_common
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.label_shift import is_in_question
-from colotrain.engine.loop import Run, train
+from colotrain.engine.loop import LATE, Run, train
 from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
 from colotrain.engine.placement import Tiers
@@ -101,8 +101,13 @@ def main(path: str) -> int:
 
 
 def start_patience(plan: RunPlan) -> float:
-    """Seconds that a rank may be silent until it has done a step: imports, building, compiling."""
-    return max(plan.elastic.hang_timeout_s, COMPILING_S if plan.train.compile else STARTING_S)
+    """Seconds that a rank may be silent until it has done a step: imports, building, compiling.
+
+    A micro-batch may be foreseen to take longer than that.
+    """
+    micro_batch_s = plan.time.step_s / plan.batch.accumulation_steps
+    starting_s = COMPILING_S if plan.train.compile else STARTING_S
+    return max(plan.elastic.hang_timeout_s, starting_s, LATE * micro_batch_s)
 
 
 class StopRequest:

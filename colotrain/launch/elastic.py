@@ -78,6 +78,7 @@ def launch(
             fresh = reader.drain()
             current.take(fresh)
             follow(fresh)
+            current.acknowledge_stop()
             current.watch.look(asked_to_stop=current.asked_to_stop())
             agent.join(POLL_S)
     current.watch.close()
@@ -233,8 +234,9 @@ def _end_now(current: Launch) -> None:
     current.events.write(
         "done", status="interrupted", exit_code=EXIT_CODES["interrupted"], cause="ended at once"
     )
-    if sys.stderr.isatty():
-        os.write(sys.stderr.fileno(), b"\x1b[?25h\n")  # a live view hides the cursor
+    show_cursor = b"\x1b[?25h\n" if sys.stderr.isatty() else b""  # a live view hides it
+    with suppress(OSError):
+        os.write(sys.stderr.fileno(), show_cursor + b"ended at once, without saving\n")
     os._exit(EXIT_CODES["interrupted"])
 
 

@@ -54,6 +54,7 @@ class Launch:
     """How often the main thread has read the events."""
     error: BaseException | None = None
     signals: list[str] = field(default_factory=list)
+    stop_acknowledged: bool = False
     stop_before: tuple[int, int] | None = field(init=False)
     """The stop file of an earlier launch, where node 0 has not taken it away yet."""
 
@@ -142,6 +143,19 @@ class Launch:
 
     def asked_to_stop(self) -> bool:
         return bool(self.signals) or _mark(self.rundir.stop_file) not in (None, self.stop_before)
+
+    def acknowledge_stop(self) -> None:
+        """Say, once, what happens now that the run is asked to stop."""
+        if self.stop_acknowledged or not self.node.is_head or not self.asked_to_stop():
+            return
+        self.stop_acknowledged = True
+        why = self.signals[0] if self.signals else "asked to stop"
+        again = "; Ctrl-C again ends it at once" if "SIGINT" in self.signals else ""
+        self.events.write(
+            "note",
+            text=f"{why}: stopping; a step that takes long is left unfinished, and the last "
+            f"finished step is saved, within elastic.grace_s={self.plan.elastic.grace_s:g}{again}",
+        )
 
     def was_interrupted_by_others(self, rendezvous: Rendezvous) -> bool:
         """Whether the workers have saved and stopped only because nodes come or go.

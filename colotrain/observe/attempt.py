@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from colotrain.observe.events import Event
-from colotrain.observe.facts import Checkpoint, Failure, Nonfinite, Step
+from colotrain.observe.facts import Checkpoint, Failure, Nonfinite, Step, StepProgress
 from colotrain.observe.gradients import Cell, GradientHistory, Heat
 from colotrain.observe.view import SMOOTHING_STEPS, RankView
 from colotrain.plan import Ledger
@@ -42,12 +42,16 @@ class Attempt:
     saves: deque[Checkpoint] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
     latest: dict[str, Event] = field(default_factory=dict)
     """Rank 0's last event of every other kind."""
+    progress: StepProgress | None = None
+    """How far the step, or the evaluation, that takes long is; None where none does."""
     ready_at: float = -math.inf
     """When a rank last started or did a step."""
 
     def add(self, event: Event, rank: int) -> None:
         if event.kind in ("started", "step"):
             self.ready_at = max(self.ready_at, event.t)
+        if rank == 0 and event.kind in ("step", "eval", "progress"):
+            self.progress = StepProgress.of(event) if event.kind == "progress" else None
         match event.kind:
             case "started":
                 self.started[rank] = event

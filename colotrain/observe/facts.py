@@ -57,6 +57,47 @@ class Checkpoint:
         return Checkpoint(step=step, path=path, seconds=seconds, stall_s=stall_s, t=event.t)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgress:
+    """How far a step, or an evaluation, that takes long is (`progress`)."""
+
+    step: int
+    """The step that is being computed, or after which is evaluated."""
+    what: str
+    """step or evaluation."""
+    micro_batch: int
+    """The one that is being computed, from 1."""
+    micro_batches: int
+    done: float
+    """Share that is done, between 0 and 1."""
+    seconds: float
+    """Since it began."""
+    t: float
+    """Unix seconds: when this was so."""
+
+    @property
+    def whole_s(self) -> float | None:
+        """How long it takes as a whole, at the rate so far; None where that cannot be told yet."""
+        return self.seconds / self.done if self.done > 0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """How long it takes from then on."""
+        return None if self.whole_s is None else max(0.0, self.whole_s - self.seconds)
+
+    @staticmethod
+    def of(event: Event) -> StepProgress:
+        return StepProgress(
+            step=event.count("step"),
+            what=event.text("what") or "step",
+            micro_batch=event.count("micro_batch"),
+            micro_batches=event.count("micro_batches"),
+            done=min(max(event.number("done") or 0.0, 0.0), 1.0),
+            seconds=event.number("seconds") or 0.0,
+            t=event.t,
+        )
+
+
 class Step(NamedTuple):
     """What rank 0 recorded of one step (`step`)."""
 

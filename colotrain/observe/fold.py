@@ -86,6 +86,10 @@ class Fold:
         failure = min(failures, key=lambda f: (f.t, f.rank), default=None)
         launched_at = self._launches[0].t if self._launches else math.inf
         to_go = self._max_steps - steps if self._max_steps > 0 and done is None else None
+        progress = next((a.progress for a in newest if done is None), None)
+        pace_s = history.pace_s()
+        if pace_s is None and progress is not None and progress.what == "step":
+            pace_s = progress.whole_s
         peak_flops = _latest(attempts, "peak_flops")
         return RunView(
             status=status,
@@ -96,6 +100,7 @@ class Fold:
             attempt=attempts[-1].number if attempts else None,
             steps=steps,
             max_steps=self._max_steps,
+            progress=progress,
             optimizer_steps=last.optimizer_steps if last else 0,
             micro_batches=last.micro_batches if last else 0,
             skipped_steps=history.skipped,
@@ -110,7 +115,7 @@ class Fold:
             data_s=last.data_s if last else None,
             pace_s=history.pace_s(),
             lost_s=lost_s,
-            eta_s=eta_s(history.pace_s(), lost_s, steps, to_go),
+            eta_s=eta_s(pace_s, lost_s, steps, to_go),
             times=history.times(save for a in newest for save in a.saves),
             grad_norm=last.grad_norm if last else None,
             clip_ratio=last.clip_ratio if last else None,

@@ -115,8 +115,7 @@ class LiveDashboard(ProgressView):
         self._screen.press(self._screen.terminal.keys())
         self._screen.draw(view, state=view.status)
         if self._rundir.stop_file.exists() or not self._screen.terminal.active:
-            self._leave()
-            self.console.print("stopping after this step; Ctrl-C again ends it at once")
+            self._leave()  # the launch says what happens now
 
     def _leave(self) -> None:
         if not self._shown:

@@ -58,8 +58,20 @@ def header(scene: Scene, width: int) -> list[Text]:
     numbers = f" step {view.steps}/{max_steps}  elapsed {format_duration(elapsed)}"
     if not scene.ended:
         numbers += f"  ETA {format_duration(view.eta_s)}"
+        numbers += _within(scene)
     second = bar(view.steps, of=max_steps, width=max(4, width - len(numbers)), style=GREEN)
     return [first, second.append(numbers)]
+
+
+def _within(scene: Scene) -> str:
+    """How far a step, or an evaluation, that takes long is; nothing where none does."""
+    progress = scene.view.progress
+    if progress is None:
+        return ""
+    what = f"step {progress.step}" if progress.what == "step" else clean(progress.what)
+    left = None if progress.eta_s is None else progress.eta_s - (scene.until - progress.t)
+    text = f"  {what}: micro-batch {progress.micro_batch}/{progress.micro_batches}"
+    return f"{text}, {progress.done:.0%}, {format_duration(left and max(0.0, left))} left"
 
 
 def loss(scene: Scene, width: int, height: int) -> list[Text]:

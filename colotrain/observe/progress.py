@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.observe.events import Event
+from colotrain.observe.facts import StepProgress
 from colotrain.observe.fold import eta_s, follow
 from colotrain.observe.formats import clean, format_bytes, format_duration, quoted, shown
 from colotrain.observe.terminal import is_live
@@ -23,6 +24,10 @@ from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
 REFRESH_PER_SECOND = 4
+SHORTEST_LINE_S, LONGEST_LINE_S = 10.0, 60.0
+"""Seconds between two lines of progress: more as the run gets older."""
+LINE_SHARE = 0.01
+"""Share of a run's age after which the next line comes."""
 PREPARATION_LINE_S = 5.0
 RANKS_SHOWN = 8
 
@@ -45,6 +50,10 @@ _LINES = {
     "finished": ("step",),
     "done": ("status", "exit_code", "cause"),
 }
+
+
+_ENDS = ("stopped", "finished", "failed", "restart", "done")
+"""Events after which no step follows, or not the next one."""
 
 
 class ProgressView:
@@ -72,18 +81,48 @@ class ProgressView:
 
 
 class PlainProgress(ProgressView):
-    """One line per log interval and per event, without control characters."""
+    """A line per event and, by `observe.log_every`, of progress; without control characters."""
+
+    def __init__(self, console: Console, plan: RunPlan) -> None:
+        super().__init__(console, plan)
+        self._first_at, self._printed_at = math.inf, -math.inf
+        self._held: Event | None = None
+        """The newest step, where it got no line yet: it gets one if the run ends with it."""
 
     def update(self, view: RunView, new_events: Sequence[Event]) -> None:
         for event in new_events:
-            if event.kind == "step" and event.rank == 0 and self._is_due(event.count("step")):
-                print_plain(self.console, step_line(event, view, self.plan))
+            if event.kind == "step" and event.rank == 0:
+                self._take_step(event, view)
+            elif event.kind == "progress" and event.rank == 0:
+                if self.plan.observe.log_every and self._is_time(event.t):
+                    print_plain(self.console, progress_line(event, self.plan))
             elif self._is_shown(event):
+                if event.kind in _ENDS and self._held is not None:
+                    self._print_step(self._held, view)
                 print_plain(self.console, event_line(event))
 
-    def _is_due(self, step: int) -> bool:
-        every = self.plan.observe.log_every
-        return every > 0 and (step % every == 0 or step == self.plan.train.max_steps)
+    def _take_step(self, event: Event, view: RunView) -> None:
+        step, every = event.count("step"), self.plan.observe.log_every
+        is_last = step == self.plan.train.max_steps
+        if every == "auto":
+            due, self._held = is_last or self._is_time(event.t), event
+        else:
+            due = every > 0 and (is_last or step % every == 0)
+        if due:
+            self._print_step(event, view)
+
+    def _print_step(self, event: Event, view: RunView) -> None:
+        self._held, self._printed_at = None, event.t
+        print_plain(self.console, step_line(event, view, self.plan))
+
+    def _is_time(self, t: float) -> bool:
+        """Whether what happened at `t` gets a line: the first, and then one every so often."""
+        self._first_at = min(t, self._first_at)
+        pause_s = min(max(SHORTEST_LINE_S, LINE_SHARE * (t - self._first_at)), LONGEST_LINE_S)
+        if t - self._printed_at < pause_s:
+            return False
+        self._printed_at = t
+        return True
 
 
 def progress_for(console: Console, plan: RunPlan, rundir: RunDir) -> ProgressView:
@@ -155,6 +194,21 @@ def step_line(event: Event, view: RunView, plan: RunPlan) -> str:
         "eta": _eta(view, plan),
         "mem": format_bytes(max(view.peak_by_rank, default=0)),
         "lr": shown(event.number("lr"), ".1e"),
+    }
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def progress_line(event: Event, plan: RunPlan) -> str:
+    """`event=progress what=step step=3/300 micro_batch=2/64 done=2.1% elapsed=25s eta=20m`."""
+    told = StepProgress.of(event)
+    fields = {
+        "event": event.kind,
+        "what": quoted(told.what),
+        "step": f"{told.step}/{plan.train.max_steps}",
+        "micro_batch": f"{told.micro_batch}/{told.micro_batches}",
+        "done": f"{told.done:.1%}",
+        "elapsed": format_duration(told.seconds),
+        "eta": format_duration(told.eta_s),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colotrain.observe.events import json_safe
-from colotrain.observe.facts import Checkpoint, Failure, Nonfinite
+from colotrain.observe.facts import Checkpoint, Failure, Nonfinite, StepProgress
 from colotrain.observe.gradients import GradientRecord, Heat
 from colotrain.plan import Ledger, RunPlan
 from colotrain.records import to_plain
@@ -53,6 +53,8 @@ class RunView:
     attempt: int | None = None
     steps: int = 0
     max_steps: int = 0
+    progress: StepProgress | None = None
+    """How far the step, or the evaluation, that takes long just now is."""
     optimizer_steps: int = 0
     micro_batches: int = 0
     skipped_steps: int = 0

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from colotrain.engine.dcp_json import read_whole
-from colotrain.observe.events import Event
 from tests.faults.test_resume import ledger
-from tests.running import COMMAND_TIMEOUT_S, Colotrain, losses
+from tests.running import Colotrain, losses
 
 pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
 

@@ -428,9 +428,10 @@ def test_a_stop_gives_the_terminal_back_at_once(tmp_path: Path) -> None:
         run.stop_file.touch()
         shown.update(RunView(), [])
         assert "\x1b[?1049l" in written(console)
+        shown.update(RunView(), [launcher("note", 1.0, text="SIGINT: stopping")])
         shown.update(RunView(), [worker("checkpoint", 1.0, step=3, seconds=0.1)])
     after = written(console).rpartition("\x1b[?1049l")[2]
-    assert "stopping after this step" in after
+    assert "SIGINT: stopping" in after
     assert "step 3: checkpoint saved" in after
 
 
@@ -445,12 +446,12 @@ def test_a_signal_that_the_launch_handles_gives_the_terminal_back_first(tmp_path
         with progress_for(console, PLAN, RunDir(tmp_path)) as shown:
             shown.update(RunView(), [])
             signal.raise_signal(signal.SIGINT)
-            shown.update(RunView(), [worker("checkpoint", 1.0, step=3, seconds=0.1)])
+            shown.update(RunView(), [launcher("note", 1.0, text="SIGINT: stopping")])
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [True]
     assert written(console).count("\x1b[?1049l") == 1
-    assert "stopping after this step" in written(console)
+    assert "SIGINT: stopping" in written(console)
 
 
 def test_keys_choose_the_view_and_q_is_told(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,48 @@ def test_a_log_interval_of_zero_shows_events_only() -> None:
     events = [worker("checkpoint", 1.0, step=2, seconds=0.25, path="/a b"), step(1), step(2)]
     text = show(pipe(), events, plan_of(max_steps=2, log_every=0))
     assert text == 'event=checkpoint step=2 seconds=0.25 path="/a b"\n'
+
+
+def test_by_itself_plain_output_has_a_line_every_ten_seconds_the_first_and_the_last_step() -> None:
+    steps = [step(n, t=0.3 * n) for n in range(1, 101)]
+    lines = show(pipe(), steps, plan_of(max_steps=100, log_every="auto")).splitlines()
+    assert [line.split()[0] for line in lines] == [f"step={n}/100" for n in (1, 35, 69, 100)]
+
+
+def test_the_older_a_run_the_rarer_its_lines() -> None:
+    console, steps = pipe(), [step(n, t=5.0 * n) for n in range(1, 2001)]
+    plan = plan_of(max_steps=3000, log_every="auto")
+    with progress_for(console, plan, RunDir("runs/none")) as shown:
+        shown.update(fold(steps), steps)
+    lines = written(console).splitlines()
+    numbers = [int(line.removeprefix("step=").partition("/")[0]) for line in lines]
+    assert numbers[:3] == [1, 3, 5]
+    assert numbers[-1] - numbers[-2] == 12
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_the_last_step_of_a_run_that_ends_early_has_a_line(end: str) -> None:
+    events = [*(step(n, t=0.3 * n) for n in range(1, 8)), worker(end, 3.0, step=7, error="E")]
+    lines = show(pipe(), events, plan_of(max_steps=20, log_every="auto")).splitlines()
+    assert [line.split()[0] for line in lines] == ["step=1/20", "step=7/20", f"event={end}"]
+
+
+@pytest.mark.parametrize(("log_every", "shown"), [("auto", [2, 12]), (1, [2, 12]), (0, [])])
+def test_a_long_step_has_lines_about_its_micro_batches(
+    log_every: int | str, shown: list[int]
+) -> None:
+    events = [progress(n, t=float(n)) for n in range(2, 20, 2)]
+    lines = show(pipe(), events, plan_of(max_steps=20, log_every=log_every)).splitlines()
+    assert lines == [
+        f"event=progress what=step step=1/20 micro_batch={n}/64 done={n / 64:.1%} "
+        f"elapsed={n}s eta={format_duration(64.0 - n)}"
+        for n in shown
+    ]
+
+
+def progress(micro_batch: int, *, t: float, **fields: Any) -> Event:
+    told = {"micro_batch": micro_batch, "micro_batches": 64, "done": micro_batch / 64, "seconds": t}
+    return worker("progress", t, **({"step": 1, "what": "step"} | told | fields))
 
 
 def test_plain_output_says_everything_that_happened() -> None:

@@ -23,7 +23,7 @@ from colotrain.rundir import RunDir
 MIB = 1 << 20
 
 
-def plan_of(*, max_steps: int = 10, world_size: int = 2, log_every: int = 5) -> RunPlan:
+def plan_of(*, max_steps: int = 10, world_size: int = 2, log_every: int | str = 5) -> RunPlan:
     document = {
         "name": "tiny",
         "recipe": "tiny",

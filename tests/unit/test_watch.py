@@ -16,7 +16,7 @@ from colotrain.launch.causes import Death, describe
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
 from colotrain.launch.watch import Silent, Watch, _stack
-from colotrain.observe.events import Event, EventWriter
+from colotrain.observe.events import Event, EventReader, EventWriter
 from colotrain.observe.heartbeats import Beat, Heartbeat, read_beats
 from colotrain.rundir import RunDir
 
@@ -131,6 +131,25 @@ def test_a_rank_that_left_early_is_named_before_those_that_lost_it() -> None:
 def test_hunger_is_named() -> None:
     death = Death(rank=2, exit_code=-9, log="c", out_of_memory=True)
     assert "the kernel ended it for want of memory" in describe([death], [])
+
+
+@pytest.mark.parametrize(("node", "notes"), [(0, 1), (1, 0)])
+def test_the_first_node_says_once_what_a_wish_to_stop_leads_to(
+    tmp_path: Path, node: int, notes: int
+) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.create()
+    events, watch = EventWriter(rundir.node_events(1)), Watch(plan=plan_of(), rundir=rundir)
+    launch = Launch(
+        plan=plan_of(), rundir=rundir, events=events, worker="", node=Node(rank=node), watch=watch
+    )
+    launch.acknowledge_stop()
+    launch.signals.append("SIGINT")
+    launch.acknowledge_stop()
+    launch.acknowledge_stop()
+    told = [event.text("text") for event in EventReader(rundir).drain()]
+    assert len(told) == notes
+    assert all(text.startswith("SIGINT: stopping; a step that takes long") for text in told)
 
 
 def test_a_stop_file_of_an_earlier_launch_asks_for_nothing(tmp_path: Path) -> None:
