@@ -28,7 +28,7 @@ def words_of(model: str, ranks: int, plugin: str, frozen: bool, recompute: bool)
     found = [
         f"recipe={model}",
         f"plugin={plugin}",
-        "cluster=h200",
+        "hardware=h200",
         f"cluster.nodes={ranks // RANKS_PER_NODE}",
         f"cluster.procs_per_node={RANKS_PER_NODE}",
         "train.micro_batch=1",

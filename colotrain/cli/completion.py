@@ -73,7 +73,7 @@ def _keys(body: str) -> list[str]:
         return [f"{leaf}=" for leaf in leaves(Config)]
     names = sections(Config)
     plain = [f"{leaf}=" for leaf in leaves(Config) if "." not in leaf]
-    groups = [f"{group}=" for group in ("plugin", "cluster")]
+    groups = [f"{group}=" for group in ("plugin", "cluster", "hardware")]
     return [*plain, *groups, *(f"{name}." for name in names)]
 
 

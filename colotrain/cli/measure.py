@@ -31,10 +31,10 @@ LIMIT_S = 300.0
 def measure(setting: Setting) -> rates.Measurement:
     """Measure this machine as the plan would use it, and remember it. Takes about 20 seconds."""
     plan = setting.plan
-    if plan.cluster.device != "cpu" or setting.config["cluster"]["profile"]["name"]:
+    if plan.cluster.device != "cpu" or setting.config["hardware"]["name"]:
         raise UsageError(
             f"--measure: the plan is for {plan.cluster.device}, and only CPUs are measured",
-            "leave it out: GPUs are planned for with the published figures of cluster=NAME",
+            "leave it out: GPUs are planned for with the published figures of hardware=NAME",
         )
     ranks, precision = plan.cluster.procs_per_node, plan.train.precision
     threads = plan.cluster.threads_per_rank

@@ -8,7 +8,7 @@ from typing import Any
 
 from colotrain.cli.output import print_json, stdout_console
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
-from colotrain.cli.resolving import Setting, settle
+from colotrain.cli.resolving import Setting, settle, tell
 from colotrain.config.remedy import remedy
 from colotrain.errors import DoesNotFit, UsageError
 from colotrain.estimate import offload
@@ -54,7 +54,8 @@ def plan(
         measure_machine(settle(words, here=False))
     if compare is not None:
         return show_comparison(words, compare, as_json=as_json)
-    setting = settle(words, here=False)
+    setting = settle(words, here=False, job=None)
+    tell(setting)
     document = describe(setting, advise=advise)
     if cross_check:
         from colotrain.estimate.tracker import cross_check as check
@@ -164,7 +165,7 @@ def _warnings(setting: Setting) -> Iterator[str]:
     if question.traces(recompute, plan.batch.micro_batch) is None:
         yield NOT_FOLLOWED
     elif question.hardware is None:
-        yield "times are not estimated: set cluster.profile, or cluster=a100-80g and the like"
+        yield "times are not estimated: describe the GPUs, as hardware=a100-80g does"
     elif not plan.time.step_s:
         yield "times are not estimated"
     elif not question.hardware(setting.situation.layout(plan.plugin)).measured:
@@ -201,6 +202,8 @@ def _layouts(setting: Setting) -> Iterator[tuple[str, Layout]]:
 def _sentences(setting: Setting, options: Iterable[Option], layout: Layout) -> list[str]:
     plan, question = setting.plan, setting.situation.question
     recompute = plan.train.activation_checkpointing
+    if not question.capacity:
+        return ["Nothing is known of the GPUs' memory, so nothing can be advised."]
     largest = largest_micro_batch(question, layout, checkpointing=recompute)
     found = best(options)
     sentences = [f"The largest micro-batch that fits under {plan.plugin.name} is {largest}."]
@@ -217,7 +220,7 @@ def _sentences(setting: Setting, options: Iterable[Option], layout: Layout) -> l
 
 def show_comparison(words: list[str], both: tuple[str, str], *, as_json: bool) -> int:
     """Two plans beside each other, each the words and its own overrides."""
-    settings = [settle([*words, *each.split()], here=False) for each in both]
+    settings = [settle([*words, *each.split()], here=False, job=None) for each in both]
     documents = [describe(setting) for setting in settings]
     if as_json:
         print_json({"schema": 1, "plans": documents})

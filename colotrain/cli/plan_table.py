@@ -128,6 +128,8 @@ def _ledger_table(memory: dict[str, Any]) -> Table:
         table.add_row(name, format_size(size), _piece(before, size, scale, style))
         before += size
     style, word = (GREEN, "fits") if memory["fits"] else (VERMILLION, "does not fit")
+    if not capacity:
+        word = "not known"
     total = _piece(0, peak, scale, style)
     at = min(BAR_WIDTH, round(capacity / scale * BAR_WIDTH))
     total.append(" " * max(0, at - len(total)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from colotrain.cli.job import is_job, on_nodes
 from colotrain.config.checks import split_address
 from colotrain.config.machine import Machine
 from colotrain.config.plugin import Situation
@@ -30,6 +32,9 @@ class Setting:
     situation: Situation
     """What the plan was decided for, and alternatives to it can be weighed in."""
     machine: Machine
+    """What the plan was made for: this machine, or a node of a job."""
+    notices: tuple[str, ...] = ()
+    """What was decided for the user, beside what they wrote."""
 
     @property
     def survey(self) -> Survey:
@@ -51,29 +56,57 @@ def settle(
     *,
     here: bool = True,
     several: bool = False,
+    job: bool | None = False,
     smoke: bool = False,
-    adjust: Callable[[dict[str, Any]], None] = lambda config: None,
 ) -> Setting:
     """Compose the arguments and resolve them; raises `ConfigError` with all problems.
 
     `here`: the plan is to run on this machine, so its ranks must find a place on it; `several`:
-    on others too. `smoke`: the plan is the smoke run of what the arguments describe. `adjust`
-    changes the composed configuration in place.
+    on others too. `job`: it is to run on the nodes of SLURM; None: where the arguments say so.
+    `smoke`: the plan is the smoke run of what the arguments describe.
     """
     from colotrain.config.compose import gather
     from colotrain.config.machine import this_machine
 
-    config, problems = gather(overrides)
-    adjust(config)
+    notices, warnings = list[str](), list[str]()
+    config, problems = gather(overrides, notices=notices)
     machine = this_machine()
+    if job or (job is None and is_job(config)):
+        found = on_nodes(config, machine)
+        machine = found.machine
+        notices += found.notices
+        warnings += found.warnings
+        problems += found.problems
+    elif not here:
+        machine = _elsewhere(config, machine)
     plan, situation = _resolve(config, machine, found=problems)
     if smoke:
         config = shrink(config, plan)
         plan, situation = _resolve(config, machine)
         plan = replace(plan, smoke=True)
+    plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if here:
         check_place(plan, machine, several=several)
-    return Setting(config=config, plan=plan, situation=situation, machine=machine)
+    return Setting(
+        config=config, plan=plan, situation=situation, machine=machine, notices=tuple(notices)
+    )
+
+
+def _elsewhere(config: dict[str, Any], machine: Machine) -> Machine:
+    """The machine without GPUs of its own, where others are described: those count."""
+    described = config.get("hardware")
+    if not isinstance(described, dict) or described.get("name") is None:
+        return machine
+    return replace(machine, device="cpu", num_devices=0, device_memory_bytes=0)
+
+
+def tell(*settings: Setting, warnings: bool = False) -> None:
+    """Say what was decided for the user, and what to beware of, each once, on stderr."""
+    lines = [f"note: {notice}" for setting in settings for notice in setting.notices]
+    if warnings:
+        lines += [f"warning: {w}" for setting in settings for w in setting.plan.warnings]
+    for line in dict.fromkeys(lines):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _resolve(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from colotrain import trust
 from colotrain.cli import smoke
 from colotrain.cli.output import print_json, stderr_console
-from colotrain.cli.resolving import check_fits, place_of, settle
+from colotrain.cli.resolving import check_fits, place_of, settle, tell
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
@@ -39,6 +39,7 @@ def run(
 ) -> int:
     """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere."""
     setting = settle(overrides, several=True, smoke=smoke_run)
+    tell(setting)
     plan = setting.plan
     node = place_of(setting.config, plan)
     if not force:

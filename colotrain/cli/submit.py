@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.cli.output import print_json
-from colotrain.cli.resolving import Setting, check_fits, settle
+from colotrain.cli.resolving import Setting, check_fits, settle, tell
 from colotrain.cli.run import write_down
 from colotrain.cli.sweeps import Element, elements_of, write_sweep
 from colotrain.config.schema_cluster import Slurm
-from colotrain.config.slurm import num_gpus
 from colotrain.errors import UsageError
 from colotrain.launch import queue
 from colotrain.launch.slurm import Job, render
@@ -31,7 +30,10 @@ def submit(
     smoke: bool = False,
 ) -> int:
     """Submit one run as one job; with `dry_run` print its script and leave nothing behind."""
-    setting = settle_job(overrides, force=force, smoke=smoke)
+    setting = settle_job(overrides, smoke=smoke)
+    tell(setting, warnings=True)
+    if not force:
+        check_fits(setting)
     plan = setting.plan
     rundir = RunDir(RUNS / plan.name)
     slurm = section(setting.config)
@@ -72,11 +74,14 @@ def submit_sweep(
 ) -> int:
     """Submit a job array, a run for every combination of the values given with commas."""
     elements = elements_of(overrides)
-    settings = [settle_job(element.overrides, force=force) for element in elements]
+    settings = [settle_job(element.overrides) for element in elements]
     plans = [setting.plan for setting in settings]
     if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
     check_one_section(settings)
+    tell(*settings, warnings=True)
+    for setting in settings if not force else ():
+        check_fits(setting)
     rundirs = [RunDir(RUNS / plan.name) for plan in plans]
     folder, slurm = RunDir(RUNS / elements[0].sweep), section(settings[0].config)
     cwd = Path.cwd()
@@ -128,25 +133,9 @@ def _element(element: Element) -> dict[str, Any]:
     return {"run": element.run, "chosen": element.chosen}
 
 
-def settle_job(overrides: list[str], *, force: bool, smoke: bool = False) -> Setting:
-    """A plan for the cluster's machines: the GPUs that the job asks for count, not those here."""
-    setting = settle(overrides, here=False, smoke=smoke, adjust=_take_gpus)
-    if not force:
-        check_fits(setting)
-    return setting
-
-
-def _take_gpus(config: dict[str, Any]) -> None:
-    """One rank per GPU that the job asks for, where the user has not said otherwise."""
-    cluster = config.get("cluster")
-    if not isinstance(cluster, dict) or not isinstance(cluster.get("slurm"), dict):
-        return
-    asked = {key: cluster["slurm"].get(key) for key in ("gpus_per_node", "gres")}
-    gpus = num_gpus(Slurm(**asked))
-    if gpus and cluster.get("device") == "auto":
-        cluster["device"] = "cuda"
-    if gpus and cluster.get("device") == "cuda" and cluster.get("procs_per_node") == "auto":
-        cluster["procs_per_node"] = gpus
+def settle_job(overrides: list[str], *, smoke: bool = False) -> Setting:
+    """A plan for the nodes of the cluster, whatever this machine has."""
+    return settle(overrides, here=False, job=True, smoke=smoke)
 
 
 def section(config: dict[str, Any]) -> Slurm:

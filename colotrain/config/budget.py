@@ -30,6 +30,8 @@ def find_budget(asked: Plugin, scale: Scale, machine: Machine) -> Budget | None:
     budget = asked.budget
     if scale.device == "cpu" and asked.disk_path is None and budget.host == "auto":
         return None
+    if scale.device != "cpu" and not scale.memory_bytes and budget.device == "auto":
+        return None  # not known how much to leave on the device
     whole = host_bytes(scale, machine)
     free = machine.host_free_bytes or whole * scale.procs_per_node
     free = min(whole, max(0, free - LAUNCHER_BYTES) // scale.procs_per_node)

@@ -49,17 +49,22 @@ def compose(overrides: Sequence[str], *, cwd: Path | None = None) -> dict[str, A
 
 
 def gather(
-    overrides: Sequence[str], *, cwd: Path | None = None
+    overrides: Sequence[str], *, cwd: Path | None = None, notices: list[str] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """What could be composed, and what is wrong with the rest of it."""
+    """What could be composed, and what is wrong with the rest of it.
+
+    `notices` is told of spellings that are taken for another.
+    """
+    notices = [] if notices is None else notices
     version.setbase("1.3")
     cwd = cwd or Path.cwd()
     search, problems = Search.at(cwd), list[Problem]()
     parsed = list(_parse(overrides, search, problems))
     choices = {o.key_or_group: _written_name(o) for o in parsed if _is_choice(o)}
     recipe = choices.get("recipe")
+    _rename(choices, search, notices)
     search = _drop_unknown(choices, search, cwd, problems)
-    config = _merge(_Layers(search, choices, problems))
+    config = _merge(_Layers(search, choices, problems, notices))
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if override.is_delete():
@@ -68,7 +73,29 @@ def gather(
             set_(config, key, value, problems)
     if recipe is not None and config.get("recipe") is None:  # a saved configuration names its own
         config["recipe"] = recipe
+    _move_profile(config, notices)
     return resolve_references(config, problems), problems
+
+
+def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None:
+    """`cluster=h100` is `hardware=h100`."""
+    for group, name in list(choices.items()):
+        found = search.group_of(group, name)
+        if found != group:
+            notices.append(f"{group}={name} is {found}={name} now, and was taken for it")
+            del choices[group]
+            choices.setdefault(found, name)
+
+
+def _move_profile(config: DictConfig, notices: list[str]) -> None:
+    """`cluster.profile`, as older files have it, is `hardware`."""
+    cluster = config.get("cluster")
+    if not isinstance(cluster, DictConfig) or "profile" not in cluster:
+        return
+    profile = cluster.pop("profile")
+    if isinstance(profile, DictConfig) and profile.get("name") is not None:
+        config["hardware"].merge_with(profile)
+        notices.append("cluster.profile is hardware now, and was taken for it")
 
 
 def as_override(key: str, value: str) -> str:
@@ -212,8 +239,15 @@ class _Layers(ConfigRepository):
     all that are missing are reported together.
     """
 
-    def __init__(self, search: Search, choices: dict[str, str], problems: list[Problem]) -> None:
+    def __init__(
+        self,
+        search: Search,
+        choices: dict[str, str],
+        problems: list[Problem],
+        notices: list[str],
+    ) -> None:
         self.sources = []
+        self.notices = notices
         self.search = search
         self.choices = choices
         self.problems = problems
@@ -327,6 +361,10 @@ class _Layers(ConfigRepository):
         self, group: str, name: str, file: Path, written: InputDefault | None = None
     ) -> list[ConfigDefault]:
         """The entry for GROUP/NAME, or none and a problem where there is no such file."""
+        if (found := self.search.group_of(group, name)) != group:
+            where = display_path(file)
+            self.notices.append(f"{group}: {name} (in {where}) is {found}: {name} now")
+            group, written = found, None
         target = self.search.find(f"{group}/{name}")
         if target is None:
             if written is None or not written.is_optional():

@@ -36,7 +36,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine this process runs on."""
-    gpus = _gpu_memory_bytes() if _torch_has_cuda() else []
+    gpus = _gpu_memory_bytes() if torch_has_cuda() else []
     return Machine(
         device="cuda" if gpus else "cpu",
         num_devices=len(gpus),
@@ -47,7 +47,7 @@ def this_machine() -> Machine:
     )
 
 
-def _torch_has_cuda() -> bool:
+def torch_has_cuda() -> bool:
     """A build of torch for CPU alone cannot use a GPU. Its version tells: torch is not loaded."""
     try:
         return not metadata.version("torch").endswith("+cpu")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import typing
 
 from colotrain.config.schema import Config
-from colotrain.config.shipped import Search
+from colotrain.config.shipped import NAMED, Search
 from colotrain.errors import Problem, suggest
 from colotrain.records import leaves
 
 
 def not_an_override(text: str, search: Search) -> Problem:
     """A bare word: `llm-tiny` may stand for `recipe=llm-tiny`."""
-    groups = [group for group in ("recipe", "plugin", "cluster") if text in search.names(group)]
+    groups = [group for group in NAMED if text in search.names(group)]
     hint = suggest(text, (*leaves(Config), "recipe", "plugin"))
     if groups:
         hint = "did you mean " + " or ".join(f"{group}={text}" for group in groups) + "?"

@@ -97,6 +97,10 @@ def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
     names = [n for n in AUTO_ORDER if not ROWS[n].hybrid or scale.nodes > 1]
     plugins = {name: situation.lay_out(name, asked) for name in names}
     options = [situation.option(plugins[name]) for name in names]
+    if not situation.question.capacity:
+        least = min(reversed(options), key=lambda option: option.memory.total)
+        reason = "the memory of a rank is not known: what needs least of it"
+        return dataclasses.replace(plugins[least.plugin], reason=reason), least
     chosen = best(options)
     reason = explain(chosen, options, situation.question.capacity)
     chosen = chosen or min(reversed(options), key=lambda option: option.memory.total)

@@ -182,16 +182,16 @@ def _traces(
 def _hardware(
     settings: Config, scale: Scale, machine: Machine
 ) -> Callable[[Layout], Hardware] | None:
-    """The hardware of a layout: of the profile, as measured here, or typical CPU cores."""
-    profile, train = settings.cluster.profile, settings.train
+    """The hardware of a layout: as described, as measured here, or typical CPU cores."""
+    described, train = settings.hardware, settings.train
     threads = max(1, machine.num_cores // scale.procs_per_node)
-    if profile.name is not None:
+    if described.name is not None and described.is_timed and scale.device != "cpu":
         sheet = Sheet(
-            name=profile.name,
-            peak_flops=profile.tflops[train.precision] * 1e12,
-            memory_bytes_per_s=profile.memory_gb_per_s * 1e9,
-            link_bytes_per_s=profile.link_gb_per_s * 1e9,
-            node_bytes_per_s=profile.node_gb_per_s * 1e9,
+            name=described.name,
+            peak_flops=described.tflops[train.precision] * 1e12,
+            memory_bytes_per_s=described.memory_gb_per_s * 1e9,
+            link_bytes_per_s=described.link_gb_per_s * 1e9,
+            node_bytes_per_s=described.node_gb_per_s * 1e9,
         )
         return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
     if scale.device != "cpu":
@@ -378,10 +378,16 @@ def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]
     for step in sorted(settings.freeze.unfreeze):
         if step > steps:
             yield f"freeze.unfreeze.{step}: never happens, the run ends after {steps} steps"
+    if not scale.memory_bytes:
+        yield (
+            "cluster.memory: not known of these GPUs, so nothing tells whether the plan fits: "
+            "set hardware=NAME or cluster.memory"
+        )
     procs, (default, _) = scale.procs_per_node, ranks_here(scale.device, machine)
     if settings.cluster.procs_per_node == "auto" and procs < default:
         yield f"cluster.procs_per_node={procs}: {default} are there, but do not divide the batch"
     if scale.device == "cpu" and procs > machine.num_cores:
         yield f"cluster.procs_per_node={procs}: ranks share {machine.num_cores} cores"
-    if scale.device == "cuda" and procs > machine.num_devices:
+    named = settings.hardware.name is not None
+    if scale.device == "cuda" and procs > machine.num_devices and not named:
         yield f"cluster.procs_per_node={procs}: this machine has {machine.num_devices} GPUs"

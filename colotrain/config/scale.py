@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from colotrain.config.batch import Batch, Sizes, solve
 from colotrain.config.machine import Machine
 from colotrain.config.schema import Config
-from colotrain.config.schema_cluster import Cluster
 from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem, suggest
 
@@ -34,53 +33,65 @@ def scale_out(
 ) -> tuple[Scale, Batch | None]:
     """Ranks and batch, which follow from one another. After a problem the scale is a guess."""
     cluster = settings.cluster
-    device = machine.device if cluster.device == "auto" else cluster.device
-    problems += _check_device(cluster, device, machine)
-    problems += _check_profile(settings)
-    profile = cluster.profile
+    hardware = settings.hardware
+    device = cluster.device
+    if device == "auto":
+        device = machine.device if hardware.name is None else hardware.device
+    problems += _check_device(settings, device, machine)
+    problems += _check_hardware(settings)
     default = ranks_here(device, machine)
-    if profile.name is not None and device == "cuda" and machine.num_devices == 0:
-        default = (profile.devices_per_node, profile.devices_per_node)
+    if hardware.name is not None and device == "cuda" and machine.num_devices == 0:
+        default = (hardware.devices_per_node, hardware.devices_per_node)
     batch = _solve(settings, default, problems)
     nodes = max(1, cluster.nodes)
     procs = 0 if cluster.procs_per_node == "auto" else cluster.procs_per_node
     if cluster.procs_per_node == "auto":
         procs = batch.world // nodes if batch else default[0]
     procs = max(1, procs)
-    memory_bytes = _memory_bytes(cluster, device, procs, machine, problems)
+    memory_bytes = _memory_bytes(settings, device, procs, machine, problems)
     scale = Scale(nodes=nodes, procs_per_node=procs, device=device, memory_bytes=memory_bytes)
     return scale, batch
 
 
-def _check_device(cluster: Cluster, device: str, machine: Machine) -> Iterator[Problem]:
-    key = "cluster.device"
+def _check_device(settings: Config, device: str, machine: Machine) -> Iterator[Problem]:
+    cluster, key = settings.cluster, "cluster.device"
     if device not in ("cpu", "cuda"):
         fix = suggest(device, ("auto", "cpu", "cuda"))
         yield Problem(key=key, value=device, expected="auto, cpu or cuda", fix=fix)
-    elsewhere = cluster.profile.name is not None
+    elsewhere = settings.hardware.name is not None
     here = machine.num_devices > 0 or elsewhere
     if device == "cuda" and not here and cluster.procs_per_node == "auto":
-        fix = "set cluster.device=cpu, or cluster.procs_per_node and cluster.memory"
+        fix = "set cluster.device=cpu, or plan for another machine as with hardware=h100"
         yield Problem(key=key, value=device, expected="a GPU that torch can use", fix=fix)
 
 
-def _check_profile(settings: Config) -> Iterator[Problem]:
-    """A profile has all of its figures, or none."""
-    profile, precision = settings.cluster.profile, settings.train.precision
-    if profile.name is None:
+def _check_hardware(settings: Config) -> Iterator[Problem]:
+    """Described hardware has all the figures that times are estimated from, or none."""
+    hardware, precision = settings.hardware, settings.train.precision
+    if hardware.name is None:
         return
-    key = "cluster.profile"
-    if precision not in profile.tflops:
-        known = ", ".join(profile.tflops) or "none"
-        fix = f"train.precision is one of those it has, or set {key}.tflops={{{precision}:N}}"
-        yield Problem(key=f"{key}.tflops", expected=f"a peak in {precision} (has {known})", fix=fix)
-    for name in ("memory_gb_per_s", "link_gb_per_s", "node_gb_per_s"):
-        if getattr(profile, name) <= 0:
-            fix = f"set {key}.{name} as in conf/cluster/a100-80g.yaml"
-            yield Problem(key=f"{key}.{name}", expected="a number above 0", fix=fix)
-    for name, value in profile.tflops.items():
+    yield from (
+        check_size("hardware.memory", hardware.memory, 0) if hardware.memory != "auto" else ()
+    )
+    if hardware.devices_per_node < 1:
+        yield Problem(
+            key="hardware.devices_per_node", value=hardware.devices_per_node, expected="1 or more"
+        )
+    rates = ("memory_gb_per_s", "link_gb_per_s", "node_gb_per_s")
+    if not hardware.is_timed and not any(getattr(hardware, name) for name in rates):
+        return
+    if precision not in hardware.tflops:
+        known = ", ".join(hardware.tflops) or "none"
+        fix = f"train.precision is one of those it has, or set hardware.tflops={{{precision}:N}}"
+        expected = f"a peak in {precision} (has {known})"
+        yield Problem(key="hardware.tflops", expected=expected, fix=fix)
+    for name in rates:
+        if getattr(hardware, name) <= 0:
+            fix = f"set hardware.{name} as in conf/hardware/a100-80g.yaml"
+            yield Problem(key=f"hardware.{name}", expected="a number above 0", fix=fix)
+    for name, value in hardware.tflops.items():
         if value <= 0:
-            yield Problem(key=f"{key}.tflops.{name}", value=value, expected="a number above 0")
+            yield Problem(key=f"hardware.tflops.{name}", value=value, expected="a number above 0")
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
@@ -121,15 +132,14 @@ def touches(problems: Sequence[Problem], keys: Sequence[str]) -> bool:
 
 
 def _memory_bytes(
-    cluster: Cluster, device: str, procs: int, machine: Machine, problems: list[Problem]
+    settings: Config, device: str, procs: int, machine: Machine, problems: list[Problem]
 ) -> int:
-    """Memory of one rank: its GPU's, or an equal part of the host's."""
+    """Memory of one rank: its GPU's, or an equal part of the host's; 0 where it is not known."""
+    cluster, described = settings.cluster, settings.hardware.memory
     whole = machine.device_memory_bytes if device == "cuda" else machine.host_memory_bytes // procs
+    if settings.hardware.name is not None and described != "auto" and device != "cpu":
+        whole = whole if touches(problems, ("hardware.memory",)) else parse_size(described)
     if cluster.memory == "auto":
-        if whole == 0:
-            fix = "for example cluster.memory=80GiB"
-            expected = "the memory of a GPU (it could not be found out)"
-            problems.append(Problem(key="cluster.memory", expected=expected, fix=fix))
         return whole
     wrong = list(check_size("cluster.memory", cluster.memory, whole))
     problems += wrong

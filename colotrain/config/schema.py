@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from colotrain.config.schema_cluster import Cluster
+from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.sizes import Size
 from colotrain.plan import Recompute
 
@@ -312,6 +312,8 @@ class Config:
     """Gradient accumulation."""
     cluster: Cluster = field(default_factory=Cluster)
     """Where the run happens."""
+    hardware: Hardware = field(default_factory=Hardware)
+    """What is planned for, where it is not this machine."""
     elastic: Elastic = field(default_factory=Elastic)
     """What happens when something dies."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

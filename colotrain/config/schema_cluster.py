@@ -1,4 +1,4 @@
-"""What a user may write about machines: `cluster`, with the job for SLURM and the hardware."""
+"""What a user may write about machines: `cluster`, with the job for SLURM, and `hardware`."""
 
 from __future__ import annotations
 
@@ -61,21 +61,34 @@ class Slurm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    """What the hardware can do, for `colotrain plan` (`cluster=a100-80g` and others set it)."""
+class Hardware:
+    """The machines that are planned for, where they are not this one (`hardware=h100`)."""
 
     name: str | None = None
-    """What it is called; without a name, the figures of this machine are taken."""
+    """What the device is called; null: what this machine has, or the nodes of a SLURM job."""
+    device: str = "cuda"
+    """What such a device is to torch, where `cluster.device` is auto."""
+    memory: Size = "auto"
+    """Memory of one device, as torch sees it: `79.1GiB`."""
     devices_per_node: int = 1
-    """Ranks of a node where `cluster.procs_per_node` is auto and there is no such device here."""
+    """Devices of a node, where nothing else says how many."""
+    gres: list[str] = field(default_factory=list)
+    """What SLURM may call the device, the TYPE of `gpu:TYPE:8`: globs in lower case, with `-` for
+    `_`."""
     tflops: dict[str, float] = field(default_factory=dict)
-    """Dense peak by precision, in 10^12 operations per second: `{bf16: 312}`."""
+    """Dense peak by precision, in 10^12 operations per second: `{bf16: 312}`; without any figures
+    times are not estimated."""
     memory_gb_per_s: float = 0.0
     """Memory bandwidth of a device, in 10^9 bytes per second."""
     link_gb_per_s: float = 0.0
     """What a rank can send to the others of its node, one way."""
     node_gb_per_s: float = 0.0
     """What a node can send to other nodes, one way, over all its adapters."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it has the figures that times are estimated from."""
+        return bool(self.tflops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +107,8 @@ class Cluster:
     """Several machines started by hand: this one's number, from 0."""
     head: str | None = None
     """Several machines started by hand: `HOST:PORT` of machine 0, where the others find it."""
+    scheduler: Literal["slurm"] | None = None
+    """Who runs the job, so that `plan` plans for its nodes, as `submit` does; null: SLURM where
+    `cluster.slurm` asks for anything, otherwise this machine."""
     slurm: Slurm = field(default_factory=Slurm)
     """The job that `colotrain submit` hands to SLURM."""
-    profile: Profile = field(default_factory=Profile)
-    """The hardware that is planned for."""

@@ -15,6 +15,8 @@ PRIMARY = "colotrain"
 """The file under the shipped `conf` that lists the layers."""
 GROUPS = ("recipe", *sections(Config))
 """What may be chosen by name: a recipe (first), and a file for any section of the schema."""
+NAMED = ("recipe", "plugin", "cluster", "hardware")
+"""Groups whose files are shipped: a name that is none of them is most likely misspelt."""
 ENDINGS = (".yaml", ".yml")
 
 
@@ -48,6 +50,11 @@ class Search:
         candidates = (folder / f"{stem}{ending}" for folder in folders for ending in ENDINGS)
         return next((file for file in candidates if stem and file.is_file()), None)
 
+    def group_of(self, group: str, name: str) -> str:
+        """The group that has `name`: GPUs were files of `cluster`, and are files of `hardware`."""
+        moved = group == "cluster" and self.find(f"{group}/{name}") is None
+        return "hardware" if moved and self.find(f"hardware/{name}") is not None else group
+
     def names(self, group: str) -> list[str]:
         """What may be chosen in `group`; of subfolders, the first level is listed."""
         patterns = [f"{depth}*{ending}" for depth in ("", "*/") for ending in ENDINGS]
@@ -70,7 +77,7 @@ class Search:
         expected, fix = f"a known {group}", suggest(name, known)
         if group == "recipe" and name.endswith(ENDINGS):
             expected = "a recipe file that exists"
-        elif not known or group not in ("recipe", "plugin", "cluster"):
+        elif not known or group not in NAMED:
             key = "name" if "name" in field_types(sections(Config)[group]) else "KEY"
             fix = f"write {group}.{key}={name}, or a file ./conf/{group}/{name}.yaml"
             expected = "the name of a file" + (f" ({', '.join(known)})" if known else "")

@@ -85,21 +85,3 @@ def _check_flag(flag: str, value: Any) -> Iterator[Problem]:
     elif not isinstance(value, bool | int | float | str) and value is not None:
         expected = "text, a number, true (for a flag without value) or null"
         yield Problem(key=key, value=value, expected=expected, fix="write one value")
-
-
-def num_gpus(slurm: Slurm) -> int | None:
-    """GPUs per node that the job asks for; None where that is not said in numbers.
-
-    Of `8`, `h100:8`, `gpu:8`, `gpu:h100:8` and lists of resources with one of these in it.
-    """
-    if slurm.gpus_per_node is not None:
-        return _last_number(str(slurm.gpus_per_node))
-    for resource in (slurm.gres or "").split(","):
-        if resource.partition(":")[0] == "gpu":
-            return _last_number(resource) or 1
-    return None
-
-
-def _last_number(text: str) -> int | None:
-    found = re.search(r"(?:^|:)(\d+)$", text.partition("(")[0])
-    return int(found[1]) if found else None

@@ -63,7 +63,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """A data sheet: published figures per device, in the units of the schema's `Profile`."""
+    """A data sheet: published figures per device, in the units of the schema's `Hardware`."""
 
     name: str
     peak_flops: float

@@ -93,8 +93,11 @@ def state_bytes(optim: OptimPlan) -> int:
 
 
 def fits(num_bytes: int, capacity: int, device: str) -> bool:
-    """Whether a predicted peak finds room, with what predictions may fall short of."""
-    return num_bytes * (1 + MARGIN.get(device, 0.0)) <= capacity
+    """Whether a predicted peak finds room, with what predictions may fall short of.
+
+    Of a capacity of 0, which is not known, nothing says that it does not.
+    """
+    return not capacity or num_bytes * (1 + MARGIN.get(device, 0.0)) <= capacity
 
 
 def counter_bytes(optim: OptimPlan) -> int:

@@ -187,3 +187,59 @@ def job_log(rundir: RunDir) -> Path | None:
     if known is None:
         return None
     return RunDir(Path(known.script).parent).logs / f"job-{known.job}.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeKind:
+    """Nodes of a partition that are alike."""
+
+    num_nodes: int
+    num_cores: int
+    """Physical cores of a node."""
+    memory_bytes: int
+    """Host memory of a node (RealMemory)."""
+    gpu_type: str = ""
+    """As SLURM calls it; empty where the site gives its GPUs no type."""
+    num_gpus: int = 0
+
+
+def node_kinds(partition: str | None = None) -> list[NodeKind]:
+    """What nodes a partition has (several with commas between, or the default one), by sinfo.
+
+    Empty where there is no such partition; raises `ColotrainError` where SLURM does not answer.
+    """
+    words = ["sinfo", "--noheader", "--exact", "--format=%D|%P|%X|%Y|%m|%G"]
+    done = _run([*words, *([f"--partition={partition}"] if partition else [])], timeout_s=ASK_S)
+    if done.returncode:
+        raise ColotrainError(f"sinfo: {_said(done)}", "is slurmctld up? try `sinfo`")
+    found = []
+    for line in done.stdout.splitlines():
+        nodes, name, sockets, cores, megabytes, gres = [*line.strip().split("|"), *[""] * 6][:6]
+        if not partition and not name.endswith("*"):  # which marks the default partition
+            continue
+        gpu_type, num_gpus = gpus_of(gres)
+        found.append(
+            NodeKind(
+                num_nodes=_count(nodes),
+                num_cores=_count(sockets) * _count(cores),
+                memory_bytes=_count(megabytes) << 20,
+                gpu_type=gpu_type,
+                num_gpus=num_gpus,
+            )
+        )
+    return found
+
+
+def gpus_of(gres: str) -> tuple[str, int]:
+    """Type and number of the GPUs in a list of generic resources: `gpu:h100:8(S:0-1),nvme:2`."""
+    for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *rest = resource.strip().split(":")
+        if name == "gpu":
+            number = int(rest.pop()) if rest and rest[-1].isdigit() else 1
+            return ":".join(rest), number
+    return "", 0
+
+
+def _count(text: str) -> int:
+    found = re.match(r"\d+", text)
+    return int(found[0]) if found else 0

@@ -36,7 +36,7 @@ def test_the_plan_of_64_ranks_is_what_torch_s_tracker_sees(
 ) -> None:
     way = f"train.activation_checkpointing={recompute}"
     words = ["recipe=llm-25m", f"plugin={plugin}", way, *freeze]
-    words += ["cluster=h200", "cluster.nodes=8", "cluster.procs_per_node=8"]
+    words += ["hardware=h200", "cluster.nodes=8", "cluster.procs_per_node=8"]
     words += ["train.micro_batch=1", "train.global_batch=null", "accumulate.steps=1"]
     words += ["data.seq_len=1024"]
     result = Colotrain(tmp_path)("plan", *words, "train.precision=bf16", "--trace", "--json")

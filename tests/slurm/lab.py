@@ -58,7 +58,7 @@ SlurmdTimeout=15
 JobRequeue=1
 GresTypes=gpu
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{port}-{last_port}] CPUs=8 \
-Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=8000 Gres=gpu:4 \
+Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory={memory_mb} Gres={gres} \
 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE \
@@ -142,15 +142,26 @@ class Lab:
 
 
 @contextmanager
-def running(folder: Path, *, nodes: int = 2, requeue_exit: bool = True) -> Iterator[Lab]:
-    """SLURM in `folder`, until the end of the block; its jobs are cancelled then."""
+def running(
+    folder: Path,
+    *,
+    nodes: int = 2,
+    requeue_exit: bool = True,
+    gres: str = "gpu:4",
+    memory_mb: int = 8000,
+) -> Iterator[Lab]:
+    """SLURM in `folder`, until the end of the block; its jobs are cancelled then.
+
+    Its nodes claim to have `gres`, `gpu:TYPE:NUMBER`, and `memory_mb` each.
+    """
     for name in ("state", "spool", "log", "run"):
         (folder / name).mkdir(parents=True)
-    for number in range(4):
+    *_, kind, num_gpus = gres.split(":")
+    for number in range(int(num_gpus)):
         os.mknod(folder / f"fakegpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    (folder / "gres.conf").write_text(
-        f"NodeName=n[1-{nodes}] Name=gpu File={folder}/fakegpu[0-3]\n"
-    )
+    typed = "" if kind == "gpu" else f"Type={kind} "
+    files = f"File={folder}/fakegpu[0-{int(num_gpus) - 1}]"
+    (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu {typed}{files}\n")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     base = _free_ports(nodes + 1)
     lab = Lab(folder, nodes)
@@ -162,6 +173,8 @@ def running(folder: Path, *, nodes: int = 2, requeue_exit: bool = True) -> Itera
         port=base + 1,
         last_port=base + nodes,
         requeue_exit="RequeueExit=85" if requeue_exit else "",
+        gres=gres,
+        memory_mb=memory_mb,
     )
     lab.config.write_text(text)
     with _munge():

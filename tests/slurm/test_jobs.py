@@ -39,6 +39,7 @@ PLAN = (
     *("model.args.d_hidden=32", "data.corpus=null", "data.target=samples:Slow", "data.seq_len=16"),
     *("data.validation_fraction=0", "train.global_batch=4", "train.micro_batch=1"),
     *("train.max_steps=12", "checkpoint.every=4", "cluster.procs_per_node=1", "cluster=slurm"),
+    "cluster.device=cpu",
     *("cluster.nodes=2", "plugin=fsdp-hybrid"),
 )
 FAST, SLOW = "data.args.seconds=0", "data.args.seconds=0.5"

@@ -97,7 +97,7 @@ def test_cpu_plans_need_a_margin_and_gpu_plans_do_not() -> None:
 
 
 def test_measuring_is_refused_where_published_figures_count(tmp_path: Path) -> None:
-    words = ("recipe=llm-1b", "cluster=a100-80g", "cluster.procs_per_node=8", "--measure")
+    words = ("recipe=llm-1b", "hardware=a100-80g", "cluster.procs_per_node=8", "--measure")
     result = Colotrain(tmp_path)("plan", *words)
     assert result.code == 2
     assert "only CPUs are measured" in result.err

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from colotrain.cli.job import asked_gpus
 from colotrain.cli.main import guarded
 from colotrain.cli.sweeps import elements_of
 from colotrain.config.compose import combinations
 from colotrain.config.schema_cluster import Slurm
-from colotrain.config.slurm import num_gpus
 from colotrain.errors import ConfigError, UsageError
 from colotrain.launch import queue
 from colotrain.launch.snapshot import take
@@ -123,19 +123,19 @@ def test_a_smoke_run_is_submitted_under_a_name_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("section", "number"),
+    ("section", "asked"),
     [
-        (Slurm(gpus_per_node=8), 8),
-        (Slurm(gpus_per_node="a100:4"), 4),
-        (Slurm(gres="gpu"), 1),
-        (Slurm(gres="gpu:2"), 2),
-        (Slurm(gres="tmp:1G,gpu:h100:8(S:0-1)"), 8),
-        (Slurm(gres="tmp:1G"), None),
-        (Slurm(), None),
+        (Slurm(gpus_per_node=8), ("", 8)),
+        (Slurm(gpus_per_node="a100:4"), ("a100", 4)),
+        (Slurm(gres="gpu"), ("", 1)),
+        (Slurm(gres="gpu:2"), ("", 2)),
+        (Slurm(gres="tmp:1G,gpu:h100:8(S:0-1)"), ("h100", 8)),
+        (Slurm(gres="tmp:1G"), ("", 0)),
+        (Slurm(), ("", 0)),
     ],
 )
-def test_gpus_of_a_job(section: Slurm, number: int | None) -> None:
-    assert num_gpus(section) == number
+def test_gpus_of_a_job(section: Slurm, asked: tuple[str, int]) -> None:
+    assert asked_gpus(section) == asked
 
 
 def test_states_are_asked_for_in_order_and_each_only_what_is_still_unknown(slurm: Path) -> None:
