@@ -41,7 +41,8 @@ RUNS = ("my-run", "other-run", "RUN", "first", "second", "third")
 SMALL_MODEL = {"vocab_size": 256, "d_model": 32, "num_layers": 4, "num_heads": 2, "d_hidden": 64}
 SMALL_DATA = {"corpus": "stdlib", "seq_len": 32, "tokenizer": "bytes"}
 SMALL_TRAIN = {"max_steps": 4, "global_batch": 8, "micro_batch": 2, "eval_steps": 1}
-LOOKS_AT_MANY = {"--advise", "--compare", "--trace"}
+TAKES_LONG = {"--advise", "--compare", "--measure", "--trace"}
+"""Options of `plan` that are tried with a small recipe; at full size, only the settings are."""
 SLURM = {
     "sbatch": 'case "$*" in *--test-only*) echo fine >&2;; *) echo "77";; esac',
     "squeue": "exit 0",
@@ -193,7 +194,7 @@ class _Running:
 
 def is_planned_at_full_size(given: list[str]) -> bool:
     chosen = next((w.partition("=")[2] for w in given if w.startswith("recipe=")), "")
-    return chosen.startswith("llm-") and not LOOKS_AT_MANY & set(given)
+    return chosen.startswith("llm-") and not TAKES_LONG & set(given)
 
 
 def write_small_recipes(folder: Path) -> None:

@@ -121,9 +121,7 @@ def test_after_kill_9_nothing_is_left_and_the_run_goes_on_exactly(
 ) -> None:
     twenty = (*BASE, "train.max_steps=12", "checkpoint.every=4")
     straight = colotrain.run(*twenty, "name=straight")
-    process = started(
-        colotrain.start("run", *twenty, *on_disk(colotrain), "name=hurt", new_session=True)
-    )
+    process = started(colotrain.start("run", *twenty, *on_disk(colotrain), "name=hurt"))
     wait_for_step(colotrain, "hurt", 5)
     workers = [pid_of(colotrain, "hurt", rank) for rank in (0, 1)]
     assert all(holds_nameless_files(pid) for pid in workers)

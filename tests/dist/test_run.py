@@ -57,10 +57,17 @@ def test_sample_ledger_and_losses_do_not_depend_on_the_number_of_ranks(
 TWENTY = (*SMALL, "plugin=zero2", "train.max_steps=20", "checkpoint.every=5")
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of twenty steps that nothing happens to."""
+    return losses(Colotrain(tmp_path_factory.mktemp("straight")).run(*TWENTY))
+
+
 def test_a_killed_worker_is_recovered_from_with_exactly_the_same_losses(
-    colotrain: Colotrain, started: Callable[[subprocess.Popen], subprocess.Popen]
+    colotrain: Colotrain,
+    started: Callable[[subprocess.Popen], subprocess.Popen],
+    straight: list[float],
 ) -> None:
-    straight = colotrain.run(*TWENTY, "name=straight")
     process = started(colotrain.start("run", *TWENTY, "name=hurt", "--json"))
     wait_for_step(colotrain, "hurt", 6)
     os.kill(pid_of(colotrain, "hurt", 1), signal.SIGKILL)
@@ -68,7 +75,7 @@ def test_a_killed_worker_is_recovered_from_with_exactly_the_same_losses(
     assert process.returncode == 0, err
     hurt = json.loads(out)
     assert hurt["restarts"] == 1
-    assert losses(hurt) == losses(straight)
+    assert losses(hurt) == straight
     restart = next(e for e in colotrain.events("hurt") if e.kind == "restart")
     assert "rank 1 was killed by SIGKILL" in restart.fields["cause"]
 
@@ -77,10 +84,10 @@ def test_a_killed_worker_is_recovered_from_with_exactly_the_same_losses(
 def test_a_signal_saves_and_stops_and_resume_goes_on_exactly(
     colotrain: Colotrain,
     started: Callable[[subprocess.Popen], subprocess.Popen],
+    straight: list[float],
     number: signal.Signals,
     code: int,
 ) -> None:
-    straight = colotrain.run(*TWENTY, "name=straight")
     process = started(colotrain.start("run", *TWENTY, "name=stopped"))
     wait_for_step(colotrain, "stopped", 3)
     process.send_signal(number)
@@ -88,7 +95,7 @@ def test_a_signal_saves_and_stops_and_resume_goes_on_exactly(
     assert process.returncode == code
     resumed = colotrain("resume", "stopped", "--json")
     assert resumed.code == 0, resumed.err
-    assert losses(resumed.json) == losses(straight)
+    assert losses(resumed.json) == straight
     assert resumed.json["optimizer_steps"] == 20
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from colotrain.doctor.finding import Finding
 from colotrain.doctor.nodes import compare
+from tests.running import Colotrain, Result
 
 NEEDS_ROOT = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="mount namespaces need root"
@@ -33,23 +34,34 @@ def examine(
     before: Callable[[], None] | None = None,
 ) -> tuple[int, dict[str, Finding]]:
     """Run the doctor, after the shell lines `inside` in namespaces of its own: code, findings."""
-    words = [sys.executable, "-m", "colotrain", "doctor", *settings, "--only", only, "--json"]
-    if inside:
-        words = ["unshare", *spaces, "sh", "-e", "-c", f'{inside}\nexec "$@"', "sh", *words]
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        preexec_fn=before,
-    )
-    assert done.stdout, done.stderr
-    (rows,) = json.loads(done.stdout)["hosts"].values()
+    words = ["doctor", *settings, "--only", only, "--json"]
+    if inside or before:
+        done = run_anew(words, cwd, inside=inside, spaces=spaces, before=before)
+    else:
+        done = Colotrain(cwd)(*words, env=env)
+    assert done.out, done.err
+    (rows,) = done.json["hosts"].values()
     found = [Finding(**row) for row in rows]
     assert all(f.fix for f in found if f.status != "ok")
-    return done.returncode, {f.check: f for f in found}
+    return done.code, {f.check: f for f in found}
+
+
+def run_anew(
+    words: list[str],
+    cwd: Path,
+    *,
+    inside: str,
+    spaces: tuple[str, ...],
+    before: Callable[[], None] | None,
+) -> Result:
+    """As a new Python, in namespaces or under limits of its own."""
+    command = [sys.executable, "-m", "colotrain", *words]
+    if inside:
+        command = ["unshare", *spaces, "sh", "-e", "-c", f'{inside}\nexec "$@"', "sh", *command]
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=200, preexec_fn=before
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
 def hosts_file(folder: Path, text: str) -> str:
@@ -192,14 +204,7 @@ def test_nodes_without_a_shared_folder_find_out(tmp_path: Path) -> None:
         cwd.mkdir()
         settings = ("cluster.nodes=2", f"cluster.rank={rank}", f"cluster.head=127.0.0.1:{port}")
         words = ["doctor", "--all-nodes", *settings, "--only", "cpu", "--json"]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "colotrain", *words],
-                cwd=cwd,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+        processes.append(Colotrain(cwd).start(*words))
     outs = [process.communicate(timeout=200)[0] for process in processes]
     assert (processes[0].returncode, outs[1]) == (1, "")
     between = {f["check"]: f["status"] for f in json.loads(outs[0])["hosts"]["all nodes"]}

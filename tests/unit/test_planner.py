@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -75,6 +76,7 @@ def layout(plugin: str, shard: int, **changes: object) -> Layout:
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
+@functools.cache
 def traced(
     *, size: int = 2, checkpointing: Recompute = "none", patterns: tuple[str, ...] = ()
 ) -> Trace:
@@ -92,6 +94,7 @@ def traced(
     )
 
 
+@functools.cache
 def looked_at(*patterns: str) -> Survey:
     return survey(MODEL, FreezePlan(patterns=patterns), SEQ_LEN)
 

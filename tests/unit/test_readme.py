@@ -25,14 +25,13 @@ from colotrain.cli.main import app, guarded, verbs
 from colotrain.config.schema import Config
 from colotrain.plugins import ROWS
 from colotrain.records import field_types, from_plain, sections
+from tests.following import TAKES_LONG
 from tests.pages import PAGES, ROOT, blocks, code_in_text, commands, words
 
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 CONFIGURED = ("run", "plan", "verify", "submit", "inspect-grads")
 """Verbs that take a whole configuration."""
-LOOKS_AT_MANY = ("--advise", "--compare", "--trace")
-"""Plans that take long: they are made, of smaller models, in tests/dist/test_docs.py."""
 SHOWN = {shlex.join(c): page for page in [*PAGES, CONTRIBUTING] for c in commands(page)}
 """Every command of every block, once, with the page (the last one) that shows it."""
 PLACEHOLDERS = {"…", "...", "NAME"}
@@ -194,7 +193,7 @@ def test_what_a_command_sets_is_a_plan(
         assert guarded(["submit", *given, "--dry-run"]) == 0
         assert "#SBATCH" in capsys.readouterr().out
         return
-    if verb == "plan" and not set(given) & set(LOOKS_AT_MANY):
+    if verb == "plan" and not set(given) & TAKES_LONG:
         assert guarded(["plan", *given]) in (0, 3)
     else:
         assert guarded(["plan", *(w for w in given if is_setting(w)), "--json"]) in (0, 3)

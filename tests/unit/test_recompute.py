@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from typing import Any
@@ -250,6 +251,7 @@ def flops(found: Trace) -> float:
     return sum(s.work.matmul_flops + s.work.attention_flops for s in found.segments)
 
 
+@functools.cache
 def traced(recompute: Recompute, device: str) -> Trace:
     model = build_on_meta(LLM_25M)
     assert model is not None
