@@ -233,6 +233,7 @@ def take_workers_from(warm: str) -> None:
 def main(fd: str, servers: str, *modules: str) -> None:
     beside = _python_path()
     python_path = [path for path in sys.path[1:] if path not in beside]
+    sys.path[:] = [*beside, *python_path]  # without this folder
     gc.disable()
     for module in modules:
         with contextlib.suppress(ImportError):  # an extra that is not installed
