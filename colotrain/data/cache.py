@@ -72,20 +72,27 @@ class Cache:
             yield
 
     @contextmanager
-    def publish(self, fingerprint: str, key: str) -> Iterator[Path]:
+    def publish(self, fingerprint: str, key: str, *, readers: int = 0o044) -> Iterator[Path]:
         """A folder to write into that becomes `entry(key)` when the block ends without an error.
 
+        Others may read it as far as `readers` (bits of a file's mode) and the umask allow.
         Call with the fingerprint's lock held: what a killed holder left is removed first.
         """
         self._sweep()
         work, entry = self.path / "making" / fingerprint, self.entry(key)
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        work.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir()
+        of_folder = work.stat().st_mode & (readers | readers >> 2)
+        work.chmod(0o700)  # nobody else's before it is known to be finished
         entry.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield work
             for path in (*work.iterdir(), work):
+                if path.is_file():
+                    path.chmod(0o600 | path.stat().st_mode & readers)
                 _sync(path)
+            work.chmod(0o700 | of_folder)
             _rename(work, entry)
             _sync(entry.parent)
         finally:

@@ -92,6 +92,8 @@ def block_counts(weights: Sequence[float]) -> list[int]:
     counts = np.maximum(np.floor(shares).astype(int), 1)
     while (left := BLOCK - int(counts.sum())) != 0:
         remainders = shares - counts
+        if left < 0:  # what has but one position keeps it
+            remainders = np.where(counts > 1, remainders, np.inf)
         chosen = int(remainders.argmax() if left > 0 else remainders.argmin())
         counts[chosen] += 1 if left > 0 else -1
     return [int(count) for count in counts]

@@ -40,6 +40,10 @@ def user_samples(plan: DataPlan, split: str) -> Any:
     return Subset(dataset, range(cut) if split == "train" else range(cut, count))
 
 
+BEAT_EVERY = 64
+"""Samples between two signs of life."""
+
+
 class StreamSamples:
     """An iterable dataset as samples: position p of the stream is sample p.
 
@@ -54,6 +58,9 @@ class StreamSamples:
         self._first_state = copy.deepcopy(stream.state_dict())
         self._iterator: Iterator[Any] | None = None
         self._next = 0
+        self.beat: Callable[[], None] = lambda: None
+        """Called again and again while samples are passed over, as after a resume: it may take
+        long, and is no hang."""
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -61,7 +68,9 @@ class StreamSamples:
     def __getitem__(self, index: int) -> Any:
         if self._iterator is None or index < self._next:
             self._iterator, self._next = self._start(), 0
-        for _ in range(index - self._next):
+        for passed in range(index - self._next):
+            if passed % BEAT_EVERY == 0:
+                self.beat()
             self._read()
         return self._read()
 

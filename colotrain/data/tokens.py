@@ -149,17 +149,26 @@ def _prepare(
         if found := _find(store, fingerprint):  # made while this process waited
             return found
         key = corpora.content_key([*own, *choose(files)], salt, report)
-        if not read_entry(store.entry(key)):
-            store.discard(key)
-            with store.publish(fingerprint, key) as work:
-                write(work)
-                if corpora.fingerprint([*own, *files], salt) != fingerprint:
-                    problem = "the data files changed while they were being read"
-                    raise ColotrainError(problem, "start again when nothing writes to them")
+        with store.lock(f"of-{key}", report):  # the same content may be prepared under another path
+            if not read_entry(store.entry(key)):
+                store.discard(key)
+                with store.publish(fingerprint, key, readers=readers_of(files)) as work:
+                    write(work)
+                    if corpora.fingerprint([*own, *files], salt) != fingerprint:
+                        problem = "the data files changed while they were being read"
+                        raise ColotrainError(problem, "start again when nothing writes to them")
+            made = read_entry(store.entry(key))
         store.remember(fingerprint, {"key": key})
-    made = read_entry(store.entry(key))
     assert made is not None, f"{store.entry(key)} was not left whole"
     return made
+
+
+def readers_of(files: Sequence[CorpusFile]) -> int:
+    """Who beside their owner may read all of the files: bits of a file's mode."""
+    readers = 0o044
+    for file in files:
+        readers &= file.path.stat().st_mode
+    return readers
 
 
 def _own_files(plan: DataPlan) -> tuple[list[CorpusFile], str]:

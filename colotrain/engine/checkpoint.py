@@ -194,6 +194,12 @@ def restore(run: Run, path: Path) -> None:
             f"{manifest.global_batch}, so samples would be skipped or repeated",
             f"set train.global_batch={manifest.global_batch}",
         )
+    if run.rank == 0 and (changed := _other_samples(run, manifest)):
+        text = (
+            f"warning: {path.name} was made with another {', '.join(changed)}: the order of "
+            f"samples changes at step {manifest.step + 1}; some may come twice or not at all"
+        )
+        run.events.write("note", text=text)
     stored = read_index(path).state_dict_metadata
     _prepare_optimizer_(run, stored)
     wanted = _tensors(run) | plain_state.as_stored(stored)
@@ -229,6 +235,17 @@ def restore(run: Run, path: Path) -> None:
         run.saved_step = run.step
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
+
+
+def _other_samples(run: Run, manifest: Manifest) -> list[str]:
+    """Settings that decide which sample stands where, and are not those of the checkpoint."""
+    now, then = to_plain(run.plan), manifest.plan
+    keys = [("train", "seed"), *(("data", key) for key in (*now["data"], *then.get("data", {})))]
+    return [
+        f"{section}.{key}"
+        for section, key in dict.fromkeys(keys)
+        if key != "workers" and now[section].get(key) != then.get(section, {}).get(key)
+    ]
 
 
 def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:

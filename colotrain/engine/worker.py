@@ -29,6 +29,7 @@ from colotrain.data.loader import (
     order_of,
     targets_per_sample,
 )
+from colotrain.data.samples import StreamSamples
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.allocator import place_what_passes, place_what_stays
@@ -245,6 +246,8 @@ def prepare(
         heartbeat=heartbeat or Heartbeat(),
     )
     run.saver.beat = lambda: run.at(run.phase)
+    if isinstance(train_data.samples, StreamSamples):
+        train_data.samples.beat = run.saver.beat
     if plan.train.on_gradients:
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
     torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks

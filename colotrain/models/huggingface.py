@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +30,7 @@ IGNORE_INDEX = -100
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
 _NAMES = "_colotrain_stored_names"
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
 """Attribute of a model that holds the name each parameter has in the files."""
 
 
@@ -143,7 +146,7 @@ def read_rows_(
 
 @functools.cache
 def fingerprint(folder: Path) -> str:
-    """Tells whether a directory holds the same model: its config, and its files' headers and sizes.
+    """Tells whether a directory holds the same model, by its config and samples of every tensor.
 
     Looked at once in a process: a run is asked what it began with, whatever became of that since.
     """
@@ -151,9 +154,21 @@ def fingerprint(folder: Path) -> str:
     for path in weight_files(folder):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(size, 1 << 28)))
-        digest.update(str(path.stat().st_size).encode())
+            header = file.read(min(size, 1 << 28))
+            digest.update(header)
+            for entry in json.loads(header).values():
+                if "data_offsets" in entry:
+                    for start, length in _samples(*entry["data_offsets"]):
+                        file.seek(8 + size + start)
+                        digest.update(file.read(length))
     return digest.hexdigest()
+
+
+def _samples(begin: int, end: int) -> list[tuple[int, int]]:
+    """(first byte, number of bytes) of pieces spread over a tensor: its end is in the last."""
+    step = max((end - begin - SAMPLE_BYTES) / (SAMPLES - 1), 0.0)
+    starts = sorted({begin + int(n * step) for n in range(SAMPLES)})
+    return [(start, min(SAMPLE_BYTES, end - start)) for start in starts]
 
 
 def _config(folder: Path, args: dict[str, Any]) -> Any:
@@ -275,12 +290,30 @@ def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, st
             problems.append(f"{name} is {files.shape(stored)}, not {tuple(tensor.shape)}")
         else:
             found[name] = stored
+    _refuse_more_layers(model, set(files) - set(found.values()), folder)
     if problems:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         fix = "its names or shapes are not those of this version of transformers: load it with "
         fix += "transformers and save it again; architectures that it converts are not supported"
         raise _wrong(folder, f"weights of its config.json ({problems[0]}{more})", fix)
     return found
+
+
+def _refuse_more_layers(model: nn.Module, unused: set[str], folder: Path) -> None:
+    """A `ConfigError` where the files hold more of a list's layers than config.json says."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    lists |= {n.removeprefix(base): count for n, count in lists.items()}
+    for name in sorted(unused):
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            count = lists.get(".".join(parts[:at])) if part.isdecimal() else None
+            if count is None or int(part) < count or any(re.search(g, name) for g in ignored):
+                continue
+            known = f"{count} layers of {'.'.join(parts[:at])}, as its config.json says"
+            fix = "correct config.json, or model.args; what is left out would be lost"
+            raise _wrong(folder, f"{known} (its weights have {name})", fix)
 
 
 def _dtype(name: Any) -> torch.dtype:

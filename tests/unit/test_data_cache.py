@@ -303,3 +303,54 @@ def test_a_filesystem_without_locks_says_what_to_set(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(ColotrainError, match=r"no file locks.*COLOTRAIN_CACHE"):
         prepare(plan_of(corpus))
+
+
+@pytest.mark.parametrize(("mode", "left"), [(0o600, 0o600), (0o640, 0o640), (0o644, 0o644)])
+def test_tokens_are_read_by_nobody_who_could_not_read_the_text(
+    corpus: Path, cache: Path, mode: int, left: int
+) -> None:
+    before = os.umask(0o022)
+    try:
+        sorted(corpus.iterdir())[3].chmod(mode)
+        prepare(plan_of(corpus))
+    finally:
+        os.umask(before)
+    [entry] = (cache / "tokens").iterdir()
+    assert {path.stat().st_mode & 0o777 for path in entry.iterdir()} == {left}
+    assert entry.stat().st_mode & 0o077 == {0o600: 0, 0o640: 0o050, 0o644: 0o055}[mode]
+
+
+def test_equal_data_under_two_paths_is_prepared_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits for the first, and takes nothing away from it."""
+    import threading
+
+    from colotrain.data import tokens
+
+    twin = tmp_path / "twin"
+    shutil.copytree(corpus, twin)
+    writing, go_on, written = threading.Event(), threading.Event(), []
+    write = tokens._write_entry
+
+    def slowly(*arguments: Any) -> None:
+        written.append(arguments[0])
+        writing.set()
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(tokens, "_write_entry", slowly)
+    found: list[Prepared] = []
+    threads = [
+        threading.Thread(target=lambda p=path: found.append(prepare(plan_of(p))))
+        for path in (corpus, twin)
+    ]
+    threads[0].start()
+    assert writing.wait(60)
+    threads[1].start()
+    time.sleep(0.3)  # it has found that there is no entry, or waits
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(written) == 1
+    assert len(found) == 2

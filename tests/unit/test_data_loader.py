@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from colotrain.data.loader import (
     order_of,
 )
 from colotrain.data.mixtures import Mixture
+from colotrain.data.samples import StreamSamples
 from colotrain.data.tokens import Prepared, prepare
 from colotrain.errors import ConfigError
 from colotrain.plan import BatchPlan, DataPlan
@@ -352,3 +354,17 @@ def test_a_target_that_cannot_be_used_names_key_value_and_fix(
     assert problem.key == key
     assert problem.value is not None
     assert problem.fix
+
+
+def test_passing_over_samples_of_a_stream_gives_signs_of_life() -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10_000))
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    samples, beats = StreamSamples(Stream()), []
+    samples.beat = lambda: beats.append(1)
+    assert samples[5000] == 5000
+    assert len(beats) >= 50

@@ -264,3 +264,10 @@ def test_a_mixture_of_formats_is_one_dataset(tmp_path: Path) -> None:
     ids = [i for micro in range(2) for loader in loaders for i in loader.ids(5, micro)]
     assert ids == order.samples_at(range(40, 48))
     assert len(open_samples(plan, "validation")) == 0
+
+
+@pytest.mark.parametrize("weights", [[1, 1e-9], [1e-9, 1, 1, 1e-7], [1e6, *[1e-3] * 40]])
+def test_the_smallest_weight_has_a_position(weights: list[float]) -> None:
+    counts = block_counts(weights)
+    assert sum(counts) == BLOCK
+    assert min(counts) >= 1

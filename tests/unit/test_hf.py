@@ -193,3 +193,22 @@ def test_the_tokenizer_beside_a_model_is_the_default(llama: Path) -> None:
     assert chosen() == str(llama)
     assert chosen("bpe-300") == "bpe-300"
     assert chosen(hf=None) == "bytes"
+
+
+def test_the_fingerprint_tells_bases_of_one_architecture_apart(llama: Path) -> None:
+    before = fingerprint(llama)
+    weights = load_file(llama / "model.safetensors")
+    name = next(n for n in weights if n.endswith("layers.1.mlp.up_proj.weight"))
+    weights[name] += 1.0
+    save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
+    fingerprint.cache_clear()
+    assert fingerprint(llama) != before
+
+
+def test_weights_of_more_layers_than_the_config_says_are_refused(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    config.pop("layer_types", None)
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"1 layers of model\.layers.*have model\.layers\.1\."):
+        build(plan(llama), seed=0)
