@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
 from colotrain.engine.precision import cast_of
@@ -32,6 +33,8 @@ from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
 
+DEEPEST_OUTPUT = 3
+"""Objects inside one another that a forward's outputs are looked for in."""
 COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -167,10 +170,31 @@ def shard_(
     )
     attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
     ForwardWatch(list(sharded.fsdp_params())).install(model)
+    for module in (*(m for _, modules in modules_of for m in modules), model):
+        state = cast(FSDPModule, module)._get_fsdp_state()
+        module.register_forward_hook(partial(_tell_of_hidden_outputs, state))
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
     return sharded
+
+
+def _tell_of_hidden_outputs(state: Any, module: nn.Module, inputs: Any, output: Any) -> None:
+    """Let `fully_shard` see the backward of outputs in objects that it does not look into.
+
+    It knows tuples, dicts and dataclasses. Of any other object with `.loss` the group would neither
+    be gathered for its backward nor reduced after it.
+    """
+    if torch.is_grad_enabled() and (hidden := list(_hidden_tensors(output))):
+        state._register_pre_backward_hook(hidden)
+
+
+def _hidden_tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield from [leaf] if depth and leaf.requires_grad else []
+        elif depth < DEEPEST_OUTPUT and not isinstance(leaf, nn.Module):
+            yield from _hidden_tensors(list(getattr(leaf, "__dict__", {}).values()), depth + 1)
 
 
 def _cast_activations(

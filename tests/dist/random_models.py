@@ -251,12 +251,11 @@ def _compared(
         results = list(verify([plan for _, plan in group], folder, tolerance=tolerance))
     except ColotrainError as error:
         if len(group) == 1:
-            began = any(
-                "step" in f.read_text()
-                for f in folder.rglob("rank*.jsonl")
-                if '"kind":"step"' in f.read_text()
-            )
-            yield group[0][0], f"{'FAILED' if began else 'refused'}: {error}"
+            files = [file.read_text("utf-8") for file in folder.rglob("rank*.jsonl")]
+            began = any('"kind":"step"' in text.replace(" ", "") for text in files)
+            is_refusal = "ColotrainError" in str(error) or "ConfigError" in str(error)
+            kind = "refused" if is_refusal and not began else "FAILED"
+            yield group[0][0], f"{kind}: {error}"
             return
         half = len(group) // 2
         yield from _compared(group[:half], folder / "a", precision)
