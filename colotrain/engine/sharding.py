@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
 from colotrain.engine.precision import cast_of
+from colotrain.models.initialising import Shards
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
@@ -295,8 +296,9 @@ def materialise_(
     if any(p.is_meta for p in model.parameters()):
         allocate_(model, device=device)
         house(True)
-        source, keeps = sharded.source, {"write": write_shard, "rows": rows_here}
-        fill_(model, source, seed=seed, release=release, **keeps)  # type: ignore[arg-type]
+        shards = Shards(write=write_shard, read=gather_rows, release=release)
+        fill_(model, sharded.source, seed=seed, shards=shards, rows=rows_here)
+        _move_buffers_(model, device)
     else:
         house(False)
     for name, parameter in model.named_parameters():
@@ -345,6 +347,28 @@ def write_shard(parameter: Tensor, whole: Tensor) -> None:
         parameter.to_local().copy_(whole[start : start + rows])
     else:
         parameter.copy_(whole)
+
+
+def gather_rows(parameter: Tensor) -> Tensor:
+    """The whole of `parameter` on the CPU. All ranks of its shard group must call."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().cpu()
+    mesh = parameter.device_mesh
+    size, rows = mesh.size(mesh.ndim - 1), parameter.shape[0]
+    own = parameter.to_local().detach().cpu()
+    padded = own.new_zeros((-(-rows // size), *parameter.shape[1:]))
+    padded[: own.shape[0]] = own
+    parts = [torch.empty_like(padded).view(torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded.view(torch.uint8), group=mesh.get_group(mesh.ndim - 1))
+    return torch.cat([part.view(padded.dtype) for part in parts])[:rows]
+
+
+def _move_buffers_(model: nn.Module, device: str) -> None:
+    """To `device` what `init_weights()` made elsewhere."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def local_shard(parameter: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.llm import positions_within
@@ -241,10 +242,13 @@ def parameters_on_meta() -> Iterator[None]:
     Rotary frequencies and the like are in no file: a constructor is all that knows them.
     """
     register = nn.Module.register_parameter
+    known = WeakIdKeyDictionary()  # a parameter may have several names
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            if parameter not in known:
+                known[parameter] = _to_meta(parameter)
+            parameter = known[parameter]
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore
@@ -252,6 +256,17 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _to_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter like `parameter`, without storage, with what was attached to it."""
+    found = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    found.__dict__.update(vars(parameter))
+    for hook in (parameter._backward_hooks or {}).values():
+        found.register_hook(hook)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        found.register_post_accumulate_grad_hook(hook)
+    return found
 
 
 def _open(folder: Path) -> StoredTensors:

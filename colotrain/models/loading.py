@@ -7,7 +7,9 @@ initial values.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,27 +19,56 @@ from torch.overrides import TorchFunctionMode
 from colotrain.dotted import import_target
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
-from colotrain.models.seeding import generator_of
+from colotrain.models.initialising import Shards, initialise_
+from colotrain.models.seeding import seeded
 from colotrain.plan import ModelPlan
+
+_HAS_VALUES = "_colotrain_has_values"
+"""Attribute of a model whose constructor loaded its weights."""
 
 
 def build(plan: ModelPlan, *, seed: int) -> nn.Module:
-    """The model: on the meta device where it can be filled later, otherwise for real.
+    """The model: its parameters on the meta device where they can be filled later, else for real.
 
     Every rank that calls this with one seed gets the same model, its adapters on it.
     """
-    model = build_on_meta(plan)
-    if model is not None and (plan.hf or fills_itself(model)):
-        return model
-    torch.manual_seed(seed)
-    try:
-        model = _call_target(plan)
-    except RuntimeError as error:  # on meta this only says that real tensors are needed
-        raise _refused(plan, error) from error
+    structure = build_on_meta(plan)
+    if structure is not None and plan.hf:
+        return structure
+    own_init = structure is not None and fills_itself(structure)
+    with seeded(seed):
+        model = _without_values(plan) if own_init else None
+        if model is None:
+            model = _with_values(plan)
+            if own_init:
+                initialise_(model, seed=seed, shards=WHOLE, has_values=True)
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
-        adapters.fill_(model, plan.adapter, seed=seed, write=_write_whole)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            adapters.fill_(model, plan.adapter, seed=seed, write=WHOLE.write)
     return model
+
+
+def _without_values(plan: ModelPlan) -> nn.Module | None:
+    """The model with parameters on the meta device, and all else real; None where it is not so.
+
+    Buffers, tensors that modules keep beside them, and what hooks refer to are as the constructor
+    makes them.
+    """
+    try:
+        with huggingface.parameters_on_meta(), _Unfilled():
+            model = _call_target(plan)
+    except Exception:  # whatever a constructor raises that looks at values
+        return None
+    later = all(parameter.is_meta for parameter in model.parameters())
+    return model if later and not any(b.is_meta for b in model.buffers()) else None
+
+
+def _with_values(plan: ModelPlan) -> nn.Module:
+    try:
+        return _call_target(plan)
+    except RuntimeError as error:  # on meta this only says that real tensors are needed
+        raise _refused(plan, error) from error
 
 
 def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:
@@ -57,11 +88,13 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
     if plan.hf is not None:
         model = huggingface.build(plan)
     else:
+        mode = _Unfilled()
         try:
-            with torch.device("meta"), _Unfilled():
+            with torch.device("meta"), mode, _watch_loading(mode):
                 model = _call_target(plan)
-        except (NotImplementedError, RuntimeError):
+        except Exception:  # whatever a constructor raises that looks at values
             return None
+        model.__dict__[_HAS_VALUES] = mode.has_values
     if not all(parameter.is_meta for parameter in model.parameters()):
         return None
     if plan.adapter is not None:
@@ -98,105 +131,40 @@ def fill_(
     plan: ModelPlan,
     *,
     seed: int,
-    write: Callable[[Tensor, Tensor], None] | None = None,
+    shards: Shards | None = None,
     rows: Callable[[Tensor], tuple[int, int] | None] = lambda tensor: None,
-    release: Callable[[Tensor], None] = lambda tensor: None,
 ) -> None:
     """Give a model that `build` left on the meta device, and `allocate_` storage, its values.
 
-    `write` and `release` are as in `initialise_`; `rows(tensor)` says which rows of it this rank
-    holds (first and number; None: all), so that only those are read from a model directory.
+    `shards` says how this rank keeps its part (default: all of it), and `rows(tensor)` which rows
+    those are (first and number; None: all), so that only they are read from a model directory.
     """
+    shards = shards or WHOLE
     if plan.hf is not None:
-        huggingface.fill_(model, plan, rows=rows, release=release)
+        huggingface.fill_(model, plan, rows=rows, release=shards.release)
     elif fills_itself(model):
-        initialise_(model, seed=seed, write=write, release=release)
+        initialise_(model, seed=seed, shards=shards)
     if plan.adapter is not None:
-        adapters.fill_(model, plan.adapter, seed=seed, write=write or _write_whole)
+        adapters.fill_(model, plan.adapter, seed=seed, write=shards.write)
 
 
 def fills_itself(model: nn.Module) -> bool:
-    """Whether `model.init_weights()` may be called to fill it.
+    """Whether `model.init_weights()` is to be called to fill it.
 
-    Models of the transformers library are excluded: they have a method of that name, and
-    calling it would replace weights that the user's own code has just loaded.
+    Not where the user's own code has loaded weights already, which it would replace: that is seen
+    when the model is made, and models of the transformers library always have such a method.
     """
-    # whether a mask was filled cannot be seen: such a model is built for real
-    markable = not any(b.dtype == torch.bool or b.is_complex() for b in model.buffers())
     foreign = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
-    return callable(getattr(model, "init_weights", None)) and markable and not foreign
-
-
-def initialise_(
-    model: nn.Module,
-    *,
-    seed: int,
-    write: Callable[[Tensor, Tensor], None] | None = None,
-    release: Callable[[Tensor], None] = lambda tensor: None,
-) -> None:
-    """Give every parameter and buffer its initial value, a function of seed and name alone.
-
-    `model.init_weights()` comes first; what it leaves unset, its module's `reset_parameters()`
-    fills as torch would have done at construction. What is then still unset is an error.
-
-    Random draws for a parameter come from a generator of its own, as a whole tensor on the CPU;
-    `write(parameter, whole)` stores what this rank keeps of it (default: all of it). So the values
-    are the same for every world size and plugin. `release(tensor)` is told when one is done with
-    for the moment.
-    """
-    torch.manual_seed(seed)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with torch.no_grad():
-        for tensor in tensors.values():
-            _local(tensor).fill_(_unset(tensor.dtype))
-            release(tensor)
-        with _SeededByName(model, seed=seed, write=write or _write_whole, release=release):
-            model.init_weights()  # type: ignore[operator]
-            for module in model.modules():
-                _reset_unset(module)
-    unset = []
-    for name, tensor in tensors.items():
-        unset += [name] if _is_unset(tensor) else []
-        release(tensor)
-    if unset:
-        raise ColotrainError(
-            f"model.target: init_weights() leaves {unset[0]} unset ({len(unset)} in all)",
-            "it runs on empty storage: fill every parameter and buffer in it",
-        )
-
-
-def _reset_unset(module: nn.Module) -> None:
-    """Default values for what `init_weights` did not fill; what it filled stays."""
-    own = dict(module.named_parameters(recurse=False))
-    unset = {name for name, parameter in own.items() if _is_unset(parameter)}
-    reset = getattr(module, "reset_parameters", None)
-    if not unset or not callable(reset):
-        return
-    filled = {n: _local(p).clone() for n, p in own.items() if n not in unset}
-    reset()
-    for name, value in filled.items():
-        _local(own[name]).copy_(value)
-
-
-def _unset(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _is_unset(tensor: Tensor) -> bool:
-    local = _local(tensor)
-    mark = torch.isnan(local) if local.dtype.is_floating_point else local == _unset(local.dtype)
-    return bool(mark.any())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory."""
-    return getattr(tensor, "_local_tensor", tensor)
+    loaded = model.__dict__.get(_HAS_VALUES, False)
+    return callable(getattr(model, "init_weights", None)) and not foreign and not loaded
 
 
 def _write_whole(parameter: Tensor, whole: Tensor) -> None:
     parameter.copy_(whole)
 
 
+WHOLE = Shards(write=_write_whole, read=lambda parameter: parameter.detach())
+"""A process that keeps whole parameters."""
 RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
 
 
@@ -207,58 +175,38 @@ def _is_init(func: Any) -> bool:
 class _Unfilled(TorchFunctionMode):
     """Leaves out initial values on the meta device: the first loads torch's compiler, 0.5 s."""
 
+    has_values = False
+    """The constructor copied real values into a parameter without storage."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_init(func) or getattr(func, "__name__", "") in RANDOM:
+        name = getattr(func, "__name__", "")
+        if _is_init(func) or name in RANDOM:
             target = kwargs["tensor"] if "tensor" in kwargs else args[0]
             if isinstance(target, Tensor) and target.is_meta:
                 return target
+        if name == "copy_" and len(args) > 1 and args[0].is_meta and not args[1].is_meta:
+            self.has_values = True
         return func(*args, **kwargs)
 
 
-class _SeededByName(TorchFunctionMode):
-    """Turns in-place random draws on parameters into draws seeded by the parameter's name."""
+@contextmanager
+def _watch_loading(mode: _Unfilled) -> Iterator[None]:
+    """Have `mode` know when a state dict is loaded into a model."""
+    load = nn.Module.load_state_dict
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        seed: int,
-        write: Callable[[Tensor, Tensor], None],
-        release: Callable[[Tensor], None],
-    ) -> None:
-        super().__init__()
-        self.write, self.release = write, release
-        self.generators: dict[int, torch.Generator] = {}
-        for name, parameter in model.named_parameters():
-            self.generators[_storage_key(parameter)] = generator_of(name, seed=seed)
+    def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mode.has_values = True
+        with warnings.catch_warnings(action="ignore"):  # that nothing is copied to meta
+            return load(module, *args, **kwargs)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        by_init = _is_init(func)
-        if not by_init and getattr(func, "__name__", "") not in RANDOM:
-            return func(*args, **kwargs)
-        target = kwargs.pop("tensor", None) if by_init else args[0]
-        if target is None:
-            target = args[0]
-        generator = self.generators.get(_storage_key(target))
-        if generator is None:
-            return func(target, *args[1:], **kwargs)
-        if not by_init or "generator" in kwargs:
-            kwargs["generator"] = generator
-        whole = torch.empty(target.shape, dtype=target.dtype)
-        self.write(target, func(whole, *args[1:], **kwargs))
-        self.release(target)
-        return target
-
-
-def _storage_key(tensor: Tensor) -> int:
-    local = _local(tensor)
-    return local.data_ptr() if local.numel() else id(tensor)
+    nn.Module.load_state_dict = load_state_dict  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.load_state_dict = load  # type: ignore[method-assign]
 
 
 def _call_target(plan: ModelPlan) -> nn.Module:

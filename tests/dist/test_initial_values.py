@@ -1,0 +1,254 @@
+"""Initial values by `init_weights()`: the same on any number of ranks, and as plain torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine.common import hold_in_common
+from colotrain.engine.sharding import local_shard, make_mesh, materialise_, rows_here, shard_
+from colotrain.errors import ColotrainError
+from colotrain.models import initialising
+from colotrain.models.loading import build, build_whole
+from colotrain.plan import ModelPlan, RunPlan
+from tests.dist.test_transport import plan_of, run
+
+init = nn.init
+PADDING = 2
+FUNCTIONS: dict[str, Callable[[Tensor], object]] = {
+    "uniform_": init.uniform_,
+    "normal_": init.normal_,
+    "trunc_normal_": init.trunc_normal_,
+    "constant_": lambda w: init.constant_(w, 0.3),
+    "ones_": init.ones_,
+    "zeros_": init.zeros_,
+    "eye_": init.eye_,
+    "xavier_uniform_": init.xavier_uniform_,
+    "xavier_normal_": init.xavier_normal_,
+    "kaiming_uniform_": init.kaiming_uniform_,
+    "kaiming_normal_": init.kaiming_normal_,
+    "orthogonal_": init.orthogonal_,
+    "sparse_": lambda w: init.sparse_(w, sparsity=0.5),
+    "dirac_": lambda w: init.dirac_(w.view(*w.shape, 1)),
+    "padding": lambda w: w.data[PADDING].zero_(),
+    "second half": lambda w: init.normal_(w[:, w.shape[1] // 2 :]),
+    "first half": lambda w: init.normal_(w[: w.shape[0] // 2]),
+    "one by one": lambda w: [init.normal_(row, std=0.1 * i) for i, row in enumerate(w)],
+    "copied": lambda w: w.copy_(torch.randn(w.shape)),
+    "data assigned": lambda w: setattr(w, "data", torch.rand(w.shape)),
+    "diagonal": lambda w: w.fill_diagonal_(2.0),
+    "scaled": lambda w: w.mul_(0.5),
+    "numpy": lambda w: w.detach().numpy().fill(0.25),
+    "list": lambda w: w.copy_(torch.tensor(w.tolist()).flip(0)),
+    "looked at": lambda w: w.copy_(w / w.norm()),
+    "exponential_": lambda w: w.data.exponential_(),
+    "python": lambda w: w.data.fill_(float(torch.rand(()))),
+}
+"""Ways to initialise a weight of 7 × 6."""
+AS_PLAIN = ("constant_", "ones_", "zeros_", "eye_", "dirac_", "numpy")
+
+
+class Zoo(nn.Module):
+    """Initialises each of its layers in another way, and some in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(6, 7) for name in FUNCTIONS})
+        self.embed = nn.Embedding(7, 6, padding_idx=PADDING)
+        self.tied = nn.Linear(6, 7, bias=False)
+        self.tied.weight = self.embed.weight
+        self.lstm, self.attention = nn.LSTM(6, 4), nn.MultiheadAttention(6, 2)
+        self.transposed = nn.Linear(7, 6)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.narrow = nn.Linear(6, 7, dtype=torch.bfloat16)
+        self.numbers = nn.Parameter(torch.empty(5, dtype=torch.int64), requires_grad=False)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("kept", torch.arange(3.0))
+        self.plain = torch.full((2,), 0.5)
+
+    def init_weights(self) -> None:
+        for name, function in FUNCTIONS.items():
+            function(self.layers[name].weight)
+        self.apply(self._init_norms)
+        init.ones_(self.scale)
+        init.trunc_normal_(self.narrow.weight)
+        for name, parameter in self.named_parameters():
+            if name == "numbers":
+                parameter.random_(0, 100)
+        self.transposed.weight.copy_(self.layers["normal_"].weight.t())
+
+    @staticmethod
+    def _init_norms(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            init.constant_(module.bias, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+ZOO = ModelPlan(target=f"{__name__}:Zoo")
+
+
+def equals_one_process(rank: int, *plans: RunPlan) -> None:
+    for kept_bytes in (0, 16 << 20):
+        initialising.KEPT_BYTES = kept_bytes  # with 0 all but the operation's own is read again
+        whole = build_whole(ZOO, seed=5)
+        for plan in plans:
+            model = build(ZOO, seed=5)
+            assert all(parameter.is_meta for parameter in model.parameters())
+            for module in (model.narrow, model.numbers):
+                module.requires_grad_(False)
+            sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
+            common = hold_in_common(sharded)
+            house = common.house if common is not None else lambda fresh: None
+            object.__setattr__(sharded, "source", ZOO)
+            materialise_(sharded, device="cpu", seed=5, house=house)
+            equal_rows(whole, model)
+
+
+def equal_rows(whole: nn.Module, sharded: nn.Module) -> None:
+    wanted = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    found = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
+    assert wanted.keys() == found.keys()
+    for name, tensor in found.items():
+        rows = rows_here(tensor)
+        start, count = rows or (0, 0)
+        part = wanted[name][start : start + count] if rows else wanted[name]
+        assert torch.equal(local_shard(tensor.detach()), part), name
+        assert isinstance(tensor, DTensor) == (rows is not None)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_initial_values_are_those_of_one_process(num_ranks: int) -> None:
+    plugins = ["zero1", "zero2", "zero3", "gemini"]
+    plans = [plan_of(plugin, num_ranks) for plugin in plugins]
+    plans.append(plan_of("fsdp-hybrid", num_ranks, f"plugin.shard_size={max(num_ranks // 2, 1)}"))
+    run(equals_one_process, num_ranks, *plans)
+
+
+def test_initial_values_are_what_plain_torch_makes_of_them() -> None:
+    model = build_whole(ZOO, seed=5)
+    plain = Zoo()
+    with torch.no_grad():
+        plain.init_weights()
+    weights = {name: layer.weight.detach() for name, layer in model.layers.items()}
+    for name in AS_PLAIN:
+        assert torch.equal(weights[name], plain.layers[name].weight), name
+    for name, weight in weights.items():
+        bound = 1 / math.sqrt(6)  # of nn.Linear's default
+        assert not weight.isnan().any()
+        if name != "python":  # one number, small or large
+            within = plain.layers[name].weight.abs() <= bound
+            assert (weight.abs() <= bound).all() == within.all(), name
+        assert torch.equal(model.layers[name].bias, plain.layers[name].bias)
+    assert not weights["padding"][PADDING].any()
+    assert weights["padding"][PADDING + 1].any()
+    assert not torch.equal(weights["uniform_"], weights["normal_"])
+    orthogonal = weights["orthogonal_"]
+    torch.testing.assert_close(orthogonal.T @ orthogonal, torch.eye(6), atol=1e-5, rtol=0)
+    assert (weights["sparse_"] == 0).sum(0).tolist() == [4] * 6
+    assert weights["first half"][:3].abs().max() > bound > weights["first half"][3:].abs().max()
+    assert weights["scaled"].abs().max() < bound / 2
+    assert weights["diagonal"].diagonal().tolist() == [2.0] * 6
+    torch.testing.assert_close(weights["looked at"].norm(), torch.tensor(1.0))
+    assert torch.equal(model.transposed.weight, weights["normal_"].t())
+    assert not model.embed.weight[PADDING].any()
+    assert model.tied.weight is model.embed.weight
+    assert torch.equal(model.plain, plain.plain)
+    assert not model.attention.in_proj_bias.any()
+    assert model.lstm(torch.ones(2, 6))[0].isfinite().all()
+
+
+def test_another_seed_gives_other_values_and_the_same_seed_the_same() -> None:
+    first, second, other = (build_whole(ZOO, seed=seed) for seed in (5, 5, 6))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    for name in ("copied", "orthogonal_", "python", "normal_"):
+        assert not torch.equal(first.layers[name].weight, other.layers[name].weight)
+
+
+class Odd(Zoo):
+    """What cannot be had when the model is sharded already."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.bare = nn.Parameter(torch.ones(3))
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        if self.what == "ties":
+            self.bare.fill_(1.0)
+            self.layers["ones_"].weight = self.layers["normal_"].weight
+        if self.what == "reshapes":
+            self.bare.data = torch.ones(4)
+        if self.what == "adds":
+            self.bare.fill_(1.0)
+            self.more = nn.Parameter(torch.ones(2))
+        if self.what == "replaces":
+            self.bare = nn.Parameter(torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("leaves", r"init_weights\(\) leaves bare unset \(1 in all\)"),
+        ("ties", r"init_weights\(\) ties layers\.ones_\.weight to layers\.normal_\.weight"),
+        ("reshapes", r"init_weights\(\) replaces bare .* by torch.float32 \(4,\)"),
+        ("adds", r"init_weights\(\) adds the parameter more"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(what: str, says: str) -> None:
+    with pytest.raises(ColotrainError, match=says):
+        build_whole(ModelPlan(target=f"{__name__}:Odd", args={"what": what}), seed=0)
+
+
+def test_a_parameter_that_is_replaced_by_one_like_it_has_its_value() -> None:
+    model = build_whole(ModelPlan(target=f"{__name__}:Odd", args={"what": "replaces"}), seed=0)
+    assert model.bare.tolist() == [2.0] * 3
+
+
+class Pretrained(nn.Module):
+    """Loads weights when it is made, and has a method that would replace them."""
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        if path is not None:
+            self.load_state_dict(torch.load(path, weights_only=True))
+        else:
+            self.linear.weight.data.copy_(torch.from_numpy(torch.full((2, 2), 3.0).numpy()))
+
+    def init_weights(self) -> None:
+        init.zeros_(self.linear.weight)
+
+
+def test_weights_that_the_users_code_has_loaded_stay(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"linear.weight": torch.full((2, 2), 3.0), "linear.bias": torch.zeros(2)}, path)
+    for given in (str(path), None):
+        plan = ModelPlan(target=f"{__name__}:Pretrained", args={"path": given})
+        assert build_whole(plan, seed=0).linear.weight.flatten().tolist() == [3.0] * 4
+
+
+class Spectral(nn.Module):
+    """Buffers that the constructor computes from a parameter's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def init_weights(self) -> None:
+        init.constant_(self.linear.parametrizations.weight.original, 0.5)
+
+
+def test_where_buffers_come_from_parameters_the_model_is_made_whole_first() -> None:
+    model = build_whole(ModelPlan(target=f"{__name__}:Spectral"), seed=0)
+    assert (model.linear.parametrizations.weight.original == 0.5).all()
+    assert model.linear.bias.any()
+    assert model.linear(torch.ones(4)).isfinite().all()
