@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import os
-import random
 import signal
 import socket
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -32,6 +30,7 @@ from colotrain.data.loader import (
 from colotrain.data.samples import StreamSamples
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
+from colotrain.engine.agreement import check_alike
 from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.common import Common, hold_in_common
@@ -58,6 +57,7 @@ from colotrain.engine.transport import install
 from colotrain.engine.weighing import guess, weigh
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import build
+from colotrain.models.seeding import seed_all, seeded
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
 from colotrain.observe.probes import matmul_peak_flops, memory_now, own_log
@@ -202,8 +202,11 @@ def prepare(
             f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
             "give a run or a checkpoint folder that does",
         )
+    import_targets(plan)
     train_data = cast(BatchLoader, open_loader(plan, "train", rank))
+    validation_data = open_loader(plan, "validation", rank)
     model = build(plan.model, seed=seed)
+    check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
     if not model.training:  # as transformers' from_pretrained leaves it
         model.train()
@@ -238,7 +241,7 @@ def prepare(
         nominal_targets=nominal,
         sample=sample,
         train_data=train_data,
-        validation_data=open_loader(plan, "validation", rank),
+        validation_data=validation_data,
         events=events,
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
@@ -250,9 +253,7 @@ def prepare(
         train_data.samples.beat = run.saver.beat
     if plan.train.on_gradients:
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
-    torch.manual_seed(seed * 100_003 + rank)  # dropout differs between ranks
-    random.seed(seed * 100_003 + rank)
-    np.random.seed((seed * 100_003 + rank) % 2**32)
+    seed_all(seed * 100_003 + rank)  # dropout differs between ranks
     if resumed is not None:
         checkpoint.restore(run, resumed)
     if tiers is None and optimizer.begins_with_zeros:
@@ -279,9 +280,18 @@ def house_(
     materialise_(sharded, device=device, seed=seed, house=house, release=release)
 
 
+def import_targets(plan: RunPlan) -> None:
+    """Import the user's modules, which may draw random numbers: the same on every rank."""
+    with seeded(plan.train.seed):
+        for key, dotted in (("model.target", plan.model.target), ("data.target", plan.data.target)):
+            if dotted:
+                import_target(key, dotted)
+
+
 def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
     """The micro-batches of a split; None where there is no validation split."""
-    samples = open_samples(plan.data, split)
+    with seeded(plan.train.seed):  # so that a builder that shuffles does so alike in each call
+        samples = open_samples(plan.data, split)
     if split == "validation" and len(samples) == 0:
         return None
     order = order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle)

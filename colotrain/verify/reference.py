@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from colotrain.data.loader import open_samples, order_of, stack
 from colotrain.models.loading import build_whole
+from colotrain.models.seeding import seeded
 from colotrain.plan import FreezePlan, RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout_
 from colotrain.verify.optimizers import optimizer_of
@@ -87,7 +88,8 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         model.train()
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
-    samples = MaskedSamples(open_samples(plan.data, "train"))
+    with seeded(plan.train.seed):
+        samples = MaskedSamples(open_samples(plan.data, "train"))
     order = order_of(samples.samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
     size = plan.batch.global_batch
     losses, gradients, parameters = [], [], [_values(model, own)]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from colotrain.data.loader import BatchLoader, open_samples, order_of
 from colotrain.engine import gradients, loop
 from colotrain.engine.worker import StopRequest, connect, prepare
+from colotrain.models.seeding import seeded
 from colotrain.observe.events import EventReader, EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
@@ -71,7 +72,8 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
 
 
 def masked_loader(plan: RunPlan, rank: int) -> BatchLoader:
-    samples = MaskedSamples(open_samples(plan.data, "train"))
+    with seeded(plan.train.seed):
+        samples = MaskedSamples(open_samples(plan.data, "train"))
     order = order_of(samples.samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
     return BatchLoader(samples, order, plan.batch, rank=rank)
 

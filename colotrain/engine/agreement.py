@@ -1,0 +1,93 @@
+"""Whether all ranks have built the same model and the same data, before anything is sharded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+
+from colotrain.data.loader import BatchLoader, stack
+from colotrain.errors import ColotrainError
+from colotrain.models.seeding import seeded
+
+DIFFERS_BY_ITSELF = "another at each look"
+"""Stands for a sample that one rank reads twice and finds changed: augmentation of its own."""
+
+
+def check_alike(model: nn.Module, data: Mapping[str, BatchLoader | None], *, seed: int) -> None:
+    """Raise `ColotrainError` on every rank where ranks differ in what they built.
+
+    All ranks must call. `data` is the loader of each split.
+    """
+    if dist.get_world_size() == 1:
+        return
+    facts = dict(facts_of_model(model))
+    for split, loader in data.items():
+        if loader is not None:
+            facts |= facts_of_data(split, loader, seed=seed)
+    digest = xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
+    ends = torch.tensor([digest, -digest])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if ends[0].item() == -ends[1].item():
+        return
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, facts)
+    raise ColotrainError(
+        _difference(everyone),
+        "build the same everywhere: draw from the global generators of torch, random or numpy, "
+        "which are seeded, and not from the rank, the time or the host",
+    )
+
+
+def facts_of_model(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Each parameter and buffer, its values where it has them already."""
+    yield "the model's parameters", ", ".join(name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        trains = "trained" if parameter.requires_grad else "frozen"
+        yield f"parameter {name}", f"{_describe(parameter)} {trains}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", _describe(buffer)
+
+
+def facts_of_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:
+    """The number of samples, and what a few of them hold; of a stream nothing is read."""
+    samples, count = loader.samples, len(loader.samples)
+    yield f"the length of the {split} data", str(count)
+    if count == sys.maxsize:
+        return
+    for index in sorted({0, count // 2, count - 1}):
+        first, second = (_look(samples, index, seed) for _ in range(2))
+        found = first if first == second else DIFFERS_BY_ITSELF
+        yield f"sample {index} of the {split} data", found
+
+
+def _look(samples: Any, index: int, seed: int) -> str:
+    with seeded(seed):
+        batch = stack({index: samples[index]}, [index])
+    return ", ".join(f"{name}: {_describe(value)}" for name, value in sorted(batch.items()))
+
+
+def _describe(tensor: Tensor) -> str:
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return kind if tensor.is_meta else f"{kind} with values {digest_of(tensor)}"
+
+
+def digest_of(tensor: Tensor) -> str:
+    """A number that differs (almost surely) where a value or the order of values does."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return xxhash.xxh3_64_hexdigest(flat.numpy().data)
+
+
+def _difference(everyone: list[dict[str, str]]) -> str:
+    first = everyone[0]
+    for rank, facts in enumerate(everyone):
+        for name in dict.fromkeys((*first, *facts)):
+            mine, theirs = first.get(name, "absent"), facts.get(name, "absent")
+            if mine != theirs:
+                return f"ranks 0 and {rank} built something else: {name} is {mine}, and {theirs}"
+    raise AssertionError("digests differ only where facts do")

@@ -1,0 +1,110 @@
+"""All ranks build the same: users' builders are seeded, and what differs is named."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colotrain.data.loader import BatchLoader, SampleOrder
+from colotrain.engine.agreement import check_alike
+from colotrain.engine.worker import open_loader
+from colotrain.errors import ColotrainError
+from colotrain.models.loading import build
+from colotrain.plan import ModelPlan, RunPlan
+from tests.dist.test_transport import run
+
+
+def shuffled() -> list[dict[str, Any]]:
+    """A user's data set in an order of its own, drawn from every generator there is."""
+    numbers = list(range(64))
+    random.shuffle(numbers)
+    numbers = [numbers[i] for i in np.random.permutation(64)]
+    numbers = [numbers[i] for i in torch.randperm(64).tolist()]
+    return [{"x": torch.tensor([float(n)])} for n in numbers]
+
+
+def drawn() -> nn.Module:
+    """A model whose shape and values come from every generator there is."""
+    model = nn.Linear(random.randint(2, 20), int(np.random.randint(2, 20)))
+    model.bias.data.fill_(random.random())
+    return model
+
+
+def plan_of_data(ranks: int) -> RunPlan:
+    from tests.dist.test_difficult_models import plan_of  # ranks need none of what this imports
+
+    own = (f"data.target={__name__}:shuffled", "data.validation_fraction=0.25")
+    return plan_of("Stack", "zero2", *own, f"cluster.procs_per_node={ranks}")
+
+
+def numbers_of(loader: BatchLoader | None) -> list[float]:
+    assert loader is not None
+    return [loader.samples[i]["x"].item() for i in range(len(loader.samples))]
+
+
+def test_builders_draw_the_same_numbers_in_every_call() -> None:
+    plan, found = plan_of_data(2), []
+    for seed in (1, 2):  # whatever was drawn before
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        splits = [numbers_of(open_loader(plan, split, 0)) for split in ("train", "validation")]
+        model = build(ModelPlan(target=f"{__name__}:drawn"), seed=3)
+        found.append((splits, [p.tolist() for p in model.parameters()]))
+    assert found[0] == found[1]
+    train, validation = found[0][0]
+    assert sorted(train + validation) == [float(n) for n in range(64)]
+    assert train != sorted(train)
+
+
+class Rows:
+    """A data set that may differ between ranks."""
+
+    def __init__(self, length: int, first: float, noise: bool = False) -> None:
+        self.length, self.first, self.noise = length, first, noise
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        augmented = np.random.default_rng().random() if self.noise else random.random()
+        return {"x": torch.tensor([self.first + index, augmented])}
+
+
+def loader_of(plan: RunPlan, samples: Rows) -> BatchLoader:
+    return BatchLoader(samples, SampleOrder(len(samples), seed=0, shuffle=False), plan.batch, 0)
+
+
+def differs_here(rank: int, plan: RunPlan) -> None:
+    same = nn.Linear(2, 2)
+    nn.init.ones_(same.weight), nn.init.zeros_(same.bias)
+    odd = nn.Linear(2, 2)
+    nn.init.constant_(odd.weight, 1.0), nn.init.zeros_(odd.bias)
+    odd.weight.data[0, rank] = 2.0  # the same values in another order
+    wider, frozen = nn.Linear(2, 2 + rank), nn.Linear(2, 2, device="meta")
+    frozen.weight.requires_grad_(rank == 0)
+    buffers = nn.BatchNorm1d(2, affine=False)
+    buffers.running_mean.fill_(rank)  # type: ignore[union-attr]
+    cases: list[tuple[str, nn.Module, Rows]] = [
+        ("parameter weight is float32", odd, Rows(8, 0.0)),
+        (r"parameter weight is float32 \[2, 2\].*, and float32 \[3, 2\]", wider, Rows(8, 0.0)),
+        ("parameter weight is .*trained, and .*frozen", frozen, Rows(8, 0.0)),
+        ("buffer running_mean is", buffers, Rows(8, 0.0)),
+        ("the length of the train data is 8, and 9", same, Rows(8 + rank, 0.0)),
+        ("sample 0 of the train data is", same, Rows(8, float(rank))),
+    ]
+    for says, model, rows in cases:
+        with pytest.raises(ColotrainError, match=f"ranks 0 and 1 built something else: {says}"):
+            check_alike(model, {"train": loader_of(plan, rows), "validation": None}, seed=0)
+    for noise in (False, True):  # augmentation is no difference
+        random.seed(rank)
+        check_alike(same, {"train": loader_of(plan, Rows(8, 0.0, noise))}, seed=0)
+    dist.barrier()
+
+
+def test_what_differs_between_ranks_is_named_on_every_rank() -> None:
+    run(differs_here, 2, plan_of_data(2))
