@@ -30,6 +30,16 @@ def check_alike(model: nn.Module, data: Mapping[str, BatchLoader | None], *, see
     for split, loader in data.items():
         if loader is not None:
             facts |= facts_of_data(split, loader, seed=seed)
+    _compare(facts)
+
+
+def check_filled_alike(model: nn.Module) -> None:
+    """The same of the buffers of a model that was built without values and has them now."""
+    if dist.get_world_size() > 1:
+        _compare(dict(_facts_of_buffers(model)))
+
+
+def _compare(facts: dict[str, str]) -> None:
     digest = xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
     ends = torch.tensor([digest, -digest])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
@@ -50,8 +60,12 @@ def facts_of_model(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, parameter in model.named_parameters():
         trains = "trained" if parameter.requires_grad else "frozen"
         yield f"parameter {name}", f"{_describe(parameter)} {trains}"
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name}", _describe(buffer)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        yield from _facts_of_buffers(model)  # otherwise init_weights() may still fill them
+
+
+def _facts_of_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    return ((f"buffer {name}", _describe(buffer)) for name, buffer in model.named_buffers())
 
 
 def facts_of_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:

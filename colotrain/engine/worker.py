@@ -30,7 +30,7 @@ from colotrain.data.loader import (
 from colotrain.data.samples import StreamSamples
 from colotrain.dotted import import_target
 from colotrain.engine import checkpoint, gradients
-from colotrain.engine.agreement import check_alike
+from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.common import Common, hold_in_common
@@ -227,6 +227,7 @@ def prepare(
     if tiers is not None:
         tiers.attach(sharded, common)
     house_(sharded, plan, common, tiers)
+    check_filled_alike(model)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
     run = Run(

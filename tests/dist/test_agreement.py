@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain.data.loader import BatchLoader, SampleOrder
-from colotrain.engine.agreement import check_alike
+from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.worker import open_loader
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import build
@@ -100,6 +100,10 @@ def differs_here(rank: int, plan: RunPlan) -> None:
     for says, model, rows in cases:
         with pytest.raises(ColotrainError, match=f"ranks 0 and 1 built something else: {says}"):
             check_alike(model, {"train": loader_of(plan, rows), "validation": None}, seed=0)
+    buffers.register_parameter("later", nn.Parameter(torch.empty(1, device="meta")))
+    check_alike(buffers, {}, seed=0)  # init_weights() may still fill them
+    with pytest.raises(ColotrainError, match="something else: buffer running_mean is"):
+        check_filled_alike(buffers)
     for noise in (False, True):  # augmentation is no difference
         random.seed(rank)
         check_alike(same, {"train": loader_of(plan, Rows(8, 0.0, noise))}, seed=0)
