@@ -1,5 +1,22 @@
-"""`python -m colotrain`."""
+"""The command line's entry: what will train starts its server before anything else is imported."""
 
-from colotrain.cli.main import main
+from __future__ import annotations
 
-main()
+import sys
+
+TRAIN = ("run", "resume")
+STAY_COLD = {"--detach", "--sweep", "--help", "-h"}
+
+
+def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in TRAIN and not STAY_COLD.intersection(sys.argv):
+        from colotrain.launch.forkserver import warm_up
+
+        warm_up()
+    from colotrain.cli.main import main as carry_out
+
+    carry_out()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +17,7 @@ from typing import Any
 from colotrain.errors import ConfigError, Problem, suggest
 
 FORM = "`package.module:callable`"
+PACKAGE = str(Path(__file__).resolve().parent)
 
 
 def import_target(key: str, dotted: str) -> Any:
@@ -50,6 +56,42 @@ def _import(key: str, dotted: str, module_name: str) -> ModuleType:
         raise _broken(key, dotted, module_name, error) from error
 
 
+def described(error: BaseException) -> str:
+    """What the user's code raised, and the line of it that did: `KeyError: 'x' (model.py:12)`."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    at = f" ({_display(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def is_users(path: str) -> bool:
+    """Whether a source file is neither Python's, nor installed, nor this package's."""
+    return not path.startswith("<") and not is_below(path, (PACKAGE, *python(), *installed()))
+
+
+def is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}{os.sep}") for folder in folders)
+
+
+@functools.cache
+def python() -> tuple[str, ...]:
+    """Where Python's own modules are."""
+    return (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """The folders that packages are installed in."""
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    named = {p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")}
+    return tuple(sorted(paths | named))
+
+
+def _display(path: str) -> str:
+    with suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
 def _missing(key: str, dotted: str, module_name: str) -> ConfigError:
     here = Path.cwd()
     hint = suggest(module_name, (entry.stem for entry in here.glob("*.py")))
@@ -60,7 +102,7 @@ def _missing(key: str, dotted: str, module_name: str) -> ConfigError:
 
 
 def _broken(key: str, dotted: str, module_name: str, error: Exception) -> ConfigError:
-    expected = f"a module that imports (it raised {type(error).__name__}: {error})"
+    expected = f"a module that imports (it raised {described(error)})"
     return _wrong(key, dotted, expected, f'make `python -c "import {module_name}"` work')
 
 

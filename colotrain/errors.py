@@ -21,6 +21,10 @@ class ColotrainError(Exception):
         self.problem = problem
         self.fix = fix
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors come from other processes, too."""
+        return type(self), (self.problem, self.fix)
+
     def lines(self) -> list[str]:
         """The `error:` lines a command prints on stderr."""
         return [f"error: {self}"]
@@ -55,6 +59,9 @@ class ConfigError(ColotrainError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
 
     def lines(self) -> list[str]:
         return [f"error: {problem}" for problem in self.problems]

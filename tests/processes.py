@@ -104,8 +104,7 @@ def launchers() -> str:
 @functools.cache
 def servers() -> str:
     """Address of the process that has imported what workers import, and is set up as theirs."""
-    modules = [workers.FIRST, workers.ENTRY, workers.COMPILER, workers.LAST]
-    return start("servers", modules, environment=workers.environment())
+    return start("servers", workers.PRELOAD, environment=workers.environment())
 
 
 def start(

@@ -63,9 +63,17 @@ def run(
         from colotrain.launch.forkserver import warm_up
 
         warm_up()  # before anything else is imported here
+    from colotrain.cli.run import command_began_at
     from colotrain.cli.run import run as start
 
-    return start(overrides or [], as_json=as_json, force=force, detach=detach, smoke_run=smoke)
+    return start(
+        overrides or [],
+        as_json=as_json,
+        force=force,
+        detach=detach,
+        smoke_run=smoke,
+        began_at=command_began_at(),
+    )
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,15 @@ from colotrain.config.sizes import format_size
 from colotrain.config.smoke import shrink
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.estimate.cache import kept
+from colotrain.estimate.dependencies import Dependencies, watched
 from colotrain.estimate.layout import MARGIN, fits
+from colotrain.launch.forkserver import LOOK, import_agent, is_warm
+from colotrain.launch.looking import Looker, NotForked, stdout_to_stderr
 from colotrain.launch.rendezvous import Node
 from colotrain.plan import DataPlan, FreezePlan, ModelPlan, Recompute, RunPlan, Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
+WATCHED = "colotrain.estimate.dependencies:watched"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,36 +119,52 @@ def _resolve(
 ) -> tuple[RunPlan, Situation]:
     from colotrain.config.resolve import investigate
 
-    return investigate(config, survey=_look, machine=machine, found=found, trace=_follow)
+    with Looker(meanwhile=import_agent) as looker:
+        looks = Looks(looker)
+        return investigate(
+            config, survey=looks.survey, machine=machine, found=found, trace=looks.follow
+        )
 
 
-def _look(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
-    def look() -> Survey:
-        from colotrain.estimate.survey import survey
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Looks at models: kept ones, or new ones in a process of the warm server or, else, here."""
 
-        return survey(model, freeze, seq_len)
+    looker: Looker
 
-    return kept(Survey, model, (freeze, seq_len), look)
+    def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+        def look() -> tuple[Survey, Dependencies | None]:
+            found: tuple[Survey, Dependencies | None] = self._look("survey", model, freeze, seq_len)
+            return found
 
+        return kept(Survey, model, (freeze, seq_len), look)
 
-def _follow(
-    model: ModelPlan,
-    freeze: FreezePlan,
-    data: DataPlan,
-    precision: str,
-    checkpointing: Recompute,
-    device: str,
-    micro_batch: int,
-) -> Trace | None:
-    def look() -> Followed:
-        from colotrain.estimate.survey import follow
+    def follow(
+        self,
+        model: ModelPlan,
+        freeze: FreezePlan,
+        data: DataPlan,
+        precision: str,
+        checkpointing: Recompute,
+        device: str,
+        micro_batch: int,
+    ) -> Trace | None:
+        def look() -> tuple[Followed, Dependencies | None]:
+            trace, dependencies = self._look(
+                "follow", model, freeze, data, precision, checkpointing, device, micro_batch
+            )
+            return Followed(trace=trace), dependencies
 
-        trace = follow(model, freeze, data, precision, checkpointing, device, micro_batch)
-        return Followed(trace=trace)
+        sample = (data.seq_len, data.target, data.args)
+        about = (freeze, sample, precision, checkpointing, device, micro_batch)
+        return kept(Followed, model, about, look).trace
 
-    sample = (data.seq_len, data.target, data.args)
-    about = (freeze, sample, precision, checkpointing, device, micro_batch)
-    return kept(Followed, model, about, look).trace
+    def _look(self, function: str, *args: Any) -> Any:
+        if is_warm() and LOOK not in sys.modules:
+            with suppress(NotForked):
+                return self.looker(WATCHED, f"{LOOK}:{function}", *args)
+        with stdout_to_stderr():
+            return watched(f"{LOOK}:{function}", *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

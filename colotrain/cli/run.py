@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from colotrain import trust
 from colotrain.cli import smoke
@@ -36,8 +40,13 @@ def run(
     force: bool = False,
     detach: bool = False,
     smoke_run: bool = False,
+    began_at: float | None = None,
 ) -> int:
-    """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere."""
+    """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere.
+
+    `began_at` is when the command began (Unix seconds), by default now.
+    """
+    began_at = began_at or time.time()
     setting = settle(overrides, several=True, smoke=smoke_run)
     tell(setting)
     plan = setting.plan
@@ -63,7 +72,20 @@ def run(
         from colotrain.cli.detach import detach as start
 
         return start(plan, rundir, setting.config, as_json=as_json)
-    return train(plan, rundir, setting.config, node=node, as_json=as_json)
+    return train(plan, rundir, setting.config, node=node, as_json=as_json, began_at=began_at)
+
+
+def command_began_at() -> float:
+    """When this process was started: Unix seconds.
+
+    psutil adds whole seconds since the machine booted, and is up to one of them off.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
+    except OSError:  # not Linux
+        return psutil.Process().create_time()
 
 
 def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[str, Any]:
@@ -73,13 +95,16 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     """
     from rich.console import Console
 
+    began_at = time.time()
     warm_up()
     setting = settle(overrides)
     if not force:
         check_fits(setting)
     rundir = RunDir(RUNS / setting.plan.name)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
-    exit_code, cause = carry_out(setting.plan, rundir, setting.config, console=console)
+    exit_code, cause = carry_out(
+        setting.plan, rundir, setting.config, console=console, began_at=began_at
+    )
     document, _ = sum_up(setting.plan, rundir)
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
@@ -143,6 +168,7 @@ def train(
     *,
     node: Node = ALONE,
     as_json: bool,
+    began_at: float | None = None,
 ) -> int:
     """Write the plan, prepare the data, launch, follow, and leave `summary.json`.
 
@@ -154,7 +180,14 @@ def train(
     console = stderr_console()
     if not node.is_head:
         return help_out(plan, rundir, node, console=console)
-    exit_code, cause = carry_out(plan, rundir, config, node=node, console=console)
+    exit_code, cause = carry_out(
+        plan,
+        rundir,
+        config,
+        node=node,
+        console=console,
+        began_at=began_at or command_began_at(),
+    )
     document, view = sum_up(plan, rundir)
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := smoke.close(document, plan, rundir)):
@@ -217,6 +250,7 @@ def carry_out(
     *,
     node: Node = ALONE,
     console: Console,
+    began_at: float | None = None,
 ) -> tuple[int, str]:
     """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
     from colotrain.launch.elastic import launch
@@ -238,7 +272,7 @@ def carry_out(
                 shown.update(fold.view(), [*events, *trackers.take(events)])
 
             start = launch_and_resume if plan.smoke else launch
-            ended = start(plan, rundir, follow=show, node=node)
+            ended = start(plan, rundir, follow=show, node=node, began_at=began_at)
             shown.update(fold.view(), trackers.close())
     return ended
 

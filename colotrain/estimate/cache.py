@@ -1,7 +1,7 @@
-"""Looks at colotrain's own models, kept between commands: then no plan waits for torch.
+"""What was learned of models, kept between commands: then no plan waits for torch.
 
-What is kept is a function of this package's files and torch's version, which the key holds; of a
-user's model neither is known, and it is looked at each time.
+What a look depends on beside its arguments is in the key (this package's code, torch and whatever
+else is installed) or beside the result (the user's files), and compared before a result is used.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
@@ -16,53 +19,82 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from colotrain.data.cache import cache_folder
+from colotrain.dotted import PACKAGE
 from colotrain.errors import ConfigError
+from colotrain.estimate.dependencies import Dependencies, installation
 from colotrain.plan import ModelPlan
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import write_atomically
 
-OWN = "colotrain.models.llm:"
-PACKAGE = Path(__file__).resolve().parents[1]
-SOURCES = (
-    "models/llm.py",
-    "models/adapters.py",
-    "models/loss.py",
-    "estimate/tracing.py",
-    "estimate/survey.py",
-    "engine/blocks.py",
-    "engine/grouping.py",
-)
+LOOKING = "colotrain.estimate.survey"
 MOST_KEPT = 500
 
 T = TypeVar("T")
 
 
-def kept(cls: type[T], model: ModelPlan, about: tuple[Any, ...], look: Callable[[], T]) -> T:
-    """What `look()` returns, or returned earlier for the same model and `about`."""
-    if not model.target.startswith(OWN):
-        return look()
-    known = json.dumps([cls.__name__, to_plain(model), to_plain(about), _version()], sort_keys=True)
-    digest = hashlib.sha256(known.encode()).hexdigest()[:32]
+def kept(
+    cls: type[T],
+    model: ModelPlan,
+    about: tuple[Any, ...],
+    look: Callable[[], tuple[T, Dependencies | None]],
+) -> T:
+    """The result of `look()`, or of an earlier one that depended on nothing that has changed.
+
+    `look` returns what it found and what that depended on; None: do not keep it.
+    """
+    modules = (LOOKING, model.target.partition(":")[0])
+    known = [cls.__name__, to_plain(model), to_plain(about), os.getcwd(), *_version(modules)]
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
     file = cache_folder() / "estimates" / f"{digest}.json"
-    try:
-        return from_plain(cls, json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, ConfigError):
-        pass
-    found = look()
-    with suppress(OSError):  # a cache that cannot be written is no reason to fail
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_room(file.parent)
-        write_atomically(file, json.dumps(to_plain(found)))
+    with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+        document = json.loads(file.read_text("utf-8"))
+        if from_plain(Dependencies, document["dependencies"]).are_unchanged():
+            return from_plain(cls, document["found"])
+    found, dependencies = look()
+    if dependencies is not None:
+        document = {"dependencies": to_plain(dependencies), "found": to_plain(found)}
+        with suppress(OSError):  # a cache that cannot be written is no reason to fail
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_room(file.parent)
+            write_atomically(file, json.dumps(document))
     return found
 
 
 @functools.cache
-def _version() -> str:
-    """Of everything that a look depends on beside its arguments."""
+def _version(modules: tuple[str, ...]) -> list[Any]:
+    """What a look by these modules of this package depends on, whatever the user's own code."""
     digest = hashlib.sha256()
-    for source in SOURCES:
-        digest.update((PACKAGE / source).read_bytes())
-    return f"{metadata.version('torch')} {digest.hexdigest()}"
+    for _, text in sorted(sources(*modules).items()):
+        digest.update(text)
+    return [metadata.version("torch"), sys.version, digest.hexdigest(), installation()]
+
+
+IMPORT = re.compile(rb"^ *(?:from|import) +(colotrain[\w.]+)(?: +import +(\([^)]*\)|.*))?", re.M)
+
+
+def sources(*modules: str) -> dict[str, bytes]:
+    """Name → source of `modules` and of what they import of this package; nothing is imported."""
+    found: dict[str, bytes] = {}
+    wanted = set(modules)
+    while wanted:
+        name = wanted.pop()
+        text = None if name in found else _source(name)
+        if text is None:
+            continue
+        found[name] = text
+        for imported, names in IMPORT.findall(text):
+            inside = (f"{imported.decode()}.{each.decode()}" for each in re.findall(rb"\w+", names))
+            wanted |= {imported.decode(), *inside}
+    return found
+
+
+def _source(module: str) -> bytes | None:
+    package, *inner = module.split(".")
+    path = Path(PACKAGE, *inner)
+    for file in (path.with_suffix(".py"), path / "__init__.py") if package == "colotrain" else ():
+        with suppress(OSError):
+            return file.read_bytes()
+    return None
 
 
 def _make_room(folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from colotrain.errors import FINAL_EXIT, UsageError
 from colotrain.launch.deaths import deaths_of, gone
-from colotrain.launch.forkserver import ENTRY, warm_up, without_results, work
+from colotrain.launch.forkserver import ENTRY, import_agent, warm_up, without_results, work
 from colotrain.launch.meeting import Refused, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.state import POLL_S, Launch
@@ -40,6 +40,7 @@ def launch(
     follow: Callable[[list[Event]], None] = lambda events: None,
     worker: str = ENTRY,
     node: Node | None = None,
+    began_at: float | None = None,
 ) -> tuple[int, str]:
     """Run the plan's workers until they end; returns the exit code and the cause of a failure.
 
@@ -49,6 +50,7 @@ def launch(
     `follow` is called with new events several times a second, on this (the main) thread; when it
     fails, the run goes on unseen. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the workers to save and
     stop; a second SIGINT ends everything at once. `worker` is the module that the processes run.
+    `began_at` is when the command that launches began (Unix seconds), by default now.
     """
     warm_up()
     node = node or Node()
@@ -67,7 +69,11 @@ def launch(
     if node.is_head:
         rundir.stop_file.unlink(missing_ok=True)
         current.events.write(
-            "launch", pid=os.getpid(), host=socket.gethostname(), world_size=plan.world_size
+            "launch",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            world_size=plan.world_size,
+            began_at=began_at or time.time(),
         )
     agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
     with _signals(current):
@@ -134,6 +140,7 @@ def _run_agent(current: Launch) -> None:
 def _elastic(current: Launch) -> None:
     # what it says is said better by the events, and a thread without signals is meant
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    import_agent()
     from torch.distributed.elastic.agent.server.api import (
         RunResult,
         WorkerGroup,

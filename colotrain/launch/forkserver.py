@@ -6,6 +6,7 @@ its launcher, and ends with it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.context
@@ -24,8 +25,10 @@ from colotrain.lifeline import end_with
 
 FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
 ENTRY = "colotrain.engine.worker"
+LOOK = "colotrain.estimate.survey"
 COMPILER = "torch._dynamo"
 """Which torch's optimizers load: 0.5 s that each worker would pay by itself."""
+PRELOAD = [FIRST, ENTRY, LOOK, COMPILER, LAST]
 ENVIRONMENT = {
     # the rendezvous store of a dead attempt must not be reused: restarts hang half of the time
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -37,14 +40,35 @@ leaves over went to small objects at once, and the holes around them could not m
 a rank's memory, and 4 % of a step's time."""
 
 
+_warmed = False
+
+
+def is_warm() -> bool:
+    """Whether `warm_up` was called in this process."""
+    return _warmed
+
+
 def warm_up() -> None:
     """Begin to start the server; returns at once. Called early, it hides its imports' time."""
+    global _warmed
+    _warmed = True
     os.environ.update(environment())  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([FIRST, ENTRY, COMPILER, LAST])
+    context.set_forkserver_preload(PRELOAD)
     with _group_signals_ignored():
         resource_tracker.ensure_running()
     threading.Thread(target=forkserver.ensure_running, daemon=True).start()
+
+
+def import_agent() -> None:
+    """Import torch's elastic agent, which launching needs: where one has to wait anyway."""
+    collecting = gc.isenabled()
+    gc.disable()  # imports make objects that stay
+    try:
+        importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def environment() -> dict[str, str]:

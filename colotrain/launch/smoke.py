@@ -18,6 +18,7 @@ def launch_and_resume(
     *,
     follow: Callable[[list[Event]], None] = lambda events: None,
     node: Node | None = None,
+    began_at: float | None = None,
 ) -> tuple[int, str]:
     """Run the plan's workers, which leave after a step, and new ones that resume what they saved.
 
@@ -29,7 +30,7 @@ def launch_and_resume(
         reasons.extend(event.text("reason") for event in events if event.kind == "stopped")
         follow(events)
 
-    exit_code, cause = launch(plan, rundir, follow=note, node=node)
+    exit_code, cause = launch(plan, rundir, follow=note, node=node, began_at=began_at)
     if exit_code == EXIT_CODES["preempted"] and READ_BACK in reasons:
         reasons.clear()
         exit_code, cause = launch(plan, rundir, follow=note, node=node)

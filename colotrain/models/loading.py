@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colotrain.dotted import import_target
+from colotrain.dotted import described, import_target
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
 from colotrain.models.initialising import Shards, initialise_
@@ -213,7 +213,9 @@ def _call_target(plan: ModelPlan) -> nn.Module:
     target = import_target("model.target", plan.target)
     try:
         model = target(**plan.args)
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (RuntimeError, ColotrainError):  # on meta this only says that real tensors are needed
+        raise
+    except Exception as error:  # whatever the user's code raises
         raise _refused(plan, error) from error
     if not isinstance(model, nn.Module):
         raise ColotrainError(
@@ -225,5 +227,5 @@ def _call_target(plan: ModelPlan) -> nn.Module:
 
 
 def _refused(plan: ModelPlan, error: Exception) -> ColotrainError:
-    problem = f"model.args={plan.args}: {plan.target} refused them ({error})"
-    return ColotrainError(problem, "correct model.args")
+    problem = f"model.args={plan.args}: {plan.target} refused them ({described(error)})"
+    return ColotrainError(problem, "correct model.args, or the code")

@@ -140,10 +140,17 @@ class Fold:
             first_step_at=_finite(self._first_step_at),
             last_event_at=_finite(self._last_event_at),
             ended_at=done.t if done else None,
-            time_to_first_step_s=_finite(self._first_step_at - launched_at),
+            time_to_first_step_s=_finite(self._first_step_at - self._began_at()),
             peak_flops_per_s=peak_flops.number("flops_per_s") if peak_flops else None,
             peak_flops_what=peak_flops.text("what") if peak_flops else "",
         )
+
+    def _began_at(self) -> float:
+        """When the command began whose launch made the first step."""
+        before = [event for event in self._launches if event.t <= self._first_step_at]
+        newest = max(before, key=lambda event: event.t, default=None)
+        began_at = newest.number("began_at") if newest else None
+        return (newest.t if newest else math.inf) if began_at is None else began_at
 
     def _ordered(self) -> list[Attempt]:
         return [self._attempts[number] for number in sorted(self._attempts)]

@@ -73,7 +73,7 @@ class Rule:
 RULES = [
     Rule("colotrain.__init__", BASE, names("colotrain torch")),
     Rule("*.__init__", BASE),
-    Rule("colotrain.__main__", names("colotrain.cli.main")),
+    Rule("colotrain.__main__", names("colotrain.cli.main colotrain.launch.forkserver")),
     Rule(" ".join(sorted(BASE)), BASE),
     Rule("colotrain.config.compose", BASE | names("colotrain.config omegaconf hydra")),
     Rule(
@@ -104,7 +104,11 @@ RULES = [
     ),
     Rule("colotrain.estimate.rates", BASE | names(f"{ON_PAPER} colotrain.data.cache")),
     Rule(ON_PAPER, BASE | names(ON_PAPER)),
-    Rule("colotrain.estimate.cache", BASE | names("colotrain.data.cache")),
+    Rule("colotrain.estimate.dependencies", names("colotrain.dotted")),
+    Rule(
+        "colotrain.estimate.cache",
+        BASE | names("colotrain.data.cache colotrain.estimate.dependencies"),
+    ),
     Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
     Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),

@@ -1,0 +1,214 @@
+"""What a look at a user's model depended on: source files, other files, environment variables.
+
+Everything that the user's code imports, opens, lists or asks the environment for is noted while it
+runs. Where all of it is unchanged, the same look gives the same result. What is installed is known
+by the folders it is installed in, which change with every installation. Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import source_from_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from colotrain.dotted import installed, is_below, is_users, python
+
+SYSTEM = ("/proc", "/sys", "/dev")
+MOST_NOTED = 2000
+"""Files, folders and variables; a look at more of them is not kept."""
+ABSENT = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependencies:
+    """What has to be unchanged for a look to give the same result."""
+
+    modules: dict[str, str] = field(default_factory=dict)
+    """Name → file of the user's own modules."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Path → digest of its content (sources) or its size and time (others)."""
+    folders: dict[str, str] = field(default_factory=dict)
+    """Path → digest of the names in it."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variable → digest of its value."""
+
+    def __len__(self) -> int:
+        return sum(map(len, (self.modules, self.files, self.folders, self.variables)))
+
+    def are_unchanged(self) -> bool:
+        return (
+            all(_value(os.environ.get(name)) == known for name, known in self.variables.items())
+            and all(_file(path) == known for path, known in self.files.items())
+            and all(_folder(path) == known for path, known in self.folders.items())
+            and all(self._is_found(name, file) for name, file in self.modules.items())
+        )
+
+    def _is_found(self, name: str, file: str) -> bool:
+        """Whether `import name` would still load `file`, and no other module of that name."""
+        parent = name.rpartition(".")[0]
+        if parent and parent not in self.modules:  # its folder is not known
+            return True
+        inside = [str(Path(self.modules[parent]).parent)] if parent else [os.getcwd(), *sys.path]
+        spec = PathFinder.find_spec(name, inside)
+        return spec is not None and spec.origin == file
+
+
+def watched(function: str, *args: Any) -> tuple[Any, Dependencies | None]:
+    """The result of `package.module:function`, and what it depended on.
+
+    None where that is not known: the user's module was loaded before, from a file that may have
+    changed since.
+    """
+    loaded_before = _loaded_before()
+    module, _, name = function.partition(":")
+    call = getattr(importlib.import_module(module), name)
+    with _noted() as notes:
+        result = call(*args)
+    if set(_own_modules()) & loaded_before:
+        return result, None
+    found = notes.dependencies()
+    return result, found if len(found) <= MOST_NOTED else None
+
+
+def installation() -> list[tuple[str, int]]:
+    """The folders that packages are installed in, and when something in each changed last."""
+    return [(path, os.stat(path).st_mtime_ns) for path in installed() if os.path.isdir(path)]
+
+
+@functools.cache
+def _loaded_before() -> frozenset[str]:
+    """The user's modules that were loaded before this process looked at anything."""
+    return frozenset(_own_modules())
+
+
+class _Notes:
+    def __init__(self) -> None:
+        self.opened: set[str] = set()
+        self.listed: set[str] = set()
+        self.asked: set[str] = set()
+        self.environment = dict(os.environ)  # libraries change it
+
+    def dependencies(self) -> Dependencies:
+        modules = _own_modules()
+        files = {*modules.values(), *(path for path in self.opened if _is_own(path))}
+        return Dependencies(
+            modules=modules,
+            files={path: _file(path) for path in sorted(files)},
+            folders={path: _folder(path) for path in sorted(filter(_is_own, self.listed))},
+            variables={name: _value(self.environment.get(name)) for name in sorted(self.asked)},
+        )
+
+
+_notes: list[_Notes] = []
+"""Where events are noted at the moment."""
+
+
+@contextmanager
+def _noted() -> Iterator[_Notes]:
+    _listen()
+    notes, ask = _Notes(), os._Environ.__getitem__
+
+    def asked(environment: Any, name: Any) -> Any:
+        if isinstance(name, str) and _asks_for_itself():
+            notes.asked.add(name)
+        return ask(environment, name)
+
+    _notes.append(notes)
+    os._Environ.__getitem__ = asked  # type: ignore[method-assign]
+    try:
+        yield notes
+    finally:
+        os._Environ.__getitem__ = ask  # type: ignore[method-assign]
+        _notes.remove(notes)
+
+
+@functools.cache
+def _listen() -> None:
+    """Audit hooks stay for the life of a process."""
+    sys.addaudithook(_on_event)
+
+
+def _on_event(event: str, args: tuple[Any, ...]) -> None:
+    if not _notes:
+        return
+    if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+        path, writes = os.fsdecode(args[0]), os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        if not args[2] & writes:
+            _notes[-1].opened.add(os.path.abspath(_source_of(path)))
+    elif event in ("os.listdir", "os.scandir") and not _is_of_import():
+        path = os.fsdecode(args[0]) if isinstance(args[0], str | bytes | os.PathLike) else "."
+        _notes[-1].listed.add(os.path.abspath(path))
+
+
+def _source_of(path: str) -> str:
+    try:
+        return source_from_cache(path) if path.endswith(".pyc") else path
+    except ValueError:
+        return path
+
+
+def _is_of_import() -> bool:
+    """Whether Python lists a folder to find modules in it."""
+    return sys._getframe(2).f_code.co_filename.startswith("<frozen importlib")
+
+
+def _asks_for_itself() -> bool:
+    """Whether the user's own code reads a variable, and not a library that it uses."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and _is_own(frame.f_code.co_filename)
+
+
+def _own_modules() -> dict[str, str]:
+    """Name → file of the loaded modules that are neither installed nor Python's own."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and _is_own(file) and name not in ("__main__", "__mp_main__"):
+            found[name] = file
+    return found
+
+
+def _is_own(path: str) -> bool:
+    return is_users(path) and not is_below(path, SYSTEM)
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith("<frozen") or is_below(file, python())
+
+
+def _file(path: str) -> str:
+    """Sources are compared by content; what else is read may be large."""
+    try:
+        if path.endswith(".py"):
+            return _digest(Path(path).read_bytes())
+        found = os.stat(path)
+    except OSError:
+        return ABSENT
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _folder(path: str) -> str:
+    try:
+        return _digest("\0".join(sorted(os.listdir(path))).encode("utf-8", "surrogateescape"))
+    except OSError:
+        return ABSENT
+
+
+def _value(value: str | None) -> str:
+    return ABSENT if value is None else _digest(value.encode("utf-8", "surrogateescape"))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

@@ -1,0 +1,252 @@
+"""Looking at the user's model in a process forked from the server, and keeping what was seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colotrain.errors import ConfigError, Problem
+from colotrain.estimate import cache
+from colotrain.estimate.dependencies import Dependencies, watched
+from colotrain.plan import ModelPlan
+from colotrain.records import from_plain, to_plain
+
+LOOKER = """
+import json, multiprocessing, os, sys
+from colotrain.errors import ColotrainError, ConfigError
+from colotrain.launch.looking import Looker, NotForked
+
+def attempt(look, *words):
+    try:
+        return look(*words)
+    except ConfigError as error:
+        return [type(error).__name__, error.lines()]
+    except ColotrainError as error:
+        return [type(error).__name__, error.problem]
+    except RuntimeError as error:
+        return ["RuntimeError", str(error).splitlines()[-1]]
+
+multiprocessing.set_forkserver_preload([])  # nothing: its own start is quick
+os.environ["CHANGED"] = "by the launcher"
+waited = []
+with Looker(meanwhile=lambda: waited.append(1)) as look:
+    first, second = look("mine:about"), look("mine:about")
+    found = [first, second, attempt(look, "mine:refuse"), attempt(look, "mine:broken")]
+    found += [attempt(look, "mine:die", 9), attempt(look, "mine:about")]
+alone = look("mine:about")
+print(json.dumps({"found": found, "alone": alone, "waited": len(waited), "own": os.getpid()}))
+"""
+
+MINE = """
+import os, signal, sys
+from colotrain.errors import ConfigError, Problem
+
+calls = []
+
+def about():
+    calls.append(1)
+    print("printed by the user")
+    os.system("echo printed by a program")
+    return [os.getpid(), len(calls), os.getcwd(), os.environ["CHANGED"]]
+
+def refuse():
+    raise ConfigError([Problem(key="model.target", expected="another", value="mine", fix="fix it")])
+
+def broken():
+    raise KeyError("lost")
+
+def die(number):
+    os.kill(os.getpid(), number)
+"""
+
+
+def test_functions_are_called_in_one_process_of_the_server(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "look.py").write_text(f"if __name__ == '__main__':\n  exec({LOOKER!r})\n")
+    done = subprocess.run(
+        [sys.executable, "look.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)  # nothing else is on stdout
+    first, second, refused, broken, died, again = said["found"]
+    assert first == [second[0], 1, str(tmp_path), "by the launcher"]
+    assert second[1] == 2
+    assert refused == ["ConfigError", ["error: model.target=mine: expected another; fix it"]]
+    assert broken == ["RuntimeError", "KeyError: 'lost'"]
+    assert died[0] == "ColotrainError"
+    assert "was killed by SIGKILL" in died[1]
+    assert again[1] == 1
+    assert said["alone"][1] == 1
+    assert len({said["own"], first[0], again[0], said["alone"][0]}) == 4
+    assert said["waited"] == 1
+    assert done.stderr.count("printed by the user") == 4
+    assert done.stderr.count("printed by a program") == 4
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in (first[0], again[0]))
+
+
+def test_a_configuration_error_stays_itself_between_processes() -> None:
+    import pickle
+
+    error = ConfigError([Problem(key="a.b", expected="1", value=2, fix="do")])
+    assert pickle.loads(pickle.dumps(error)).problems == error.problems
+
+
+# What a look depends on
+
+PROJECT = {
+    "package/__init__.py": "",
+    "package/model.py": "import os\nfrom package import sizes\n\n"
+    "def build():\n"
+    "    text = open('size.json').read()\n"
+    "    names = os.listdir('shards')\n"
+    "    try:\n        open('optional')\n    except OSError:\n        pass\n"
+    "    open('log', 'a').write('x')\n"
+    "    return [sizes.SIZE, text, len(names), os.environ.get('LAYERS', '2')]\n",
+    "package/sizes.py": "SIZE = 1\n",
+    "package/unused.py": "",
+    "size.json": "3",
+    "shards/one": "",
+}
+LOOK = (
+    "import json\n"
+    "from colotrain.estimate.dependencies import watched\n"
+    "from colotrain.records import to_plain\n"
+    "print(json.dumps(to_plain(watched('package.model:build'))))\n"
+)
+
+
+def look(folder: Path) -> tuple[list[object], Dependencies]:
+    """As the process that looks does, in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.fspath(folder), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    result, dependencies = json.loads(done.stdout)
+    return result, from_plain(Dependencies, dependencies)
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dependencies]:
+    folder = tmp_path_factory.mktemp("project")
+    for name, text in PROJECT.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    result, dependencies = look(folder)
+    assert result == [1, "3", 1, "2"]
+    return folder, dependencies
+
+
+def test_what_a_look_depended_on_is_known(looked: tuple[Path, Dependencies]) -> None:
+    folder, found = looked
+    modules = {"package": "package/__init__.py"}
+    modules |= {f"package.{name}": f"package/{name}.py" for name in ("model", "sizes")}
+    assert found.modules == {name: str(folder / file) for name, file in modules.items()}
+    assert set(found.files) == {
+        str(folder / name) for name in (*modules.values(), "size.json", "optional")
+    }
+    assert set(found.folders) == {str(folder / "shards")}
+    assert set(found.variables) == {"LAYERS"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text", "stays"),
+    [
+        ("package/sizes.py", "SIZE = 2\n", False),
+        ("package/sizes.py", PROJECT["package/sizes.py"], True),  # touched, and no other content
+        ("size.json", "30", False),
+        ("optional", "", False),
+        ("shards/two", "", False),
+        ("package/sizes/__init__.py", "SIZE = 5\n", False),  # is found before package/sizes.py
+        ("package/unused.py", "SIZE = 7\n", True),
+        ("log", "", True),
+        ("runs/one/plan.json", "", True),
+        ("LAYERS", "9", False),
+    ],
+)
+def test_a_look_is_used_again_until_something_of_that_changes(
+    looked: tuple[Path, Dependencies],
+    changed: str,
+    text: str,
+    stays: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, found = looked
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    assert found.are_unchanged()
+    file, before = folder / changed, PROJECT.get(changed)
+    if changed == "LAYERS":
+        monkeypatch.setenv("LAYERS", text)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    try:
+        assert found.are_unchanged() == stays
+    finally:
+        if changed != "LAYERS":
+            times = found.files.get(str(file), "").split()
+            file.unlink() if before is None else file.write_text(before)
+            if before is not None and len(times) == 2:
+                os.utime(file, ns=(int(times[1]), int(times[1])))
+            if changed.startswith("package/sizes/"):
+                file.parent.rmdir()
+
+
+def test_what_was_loaded_before_is_not_kept() -> None:
+    """Of a module that is loaded already, the file may have changed since."""
+    import tests.running  # noqa: F401
+
+    result, dependencies = watched("os:getcwd")
+    assert (result, dependencies) == (os.getcwd(), None)
+
+
+def test_the_key_holds_all_of_this_package_that_a_look_runs() -> None:
+    code = (
+        "import sys\n"
+        f"import {cache.LOOKING}\n"
+        "print(*[name for name in sys.modules if name.startswith('colotrain.')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    loaded = {
+        name
+        for name in done.stdout.split()
+        if (cache._source(name) or b"").strip()  # packages are empty
+    }
+    assert {"colotrain.engine.freezing", "colotrain.models.loading"} <= loaded
+    assert loaded <= set(cache.sources(cache.LOOKING))
+
+
+def test_a_kept_look_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path))
+    model = ModelPlan(target="mine:build", args={"size": 3}, hf=None, adapter=None)
+    file = tmp_path / "read"
+    file.write_text("1")
+    looks = 0
+
+    def see() -> tuple[Problem, Dependencies]:
+        nonlocal looks
+        looks += 1
+        marks = {str(file): f"{file.stat().st_size} {file.stat().st_mtime_ns}"}
+        return Problem(key="found", expected=file.read_text()), Dependencies(files=marks)
+
+    for text, num_looks in (("1", 1), ("1", 1), ("22", 2), ("22", 2)):
+        if file.read_text() != text:
+            file.write_text(text)
+        assert cache.kept(Problem, model, (), see).expected == text
+        assert looks == num_looks
+    other = ModelPlan(**{**to_plain(model), "args": {"size": 4}})
+    cache.kept(Problem, other, (), see)
+    assert looks == 3
+    cache.kept(Problem, model, (), lambda: (Problem(key="", expected=""), None))
+    assert looks == 3
