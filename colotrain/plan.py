@@ -135,6 +135,8 @@ class TrainPlan:
     eval_every: int
     """0: only before the first and after the last step."""
     eval_steps: int
+    eval_first: bool = True
+    """There is an evaluation before the first step."""
     on_nonfinite: Literal["stop", "skip", "rollback"]
     max_rollbacks: int = 3
     on_gradients: str | None = None

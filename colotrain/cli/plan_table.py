@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.cli.resolving import Setting
-from colotrain.config.plugin import format_seconds
-from colotrain.config.sizes import format_size
+from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
 from colotrain.observe.charts import GREEN, ORANGE, SERIES, VERMILLION
 from colotrain.plan import RunPlan

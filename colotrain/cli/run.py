@@ -263,6 +263,8 @@ def carry_out(
     rundir.create()
     with liveness.claim(rundir):
         write_down(plan, rundir, config)
+        for text in plan.warnings:
+            console.print(f"warning: {text}", style="yellow", soft_wrap=True)
         prepare_data(plan, console)
         fold = Fold(max_steps=plan.train.max_steps)
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:

@@ -13,7 +13,7 @@ from colotrain.config.budget import check_budget, check_space, find_budget
 from colotrain.config.machine import Machine
 from colotrain.config.scale import Scale
 from colotrain.config.schema import Plugin
-from colotrain.config.sizes import check_size, format_size, parse_size
+from colotrain.config.sizes import check_size, format_seconds, format_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.estimate.advise import TIE, Option, Question, best
 from colotrain.estimate.layout import Layout, fits, layout_of
@@ -129,11 +129,6 @@ def _beside(option: Option, chosen: Option) -> str:
     if option.time.step_s <= TIE * chosen.time.step_s:
         return f"{option.plugin} is as fast"
     return f"{option.plugin} takes {format_seconds(option.time.step_s)}"
-
-
-def format_seconds(seconds: float) -> str:
-    """`85 ms`, `1.25 s`: three figures, for people."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _row(name: str, reshard: bool | None) -> Row:

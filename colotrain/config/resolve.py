@@ -13,6 +13,7 @@ from colotrain.config.adapter import plan_adapter
 from colotrain.config.batch import Batch
 from colotrain.config.checks import check, find_resume
 from colotrain.config.data import data_plan
+from colotrain.config.durations import evaluates_first, warn_of_durations
 from colotrain.config.machine import Machine
 from colotrain.config.model import SurveyModel, at_peak, count, look
 from colotrain.config.plugin import (
@@ -142,7 +143,7 @@ def investigate(
         model=model,
         data=data,
         batch=batch_plan,
-        train=train,
+        train=dataclasses.replace(train, eval_first=evaluates_first(train, option.time)),
         optim=optim,
         freeze=dataclasses.replace(freeze, matched=looked.matched),
         cluster=_cluster(scale, machine),
@@ -153,7 +154,10 @@ def investigate(
         memory=option.memory,
         time=option.time,
         flops_per_token=looked.flops_per_token,
-        warnings=tuple(_warnings(settings, scale, machine)),
+        warnings=(
+            *_warnings(settings, scale, machine),
+            *warn_of_durations(train, batch_plan, option.time),
+        ),
     )
     return plan, situation
 

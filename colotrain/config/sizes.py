@@ -51,3 +51,12 @@ def format_size(num_bytes: float) -> str:
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.3g} {units[0]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`85 ms`, `1.25 s`, `20 min`, `10.5 h`: three figures, for people."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

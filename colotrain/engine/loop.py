@@ -146,7 +146,7 @@ def train(run: Run) -> str:
     plan = run.plan
     label_shift.find(run)
     leaves_early = plan.smoke and run.step == 0
-    if run.step == 0:
+    if run.step == 0 and plan.train.eval_first:
         evaluate(run)
     if plan.train.on_nonfinite == "rollback":
         checkpoint.save(run)  # there must always be something of its own to go back to

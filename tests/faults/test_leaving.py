@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,14 +14,14 @@ from tests.running import Colotrain, losses
 pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
 
 MODEL = """
-import os, random, time
-from pathlib import Path
+import gc, os, random, time
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from colotrain.engine import monitor
+from colotrain.engine import loop, monitor
+from colotrain.errors import ColotrainError
 
 monitor.LONG_STEP_S, monitor.PATIENCE_S, monitor.SHORTEST_PAUSE_S = -1.0, 0.2, 0.1
 LEAVE_AT = int(os.environ.get("LEAVE_AT", -1))  # which training forward, from 0
@@ -50,9 +48,15 @@ class Model(nn.Module):
         return F.cross_entropy(x, target)
 
     def hang(self):
-        if ASKS:
-            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
-            time.sleep(600)
+        if not ASKS:
+            return
+        if number := int(os.environ["SIGNAL"]):
+            os.kill(os.getpid(), number)
+        else:
+            [run] = [o for o in gc.get_objects() if isinstance(o, loop.Run)]
+            error = ColotrainError("memory is nearly used up", "lower train.micro_batch")
+            run.ask_to_stop("no memory", error=error)
+        time.sleep(600)
 
 
 def data():
@@ -75,7 +79,6 @@ PLUGINS = {
     "fsdp-hybrid": ("plugin.shard_size=1",),
     "gemini": ("plugin.budget.host=1MiB", "plugin.budget.disk=1GiB", "plugin.disk_path=below"),
 }
-Started = Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -101,3 +104,32 @@ def test_a_step_that_was_left_is_made_again_bit_for_bit(colotrain: Colotrain, pl
     )
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_before_the_first_step_is_finished_nothing_needs_to_be_saved(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "slow.py").write_text(MODEL)
+    plan = (*PLAN, "plugin=zero1", "train.max_steps=2")
+    environment = {"LEAVE_AT": "1", "SIGNAL": str(int(signal.SIGTERM))}
+    left = colotrain("run", *plan, "name=parted", "--json", env=environment)
+    assert left.code == 75, left.err
+    assert left.json["steps"] == 0
+    assert "no step is finished, so there is nothing to save" in left.err
+    assert "`colotrain resume parted` begins with the first one" in left.err
+    assert not list(colotrain.rundir("parted").checkpoints.iterdir())
+    resumed = colotrain("resume", "parted", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json["steps"] == 2
+
+
+def test_a_rank_may_end_the_run_with_an_error_and_the_last_step_is_saved(
+    colotrain: Colotrain,
+) -> None:
+    (colotrain.cwd / "slow.py").write_text(MODEL)
+    environment = {"LEAVE_AT": "5", "SIGNAL": "0"}
+    left = colotrain("run", *PLAN, "plugin=zero1", "name=parted", env=environment)
+    assert left.code == 1
+    [error] = [line for line in left.err.splitlines() if line.startswith("error:")]
+    assert "rank 1" in error
+    assert "memory is nearly used up" in error
+    assert not [e for e in colotrain.events("parted") if e.kind == "restart"]
+    assert [p.name for p in colotrain.rundir("parted").checkpoints.iterdir()] == ["step-00000001"]

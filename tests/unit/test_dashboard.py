@@ -410,6 +410,13 @@ def test_the_terminal_is_given_back_however_it_ends(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_long_step_is_followed_in_the_header() -> None:
+    told = {"micro_batch": 3, "micro_batches": 64, "done": 0.04, "seconds": 60.0}
+    events = [worker("progress", 100.0, step=1, what="step", **told)]
+    text = picture(fold(events), width=140, height=40, now=160.0, state="running")
+    assert "step 1: micro-batch 3/64, 4%, 23m00s left" in text
+
+
 def test_what_happened_stays_on_the_terminal_afterwards(tmp_path: Path) -> None:
     console = terminal()
     with progress_for(console, PLAN, RunDir(tmp_path)) as shown:

@@ -177,6 +177,29 @@ def test_looking_between_the_events_does_not_change_the_view(seed: int) -> None:
     assert looked_at.view() == fold([event for file in files for event in file])
 
 
+def told(step_number: int, *, t: float, what: str = "step", done: float = 0.25) -> Event:
+    fields = {"what": what, "micro_batch": 2, "micro_batches": 4, "done": done, "seconds": 30.0}
+    return worker("progress", t, step=step_number, **fields)
+
+
+def test_a_step_that_takes_long_says_how_far_it_is_and_when_the_run_will_end() -> None:
+    view = fold([told(1, t=130.0)], max_steps=3)
+    assert view.progress is not None
+    assert (view.progress.micro_batch, view.progress.eta_s) == (2, 90.0)
+    assert view.eta_s == 3 * 120.0
+
+
+@pytest.mark.parametrize("end", [step(1, t=140.0), worker("eval", 140.0, step=1, loss=1.0)])
+def test_what_is_over_has_no_progress(end: Event) -> None:
+    assert fold([told(1, t=130.0), end]).progress is None
+
+
+def test_the_progress_of_an_evaluation_is_not_the_pace_of_steps() -> None:
+    view = fold([told(0, t=130.0, what="evaluation")], max_steps=3)
+    assert view.progress is not None
+    assert view.eta_s is None
+
+
 def test_after_a_restart_the_later_attempt_replaces_the_earlier() -> None:
     view = view_of(
         worker("started", 1, step=0),

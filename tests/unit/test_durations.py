@@ -1,0 +1,54 @@
+"""Steps and evaluations that take minutes or hours are told beforehand, with what shortens them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from test_view import plan_of
+
+from colotrain.config.durations import evaluates_first, warn_of_durations
+from colotrain.config.sizes import format_seconds
+from colotrain.plan import Prediction
+
+PLAN = plan_of()  # an evaluation of one global batch
+BATCH = dataclasses.replace(
+    PLAN.batch, global_batch=128, micro_batch=2, accumulation_steps=32, data_parallel=2
+)
+
+
+def warnings(step_s: float, **batch: int) -> list[str]:
+    changed = dataclasses.replace(BATCH, **batch)
+    return list(warn_of_durations(PLAN.train, changed, Prediction(step_s=step_s)))
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.3, 59.0])
+def test_a_short_step_is_no_news(step_s: float) -> None:
+    assert warnings(step_s) == []
+    assert evaluates_first(PLAN.train, Prediction(step_s=step_s))
+
+
+def test_a_long_step_says_how_short_it_can_be() -> None:
+    assert warnings(640.0) == [
+        "a step is predicted to take 10.7 min (32 micro-batches of 20 s); "
+        "train.global_batch=2 train.micro_batch=1 makes it 10 s, and shorter samples "
+        "(data.seq_len), a smaller model or more ranks shorten it further"
+    ]
+    [least] = warnings(640.0, global_batch=2, micro_batch=1, accumulation_steps=1)
+    assert "train.global_batch" not in least
+
+
+def test_an_evaluation_of_many_minutes_is_left_out_before_the_first_step() -> None:
+    assert not evaluates_first(PLAN.train, Prediction(step_s=1000.0))
+    _, evaluation = warnings(1000.0)
+    assert "an evaluation is predicted to take 5.56 min, and is left out before" in evaluation
+    never = dataclasses.replace(PLAN.train, eval_steps=0)
+    assert evaluates_first(never, Prediction(step_s=1e6))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.085, "85 ms"), (1.25, "1.25 s"), (1181.0, "19.7 min"), (37800, "10.5 h")],
+)
+def test_seconds_are_told_in_the_unit_that_people_use(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
