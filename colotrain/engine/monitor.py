@@ -44,6 +44,8 @@ FOLLOW_EVERY_S = 2.0
 """Between looks whether another rank has left the step."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 10.0
 """Between two events about the progress of a step."""
+ALMOST = 0.99
+"""A micro-batch that takes longer than it should is still not done."""
 LEAVE_TOGETHER_S = 30.0
 """How long a rank that has saved waits for the others to say that they have, too."""
 LEFT = "colotrain/step-left"
@@ -79,6 +81,9 @@ class StepMonitor:
     micro_batch: int = 0
     """The micro-batch that is being computed, from 1."""
     num_micro_batches: int = 1
+    micro_batch_began: float = 0.0
+    forward_s: float | None = None
+    """How long the forward of the first micro-batch took, once it is done."""
     calls_before: int = 0
     """How many groups had been called when that micro-batch began."""
     began: float = field(default_factory=time.perf_counter)
@@ -101,7 +106,7 @@ class StepMonitor:
     @contextlib.contextmanager
     def interruptible(self, run: Run, what: str = "step") -> Iterator[None]:
         """In here training may be left for good. All ranks must call, at the same step."""
-        self.began = time.perf_counter()
+        self.began, self.forward_s = time.perf_counter(), None
         if self.run is not None and self.is_long:
             pieces, manifest = unsaved_state(run)
             last = LastStep(
@@ -129,6 +134,7 @@ class StepMonitor:
 
     def at_micro_batch(self, index: int, *, of: int, calls: int) -> None:
         """Micro-batch `index` (from 0) begins; `calls` of groups were made before it."""
+        self.micro_batch_began = time.perf_counter()
         self.micro_batch, self.num_micro_batches, self.calls_before = index + 1, of, calls
 
     # -- the thread
@@ -176,14 +182,26 @@ class StepMonitor:
         )
 
     def _share_done(self, run: Run, last: LastStep) -> float:
-        """Share of the step, or of the evaluation, that is done, between 0 and 1."""
+        """Share of the step, or of the evaluation, that is done, between 0 and 1.
+
+        Of the first micro-batch the groups that were called tell how far its forward is, and how
+        long that took tells how long backward takes; later ones are as long as those before.
+        """
+        done, inside_s = max(self.micro_batch - 1, 0), time.perf_counter() - self.micro_batch_began
+        if done:
+            whole_s = (self.micro_batch_began - last.began) / done
+            return (done + min(inside_s / whole_s, ALMOST)) / self.num_micro_batches
+        num_calls = len(run.sharded.calls) - self.calls_before
+        forward = min(num_calls / max(len(run.sharded.groups), 1), 1.0)
+        if forward == 1.0:
+            self.forward_s = self.forward_s or inside_s
         inside = share_of_micro_batch(
-            len(run.sharded.calls) - self.calls_before,
-            len(run.sharded.groups),
+            forward,
+            inside_s / self.forward_s if self.forward_s else 0.0,
             recomputes=run.plan.train.activation_checkpointing != "none",
             forward_only=last.what == "evaluation",
         )
-        return (max(self.micro_batch - 1, 0) + inside) / self.num_micro_batches
+        return inside / self.num_micro_batches
 
     def _reason(self, run: Run, last: LastStep, store: Any) -> str | None:
         """Why this rank has to leave the step now; None where it has not."""
@@ -258,21 +276,18 @@ def unsaved_state(run: Run) -> tuple[list[Piece] | None, Manifest | None]:
 
 
 def share_of_micro_batch(
-    num_calls: int, num_groups: int, *, recomputes: bool, forward_only: bool
+    forward: float, forwards: float, *, recomputes: bool, forward_only: bool
 ) -> float:
-    """Share of a micro-batch that is done when `num_calls` of its groups were called.
+    """Share of a micro-batch that is done.
 
-    Backward takes twice the forward's time. Where it computes blocks again, it calls them again.
+    `forward` is the share of its forward that is done; once that is all of it, `forwards` says how
+    many times as long as the forward the micro-batch has taken. Backward takes twice the forward's
+    time, and three times where it computes blocks again.
     """
-    if num_groups == 0:
-        return 0.0
-    forward = min(num_calls / num_groups, 1.0)
     if forward_only:
-        return forward
-    if not recomputes:
-        return forward / 3
-    again = min(max(num_calls - num_groups, 0) / max(num_groups - 1, 1), 1.0)
-    return forward / 4 + again * 3 / 4
+        return min(forward, ALMOST)
+    whole = 4 if recomputes else 3
+    return min((forward if forward < 1 else max(forwards, 1.0)) / whole, ALMOST)
 
 
 def _name(last: LastStep) -> str:

@@ -1,30 +1,31 @@
-"""How far a step is, and the entry by which anything in a worker ends the run."""
+"""How far a long step is."""
 
 from __future__ import annotations
 
 import pytest
 
-from colotrain.engine.monitor import share_of_micro_batch
+from colotrain.engine.monitor import ALMOST, share_of_micro_batch
 
 
 @pytest.mark.parametrize(
-    ("num_calls", "recomputes", "forward_only", "share"),
+    ("forward", "forwards", "recomputes", "share"),
     [
-        (0, False, False, 0.0),
-        (5, True, True, 1.0),
-        (5, False, False, 1 / 3),
-        (5, True, False, 1 / 4),
-        (7, True, False, 1 / 4 + 3 / 8),
-        (9, True, False, 1.0),
-        (99, True, False, 1.0),
+        (0.0, 0.0, False, 0.0),
+        (0.5, 0.0, False, 1 / 6),
+        (0.5, 0.0, True, 1 / 8),
+        (1.0, 1.0, True, 1 / 4),
+        (1.0, 2.0, False, 2 / 3),
+        (1.0, 2.0, True, 1 / 2),
+        (1.0, 7.0, False, ALMOST),
     ],
 )
-def test_the_share_of_a_micro_batch_follows_the_groups_that_were_called(
-    num_calls: int, recomputes: bool, forward_only: bool, share: float
+def test_the_share_of_a_micro_batch_follows_its_forward(
+    forward: float, forwards: float, recomputes: bool, share: float
 ) -> None:
-    found = share_of_micro_batch(num_calls, 5, recomputes=recomputes, forward_only=forward_only)
+    found = share_of_micro_batch(forward, forwards, recomputes=recomputes, forward_only=False)
     assert found == pytest.approx(share)
 
 
-def test_a_model_without_groups_has_no_share() -> None:
-    assert share_of_micro_batch(3, 0, recomputes=False, forward_only=False) == 0.0
+def test_an_evaluation_has_no_backward() -> None:
+    found = share_of_micro_batch(0.5, 0.0, recomputes=True, forward_only=True)
+    assert found == pytest.approx(0.5)
