@@ -14,6 +14,7 @@ from colotrain.config.batch import Batch
 from colotrain.config.checks import check, find_resume
 from colotrain.config.data import data_plan
 from colotrain.config.durations import evaluates_first, warn_of_durations
+from colotrain.config.habits import hinted
 from colotrain.config.machine import Machine
 from colotrain.config.model import SurveyModel, at_peak, count, look
 from colotrain.config.plugin import (
@@ -92,7 +93,7 @@ def investigate(
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
     if settings is None:
-        raise ConfigError(problems)
+        raise ConfigError(hinted(problems))
     settings = _with_tokenizer(settings)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     scale, batch = scale_out(settings, machine, problems)
@@ -108,7 +109,7 @@ def investigate(
     if looked is not None and not plugin_problems:
         problems += check_override_names(settings.plugin, looked)
     if problems or looked is None or batch is None or data is None:
-        raise ConfigError(list({str(problem): problem for problem in problems}.values()))
+        raise ConfigError(hinted(problems))
     optim, train = _optim(settings.optim), _train(settings.train)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings)
