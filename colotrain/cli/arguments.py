@@ -45,6 +45,11 @@ Smoke = Annotated[
     ),
 ]
 
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Set an older run of that name aside, as NAME.old-TIME."),
+]
+
 
 def refuse(beside: str, **options: object) -> None:
     """Raise `UsageError` where options were given that mean nothing beside `beside`."""

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, TrustCode, refuse
+from colotrain.cli.arguments import (
+    Force,
+    Json,
+    Overrides,
+    Overwrite,
+    Run,
+    Smoke,
+    Sweep,
+    TrustCode,
+    refuse,
+)
 from colotrain.errors import UsageError
 
 
@@ -27,6 +37,7 @@ def submit(
         int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)
     ] = None,
     smoke: Smoke = False,
+    overwrite: Overwrite = False,
     force: Force = False,
     as_json: Json = False,
 ) -> int:
@@ -34,6 +45,7 @@ def submit(
     from colotrain.cli import submit as module
 
     what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
+    what["overwrite"] = overwrite
     if sweep:
         refuse("--sweep", smoke=smoke)
         return module.submit_sweep(overrides or [], max_parallel=max_parallel, **what)

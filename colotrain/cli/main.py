@@ -11,7 +11,17 @@ from typing import Annotated
 import typer
 
 from colotrain.cli import cluster, inputs
-from colotrain.cli.arguments import Force, Json, Overrides, Run, Smoke, Sweep, TrustCode, refuse
+from colotrain.cli.arguments import (
+    Force,
+    Json,
+    Overrides,
+    Overwrite,
+    Run,
+    Smoke,
+    Sweep,
+    TrustCode,
+    refuse,
+)
 from colotrain.errors import ColotrainError, UsageError
 
 app = typer.Typer(
@@ -52,13 +62,14 @@ def run(
     ] = False,
     sweep: Sweep = False,
     smoke: Smoke = False,
+    overwrite: Overwrite = False,
 ) -> int:
     """Train, and follow the run until it ends."""
     if sweep:
         refuse("--sweep", detach=detach, smoke=smoke)
         from colotrain.cli.sweeps import run_sweep
 
-        return run_sweep(overrides or [], as_json=as_json, force=force)
+        return run_sweep(overrides or [], as_json=as_json, force=force, overwrite=overwrite)
     if not detach:
         from colotrain.launch.forkserver import warm_up
 
@@ -72,6 +83,7 @@ def run(
         force=force,
         detach=detach,
         smoke_run=smoke,
+        overwrite=overwrite,
         began_at=command_began_at(),
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from colotrain import trust
-from colotrain.cli import smoke
+from colotrain.cli import naming, smoke
 from colotrain.cli.output import print_json, stderr_console
 from colotrain.cli.resolving import check_fits, place_of, settle, tell
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
@@ -41,6 +41,7 @@ def run(
     detach: bool = False,
     smoke_run: bool = False,
     began_at: float | None = None,
+    overwrite: bool = False,
 ) -> int:
     """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere.
 
@@ -54,11 +55,13 @@ def run(
     if not force:
         check_fits(setting)
     rundir = RunDir(RUNS / plan.name)
-    if node.is_head and rundir.plan_file.exists() and plan.checkpoint.resume == "none":
-        raise UsageError(
-            f"name={plan.name}: {rundir.path} exists",
-            "choose another name, or checkpoint.resume=auto to go on with it",
-        )
+    if overwrite and plan.elastic.max_nodes > 1:
+        fix = f"move {rundir.path} away before the first node starts"
+        raise UsageError("--overwrite: expected a run on one node", fix)
+    if node.is_head:
+        naming.check_name(rundir, plan, setting.config, overwrite=overwrite)
+    if plan.elastic.max_nodes == 1 and (summary := naming.finished(rundir, plan)):
+        return tell_finished(rundir, summary, as_json=as_json)
     named = plan.checkpoint.resume not in ("auto", "none")
     if node.is_head and named and any(rundir.checkpoints.glob("step-*")):
         print(
@@ -88,6 +91,17 @@ def command_began_at() -> float:
         return psutil.Process().create_time()
 
 
+def tell_finished(rundir: RunDir, summary: dict[str, Any], *, as_json: bool) -> int:
+    """Say of a run that has nothing left to do what it did."""
+    from colotrain.observe.progress import print_summary
+
+    naming.say_finished(rundir, summary)
+    print_summary(stderr_console(), summary, rundir.plan())
+    if as_json:
+        print_json(summary)
+    return 0
+
+
 def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[str, Any]:
     """Train here to the end and return the summary; a run that fails is a `ColotrainError`.
 
@@ -101,6 +115,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     if not force:
         check_fits(setting)
     rundir = RunDir(RUNS / setting.plan.name)
+    naming.check_name(rundir, setting.plan, setting.config)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
     exit_code, cause = carry_out(
         setting.plan, rundir, setting.config, console=console, began_at=began_at

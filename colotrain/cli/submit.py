@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from colotrain.cli.naming import check_job, check_name
 from colotrain.cli.output import print_json
 from colotrain.cli.resolving import Setting, check_fits, settle, tell
 from colotrain.cli.run import write_down
@@ -28,6 +29,7 @@ def submit(
     test_only: bool = False,
     force: bool = False,
     smoke: bool = False,
+    overwrite: bool = False,
 ) -> int:
     """Submit one run as one job; with `dry_run` print its script and leave nothing behind."""
     setting = settle_job(overrides, smoke=smoke)
@@ -45,7 +47,7 @@ def submit(
     said = queue.test(script)
     if test_only:
         return report({"test": said, "run": plan.name}, said, as_json=as_json)
-    check_free(rundir, plan)
+    check_free(rundir, setting, overwrite=overwrite)
     write_run(rundir, plan, setting.config)
     if slurm.snapshot:
         script = render(_with_code(job, rundir), slurm)
@@ -71,6 +73,7 @@ def submit_sweep(
     test_only: bool = False,
     force: bool = False,
     max_parallel: int | None = None,
+    overwrite: bool = False,
 ) -> int:
     """Submit a job array, a run for every combination of the values given with commas."""
     elements = elements_of(overrides)
@@ -94,8 +97,8 @@ def submit_sweep(
     said = queue.test(script)
     if test_only:
         return report({"test": said, "sweep": folder.name}, said, as_json=as_json)
-    for rundir, plan in zip(rundirs, plans, strict=True):
-        check_free(rundir, plan)
+    for rundir, setting in zip(rundirs, settings, strict=True):
+        check_free(rundir, setting, overwrite=overwrite)
     for rundir, setting in zip(rundirs, settings, strict=True):
         write_run(rundir, setting.plan, setting.config)
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -172,20 +175,10 @@ def _with_code(job: Job, rundir: RunDir) -> Job:
     return replace(job, cwd=str(take(Path.cwd(), target)))
 
 
-def check_free(rundir: RunDir, plan: RunPlan) -> None:
-    """Refuse a run that another job has, or that the plan does not want to go on with."""
-    if rundir.plan_file.exists() and plan.checkpoint.resume == "none":
-        raise UsageError(
-            f"name={plan.name}: {rundir.path} exists",
-            "choose another name, or checkpoint.resume=auto to go on with it",
-        )
-    known = queue.recall(rundir)
-    state = queue.ask([known.job]).states.get(known.job) if known else None
-    if known and state and state.state not in queue.OVER:
-        raise UsageError(
-            f"name={plan.name}: job {known.job} has this run ({state.state})",
-            f"choose another name, or `colotrain stop {plan.name}`",
-        )
+def check_free(rundir: RunDir, setting: Setting, *, overwrite: bool) -> None:
+    """Refuse a run that another job has, or that was made with other settings."""
+    check_job(rundir)
+    check_name(rundir, setting.plan, setting.config, overwrite=overwrite)
 
 
 def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:

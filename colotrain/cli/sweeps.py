@@ -75,11 +75,12 @@ def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
         raise UsageError(f"{folder.sweep_file}: damaged ({error})", "look at the runs") from error
 
 
-def run_sweep(overrides: list[str], *, as_json: bool, force: bool) -> int:
+def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bool = False) -> int:
     """Train the runs of a sweep here, one after another; a failed one does not end the others.
 
     Exit code 1 where one failed; a stop ends the sweep with the code of the run it stopped.
     """
+    from colotrain.cli.naming import check_name
     from colotrain.cli.output import print_json
     from colotrain.cli.resolving import settle
     from colotrain.cli.run import run
@@ -87,12 +88,16 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool) -> int:
 
     elements = elements_of(overrides)
     for element in elements:  # all are looked at before the first is run
-        settle(element.overrides)
+        made = settle(element.overrides)
+        if not overwrite:
+            check_name(RunDir(RUNS / made.plan.name), made.plan, made.config)
     write_sweep(RunDir(RUNS / elements[0].sweep), elements)
     codes: dict[str, int] = {}
     for element in elements:
         try:
-            codes[element.run] = run(element.overrides, as_json=False, force=force)
+            codes[element.run] = run(
+                element.overrides, as_json=False, force=force, overwrite=overwrite
+            )
         except ColotrainError as error:
             _say(f"{element.run}: {error}")
             codes[element.run] = error.exit_code

@@ -141,11 +141,11 @@ def test_a_checkpoint_of_what_trained_resumes_elsewhere_but_not_on_another_model
     assert {n for n in names if ".lora_" not in n} == {
         n for n, _ in hf.plain(folder).named_parameters() if n.startswith("model.layers.1.")
     }
-    again = ("train.max_steps=4", "plugin=gemini", "cluster.procs_per_node=1", "name=half")
-    resumed = colotrain.run(*options, *unfreeze, *again)
-    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-5)
+    changes = ("plugin=gemini", "cluster.procs_per_node=1")
+    resumed = colotrain("resume", "half", *changes, "train.max_steps=4", "--json")
+    assert losses(resumed.json) == pytest.approx(losses(whole), abs=1e-5)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    refused = colotrain("run", *options, *unfreeze, *again, "train.max_steps=5")
+    refused = colotrain("resume", "half", *changes, "train.max_steps=5")
     assert refused.code == 1
     assert "of a run that began with another model" in refused.err.splitlines()[-1]

@@ -1,0 +1,140 @@
+"""A name stands for one run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colotrain.cli import naming
+from colotrain.cli.main import guarded
+from colotrain.cli.resolving import Setting, settle
+from colotrain.cli.run import write_down
+from colotrain.errors import UsageError
+from colotrain.launch import queue
+from colotrain.observe import liveness
+from colotrain.rundir import RunDir
+from tests.running import SMALL
+
+X = (*SMALL, "name=x", "plugin=zero2")
+
+
+@pytest.fixture(autouse=True)
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made(*overrides: str, status: str | None = "finished", steps: int = 200) -> RunDir:
+    """A run with a checkpoint, as one that was trained before leaves it."""
+    setting, rundir = settle([*X, *overrides]), RunDir("runs/x")
+    rundir.create()
+    write_down(setting.plan, rundir, setting.config)
+    rundir.checkpoint(steps).mkdir(exist_ok=True)
+    if status:
+        memory: Any = {"peak_by_rank": [1], "predicted_peak": 1, "error": None}
+        loss = {"first": 2.0, "last": 1.0, "history": []}
+        rundir.write_summary(
+            {"status": status, "steps": steps, "memory": memory, "loss": loss, "tokens_per_s": 1.0}
+            | {"mfu": 0.0, "restarts": 0, "time_to_first_step_s": 1.0, "run_dir": str(rundir.path)}
+        )
+    return rundir
+
+
+def check(setting: Setting, **how: bool) -> None:
+    naming.check_name(RunDir("runs/x"), setting.plan, setting.config, **how)
+
+
+@pytest.mark.parametrize("verb", ["run", "submit"])
+def test_a_name_that_has_other_settings_is_refused_with_those_that_differ(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = made()
+    before = {p: p.read_bytes() for p in rundir.path.iterdir() if p.is_file()}
+    monkeypatch.setattr(queue, "test", lambda script: "fine")
+    assert guarded([verb, *X, "optim.lr=0.5", "+model.args.tie_embeddings=true"]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
+    assert "name=x: that run was made with other settings: " in line
+    assert "model.args.tie_embeddings=null, not True" in line
+    assert "optim.lr=0.003, not 0.5" in line
+    for choice in ("another name", "colotrain resume x KEY=VALUE", "--overwrite"):
+        assert choice in line
+    assert {p: p.read_bytes() for p in rundir.path.iterdir() if p.is_file()} == before
+
+
+def test_the_same_settings_in_another_spelling_go_on() -> None:
+    made("optim.lr=0.5", status=None)
+    check(settle([*X, "optim.lr=5e-1", "cluster.head='host:1'", "checkpoint.resume=auto"]))
+    with pytest.raises(UsageError, match=r"optim\.lr=0\.5, not 0\.25"):
+        check(settle([*X, "optim.lr=0.25"]))
+    Path("runs/x/config.yaml").write_text(json.dumps({"optim": {"lr": 0.5}}))
+    with pytest.raises(UsageError, match="more keys"):  # all else was the default there
+        check(settle([*X, "optim.lr=0.5"]))
+
+
+def test_a_run_of_which_there_is_nothing_gives_its_name_away() -> None:
+    rundir = made(status=None)
+    rundir.checkpoint(200).rmdir()
+    check(settle([*X, "optim.lr=0.5"]))
+    queue.remember(rundir, queue.Submitted(job="7", script="x"))
+    with pytest.raises(UsageError, match="other settings"):  # a job has it
+        check(settle([*X, "optim.lr=0.5"]))
+
+
+def test_what_has_finished_says_so_and_is_left_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rundir = made()
+    before = rundir.plan_file.stat().st_mtime_ns
+    assert guarded(["run", *X, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["steps"] == 200
+    assert "x has finished its 200 steps already, with these settings" in printed.err
+    assert "colotrain resume x train.max_steps=N" in printed.err
+    assert rundir.plan_file.stat().st_mtime_ns == before
+    for state in ("failed", "preempted"):
+        made(status=state)
+        assert naming.finished(rundir, rundir.plan()) is None
+
+
+def test_overwrite_sets_the_old_run_aside_with_all_that_it_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made()
+    check(settle([*X, "optim.lr=0.5"]), overwrite=True)
+    assert not Path("runs/x").exists()
+    (old,) = Path("runs").iterdir()
+    assert old.name.startswith("x.old-2")
+    assert RunDir(old).plan().name == "x"
+    assert (old / "checkpoints" / "step-00000200").is_dir()
+    assert liveness.launcher_of(RunDir(old)) is None
+    assert f"the run that was called x is {old.name} now" in capsys.readouterr().err
+    assert RunDir.find(old.name).path == old.absolute()
+
+
+def test_a_run_that_somebody_has_is_not_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    rundir = made()
+    with liveness.claim(rundir):
+        holder = json.loads(rundir.launcher_file.read_text())
+        start = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        other = holder | {"pid": os.getppid(), "start_time": start}
+        rundir.launcher_file.write_text(json.dumps(other))
+        with pytest.raises(UsageError, match="launches this run already"):
+            naming.set_aside(rundir)
+    rundir.launcher_file.unlink()
+    queue.remember(rundir, queue.Submitted(job="7", script="x"))
+    answers = queue.Answers(states={"7": queue.JobState(state="PENDING")})
+    monkeypatch.setattr(queue, "ask", lambda jobs: answers)
+    with pytest.raises(UsageError, match="job 7 has this run"):
+        naming.set_aside(rundir)
+    assert rundir.path.is_dir()
+
+
+def test_nodes_that_are_started_by_hand_cannot_set_a_run_aside(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nodes = ("cluster.nodes=2", "cluster.rank=0", "cluster.head='127.0.0.1:29511'")
+    assert guarded(["run", *X, *nodes, "--overwrite"]) == 2
+    assert "--overwrite: expected a run on one node" in capsys.readouterr().err
