@@ -83,7 +83,7 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     output = model(**(_with_targets(batch) if no_targets else batch))
     if isinstance(output, tuple) and len(output) == 2 and _is_scalar(output[0]):
         loss_sum, own_count = _exact(output[0]), torch.as_tensor(output[1])
-        if own_count.numel() != 1:
+        if own_count.numel() != 1 or not _may_be_count(own_count):
             raise _wrong_output(output)
         own_count = own_count.to(loss_sum.device).reshape(())
         return (_nothing(loss_sum), own_count * 0) if no_targets else (loss_sum, own_count)
@@ -107,6 +107,16 @@ def _nothing(loss: Tensor) -> Tensor:
 def _exact(loss: Tensor) -> Tensor:
     """A scalar, in float32 where the model computed it in half precision."""
     return loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def _may_be_count(value: Tensor) -> bool:
+    """Whether the second of a pair counts targets: a prediction depends on parameters.
+
+    Only a value on the CPU is looked at, which costs no wait for a device.
+    """
+    if value.requires_grad:
+        return False
+    return value.device.type != "cpu" or 0 <= value.item() < float("inf")
 
 
 def _wrong_output(output: Any) -> ColotrainError:

@@ -7,7 +7,7 @@ these; what cannot be moved is an error that names the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,6 +67,7 @@ def attached_to(model: nn.Module) -> dict[str, Attached]:
     Raises `ColotrainError` for what sharding would lose.
     """
     found = {}
+    _refuse_sparse_gradients(model)
     for name, parameter in model.named_parameters():
         _refuse_what_is_lost(name, parameter)
         attributes = {
@@ -92,6 +93,16 @@ def _refuse_what_is_lost(name: str, parameter: nn.Parameter) -> None:
             "neither the whole gradient nor the whole parameter",
             "use register_hook to change its gradient, and optim to update it",
         )
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse and module.weight.requires_grad:
+            raise ColotrainError(
+                f"model: {name}.weight has sparse gradients, which are not reduced over ranks",
+                "make the embedding with sparse=False",
+            )
 
 
 def attach_(
@@ -162,7 +173,10 @@ class ForwardWatch:
     aliases: list[tuple[str, Tensor]] = field(default_factory=list)
     running: bool = False
 
-    def install(self, root: nn.Module) -> None:
+    def install(self, root: nn.Module, groups: Iterable[Any]) -> None:
+        """Watch the forwards of `root`; `groups` are torch's own records of its groups."""
+        for group in groups:
+            group.pre_backward = partial(self._pre_backward, group.pre_backward)
         for index, param in enumerate(self.params):
             when_whole(param, partial(self._adopt, index))
         root.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
@@ -173,6 +187,16 @@ class ForwardWatch:
             whole.__class__ = Whole
             whole._watch, whole._name = self, self.params[index]._param_fqn  # type: ignore[attr-defined]
         self.versions[index] = whole._version
+
+    def _pre_backward(self, torchs_own: Callable[..., None], *args: Any) -> None:
+        """Backward frees what it reaches, of which the forward that runs still has need."""
+        if self.running:
+            raise ColotrainError(
+                "model: forward calls backward or autograd.grad through a block of the model",
+                "return all terms of the loss, and let colotrain call backward; a penalty on "
+                "gradients needs a model without repeated blocks",
+            )
+        torchs_own(*args)
 
     def _begin(self) -> None:
         for index in self.versions:

@@ -170,7 +170,8 @@ def shard_(
         attached=attached,
     )
     attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
-    ForwardWatch(list(sharded.fsdp_params())).install(model)
+    fsdp_groups = [params for group in groups for params in group.fsdp_groups]
+    ForwardWatch(list(sharded.fsdp_params())).install(model, fsdp_groups)
     for module in (*(m for _, modules in modules_of for m in modules), model):
         state = cast(FSDPModule, module)._get_fsdp_state()
         module.register_forward_hook(partial(_tell_of_hidden_outputs, state))

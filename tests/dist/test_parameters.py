@@ -132,11 +132,45 @@ def test_a_forward_that_changes_a_parameter_in_place_is_an_error_that_names_it()
     run(finds_changes, 2, *plans)
 
 
+class Penalty(nn.Module):
+    """A penalty on the gradients of its features, taken in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block(y).tanh()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return self.blocks[0](y).sum() + slope.square().mean()
+
+
+def refuses_backward_in_forward(rank: int, plan: RunPlan) -> None:
+    for shared in (False, True):
+        model = Penalty()
+        groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
+        sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
+        common = hold_in_common(sharded) if shared else None
+        house = common.house if common is not None else lambda fresh: None
+        materialise_(sharded, device="cpu", seed=0, house=house)
+        with pytest.raises(ColotrainError, match=r"forward calls backward or autograd\.grad"):
+            sharded.module(torch.ones(2, 6))
+
+
+def test_backward_inside_forward_is_refused_and_no_crash() -> None:
+    run(refuses_backward_in_forward, 2, plan_of("zero3", 2))
+
+
 def refuses(rank: int, plan: RunPlan) -> None:
     model = nn.Linear(4, 4)
     model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ColotrainError, match="weight has a hook of register_post_accumulate"):
         sharded_model(model, plan, shared=False)
+    with pytest.raises(ColotrainError, match=r"0\.weight has sparse gradients"):
+        sharded_model(nn.Sequential(nn.Embedding(4, 4, sparse=True)), plan, shared=False)
     with pytest.raises(ColotrainError, match=r"0\.weight has no shape yet"):
         sharded_model(nn.Sequential(nn.LazyLinear(4)), plan, shared=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colotrain.engine.guard import checksum, minority
+from colotrain.engine.guard import checksum, minority, sum_of_bits
 from colotrain.engine.shard_file import all_finite
 
 
@@ -22,6 +22,15 @@ def test_any_single_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None
             assert checksum(tensor) != before
             bits[place] ^= 1 << bit
     assert checksum(tensor) == before
+
+
+def test_another_order_of_the_same_values_changes_the_checksum() -> None:
+    tensor = torch.arange(1000.0)
+    assert checksum(tensor) != checksum(tensor.flip(0))
+    assert checksum(tensor) == checksum(tensor.flip(0).flip(0))
+    for change in (lambda t: t.flip(0), lambda t: torch.cat((t[:5], t[5:] * 2))):
+        changed = change(tensor).view(torch.uint8)
+        assert sum_of_bits(tensor.view(torch.uint8)) != sum_of_bits(changed)
 
 
 @pytest.mark.parametrize(

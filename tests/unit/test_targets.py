@@ -14,6 +14,7 @@ from colotrain.engine import gradients, loop
 from colotrain.engine.accumulation import SHIFTS, weighted_loss
 from colotrain.engine.label_shift import is_in_question, shifts_labels
 from colotrain.engine.precision import cast_inputs
+from colotrain.errors import ColotrainError
 from tests.dist.idioms import HalfLoss, NeverZero, Shifts, tokens
 
 
@@ -137,3 +138,24 @@ def test_a_second_pass_over_a_step_leaves_buffers_as_they_were(
         assert torch.is_grad_enabled()
         norm(torch.randn(5, 3))
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+
+
+class Pair(nn.Module):
+    """Returns its loss with something else."""
+
+    def __init__(self, second: Any) -> None:
+        super().__init__()
+        self.weight, self.second = nn.Parameter(torch.ones(1)), second
+
+    def forward(self, x: Tensor) -> Any:
+        loss = (x * self.weight).square().mean()
+        return loss, self.weight * -0.5 if self.second is None else self.second
+
+
+def test_a_prediction_is_no_count() -> None:
+    batch = {"x": torch.ones(1, 1)}
+    for second in (None, torch.tensor(-146.0), torch.tensor(float("nan"))):
+        with pytest.raises(ColotrainError, match=r"return the scalar mean loss, \(loss_sum, count"):
+            weighted_loss(Pair(second), batch)
+    for second in (3, torch.tensor(3), torch.tensor([2.5]), torch.tensor(0)):
+        assert weighted_loss(Pair(second), batch)[1] == torch.as_tensor(second)
