@@ -1,0 +1,46 @@
+"""What of a run is in a checkpoint, and what is said where another run's is taken up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from colotrain.cli.resolving import plan_from
+from colotrain.engine import checkpoint
+from colotrain.records import to_plain
+
+
+class Reticent(nn.Module):
+    """Its own `state_dict` leaves out what trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.twin = self.linear
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"seen": self.seen}
+
+
+def test_a_state_dict_of_ones_own_leaves_nothing_out_of_a_checkpoint() -> None:
+    sharded: Any = SimpleNamespace(module=Reticent(), groups=())
+    assert dict(checkpoint._of_model(sharded)).keys() == {"linear.weight", "linear.bias", "seen"}
+
+
+def test_another_order_of_samples_is_announced() -> None:
+    plan = plan_from(["recipe=llm-tiny", "cluster.procs_per_node=1"])
+    manifest: Any = SimpleNamespace(plan=to_plain(plan))
+    assert checkpoint._other_samples(SimpleNamespace(plan=plan), manifest) == []  # type: ignore[arg-type]
+    other = replace(
+        plan,
+        train=replace(plan.train, seed=plan.train.seed + 1),
+        data=replace(plan.data, shuffle=not plan.data.shuffle, workers=3),
+    )
+    found = checkpoint._other_samples(SimpleNamespace(plan=other), manifest)  # type: ignore[arg-type]
+    assert found == ["train.seed", "data.shuffle"]
