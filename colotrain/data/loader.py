@@ -16,7 +16,8 @@ from colotrain.data.packing import IGNORE_INDEX, TokenSamples, pack
 from colotrain.data.prepared import Split
 from colotrain.data.samples import user_samples
 from colotrain.data.tokens import parts_of, prepare_shards
-from colotrain.errors import ConfigError, Problem
+from colotrain.dotted import described
+from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.plan import BatchPlan, DataPlan
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "count_targets",
     "open_samples",
     "order_of",
+    "read_sample",
     "refuse_empty",
     "stack",
     "targets_per_sample",
@@ -135,7 +137,21 @@ class BatchLoader:
     def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
         """The stacked samples: each value is `[micro_batch, ...]`."""
         ids = self.ids(step, micro_batch_index)
-        return stack({index: self.samples[index] for index in ids}, ids)
+        return stack({index: read_sample(self.samples, index) for index in ids}, ids)
+
+
+def read_sample(samples: Samples, index: int) -> Any:
+    """A sample; what the user's dataset raises is a `ConfigError` that names its line.
+
+    It would come again at every restart, unless a disk or a network is the reason.
+    """
+    try:
+        return samples[index]
+    except (OSError, ColotrainError):
+        raise
+    except Exception as error:
+        expected = f"samples that can be read (sample {index} raised {described(error)})"
+        raise _wrong(expected, "correct the dataset") from error
 
 
 def stack(samples: Mapping[int, Any], ids: list[int]) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from colotrain.dotted import import_target
-from colotrain.errors import ConfigError, Problem
+from colotrain.dotted import described, import_target
+from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.plan import DataPlan
 
 
@@ -102,7 +102,13 @@ def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:
         raise _wrong("data.args", args, expected, f"it takes {inspect.signature(make)}") from error
     except ValueError:  # a builtin tells no signature
         pass
-    return make(**args)
+    try:
+        return make(**args)
+    except (OSError, ColotrainError):
+        raise
+    except Exception as error:
+        expected = f"a dataset that can be made ({described(error)})"
+        raise _wrong("data.target", target, expected, "correct data.args, or the code") from error
 
 
 def _takes_split(make: Callable[..., Any]) -> bool:

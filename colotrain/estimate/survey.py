@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.loader import open_samples, refuse_empty, stack
+from colotrain.data.loader import open_samples, read_sample, refuse_empty, stack
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_blocks
 from colotrain.errors import ConfigError, Problem
@@ -135,7 +135,7 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
     if data.source == "target":
         samples = open_samples(data, "train")
         refuse_empty(samples)
-        stacked = stack({0: samples[0]}, [0])
+        stacked = stack({0: read_sample(samples, 0)}, [0])
         return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
     tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}

@@ -150,7 +150,7 @@ def _outcome(function: str, args: tuple[Any, ...]) -> tuple[str, Any]:
     module, _, name = function.partition(":")
     try:
         return "found", getattr(importlib.import_module(module), name)(*args)
-    except ColotrainError as error:
+    except (ColotrainError, OSError) as error:  # both are told in a line
         return "refused", error
     except BaseException:
         return "broken", traceback.format_exc()

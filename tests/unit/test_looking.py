@@ -250,3 +250,22 @@ def test_a_kept_look_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert looks == 3
     cache.kept(Problem, model, (), lambda: (Problem(key="", expected=""), None))
     assert looks == 3
+
+
+class Faulty:
+    """A dataset, as users write them, whose second sample has a bug."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"x": {0: 1}[index]}
+
+
+def test_a_bug_in_the_users_dataset_is_told_with_its_line() -> None:
+    from colotrain.data.loader import read_sample
+
+    line = Path(__file__).read_text().partition('{"x": {0: 1}[index]}')[0].count("\n") + 1
+    assert read_sample(Faulty(), 0) == {"x": 1}
+    with pytest.raises(ConfigError, match=rf"sample 1 raised KeyError: 1 \(.*:{line}\)"):
+        read_sample(Faulty(), 1)
