@@ -93,11 +93,14 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """
     candidates = list(_outermost(model, prefix=""))
     owners: dict[nn.Parameter, set[int]] = {}
-    inside = {id(m): index for index, (_, block) in enumerate(candidates) for m in block.modules()}
-    for module in model.modules():
+    inside = {name: index for index, (name, _) in enumerate(candidates)}
+    for path, module in model.named_modules(remove_duplicate=False):  # a module may be in two
+        parts = path.split(".")
+        known_as = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        index = next((inside[name] for name in known_as if name in inside), -1)
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners.setdefault(parameter, set()).add(inside.get(id(module), -1))
+                owners.setdefault(parameter, set()).add(index)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
     return [block for index, block in enumerate(candidates) if index not in shared]
 

@@ -132,6 +132,9 @@ def shard_(
     `offloads(index)` names (the root's index is the last) are on the host, beside a GPU.
     """
     attached = attached_to(model)
+    for parameter in model.parameters():  # fully_shard takes no other
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     compute = COMPUTE_DTYPE[plan.train.precision]
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32 if compute else None

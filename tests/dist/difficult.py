@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,6 +300,146 @@ class Hooks(Stack):
         return super().features(x * gain) * self.scale
 
 
+class PaddingIdx(Stack):
+    """Token vectors of which one is padding, initialised as transformers does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, WIDTH, padding_idx=1)
+
+    def init_weights(self) -> None:
+        self.apply(self._init_weights)
+        nn.init.orthogonal_(self.layers[0].linear.weight)
+        nn.init.normal_(self.layers[1].linear.weight[: WIDTH // 2], std=0.3)
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            module.weight.data[module.padding_idx].zero_()
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        return super().forward(x + self.embed(kind), target, kind)
+
+
+class Attention(Stack):
+    """torch's own attention, whose packed weight is used without its module's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2)
+        )
+
+    def features(self, x: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            x = x + mixer(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0]
+        return super().features(x)
+
+
+class Recurrent(Stack):
+    """A recurrent layer, which keeps a second list of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(self.lstm(x[:, None])[0][:, 0])
+
+
+class WeightNorm(Stack):
+    """Weights computed from two parameters each, in both of torch's ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.utils.parametrizations.weight_norm(self.head)
+        for layer in self.layers:
+            layer.linear = nn.utils.weight_norm(layer.linear)
+
+
+class ExtraState(Stack):
+    """A module with state beside parameters and buffers."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state["version"] == 3
+
+
+class Teacher(Stack):
+    """A frozen copy of the layers, asked without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        wanted = x
+        with torch.no_grad():
+            for layer in self.teacher:
+                wanted = layer(wanted)
+        found = self.features(x)
+        return F.cross_entropy(self.head(found), target) + F.mse_loss(found, wanted + 1.0)
+
+
+class FrozenStatistics(Stack):
+    """Batch normalisation that stays in evaluation while the rest trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH).eval()
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(self.batch_norm(x))
+
+
+class EarlyExit(Stack):
+    """Leaves its last layer out in training."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.training and index == 2:
+                break
+            x = layer(x)
+        return x
+
+
+class StochasticDepth(Stack):
+    """Samples skip layers, by their kind instead of by chance."""
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x + (layer(x) - x) * (kind != index)[:, None]
+        return F.cross_entropy(self.head(x), target)
+
+
+class TiedModules(Stack):
+    """A module under two names, and one layer inside two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.layers[0]
+        self.layers[2].linear = self.layers[1].linear
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.again(super().features(x))
+
+
+class Transposed(Stack):
+    """A parameter that does not lie in memory row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x @ self.mixer)
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -320,6 +461,17 @@ MODELS = {
         Switching,
         OwnInit,
         Hooks,
+        PaddingIdx,
+        Attention,
+        Recurrent,
+        WeightNorm,
+        ExtraState,
+        Teacher,
+        FrozenStatistics,
+        EarlyExit,
+        StochasticDepth,
+        TiedModules,
+        Transposed,
     )
 }
 

@@ -10,6 +10,7 @@ import pytest
 from colotrain.cli.resolving import plan_from
 from colotrain.plan import RunPlan
 from colotrain.plugins import ROWS
+from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance
 from colotrain.verify.runner import verify
 from tests.dist.difficult import MODELS
@@ -76,6 +77,14 @@ VARIANTS = [
 @pytest.mark.parametrize("plugin", ROWS)
 def test_difficult_models_train_as_in_one_process(plugin: str, tmp_path: Path) -> None:
     check([plan_of(model, plugin, *overrides) for model, overrides in VARIANTS], tmp_path)
+
+
+def test_they_do_where_parameters_are_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.gathering")
+    models = [(model, TOKENS if model == "MeanOfTargets" else ()) for model in MODELS]
+    check([plan_of(model, "zero3", *overrides) for model, overrides in models], tmp_path)
 
 
 def test_gradients_of_two_dtypes_in_one_group_are_refused_in_one_line(
