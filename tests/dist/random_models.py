@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CLASSES, LENGTH, SAMPLES = 7, 6, 48
+CLASSES, LENGTH, SAMPLES, FEWEST_SAMPLES = 7, 6, 48, 6
 
 
 class Mlp(nn.Module):
@@ -188,6 +188,8 @@ def overrides_of(seed: int, *, precision: str = "fp32") -> list[str]:
         draw.choice([1, 2, 3]),
         draw.choice([1, 2]),
     )
+    # fewer samples may have no target at all, whose mean is not a number in the reference
+    micro = max(micro, -(-FEWEST_SAMPLES // (ranks * accumulation)))
     names = [n for n, p in make(seed).named_parameters() if p.requires_grad and p.numel()]
     frozen = (
         draw.sample(names, draw.randint(1, max(1, len(names) // 2))) if draw.random() < 0.4 else []
@@ -207,7 +209,7 @@ def overrides_of(seed: int, *, precision: str = "fp32") -> list[str]:
         "train.eval_steps=1",
         f"train.grad_clip={draw.choice(['null', 'null', '0.5'])}",
         f"train.activation_checkpointing={draw.choice(['none', 'none', 'blocks', 'selective'])}",
-        f"optim.name={draw.choice(['sgd', 'sgd', 'adamw'])}",
+        "optim.name=sgd",  # adamw makes whole steps of gradients that are rounding (a key's bias)
         "optim.lr=0.05",
         "optim.schedule.name=constant",
         f"cluster.procs_per_node={ranks}",
@@ -253,7 +255,9 @@ def _compared(
         if len(group) == 1:
             files = [file.read_text("utf-8") for file in folder.rglob("rank*.jsonl")]
             began = any('"kind":"step"' in text.replace(" ", "") for text in files)
-            is_refusal = "ColotrainError" in str(error) or "ConfigError" in str(error)
+            is_refusal = any(
+                name in str(error) for name in ("ColotrainError", "ConfigError", "UsageError")
+            )
             kind = "refused" if is_refusal and not began else "FAILED"
             yield group[0][0], f"{kind}: {error}"
             return
