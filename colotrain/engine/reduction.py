@@ -120,19 +120,7 @@ class Reduction:
         self.memory.close()
 
     def _post_backward(self, index: int, params: Any, *_: object) -> None:
-        """As torch's own (2.13) does it, but for the reduction."""
-        torchs_own = type(params).post_backward
-        if not params.reduce_grads:
-            torchs_own(params)
-            return
-        even = params.reduce_scatter_unused_params
-        each = [taken for param in params.fsdp_params if (taken := _take(param, even)) is not None]
-        try:
-            params.reduce_scatter_unused_params = False
-            torchs_own(params)  # it frees the parameters, and finds nothing to reduce
-        finally:
-            params.reduce_scatter_unused_params = even
-        if each:
+        if each := taken_from(params):
             dtype = params._reduce_dtype or each[0].whole.dtype
             self.reduce(Gradients(index, params, each, dtype))
 
@@ -238,15 +226,62 @@ class Reduction:
                 return
             dist.all_reduce(gradients.flat, group=params._all_reduce_process_group)
         for gradient in gradients.each:
-            param, leaf, sums = gradient.param, gradient.param.sharded_param, gradient.sums
-            assert sums is not None
-            if leaf.grad is None or gradients.replicated:
-                shape, stride = param.sharded_size, param.contiguous_sharded_stride
-                rows = sums.as_strided(shape, stride, sums.storage_offset())
-                rows = param.to_sharded_dtensor(rows.to(params._orig_dtype or rows.dtype))
-                leaf.grad = rows if leaf.grad is None else leaf.grad.add_(rows)
-            for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
-                hook(leaf)
+            assert gradient.sums is not None
+            is_there = gradient.onto and not gradients.replicated
+            hand_over(params, gradient, gradient.sums, is_there=is_there)
+
+
+class Alone:
+    """Gradients of a rank that is alone: nothing is to be summed, so nothing is copied.
+
+    `fully_shard` copies each group's gradients twice even then, to be reduced and to be divided.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
+
+    def install(self) -> None:
+        """Take the place of `fully_shard`'s own reduce-scatters."""
+        for params in self.groups:
+            params.post_backward = partial(self._post_backward, params)
+
+    def _post_backward(self, params: Any, *_: object) -> None:
+        for gradient in taken_from(params):
+            hand_over(params, gradient, gradient.whole, is_there=False)
+
+
+def taken_from(params: Any) -> list[Gradient]:
+    """A group's gradients, when backward has them all; `fully_shard` finds none to reduce.
+
+    Its own `post_backward` (torch 2.13) still runs: it frees the parameters.
+    """
+    torchs_own = type(params).post_backward
+    if not params.reduce_grads:
+        torchs_own(params)
+        return []
+    even = params.reduce_scatter_unused_params
+    each = [taken for param in params.fsdp_params if (taken := _take(param, even)) is not None]
+    try:
+        params.reduce_scatter_unused_params = False
+        torchs_own(params)
+    finally:
+        params.reduce_scatter_unused_params = even
+    return each
+
+
+def hand_over(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) -> None:
+    """Let `sums` be the sharded parameter's gradient, or be added to it; then run its hooks.
+
+    `is_there`: they were added to it already.
+    """
+    param, leaf = gradient.param, gradient.param.sharded_param
+    if not is_there:
+        shape, stride = param.sharded_size, param.contiguous_sharded_stride
+        rows = sums.as_strided(shape, stride, sums.storage_offset())
+        rows = param.to_sharded_dtensor(rows.to(params._orig_dtype or rows.dtype))
+        leaf.grad = rows if leaf.grad is None else leaf.grad.add_(rows)
+    for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(leaf)
 
 
 def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = None) -> Tensor:

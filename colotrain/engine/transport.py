@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from colotrain.engine.channel import Channel
-from colotrain.engine.reduction import Reduction
+from colotrain.engine.reduction import Alone, Reduction
 from colotrain.engine.sharding import ShardedModel, numel_of
 from colotrain.engine.shared_memory import Unavailable
 
@@ -91,7 +91,11 @@ def install(sharded: ShardedModel) -> Transport | None:
     where the process group is to be used: several hosts in a shard group, or no memory for it.
     """
     group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
-    if sharded.mesh.device_type != "cpu" or group.size() == 1:
+    if sharded.mesh.device_type != "cpu":
+        return None
+    if sharded.mesh.size() == 1:
+        Alone(sharded).install()
+    if group.size() == 1:
         return None
     channel, reduction, problem = None, None, None
     try:
