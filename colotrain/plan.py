@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.plugins import Gradients, ParametersLive
 from colotrain.records import from_plain, to_plain
+from colotrain.spec.memory import Ledger, PeakRange
 from colotrain.tiers import Budget
 
 SCHEMA = 1
@@ -228,32 +229,6 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
-    """Bytes by category on the rank that peaks, predicted or measured in the same shape."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    gathered: int = 0
-    buffers: int = 0
-    baseline: int = 0
-    """What the process holds before there is a model."""
-
-    @property
-    def total(self) -> int:
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.gathered
-            + self.buffers
-            + self.baseline
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """How fast a step is expected to be; zeros where nothing is known."""
 
@@ -281,6 +256,10 @@ class RunPlan:
     observe: ObservePlan
     parameters: ParameterCounts
     memory: Ledger
+    peak: PeakRange = field(default_factory=PeakRange)
+    """What `memory` adds up to, as a range."""
+    memory_shape: str = ""
+    """The name under which the measured peak is kept for later plans of the same shape."""
     flops_per_token: float
     """Forward and backward, per trained token."""
     time: Prediction = field(default_factory=Prediction)

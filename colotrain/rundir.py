@@ -13,6 +13,8 @@ from colotrain.errors import UsageError, suggest
 from colotrain.plan import RunPlan
 
 RUNS = Path("runs")
+OFFLOAD = "offload"
+"""The folder of gemini's disk tier inside a run directory, where the user has named no other."""
 NOISE = "noise"
 """In a request for a gradient record: measure the gradient noise, too."""
 
@@ -54,6 +56,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def tier_folder(self, disk_path: str) -> Path:
+        """The folder of gemini's disk tier; a relative `disk_path` is inside the run directory."""
+        return self.path / disk_path
 
     @property
     def launcher_log(self) -> Path:

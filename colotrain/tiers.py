@@ -33,6 +33,7 @@ class Budget:
     disk_bytes: int
     """0 without a folder for it."""
     disk_path: str | None
+    """Absolute, or relative to the run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

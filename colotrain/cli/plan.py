@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from colotrain.cli.output import print_json, stdout_console
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
 from colotrain.cli.resolving import Setting, settle, tell
-from colotrain.config.remedy import remedy
+from colotrain.config.remedy import fix_hints
 from colotrain.errors import DoesNotFit, UsageError
 from colotrain.estimate import offload
 from colotrain.estimate.advise import Option, best, largest_micro_batch, rank
 from colotrain.estimate.communication import traffic
-from colotrain.estimate.layout import Layout, fits
+from colotrain.estimate.layout import Layout
 from colotrain.estimate.memory import most_activations
 from colotrain.observe.fold import follow
 from colotrain.observe.view import summary
-from colotrain.plan import RECOMPUTE, ClusterPlan, Ledger, RunPlan, Trace
+from colotrain.plan import RECOMPUTE, ClusterPlan, RunPlan, Trace
 from colotrain.plugins import ROWS
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.memory import Ledger, PeakRange
 
 NOT_FOLLOWED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "
@@ -103,7 +104,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
             {"pattern": pattern, "matched": plan.freeze.matched.get(pattern, 0)}
             for pattern in plan.freeze.patterns
         ],
-        "memory": memory_of(plan.memory, plan.cluster),
+        "memory": memory_of(plan.memory, plan.peak, plan.cluster),
         "communication": {
             "bytes_per_step": sent.bytes_per_step,
             "gathers": sent.gathers,
@@ -118,7 +119,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     if advise:
         document["advice"] = _sentences(setting, options, layout)
     if not document["memory"]["fits"]:
-        document["remedy"] = remedy(situation, plan)
+        document["remedy"] = fix_hints(situation, plan)
     return document
 
 
@@ -140,11 +141,17 @@ def _groups(setting: Setting, layout: Layout, trace: Trace | None) -> dict[str, 
     }
 
 
-def memory_of(ledger: Ledger, cluster: ClusterPlan) -> dict[str, Any]:
-    capacity = cluster.memory_bytes
-    room = fits(ledger.total, capacity, cluster.device)
-    sums = {"peak": ledger.total, "capacity": capacity, "fits": room}
-    return to_plain(ledger) | sums
+def memory_of(ledger: Ledger, peak: PeakRange, cluster: ClusterPlan) -> dict[str, Any]:
+    """Bytes per rank by category, their sum with its range, and whether that fits."""
+    verdict = peak.verdict(cluster.memory_bytes)
+    return to_plain(ledger) | {
+        "peak": ledger.total,
+        "peak_low": peak.low,
+        "peak_high": peak.high,
+        "capacity": cluster.memory_bytes,
+        "fits": verdict != "no",
+        "verdict": verdict,
+    }
 
 
 def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
@@ -153,7 +160,7 @@ def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
         "micro_batch": option.layout.micro_batch,
         "accumulation_steps": option.layout.accumulation_steps,
         "activation_checkpointing": option.checkpointing,
-        "memory": memory_of(option.memory, cluster),
+        "memory": memory_of(option.memory, option.peak, cluster),
         "time": to_plain(option.time),
         "fits": option.fits,
     }
@@ -199,7 +206,7 @@ def _layouts(setting: Setting) -> Iterator[tuple[str, Layout]]:
             yield name, replace(situation.layout(made), micro_batch=1)
 
 
-def _sentences(setting: Setting, options: Iterable[Option], layout: Layout) -> list[str]:
+def _sentences(setting: Setting, options: Sequence[Option], layout: Layout) -> list[str]:
     plan, question = setting.plan, setting.situation.question
     recompute = plan.train.activation_checkpointing
     if not question.capacity:
@@ -208,7 +215,7 @@ def _sentences(setting: Setting, options: Iterable[Option], layout: Layout) -> l
     found = best(options)
     sentences = [f"The largest micro-batch that fits under {plan.plugin.name} is {largest}."]
     if found is None:
-        return [*sentences, f"Nothing fits as it is: {remedy(setting.situation, plan)}."]
+        return [*sentences, f"Nothing fits as it is: {fix_hints(setting.situation, plan)}."]
     settings = (
         f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
         f"train.activation_checkpointing={found.checkpointing}"
@@ -252,7 +259,7 @@ def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, A
         "run": name,
         "plugin": plan.plugin.name,
         "memory": {
-            "predicted": memory_of(plan.memory, plan.cluster),
+            "predicted": memory_of(plan.memory, plan.peak, plan.cluster),
             "measured": {
                 **memory.get("measured", {}),
                 "peak": memory["measured_peak"],

@@ -26,6 +26,12 @@ CATEGORIES = (
     "buffers",
     "baseline",
 )
+VERDICTS = {
+    "yes": (GREEN, "fits"),
+    "tight": (ORANGE, "may not fit"),
+    "no": (VERMILLION, "does not fit"),
+}
+"""Verdict → its style, and how it reads."""
 BAR_WIDTH = 36
 PICTURE_WIDTH = 110
 MOST_ROWS = 16
@@ -126,7 +132,7 @@ def _ledger_table(memory: dict[str, Any]) -> Table:
         style = SERIES[index % len(SERIES)]
         table.add_row(name, format_size(size), _piece(before, size, scale, style))
         before += size
-    style, word = (GREEN, "fits") if memory["fits"] else (VERMILLION, "does not fit")
+    style, word = VERDICTS[memory["verdict"]]
     if not capacity:
         word = "not known"
     total = _piece(0, peak, scale, style)
@@ -135,6 +141,8 @@ def _ledger_table(memory: dict[str, Any]) -> Table:
     total.append("│", f"bold {ORANGE}").append(f" {format_size(capacity)} per rank: ")
     total.append(word, f"bold {style}")
     table.add_row("peak", format_size(peak), total)
+    low, high = format_size(memory["peak_low"]), format_size(memory["peak_high"])
+    table.add_row("", "", Text(f"{low} to {high}", "dim"))
     return table
 
 
@@ -157,7 +165,6 @@ def _options_table(document: dict[str, Any]) -> Table:
         "micro_batch": document["batch"]["micro"],
         "memory": document["memory"],
         "time": document["time"],
-        "fits": document["memory"]["fits"],
     }
     others = document["alternatives"]
     recomputes = {o["plugin"]: o["activation_checkpointing"] for o in others[:1]}
@@ -172,10 +179,10 @@ def _options_table(document: dict[str, Any]) -> Table:
 
 
 def _option_cells(row: dict[str, Any]) -> list[str]:
-    time = row["time"]
+    time, verdict = row["time"], row["memory"]["verdict"]
     known = time["step_s"] > 0
     return [
-        row["plugin"] + ("" if row["fits"] else " (does not fit)"),
+        row["plugin"] + ("" if verdict == "yes" else f" ({VERDICTS[verdict][1]})"),
         str(row["micro_batch"]),
         row["activation_checkpointing"],
         format_size(row["memory"]["peak"]),
@@ -186,7 +193,7 @@ def _option_cells(row: dict[str, Any]) -> list[str]:
 
 
 def _option_style(row: dict[str, Any], own: dict[str, Any]) -> str:
-    style = GREEN if row["fits"] else VERMILLION
+    style, _ = VERDICTS[row["memory"]["verdict"]]
     return f"bold {style}" if row is own else style
 
 
@@ -209,10 +216,8 @@ def print_comparison(
     for name in (*CATEGORIES, "peak", "capacity"):
         sizes = [d["memory"][name] for d in documents]
         table.add_row(name, *map(format_size, sizes), style="bold" if name == "peak" else None)
-    fits = [
-        Text("yes", GREEN) if d["memory"]["fits"] else Text("no", VERMILLION) for d in documents
-    ]
-    table.add_row("fits", *fits)
+    verdicts = [d["memory"]["verdict"] for d in documents]
+    table.add_row("fits", *(Text(v, VERDICTS[v][0]) for v in verdicts))
     table.add_row(
         "sent per step", *(format_size(d["communication"]["bytes_per_step"]) for d in documents)
     )

@@ -12,13 +12,12 @@ from colotrain.cli.job import is_job, on_nodes
 from colotrain.config.checks import split_address
 from colotrain.config.machine import Machine
 from colotrain.config.plugin import Situation
-from colotrain.config.remedy import remedy
+from colotrain.config.remedy import fix_hints
 from colotrain.config.sizes import format_size
 from colotrain.config.smoke import shrink
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.estimate.cache import kept
 from colotrain.estimate.dependencies import Dependencies, watched
-from colotrain.estimate.layout import MARGIN, fits
 from colotrain.launch.forkserver import LOOK, import_agent, is_warm
 from colotrain.launch.looking import Looker, NotForked, stdout_to_stderr
 from colotrain.launch.rendezvous import Node
@@ -218,13 +217,12 @@ def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
 
 
 def check_fits(setting: Setting) -> None:
-    """Refuse a plan whose peak is more than a rank may use (`DoesNotFit`, exit code 3)."""
+    """Refuse a plan that certainly needs more than a rank may use (`DoesNotFit`, exit code 3)."""
     plan = setting.plan
-    need, room = plan.memory.total, plan.cluster.memory_bytes
-    if not fits(need, room, plan.cluster.device):
-        margin = MARGIN.get(plan.cluster.device, 0.0)
-        more = f" and {margin:.0%} more to be sure" if margin else ""
+    least, room = plan.peak.exact, plan.cluster.memory_bytes
+    if plan.peak.verdict(room) == "no":
         raise DoesNotFit(
-            f"{plan.plugin.name} needs {format_size(need)}{more} per rank, of {format_size(room)}",
-            f"{remedy(setting.situation, plan)}, or --force to run it anyway",
+            f"{plan.plugin.name} needs at least {format_size(least)} per rank, of "
+            f"{format_size(room)}",
+            f"{fix_hints(setting.situation, plan)}, or --force to run it anyway",
         )

@@ -18,6 +18,7 @@ from colotrain.cli import naming, smoke
 from colotrain.cli.output import print_json, stderr_console
 from colotrain.cli.resolving import check_fits, place_of, settle, tell
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
+from colotrain.estimate import learned
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
 from colotrain.plan import RunPlan
@@ -49,7 +50,7 @@ def run(
     """
     began_at = began_at or time.time()
     setting = settle(overrides, several=True, smoke=smoke_run)
-    tell(setting)
+    tell(setting, warnings=True)
     plan = setting.plan
     node = place_of(setting.config, plan)
     if not force:
@@ -240,6 +241,8 @@ def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
     if plan.smoke:
         document["smoke"] = smoke.report(view, plan, rundir)
     rundir.write_summary(document)
+    if document["status"] == "finished" and view.world_size == plan.world_size:
+        learned.remember(plan.memory_shape, document["memory"]["measured_peak"])
     return document, view
 
 

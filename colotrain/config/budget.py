@@ -6,52 +6,94 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from colotrain.config.machine import Machine
 from colotrain.config.scale import Scale
 from colotrain.config.schema import Plugin
-from colotrain.config.sizes import check_size, parse_size
+from colotrain.config.sizes import check_size, format_size, parse_size
 from colotrain.errors import Problem
+from colotrain.rundir import OFFLOAD, RUNS
 from colotrain.tiers import Budget
 
 AUTOMATIC_SHARE = 0.9
-"""Of what is free, when a budget is `auto`."""
+"""Share of the free memory that a budget of `auto` may use."""
+AUTOMATIC_DISK_SHARE = 0.5
+"""Share of the free space that the disk tier may use in the run's own folder, which also holds the
+run's checkpoints."""
 LAUNCHER_BYTES = 512 << 20
 """What the launcher and the server that workers are forked from take of the host, at most."""
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+REMOTE = ("nfs*", "cifs", "smb*", "9p", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse.*")
+"""File systems that are too slow to compute from unasked."""
+LEAST_SPACE_BYTES = 1 << 30
+"""With less free space than this there is no automatic disk tier."""
 
 
-def find_budget(asked: Plugin, scale: Scale, machine: Machine) -> Budget | None:
+def names_folder(asked: Plugin) -> bool:
+    """Whether the user has named a folder for the disk tier."""
+    return asked.disk_path not in (None, "none", "auto")
+
+
+def find_budget(
+    asked: Plugin, scale: Scale, machine: Machine, *, with_disk: bool = False
+) -> Budget | None:
     """The budget of a plugin that `check_budget` accepts; None where nothing can be lowered.
 
     On CPU that is so unless a folder or a limit is given: device and host are one memory there.
+    `with_disk`: where no folder is named, the disk tier is in the run's own folder.
     """
     budget = asked.budget
-    if scale.device == "cpu" and asked.disk_path is None and budget.host == "auto":
+    is_named, is_limited = names_folder(asked), (budget.host, budget.disk) != ("auto", "auto")
+    if scale.device == "cpu" and not (is_named or is_limited or with_disk):
         return None
     if scale.device != "cpu" and not scale.memory_bytes and budget.device == "auto":
         return None  # not known how much to leave on the device
+    with_disk = with_disk or (asked.disk_path == "auto" and budget.disk != "auto")
     whole = host_bytes(scale, machine)
     free = machine.host_free_bytes or whole * scale.procs_per_node
     free = min(whole, max(0, free - LAUNCHER_BYTES) // scale.procs_per_node)
     folder, room = None, 0
-    if asked.disk_path is not None:
-        folder = str(Path(asked.disk_path).expanduser().absolute())
-        room = shutil.disk_usage(existing(Path(folder))).free // scale.procs_per_node
+    if is_named:
+        folder = str(Path(str(asked.disk_path)).expanduser().absolute())
+        room = int(_free_bytes(Path(folder)) * AUTOMATIC_SHARE) // scale.procs_per_node
+    elif with_disk:
+        folder = OFFLOAD
+        room = int(_free_bytes(RUNS.absolute()) * AUTOMATIC_DISK_SHARE) // scale.procs_per_node
     device = 0
     if scale.device != "cpu":
-        device = _size(budget.device, scale.memory_bytes, scale.memory_bytes)
+        device = _size(budget.device, scale.memory_bytes, int(scale.memory_bytes * AUTOMATIC_SHARE))
     return Budget(
         device_bytes=device,
-        host_bytes=_size(budget.host, whole, free),
+        host_bytes=_size(budget.host, whole, int(free * AUTOMATIC_SHARE)),
         disk_bytes=_size(budget.disk, room, room) if folder else 0,
         disk_path=folder,
     )
 
 
-def _size(asked: float | str, whole: int, free: int) -> int:
-    return int(free * AUTOMATIC_SHARE) if asked == "auto" else parse_size(asked, whole=whole)
+def why_no_disk(asked: Plugin) -> str:
+    """Why there can be no automatic disk tier; empty where there can be one."""
+    if names_folder(asked):
+        return ""
+    if asked.disk_path != "auto":
+        return "plugin.disk_path=none"
+    where = existing(RUNS.absolute())
+    kind = file_system(where)
+    if kind in IN_MEMORY or any(fnmatchcase(kind, remote) for remote in REMOTE):
+        return f"{where} is on {kind}, which is no local disk"
+    if not os.access(where, os.W_OK):
+        return f"{where} cannot be written"
+    free = _free_bytes(where)
+    return f"{where} has {format_size(free)} free" if free < LEAST_SPACE_BYTES else ""
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(existing(folder)).free
+
+
+def _size(asked: float | str, whole: int, automatic: int) -> int:
+    return automatic if asked == "auto" else parse_size(asked, whole=whole)
 
 
 def host_bytes(scale: Scale, machine: Machine) -> int:
@@ -73,14 +115,14 @@ def check_budget(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Prob
     if budget.host != "auto":
         yield from check_size("plugin.budget.host", budget.host, host_bytes(scale, machine))
     if budget.disk != "auto":
-        if asked.disk_path is None:
+        if asked.disk_path in (None, "none"):
             fix = "name a folder in plugin.disk_path"
             expected = "auto without plugin.disk_path"
             yield Problem(key="plugin.budget.disk", value=budget.disk, expected=expected, fix=fix)
         else:
             yield from check_size("plugin.budget.disk", budget.disk, 1 << 40)
-    if asked.disk_path is not None:
-        yield from _check_folder(asked.disk_path)
+    if names_folder(asked):
+        yield from _check_folder(str(asked.disk_path))
 
 
 def _check_folder(text: str) -> Iterator[Problem]:
@@ -131,7 +173,7 @@ def check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
         fix = "raise either"
         yield Problem(key="plugin.budget.disk", value=budget.disk_bytes, expected=expected, fix=fix)
         return
-    free = shutil.disk_usage(existing(Path(budget.disk_path))).free
+    free = _free_bytes(RUNS.absolute() / budget.disk_path)
     whole = need * scale.procs_per_node
     if whole > free:
         expected = (

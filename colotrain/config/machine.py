@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Literal
 
 import psutil
 
-CGROUP = Path("/sys/fs/cgroup")
+from colotrain import host
+
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
@@ -41,9 +41,9 @@ def this_machine() -> Machine:
         device="cuda" if gpus else "cpu",
         num_devices=len(gpus),
         num_cores=_num_cores(),
-        host_memory_bytes=_host_memory_bytes(),
+        host_memory_bytes=host.memory_bytes(),
         device_memory_bytes=min(gpus, default=0),
-        host_free_bytes=_host_free_bytes(),
+        host_free_bytes=host.free_bytes(),
     )
 
 
@@ -97,64 +97,22 @@ def _num_cores() -> int:
     """Physical cores among the CPUs this process may run on, within the container's share."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     num_cores = len({_core(cpu) for cpu in cpus}) or psutil.cpu_count(logical=False) or 1
-    quotas = [int(quota) for quota in map(_cpu_quota, _cgroups("cpu")) if quota]
+    quotas = [int(quota) for quota in map(_cpu_quota, host.cgroups("cpu")) if quota]
     return max(1, min([num_cores, *quotas]))
 
 
 def _core(cpu: int) -> str:
     """What the threads of one core have in common."""
     file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    return _text(file) or str(cpu)
-
-
-def _host_memory_bytes() -> int:
-    names = ("memory.max", "memory.limit_in_bytes")
-    found = [_text(folder / name) for folder in _cgroups("memory") for name in names]
-    limits = [int(text) for text in found if text.isdigit()]
-    total: int = psutil.virtual_memory().total
-    return min([total, *limits])
-
-
-def _host_free_bytes() -> int:
-    """What could be had now: page cache that can be dropped counts as free."""
-    free: int = psutil.virtual_memory().available
-    for folder in _cgroups("memory"):
-        limits = [_text(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
-        limit = next((int(text) for text in limits if text.isdigit()), None)
-        words = [line.split() for line in _text(folder / "memory.stat").splitlines()]
-        stat = {name: int(value) for name, value in words}
-        used = stat.get("anon", stat.get("total_rss", 0)) + stat.get(
-            "shmem", stat.get("total_shmem", 0)
-        )
-        if limit is not None:
-            free = min(free, max(0, limit - used))
-    return free
+    return host.text_of(file) or str(cpu)
 
 
 def _cpu_quota(folder: Path) -> float | None:
     """Cores' worth of time the control group may use, or None without a limit."""
-    words = _text(folder / "cpu.max").split() or [
-        _text(folder / "cpu.cfs_quota_us"),
-        _text(folder / "cpu.cfs_period_us"),
+    words = host.text_of(folder / "cpu.max").split() or [
+        host.text_of(folder / "cpu.cfs_quota_us"),
+        host.text_of(folder / "cpu.cfs_period_us"),
     ]
     if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
         return max(1.0, int(words[0]) / int(words[1]))
     return None
-
-
-def _cgroups(controller: str) -> Iterable[Path]:
-    """The control groups this process is in, from its own up to the root (versions 1 and 2)."""
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        root = CGROUP / controller if names else CGROUP
-        own = root / path.lstrip("/")
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from colotrain.config.budget import check_budget, check_space, find_budget
+from colotrain.config.budget import (
+    check_budget,
+    check_space,
+    find_budget,
+    names_folder,
+    why_no_disk,
+)
 from colotrain.config.machine import Machine
 from colotrain.config.scale import Scale
 from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, format_seconds, format_size, parse_size
 from colotrain.errors import Problem, suggest
+from colotrain.estimate import learned
 from colotrain.estimate.advise import TIE, Option, Question, best
-from colotrain.estimate.layout import Layout, fits, layout_of
-from colotrain.estimate.memory import most_activations
+from colotrain.estimate.layout import Layout, layout_of
+from colotrain.estimate.memory import Estimate, most_activations
 from colotrain.estimate.offload import least_bytes, predict, tiered
 from colotrain.packing import choose_chunk_bytes, units_of
 from colotrain.plan import (
@@ -55,16 +62,36 @@ class Situation:
         option = self.question.option(plugin.name, layout, checkpointing=recompute)
         survey, device = self.question.survey, self.scale.device
         trace = self.question.traces(recompute, layout.micro_batch)
-        kept = most_activations(layout, survey, trace) if plugin.budget is not None else 0
-        memory = tiered(option.memory, plugin, survey, self.optim, device, activations=kept)
-        room = fits(memory.total, self.question.capacity, device)
-        return dataclasses.replace(option, memory=memory, fits=room)
+        need = Estimate(ledger=option.memory, peak=option.peak)
+        if plugin.budget is not None:
+            kept = most_activations(layout, survey, trace)
+            need = tiered(plugin, survey, self.optim, device, activations=kept) or need
+        measured = learned.recall(self.shape(plugin))
+        if measured is not None:
+            need = learned.corrected(need, measured)
+        verdict = need.peak.verdict(self.question.capacity)
+        return dataclasses.replace(option, memory=need.ledger, peak=need.peak, verdict=verdict)
+
+    def shape(self, plugin: PluginPlan) -> str:
+        """By which what a finished run needed is known to later plans."""
+        layout, question = self.layout(plugin), self.question
+        trace = question.traces(self.train.activation_checkpointing, layout.micro_batch)
+        return learned.shape_of(layout, question.survey, trace, plugin.budget)
 
     def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
-        """The plan of the plugin `name`, with its own defaults or what was asked for."""
+        """The plan of the plugin `name`, with its own defaults or what was asked for.
+
+        gemini gets a disk tier in the run's own folder where memory might not do without one.
+        """
         asked = asked or Plugin()
         survey, split = self.question.survey, can_split(self.train)
-        return _lay_out(name, asked, self.scale, survey, self.machine, reason=reason, split=split)
+        plan = _lay_out(name, asked, self.scale, survey, self.machine, reason=reason, split=split)
+        if not ROWS[name].packed or why_no_disk(asked) or names_folder(asked):
+            return plan
+        if asked.budget.host == "auto" and self.option(plan).verdict == "yes":
+            return plan
+        budget = find_budget(asked, self.scale, self.machine, with_disk=True)
+        return dataclasses.replace(plan, budget=budget)
 
     def layout(self, plugin: PluginPlan) -> Layout:
         every, steps = self.observe.grads_every, self.train.max_steps
@@ -117,14 +144,16 @@ def explain(chosen: Option | None, options: list[Option], capacity: int) -> str:
     need, timed = format_size(chosen.memory.total), chosen.time.step_s > 0
     beside = [_beside(o, chosen) for o in options if o is not chosen]
     others = f" ({'; '.join(beside)})" if beside else ""
-    if timed and sum(option.fits for option in options) > 1:
+    if chosen.verdict == "tight":
+        return f"none surely fits; this one needs least: {need} per rank, of {room}{others}"
+    if timed and sum(option.verdict == "yes" for option in options) > 1:
         step = format_seconds(chosen.time.step_s)
         return f"the fastest that fits: {step} a step, {need} per rank of {room}{others}"
     return f"the first that fits: {need} per rank, of {room}{others}"
 
 
 def _beside(option: Option, chosen: Option) -> str:
-    if not option.fits:
+    if option.verdict != "yes":
         return f"{option.plugin} needs {format_size(option.memory.total)}"
     if option.time.step_s <= TIE * chosen.time.step_s:
         return f"{option.plugin} is as fast"
@@ -215,7 +244,7 @@ def _check_tiers(
         for f in dataclasses.fields(asked.budget)
     }
     given = {key: value for key, value in written.items() if value != "auto"}
-    if asked.disk_path is not None:
+    if asked.disk_path not in (None, "auto"):
         given["plugin.disk_path"] = asked.disk_path
     if row is None or row.packed:  # `auto` may end at gemini
         yield from check_budget(asked, scale, machine)
@@ -224,22 +253,26 @@ def _check_tiers(
 
 
 def check_room(
-    plugin: PluginPlan, survey: Survey, optim: OptimPlan, scale: Scale
+    asked: Plugin, plugin: PluginPlan, survey: Survey, optim: OptimPlan, scale: Scale
 ) -> Iterator[Problem]:
-    """Whether the budgets can hold one group at work, and the disk what is left to it."""
+    """Whether budgets that were set can hold one group at work, and a folder what is left to it.
+
+    Of budgets that nobody has set the plan's verdict tells.
+    """
     if plugin.budget is None:
         return
     sizes, placement, _ = predict(plugin, survey, optim, scale.device, activations=0, safety=SAFETY)
     top = "host" if scale.device == "cpu" else "device"
     room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
     least = least_bytes(sizes, plugin)
-    if room < least:
+    if room < least and getattr(asked.budget, top) != "auto":
         expected = f"at least {format_size(least)} for the largest group at work"
         fix = f"raise plugin.budget.{top}, or lower plugin.chunk_size"
         yield Problem(
             key=f"plugin.budget.{top}", value=format_size(room), expected=expected, fix=fix
         )
-    yield from check_space(plugin.budget, placement.need["disk"], scale)
+    if names_folder(asked) or asked.budget.disk != "auto":
+        yield from check_space(plugin.budget, placement.need["disk"], scale)
 
 
 def _only_for(key: str, value: Any, plugin: str) -> Problem:

@@ -24,6 +24,7 @@ from colotrain.config.plugin import (
     check_room,
     decide,
 )
+from colotrain.config.remedy import memory_warnings
 from colotrain.config.scale import Scale, ranks_here, scale_out
 from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
@@ -133,7 +134,7 @@ def investigate(
         snapshots=checkpoint.enabled and checkpoint.async_,
     )
     plugin, option = decide(settings.plugin, situation)
-    problems += check_room(plugin, at_most, optim, scale)
+    problems += check_room(settings.plugin, plugin, at_most, optim, scale)
     if problems:
         raise ConfigError(problems)
     plan = RunPlan(
@@ -153,6 +154,8 @@ def investigate(
         observe=observe,
         parameters=count(looked),
         memory=option.memory,
+        peak=option.peak,
+        memory_shape=situation.shape(plugin),
         time=option.time,
         flops_per_token=looked.flops_per_token,
         warnings=(
@@ -160,7 +163,8 @@ def investigate(
             *warn_of_durations(train, batch_plan, option.time),
         ),
     )
-    return plan, situation
+    about_memory = tuple(memory_warnings(situation, plan))
+    return dataclasses.replace(plan, warnings=(*plan.warnings, *about_memory)), situation
 
 
 def _traces(

@@ -38,8 +38,9 @@ class Plugin:
     """gemini: bytes that small modules are packed and large ones split to; auto: by search."""
     budget: Budget = field(default_factory=Budget)
     """gemini: what a rank may use of each tier."""
-    disk_path: str | None = None
-    """gemini: the folder of the disk tier, on a disk of its own; null: there is no such tier."""
+    disk_path: str | None = "auto"
+    """gemini: the folder of the disk tier, on a local disk; auto: in the run's own folder, where
+    memory might not suffice; none: there is no such tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

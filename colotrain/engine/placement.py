@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from colotrain.engine.sharding import ShardedModel
 from colotrain.errors import ColotrainError
 from colotrain.observe.probes import memory_now, reset_peak
 from colotrain.plan import RunPlan
+from colotrain.rundir import RunDir
 from colotrain.tiers import (
     GroupBytes,
     Kind,
@@ -56,9 +56,12 @@ MARGIN = 0.1
 class Tiers:
     """The tiers of a sharded model. Everything here is decided alike on every rank."""
 
-    def __init__(self, plan: RunPlan, sizes: list[GroupBytes], guess: Other) -> None:
+    def __init__(
+        self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], guess: Other
+    ) -> None:
         assert plan.plugin.budget is not None
         self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
+        self.rundir = rundir
         self.device = plan.cluster.device
         self.top: Tier = "host" if self.device == "cpu" else "device"
         self.other = guess
@@ -202,7 +205,8 @@ class Tiers:
     def _open_store(self) -> None:
         if self.store is None:
             assert self.budget.disk_path is not None
-            self.store = DiskStore(folder=Path(self.budget.disk_path), limit=self.budget.disk_bytes)
+            folder = self.rundir.tier_folder(self.budget.disk_path)
+            self.store = DiskStore(folder=folder, limit=self.budget.disk_bytes)
         need = sum(map(self._on_disk_bytes, self.homes)) - self.store.taken
         self.store.reserve(need)
 

@@ -17,6 +17,11 @@ from colotrain.observe.probes import highest_peak, memory_now
 if TYPE_CHECKING:
     from colotrain.engine.loop import Run, StepResult
 
+FIX_MEMORY = (
+    "set train.micro_batch=1 or train.activation_checkpointing=blocks, or take plugin=gemini with "
+    "a lower plugin.budget"
+)
+
 
 def record_step(
     run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
@@ -99,9 +104,17 @@ def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
         run.events.write("gradients", step=run.step + 1, **record)
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on a GPU, or on a CPU whose process is limited (ulimit -v)."""
+    refused = "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or refused
+
+
 def record_failure(events: EventWriter, error: BaseException, *, phase: str, step: int) -> int:
     """Write down how this rank fails in `step` (from 1); returns its exit code."""
     text = "".join(traceback.format_exception(error))
+    if ran_out_of_memory(error):
+        error = ColotrainError(f"memory ran short: {error}", FIX_MEMORY)
     told = f"{type(error).__name__}: {error}"
     events.write("failed", phase=phase, step=step, error=told, traceback=text)
     sys.stderr.write(text)

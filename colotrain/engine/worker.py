@@ -218,7 +218,7 @@ def prepare(
     tiers = None
     if plan.plugin.budget is not None:
         sizes = weigh(model, groups, plan, state_ratio(plan.optim))
-        tiers = Tiers(plan, sizes, guess(plan, sizes))
+        tiers = Tiers(plan, rundir, sizes, guess(plan, sizes))
     offloads = tiers.offloads if tiers else lambda index: False
     sharded = shard_(model, plan, mesh, groups, offloads=offloads)
     transport = install(sharded)

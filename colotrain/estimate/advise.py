@@ -5,15 +5,16 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from colotrain.errors import UsageError
 from colotrain.estimate.hardware import Hardware
-from colotrain.estimate.layout import Layout, fits
+from colotrain.estimate.layout import Layout
 from colotrain.estimate.memory import predict
 from colotrain.estimate.time import step_time
-from colotrain.plan import Ledger, Prediction, Recompute, Survey, Trace
+from colotrain.plan import Prediction, Recompute, Survey, Trace
+from colotrain.spec.memory import Ledger, PeakRange, Verdict
 
 MOST_SAMPLES = 1024
 """Larger micro-batches are not looked for."""
@@ -32,8 +33,14 @@ class Option:
     layout: Layout
     checkpointing: Recompute
     memory: Ledger
+    peak: PeakRange
     time: Prediction
-    fits: bool
+    verdict: Verdict
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run may start: all but what certainly exceeds the memory."""
+        return self.verdict != "no"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,7 @@ class Question:
 
     def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
         trace = self.traces(checkpointing, layout.micro_batch)
-        memory = predict(layout, self.survey, trace)
+        need = predict(layout, self.survey, trace)
         time = Prediction()
         if trace is not None and self.hardware is not None:
             time = step_time(
@@ -67,9 +74,10 @@ class Question:
             plugin=plugin,
             layout=layout,
             checkpointing=checkpointing,
-            memory=memory,
+            memory=need.ledger,
+            peak=need.peak,
             time=time,
-            fits=fits(memory.total, self.capacity, layout.device),
+            verdict=need.peak.verdict(self.capacity),
         )
 
     def every(
@@ -98,15 +106,19 @@ class Question:
 
 
 def rank(options: Iterable[Option]) -> list[Option]:
-    """Those that fit, the fastest first; without times in the order they came."""
-    return sorted((o for o in options if o.fits), key=lambda option: option.time.step_s)
+    """Those that surely fit, the fastest first; without times in the order they came."""
+    return sorted((o for o in options if o.verdict == "yes"), key=lambda option: option.time.step_s)
 
 
-def best(options: Iterable[Option]) -> Option | None:
-    """The fastest that fits; of those that are as fast, the first."""
-    fitting = [option for option in options if option.fits]
+def best(options: Sequence[Option]) -> Option | None:
+    """The fastest that surely fits; of those that are as fast, the first.
+
+    Where none does, the one that perhaps fits and needs least.
+    """
+    fitting = [option for option in options if option.verdict == "yes"]
     if not fitting:
-        return None
+        perhaps = [option for option in options if option.verdict == "tight"]
+        return min(perhaps, key=lambda option: option.memory.total, default=None)
     limit = TIE * min(option.time.step_s for option in fitting)
     return next(option for option in fitting if option.time.step_s <= limit)
 
@@ -116,8 +128,8 @@ def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: Re
 
     def has_room(size: int) -> bool:
         trace = question.traces(checkpointing, size)
-        need = predict(replace(layout, micro_batch=size), question.survey, trace).total
-        return fits(need, question.capacity, layout.device)
+        need = predict(replace(layout, micro_batch=size), question.survey, trace)
+        return need.peak.verdict(question.capacity) == "yes"
 
     if question.traces(checkpointing, 1) is None or not has_room(1):
         return 0
@@ -132,8 +144,7 @@ def ranks_needed(question: Question, layout: Layout, *, checkpointing: Recompute
     trace, size = question.traces(checkpointing, 1), layout.shard
     while size <= 1 << 14:
         wide = replace(layout, shard=size, replicas=1, micro_batch=1)
-        need = predict(wide, question.survey, trace).total
-        if fits(need, question.capacity, layout.device):
+        if predict(wide, question.survey, trace).peak.verdict(question.capacity) == "yes":
             return size
         size = 2 * size
     return None

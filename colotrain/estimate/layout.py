@@ -12,8 +12,6 @@ STATE_BYTES = 4
 CPU_BASELINE_BYTES = 281 << 20
 """Of torch 2.13 for CPU: 264 to 272 MiB when everything is built, less the model; and 8 to 15 MiB
 of its libraries' pages that are first touched in training."""
-MARGIN = {"cpu": 0.15}
-"""More than any of 74 runs on CPU needed beyond its prediction: at most 11.6 %, of one rank."""
 CUDA_BASELINE_BYTES = 800 << 20
 """A context of about 0.5 GiB, and NCCL's channels."""
 
@@ -42,6 +40,11 @@ class Layout:
     snapshots: bool = False
     """Checkpoints are written from a copy while training goes on."""
     baseline: int = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """A single rank on the CPU: its gradients are not copied, as in `engine.reduction`."""
+        return self.device == "cpu" and self.shard == self.replicas == 1
 
     @property
     def in_common(self) -> bool:
@@ -90,14 +93,6 @@ def state_bytes(optim: OptimPlan) -> int:
     if optim.name == "sgd":
         return STATE_BYTES if optim.betas and optim.betas[0] else 0
     return {"lion": 1, "adafactor": 0}.get(optim.name, 2) * STATE_BYTES
-
-
-def fits(num_bytes: int, capacity: int, device: str) -> bool:
-    """Whether a predicted peak finds room, with what predictions may fall short of.
-
-    Of a capacity of 0, which is not known, nothing says that it does not.
-    """
-    return not capacity or num_bytes * (1 + MARGIN.get(device, 0.0)) <= capacity
 
 
 def counter_bytes(optim: OptimPlan) -> int:

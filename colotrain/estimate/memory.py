@@ -2,19 +2,20 @@
 
 A step is walked through allocation by allocation, as the engine carries it out on `fully_shard`
 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py of torch 2.13).
-The peak is the highest moment of it, not the sum of each category's own maximum.
+The tensors' peak is the highest moment of it; what malloc keeps beside them is `tally`'s to say.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from colotrain.estimate.groups import Group, fetched_ahead, find, shard_numel
-from colotrain.estimate.heap import FLEETING_BYTES, Heap
 from colotrain.estimate.layout import Layout, counter_bytes, state_bytes
-from colotrain.estimate.tally import Tally
-from colotrain.plan import Ledger, ParameterInfo, Segment, Survey, Trace
+from colotrain.estimate.tally import RANGE, Tally
+from colotrain.plan import ParameterInfo, Segment, Survey, Trace
+from colotrain.spec.memory import Ledger, PeakRange
 
 LARGEST_SHARED_BYTES = 64 << 20
 """As in `engine.transport`: larger groups are gathered through a window."""
@@ -23,47 +24,44 @@ WINDOW_BYTES = 4 << 20
 MOST_WRITTEN_BYTES, NUM_SLOTS = 32 << 20, 2
 """As in `engine.reduction`: what a rank has for all others, in all slots."""
 
-KEPT_SHARE = 0.25
-"""A block that keeps less than this of what its forward allocated computes it again."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a plan needs of a rank's memory: a breakdown of its peak, and the range around it."""
+
+    ledger: Ledger
+    peak: PeakRange
 
 
-def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Ledger:
-    """The ledger of the moment in a step that needs the most memory, on the largest rank.
+def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
+    """What the largest rank needs at its peak.
 
-    `survey` with everything training that ever will. Without a trace, activations are left out.
+    `survey` with everything training that ever will. Without a trace, activations are left out,
+    and as much again as everything else may be needed for them.
     """
     if trace is None:
-        return dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
-    tally = Tally(heap=Heap() if layout.device == "cpu" else None)
-    walk = _Walk(layout, survey, trace, tally)
-    walk.run()
-    spread = 0
-    if tally.heap is not None:
-        held = walk.held_bytes()
-        between = tally.most["activations"] if layout.accumulation_steps > 1 else 0
-        standing, again = walk.standing_bytes(), recomputes(trace)
-        spread = tally.heap.spread(standing, held, recomputes=again, between=between)
-    return dataclasses.replace(tally.peak(spread), baseline=layout.baseline)
+        ledger = dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
+        total = ledger.total
+        return Estimate(ledger=ledger, peak=PeakRange(exact=total, low=total, high=2 * total))
+    tally = Tally(on_cpu=layout.device == "cpu")
+    _Walk(layout, survey, trace, tally).run()
+    kept = tally.resident(accumulates=layout.accumulation_steps > 1) - tally.fullest
+    at = {**tally.at_fullest, "buffers": tally.at_fullest["buffers"] + kept}
+    ledger = dataclasses.replace(Ledger(**at), baseline=layout.baseline)
+    return Estimate(ledger=ledger, peak=around(ledger.total, exact=tally.fullest + layout.baseline))
 
 
-def recomputes(trace: Trace) -> bool:
-    """Whether blocks give up in forward what their backward needs, and compute it again."""
-    reached = {s.block for s in trace.segments if s.phase == "backward"} - {""}
-    made = kept = 0
-    for segment in trace.segments:
-        if segment.phase == "forward" and segment.block in reached:
-            begun = {event for event in segment.events if event >= 0}
-            ended = {-1 - event for event in segment.events if event < 0}
-            made += sum(trace.storages[number] for number in begun)
-            kept += sum(trace.storages[number] for number in begun - ended)
-    return kept < KEPT_SHARE * made
+def around(num_bytes: int, *, exact: int, share: float = RANGE) -> PeakRange:
+    """The range of a peak that is estimated as `num_bytes`, `exact` of them certain."""
+    low, high = round(num_bytes * (1 - share)), round(num_bytes * (1 + share))
+    return PeakRange(exact=exact, low=max(exact, low), high=high)
 
 
 def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int:
     """The most bytes of activations that are alive at once, whatever else is."""
     if trace is None:
         return 0
-    tally = Tally(heap=None)
+    tally = Tally(on_cpu=False)
     _Walk(layout, survey, trace, tally).run()
     return tally.most["activations"]
 
@@ -82,6 +80,8 @@ class _Walk:
         """Group → whole gradients that wait for the last micro-batch."""
         self.unreduced: dict[str, list[object]] = {}
         """Group → whole gradients of this backward."""
+        self.handed_over: dict[str, list[object]] = {}
+        """Group → whole gradients of a single rank, which are its sharded ones as they are."""
         self.told: tuple[Group, list[object]] | None = None
         """The group whose gradients are summed when the next have come (shared memory)."""
         self.forward = [s for s in trace.segments if s.phase == "forward"]
@@ -127,20 +127,6 @@ class _Walk:
         written = min(part * (size - 1) * NUM_SLOTS, MOST_WRITTEN_BYTES)
         return gather + windows + 2 * written  # and as much is read
 
-    def standing_bytes(self) -> int:
-        """What stays through the step: whole parameters, and whole gradients that are kept."""
-        groups, layout = self.groups.values(), self.layout
-        kept = layout.gradients == "whole" and layout.accumulation_steps > 1
-        gradients = sum(g.trained_bytes for g in groups) if kept else 0
-        return gradients + sum(g.gathered_bytes for g in groups if g.stays)
-
-    def held_bytes(self) -> int:
-        """The gradients' shards that lie in the heap: larger ones have pages of their own."""
-        shards = [
-            (g.reduced_bytes // self.layout.shard, g.trained_pieces) for g in self.groups.values()
-        ]
-        return sum(n for n, pieces in shards if n < pieces * FLEETING_BYTES)
-
     def _private(self, num_bytes: int) -> int:
         """A collective's buffer, where it is not shared memory."""
         shared = self.layout.shared_memory and num_bytes <= LARGEST_SHARED_BYTES
@@ -150,6 +136,8 @@ class _Walk:
         num = self.layout.accumulation_steps
         for group in self.groups.values():  # the gradients of the step before
             self.tally.end(("gradients", group.name))
+            for key in self.handed_over.pop(group.name, []):
+                self.tally.end(key)
         for index in sorted({0, min(1, num - 1), num - 1}):
             self.micro_batch(last=index == num - 1)
         if self.layout.records_gradients:
@@ -160,8 +148,9 @@ class _Walk:
         trained = [p for p in self.survey.parameters if p.frozen_by is None]
         sizes = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
         for index, num_bytes in enumerate(sizes):
-            self.tally.begin(("copy", index), "buffers", num_bytes)
-        self.tally.begin("difference", "buffers", max(sizes, default=0))
+            self.tally.begin(("copy", index), "buffers", num_bytes, in_place_of="activations")
+        largest = max(sizes, default=0)
+        self.tally.begin("difference", "buffers", largest, in_place_of="activations")
         for key in ["difference", *(("copy", index) for index in range(len(sizes)))]:
             self.tally.end(key)
 
@@ -286,6 +275,13 @@ class _Walk:
             self._keep(group, fresh)
             return
         whole = [*fresh, *self.kept_gradients.pop(group.name, [])]
+        if self.layout.is_alone and self.layout.precision == "fp32":
+            if group.name not in self.handed_over:
+                self.handed_over[group.name] = whole
+                return
+            for key in whole:  # added to those of the first micro-batch
+                self.tally.end(key)
+            return
         if self.layout.shared_memory and self.layout.shard > 1:
             before, self.told = self.told, (group, whole)
             if before is not None:
@@ -308,7 +304,8 @@ class _Walk:
         """What `engine.reduction` does: the sums are new, or added to what is there."""
         sharded = ("gradients", group.name)
         if sharded not in self.tally.alive:
-            self.tally.begin(sharded, "gradients", group.reduced_bytes // self.layout.shard)
+            num_bytes, pieces = group.reduced_bytes // self.layout.shard, group.trained_pieces
+            self.tally.begin(sharded, "gradients", num_bytes, pieces=pieces)
         for key in whole:
             self.tally.end(key)
 

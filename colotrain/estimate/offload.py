@@ -7,8 +7,10 @@ from typing import Any
 
 from colotrain.estimate.groups import shard_numel
 from colotrain.estimate.layout import state_bytes
+from colotrain.estimate.memory import Estimate, around
 from colotrain.packing import Chunk, pack, padding, units_of
-from colotrain.plan import Ledger, OptimPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.plan import OptimPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.spec.memory import Ledger
 from colotrain.tiers import (
     Budget,
     GroupBytes,
@@ -98,31 +100,28 @@ def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
 
 
 def tiered(
-    ledger: Ledger,
-    plugin: PluginPlan,
-    survey: Survey,
-    optim: OptimPlan,
-    device: str,
-    *,
-    activations: int,
-) -> Ledger:
-    """`ledger` where a budget holds all; otherwise what the placement needs of the upper tier.
+    plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, *, activations: int
+) -> Estimate | None:
+    """What the placement needs of the upper tier; None where the budget holds everything there.
 
     Either what passes in forward and backward, or the window of the update, whatever is more: they
-    are not there at once. There is no snapshot, for state at rest below is saved as it is.
+    are not there at once. There is no snapshot, for state at rest below is saved as it is. Certain
+    is only what no lower tier can take: the placement is decided anew by what a run measures.
     """
-    if plugin.budget is None:
-        return ledger
     sizes, placement, other = predict(plugin, survey, optim, device, activations=activations)
     if not placement.streams:
-        return ledger
+        return None
     top, here = placement.top, bytes_by_tier(sizes, placement)
     resting = {kind: tiers.get(top, 0) for kind, tiers in here.items()}
     window = streaming_bytes(sizes, placement.groups, top)
     if other.update + window > other.compute:
-        return Ledger(**resting, buffers=window, baseline=other.update)
-    gathered = other.compute - other.update - activations
-    return Ledger(**resting, gathered=gathered, activations=activations, baseline=other.update)
+        ledger = Ledger(**resting, buffers=window, baseline=other.update)
+    else:
+        gathered = other.compute - other.update - activations
+        passing = {"gathered": gathered, "activations": activations}
+        ledger = Ledger(**resting, **passing, baseline=other.update)
+    exact = min(ledger.total, other.update + max(activations, least_bytes(sizes, plugin)))
+    return Estimate(ledger=ledger, peak=around(ledger.total, exact=exact))
 
 
 def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:

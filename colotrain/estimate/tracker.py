@@ -29,7 +29,8 @@ from colotrain.estimate.memory import predict
 from colotrain.estimate.survey import one_sample, survey
 from colotrain.estimate.tracing import Batch, NotTraceable, loss_of, trace
 from colotrain.models.loading import build_on_meta
-from colotrain.plan import Ledger, RunPlan
+from colotrain.plan import RunPlan
+from colotrain.spec.memory import Ledger
 
 KINDS = {
     "Sharded Param": "parameters",

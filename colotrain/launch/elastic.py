@@ -21,6 +21,7 @@ from colotrain.errors import FINAL_EXIT, UsageError
 from colotrain.launch.deaths import deaths_of, gone
 from colotrain.launch.forkserver import ENTRY, import_agent, warm_up, without_results, work
 from colotrain.launch.meeting import Refused, Stopped
+from colotrain.launch.memory_watch import MemoryWatch
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.watch import Watch
@@ -76,8 +77,10 @@ def launch(
             began_at=began_at or time.time(),
         )
     agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
+    memory_watch = MemoryWatch(plan, current.watch)
     with _signals(current):
         agent.start()
+        memory_watch.start()
         running = True
         while running:
             running = agent.is_alive()
@@ -87,6 +90,7 @@ def launch(
             current.acknowledge_stop()
             current.watch.look(asked_to_stop=current.asked_to_stop())
             agent.join(POLL_S)
+    memory_watch.close()
     current.watch.close()
     status = _outcome(current)
     cause = current.whole_cause() if status == "failed" else ""

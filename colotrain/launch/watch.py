@@ -98,6 +98,12 @@ class Watch:
         if silent and self.verdict is None:
             self._examine(here, silent)
 
+    def end_all(self, verdict: str) -> None:
+        """End this machine's ranks at once, for good."""
+        self.verdict, self.is_final = verdict, True
+        for pid in self.pids().values():
+            _signal(pid, signal.SIGKILL)
+
     def _look_at_stop(self, here: dict[int, Beat], asked: bool, now: float) -> None:
         if not asked:
             self.stop_asked_at = None

@@ -14,7 +14,7 @@ from colotrain.observe.events import Event
 from colotrain.observe.facts import Checkpoint, Failure, Nonfinite, Step, StepProgress
 from colotrain.observe.gradients import Cell, GradientHistory, Heat
 from colotrain.observe.view import SMOOTHING_STEPS, RankView
-from colotrain.plan import Ledger
+from colotrain.spec.memory import Ledger
 
 SMOOTHING = 0.2
 """Weight of a rank's newest step in its smoothed time."""

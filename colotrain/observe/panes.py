@@ -26,8 +26,8 @@ from colotrain.observe.charts import (
 from colotrain.observe.formats import clean, format_bytes, format_duration, shown
 from colotrain.observe.scene import Scene, stragglers, worst_parameters
 from colotrain.observe.view import mfu
-from colotrain.plan import Ledger
 from colotrain.records import to_plain
+from colotrain.spec.memory import Ledger
 
 ROOMY = 72
 """Columns from which a pane has room for the reasons of things."""

@@ -12,9 +12,9 @@ from colotrain.observe.fold import follow
 from colotrain.observe.formats import clean, format_bytes
 from colotrain.observe.gradients import Heat
 from colotrain.observe.view import Series
-from colotrain.plan import Ledger
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.memory import Ledger
 
 MOST_LABELS = 16
 MIB, GIB = 1 << 20, 1 << 30

@@ -9,9 +9,10 @@ from typing import Any
 from colotrain.observe.events import json_safe
 from colotrain.observe.facts import Checkpoint, Failure, Nonfinite, StepProgress
 from colotrain.observe.gradients import GradientRecord, Heat
-from colotrain.plan import Ledger, RunPlan
+from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.memory import Ledger
 
 ENDED = ("finished", "failed", "preempted", "interrupted")
 SMOOTHING_STEPS = 20

@@ -263,9 +263,11 @@ def test_memory_adds_up_and_is_compared_with_what_there_is(colotrain: Run) -> No
     memory = document["memory"]
     parts = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
     parts = (*parts, "baseline")
-    assert set(memory) == {*parts, "peak", "capacity", "fits"}
+    sums = {"peak", "peak_low", "peak_high", "capacity", "fits", "verdict"}
+    assert set(memory) == {*parts, *sums}
+    assert memory["peak_low"] <= memory["peak"] <= memory["peak_high"]
     assert memory["peak"] == sum(memory[part] for part in parts)
-    assert (memory["capacity"], memory["fits"]) == (1 << 30, True)
+    assert (memory["capacity"], memory["fits"], memory["verdict"]) == (1 << 30, True, "yes")
     others = {other["plugin"]: other for other in document["alternatives"]}
     assert set(others) == set(ROWS) - {"zero2"}
     assert others["zero1"]["memory"]["gradients"] == 2 * memory["gradients"]

@@ -22,7 +22,7 @@ def names(text: str) -> frozenset[str]:
 
 BASE = names(
     "colotrain.errors colotrain.records colotrain.plugins colotrain.plan colotrain.rundir "
-    "colotrain.resizing colotrain.trust "
+    "colotrain.resizing colotrain.trust colotrain.spec "
     "colotrain.tiers colotrain.packing "
     "colotrain.dotted colotrain.lifeline "
     "colotrain.observe.events colotrain.observe.facts colotrain.observe.gradients "
@@ -47,11 +47,10 @@ TOKENISING = (
 )
 """The part of `data` that makes token files: no torch, as other processes load it."""
 ON_PAPER = (
-    "colotrain.estimate.layout colotrain.estimate.groups colotrain.estimate.heap "
-    "colotrain.estimate.tally "
+    "colotrain.estimate.layout colotrain.estimate.groups colotrain.estimate.tally "
     "colotrain.estimate.memory colotrain.estimate.offload colotrain.estimate.communication "
     "colotrain.estimate.hardware colotrain.estimate.rates colotrain.estimate.time "
-    "colotrain.estimate.advise"
+    "colotrain.estimate.advise colotrain.estimate.learned"
 )
 """The planner without torch."""
 WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes")
@@ -74,14 +73,16 @@ RULES = [
     Rule("colotrain.__init__", BASE, names("colotrain torch")),
     Rule("*.__init__", BASE),
     Rule("colotrain.__main__", names("colotrain.cli.main colotrain.launch.forkserver")),
+    Rule("colotrain.host", BASE | names("psutil")),
+    Rule("colotrain.spec.*", names("colotrain.spec")),
     Rule(" ".join(sorted(BASE)), BASE),
     Rule("colotrain.config.compose", BASE | names("colotrain.config omegaconf hydra")),
     Rule(
         "colotrain.config.*",
         BASE
         | names(
-            "colotrain.config omegaconf psutil colotrain.data.tokens colotrain.data.formats "
-            f"{ON_PAPER}"
+            "colotrain.config omegaconf psutil colotrain.host colotrain.data.tokens "
+            f"colotrain.data.formats {ON_PAPER}"
         ),
     ),
     Rule("colotrain.launch.slurm", BASE | names("colotrain.config.schema_cluster")),
@@ -94,7 +95,8 @@ RULES = [
         "colotrain.launch.*",
         BASE
         | names("colotrain.launch colotrain.observe.progress colotrain.observe.dashboard")
-        | names("colotrain.observe.trackers colotrain.data.tokens psutil"),
+        | names("colotrain.observe.trackers colotrain.observe.formats colotrain.data.tokens")
+        | names("colotrain.host psutil"),
         names("torch"),
     ),
     Rule(
@@ -102,7 +104,10 @@ RULES = [
         BASE | names(TOKENISING) | names("numpy"),
         names("tokenizers pyarrow jinja2"),
     ),
-    Rule("colotrain.estimate.rates", BASE | names(f"{ON_PAPER} colotrain.data.cache")),
+    Rule(
+        "colotrain.estimate.rates colotrain.estimate.learned",
+        BASE | names(f"{ON_PAPER} colotrain.data.cache"),
+    ),
     Rule(ON_PAPER, BASE | names(ON_PAPER)),
     Rule("colotrain.estimate.dependencies", names("colotrain.dotted")),
     Rule(

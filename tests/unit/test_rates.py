@@ -12,7 +12,6 @@ from colotrain.cli.plan import describe
 from colotrain.cli.resolving import settle
 from colotrain.errors import ColotrainError
 from colotrain.estimate import rates
-from colotrain.estimate.layout import fits
 from colotrain.estimate.measuring import LEAST, fit
 from colotrain.estimate.rates import Measurement
 from tests.running import SMALL, Colotrain
@@ -88,12 +87,6 @@ def test_a_plan_takes_its_times_from_the_measurement_and_says_when_there_is_none
     document = describe(setting)
     assert document["time"]["step_s"] == pytest.approx(0.125)
     assert document["warnings"] == []
-
-
-def test_cpu_plans_need_a_margin_and_gpu_plans_do_not() -> None:
-    assert fits(100, 116, "cpu")
-    assert not fits(100, 114, "cpu")
-    assert fits(100, 100, "cuda")
 
 
 def test_measuring_is_refused_where_published_figures_count(tmp_path: Path) -> None:

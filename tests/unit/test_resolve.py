@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import shutil
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from colotrain import host
+from colotrain.config import budget as budget_module
 from colotrain.config import machine as machine_module
 from colotrain.config.batch import Batch, Sizes, solve
 from colotrain.config.machine import Machine, this_machine
 from colotrain.config.resolve import resolve
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.estimate.layout import MARGIN, Layout
+from colotrain.estimate.layout import Layout
 from colotrain.estimate.memory import model_state_bytes
-from colotrain.plan import FreezePlan, Ledger, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
+from colotrain.plan import FreezePlan, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
 from colotrain.plugins import ROWS
+from colotrain.rundir import OFFLOAD
+from colotrain.spec.memory import Ledger
 from colotrain.verify.cases import Variant
 
 LAPTOP = Machine(
@@ -325,7 +329,7 @@ def test_a_row_may_differ_per_module() -> None:
         ),
         ({"plugin.name": "gemini", "plugin.budget.host": "much"}, "as in plugin.budget.host=512M"),
         (
-            {"plugin.name": "gemini", "plugin.budget.disk": "4GiB"},
+            {"plugin.name": "gemini", "plugin.budget.disk": "4GiB", "plugin.disk_path": "none"},
             "plugin.budget.disk=4GiB: expected auto without plugin.disk_path; name a folder",
         ),
         ({"plugin.name": "gemini", "plugin.disk_path": __file__}, "expected a folder; name a fold"),
@@ -357,16 +361,48 @@ def test_auto_takes_the_first_that_fits_and_says_so() -> None:
     made = plan(auto, half)
     assert made.plugin.name == "zero1"
     assert "the first that fits" in made.plugin.reason
-    need = {name: plan(("plugin.name", name), half).memory.total for name in ROWS}
+    peaks = {name: plan(("plugin.name", name), half).peak for name in ROWS}
+    need = {name: peak.high for name, peak in peaks.items()}
     assert need["zero1"] > need["zero2"] > need["zero3"] == need["gemini"]
     for name in ("zero2", "zero3"):
-        made = plan(auto, half, ("cluster.memory", math.ceil(need[name] * (1 + MARGIN["cpu"]))))
+        made = plan(auto, half, ("cluster.memory", need[name]))
         assert made.plugin.name == name
         assert "zero1 needs" in made.plugin.reason
         assert made.memory.total <= made.cluster.memory_bytes
-    made = plan(auto, half, ("cluster.memory", int(need["gemini"] * (1 + MARGIN["cpu"])) - 1))
+    made = plan(auto, half, ("cluster.memory", 1000), ("plugin.disk_path", "none"))
     assert made.plugin.name == "gemini"
     assert "none fits" in made.plugin.reason
+
+
+def test_auto_takes_what_needs_least_where_nothing_surely_fits() -> None:
+    half, no_disk = ("train.precision", "bf16"), ("plugin.disk_path", "none")
+    peak = plan(("plugin.name", "zero3"), half).peak
+    made = plan(("plugin.name", "auto"), half, no_disk, ("cluster.memory", peak.exact))
+    assert made.plugin.name == "zero3"
+    assert "none surely fits" in made.plugin.reason
+    (warning,) = [line for line in made.warnings if line.startswith("memory: zero3 needs")]
+    assert "may not fit" in warning
+
+
+def test_gemini_takes_a_disk_tier_in_the_run_s_folder_only_where_memory_might_not_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gemini = ("plugin.name", "gemini")
+    assert plan(gemini).plugin.budget is None
+    scarce = ("cluster.memory", plan(gemini).peak.exact)
+    budget = plan(gemini, scarce).plugin.budget
+    assert budget is not None
+    assert budget.disk_path == OFFLOAD
+    assert 0 < budget.disk_bytes < shutil.disk_usage(tmp_path).free
+    assert budget.host_bytes < scarce[1]
+    assert [w for w in plan(gemini, scarce).warnings if "plugin.disk_path=none forbids" in w]
+    for forbidden in ("none", None):
+        assert plan(gemini, scarce, ("plugin.disk_path", forbidden)).plugin.budget is None
+    limit = ("plugin.budget.host", "400MiB")
+    assert plan(gemini, limit).plugin.budget.disk_path == OFFLOAD
+    monkeypatch.setattr(budget_module, "file_system", lambda place: "nfs4")
+    assert plan(gemini, scarce).plugin.budget is None
 
 
 def test_with_parameters_in_common_zero3_saves_nothing_over_zero2() -> None:
@@ -742,14 +778,14 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
             file = tmp_path / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        real = machine_module._text
+        real = host.text_of
         own = "".join(f"{line}\n" for line in ("0::/job", "3:cpu,cpuacct:/job", "4:memory:/job"))
 
         def text(file: Path) -> str:
             return own if file == Path("/proc/self/cgroup") else real(file)
 
-        monkeypatch.setattr(machine_module, "CGROUP", tmp_path)
-        monkeypatch.setattr(machine_module, "_text", text)
+        monkeypatch.setattr(host, "CGROUP", tmp_path)
+        monkeypatch.setattr(host, "text_of", text)
 
     return write
 

@@ -1,0 +1,53 @@
+"""The memory of this host that may be used, within the limits of a container."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_bytes() -> int:
+    """All of it, or what a container may use."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    found = [text_of(folder / name) for folder in cgroups("memory") for name in names]
+    limits = [int(text) for text in found if text.isdigit()]
+    total: int = psutil.virtual_memory().total
+    return min([total, *limits])
+
+
+def free_bytes() -> int:
+    """What could be had now: page cache that can be dropped counts as free."""
+    free: int = psutil.virtual_memory().available
+    for folder in cgroups("memory"):
+        limits = [text_of(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+        limit = next((int(text) for text in limits if text.isdigit()), None)
+        words = [line.split() for line in text_of(folder / "memory.stat").splitlines()]
+        stat = {name: int(value) for name, value in words}
+        used = stat.get("anon", stat.get("total_rss", 0)) + stat.get(
+            "shmem", stat.get("total_shmem", 0)
+        )
+        if limit is not None:
+            free = min(free, max(0, limit - used))
+    return free
+
+
+def cgroups(controller: str) -> Iterable[Path]:
+    """The control groups this process is in, from its own up to the root (versions 1 and 2)."""
+    for line in text_of(Path("/proc/self/cgroup")).splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        root = CGROUP / controller if names else CGROUP
+        own = root / path.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def text_of(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

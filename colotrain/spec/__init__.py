@@ -1,0 +1,1 @@
+"""What things are, as tables and frozen data; standard library only."""
