@@ -269,7 +269,8 @@ class RunPlan:
 
     @property
     def snapshot_bytes(self) -> int:
-        """What a checkpoint that is written while training goes on takes of each rank's memory."""
+        """What copies for a checkpoint that is written while training goes on may take of each
+        rank's memory: only where that is free, so it is no part of `memory`."""
         needed = self.checkpoint.enabled and self.checkpoint.async_
         return self.memory.parameters + self.memory.optimizer if needed else 0
 

@@ -52,8 +52,6 @@ class Situation:
     optim: OptimPlan
     observe: ObservePlan
     machine: Machine
-    snapshots: bool
-    """Checkpoints are written from a copy while training goes on."""
 
     def option(self, plugin: PluginPlan) -> Option:
         """What `plugin` needs, everything else as planned; less what rests in lower tiers."""
@@ -103,7 +101,6 @@ class Situation:
             device=self.scale.device,
             procs_per_node=self.scale.procs_per_node,
             records_gradients=0 < every <= steps,
-            snapshots=self.snapshots,
         )
 
 

@@ -131,7 +131,6 @@ def investigate(
         optim=optim,
         observe=observe,
         machine=machine,
-        snapshots=checkpoint.enabled and checkpoint.async_,
     )
     plugin, option = decide(settings.plugin, situation)
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)

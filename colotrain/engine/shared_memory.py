@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from colotrain import host
 
 PAGE = mmap.PAGESIZE
 SEMAPHORE_BYTES = 64
@@ -198,8 +199,8 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can still be had on this host."""
-    return int(psutil.virtual_memory().available)
+    """Memory that can still be had on this host, within the limits of a container."""
+    return host.free_bytes()
 
 
 def _create(num_bytes: int, num_semaphores: int, token: bytes, share_of_free: float) -> int:

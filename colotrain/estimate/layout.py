@@ -37,8 +37,6 @@ class Layout:
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
     records_gradients: bool = False
     """Statistics of every gradient are recorded now and then, from copies of the shards."""
-    snapshots: bool = False
-    """Checkpoints are written from a copy while training goes on."""
     baseline: int = 0
 
     @property
@@ -61,7 +59,6 @@ def layout_of(
     device: str = "cpu",
     procs_per_node: int = 1,
     records_gradients: bool = False,
-    snapshots: bool = False,
 ) -> Layout:
     """The layout of a plugin that is decided, on ranks that are known."""
     shard = plugin.mesh[-1]
@@ -80,7 +77,6 @@ def layout_of(
         split_blocks=plugin.split_blocks,
         reshard_overrides=plugin.reshard_overrides,
         records_gradients=records_gradients,
-        snapshots=snapshots,
         baseline=baseline_bytes(device, world=shard),
     )
 

@@ -112,8 +112,6 @@ class _Walk:
         tally.begin("moments", "optimizer", moments, lasts=True)
         tally.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
         tally.begin("shared", "buffers", self.shared_bytes(), lasts=True)
-        if layout.snapshots:
-            tally.begin("snapshot", "buffers", shards + moments, lasts=True)
 
     def shared_bytes(self) -> int:
         """Pages of shared memory that a rank touches: buffers, its part of its peers', windows."""

@@ -105,8 +105,8 @@ def tiered(
     """What the placement needs of the upper tier; None where the budget holds everything there.
 
     Either what passes in forward and backward, or the window of the update, whatever is more: they
-    are not there at once. There is no snapshot, for state at rest below is saved as it is. Certain
-    is only what no lower tier can take: the placement is decided anew by what a run measures.
+    are not there at once. Certain is only what no lower tier can take: the placement is decided
+    anew by what a run measures.
     """
     sizes, placement, other = predict(plugin, survey, optim, device, activations=activations)
     if not placement.streams:

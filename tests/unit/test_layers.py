@@ -53,7 +53,7 @@ ON_PAPER = (
     "colotrain.estimate.advise colotrain.estimate.learned"
 )
 """The planner without torch."""
-WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes")
+WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes colotrain.host")
 
 
 @dataclass(frozen=True)

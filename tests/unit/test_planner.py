@@ -279,13 +279,6 @@ def test_more_sharding_needs_less() -> None:
     assert need[0] > need[1] > need[2]
 
 
-def test_a_snapshot_takes_parameters_and_optimizer_once_more() -> None:
-    found, looked = traced(), looked_at()
-    without = predict(layout("zero2", 2), looked, found).ledger
-    taken = predict(layout("zero2", 2, snapshots=True), looked, found).ledger
-    assert taken.total - without.total == without.parameters + without.optimizer
-
-
 def test_on_a_cpu_each_category_s_own_maximum_stays_resident() -> None:
     tally, mib = Tally(on_cpu=True), 1 << 20
     tally.begin("shards", "parameters", 7 * mib, lasts=True)
