@@ -22,11 +22,9 @@ from statistics import median
 from typing import Any
 
 from colotrain.cli.resolving import settle
-from colotrain.estimate import layout
 from colotrain.plugins import ROWS
 from colotrain.rundir import write_atomically
 
-MARGIN = layout.MARGIN["cpu"]
 MIN_STEPS, MAX_STEPS, TRAINING_S = 12, 80, 5.0
 """So many steps as are predicted to take `TRAINING_S`; the first quarter is left out of account."""
 REMEASURE_EVERY = 20
@@ -81,6 +79,8 @@ def measure(words: list[str], folder: Path) -> dict[str, Any]:
         "plugin": plan.plugin.name,
         "world_size": plan.world_size,
         "predicted_peak": plan.memory.total,
+        "range": [plan.peak.low, plan.peak.high],
+        "least": plan.peak.exact,
         "measured_peak": max(summary["memory"]["peak_by_rank"]),
         "predicted_step_s": plan.time.step_s,
         "measured_step_s": typical_step_s(Path(summary["run_dir"])),
@@ -140,10 +140,12 @@ def report(known: dict[str, Any]) -> None:
         high = errors[min(len(errors) - 1, int(0.95 * len(errors)))]
         numbers = f"median {median(errors):.1%}, 95th percentile {high:.1%}, worst {errors[-1]:.1%}"
         print(f"{what}: {numbers} ({len(errors)} runs)")
-    missed = [r for r in known.values() if r["measured_peak"] > r["predicted_peak"] * (1 + MARGIN)]
+    inside = [r["range"][0] <= r["measured_peak"] <= r["range"][1] for r in known.values()]
+    refused = [r for r in known.values() if r["measured_peak"] < r["least"]]
     most = max(row["measured_peak"] / row["predicted_peak"] - 1 for row in known.values())
     print(f"most that was needed beyond the prediction: {max(0.0, most):.1%}")
-    print(f"runs that would not fit where they are said to (margin {MARGIN:.0%}): {len(missed)}")
+    print(f"peaks inside their range: {sum(inside)} of {len(inside)}")
+    print(f"runs that needed less than what was held for certain: {len(refused)}")
     loads = sorted(row["load"] for row in known.values())
     print(f"load of the machine: {loads[0]:.1f} to {loads[-1]:.1f}, median {median(loads):.1f}")
     good = total = 0
