@@ -71,14 +71,9 @@ def resolve(
     and time are left out). `found` are problems of composing `config`, reported with those
     found here.
     """
-    return investigate(
-        config,
-        survey=survey,
-        machine=machine,
-        name=name,
-        found=found,
-        trace=trace,
-    )[0]
+    return investigate(config, survey=survey, machine=machine, name=name, found=found, trace=trace)[
+        0
+    ]
 
 
 def investigate(
@@ -162,8 +157,8 @@ def investigate(
             *warn_of_durations(train, batch_plan, option.time),
         ),
     )
-    about_memory = tuple(memory_warnings(situation, plan))
-    return dataclasses.replace(plan, warnings=(*plan.warnings, *about_memory)), situation
+    warnings = (*plan.warnings, *memory_warnings(situation, plan))
+    return dataclasses.replace(plan, warnings=warnings), situation
 
 
 def _traces(

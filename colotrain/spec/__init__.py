@@ -1,1 +1,0 @@
-"""What things are, as tables and frozen data; standard library only."""

@@ -25,7 +25,7 @@ VALUES: list[Any] = [
     [1, [2.0, None]],
     (1, ("a",)),
     {1, 2},
-    frozenset("ab"),
+    frozenset((1, 2)),
     {"a": 1, 2: {"b": ()}},
     OrderedDict(z=1, a=2),
     torch.bfloat16,

@@ -87,7 +87,9 @@ def launches(*stops: str, codes: tuple[int, ...]) -> Callable[..., tuple[int, st
     """A `launch` whose ranks stop for these reasons, one launch after the other."""
     left = iter(zip(stops, codes, strict=True))
 
-    def launch(plan: object, rundir: object, *, follow: Callable, node: object) -> tuple[int, str]:
+    def launch(
+        plan: object, rundir: object, *, follow: Callable, **where: object
+    ) -> tuple[int, str]:
         reason, code = next(left)
         event = Event(
             t=0.0, kind="stopped", rank=0, attempt=0, fields={"step": 1, "reason": reason}
