@@ -45,7 +45,9 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
         return Estimate(ledger=ledger, peak=PeakRange(exact=total, low=total, high=2 * total))
     tally = Tally(on_cpu=layout.device == "cpu")
     _Walk(layout, survey, trace, tally).run()
-    kept = tally.resident(accumulates=layout.accumulation_steps > 1) - tally.fullest
+    recomputes = any(segment.work.num_repeated for segment in trace.segments)
+    accumulates = layout.accumulation_steps > 1
+    kept = tally.resident(accumulates=accumulates, recomputes=recomputes) - tally.fullest
     at = {**tally.at_fullest, "buffers": tally.at_fullest["buffers"] + kept}
     ledger = dataclasses.replace(Ledger(**at), baseline=layout.baseline)
     return Estimate(ledger=ledger, peak=around(ledger.total, exact=tally.fullest + layout.baseline))

@@ -14,8 +14,8 @@ OWN_PAGES_BYTES = 32 << 20
 ends (`engine.allocator.FLEETING_BYTES`). What is smaller comes from malloc's heap, which stays
 resident."""
 REUSED_SHARE = 0.5
-"""Share of a later micro-batch's activations that finds room in the heap between the gradients
-kept from the micro-batch before it; the rest makes the heap larger."""
+"""Share of activations made anew within a step, by a later micro-batch or by recomputation, that
+finds room in the heap between the gradients made meanwhile; the rest makes the heap larger."""
 RANGE = 0.1
 """A measured peak lies this near to the estimate, as a share of it, in 95 of 100 runs."""
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Ledger))
@@ -93,10 +93,10 @@ class Tally:
             self.outside += num_bytes
             self.most_outside = max(self.most_outside, self.outside)
 
-    def resident(self, *, accumulates: bool) -> int:
+    def resident(self, *, accumulates: bool, recomputes: bool) -> int:
         """Bytes that stay in memory at the peak: what is alive, and what malloc's heap keeps."""
         if not self.on_cpu:
             return self.fullest
-        again = (1 - REUSED_SHARE) * self.most_in_heap["activations"] if accumulates else 0
-        heap = sum(self.most_in_heap.values()) + round(again)
+        anew = (accumulates + recomputes) * self.most_in_heap["activations"]
+        heap = sum(self.most_in_heap.values()) + round((1 - REUSED_SHARE) * anew)
         return max(self.fullest, self.most_outside + heap)

@@ -286,13 +286,16 @@ def test_on_a_cpu_each_category_s_own_maximum_stays_resident() -> None:
     tally.end("kept")
     tally.begin("made", "gradients", 2 * mib)
     assert tally.fullest == 10 * mib
-    assert tally.resident(accumulates=False) == 12 * mib  # no gradient fits where activations were
-    assert tally.resident(accumulates=True) == 13.5 * mib  # half of the next ones need new memory
+    kept = 12 * mib  # no gradient fits where activations were
+    assert tally.resident(accumulates=False, recomputes=False) == kept
+    # half of what is made anew needs new memory
+    assert tally.resident(accumulates=True, recomputes=False) == kept + 1.5 * mib
+    assert tally.resident(accumulates=True, recomputes=True) == kept + 3 * mib
     on_gpu = Tally(on_cpu=False)
     on_gpu.begin("kept", "activations", 3 * mib)
     on_gpu.end("kept")
     on_gpu.begin("made", "gradients", 2 * mib)
-    assert on_gpu.resident(accumulates=True) == 3 * mib
+    assert on_gpu.resident(accumulates=True, recomputes=True) == 3 * mib
 
 
 def test_large_tensors_give_their_pages_back_and_copies_take_the_place_of_activations() -> None:
@@ -300,15 +303,15 @@ def test_large_tensors_give_their_pages_back_and_copies_take_the_place_of_activa
     for name in ("first", "second"):
         tally.begin(name, "activations", OWN_PAGES_BYTES)
         tally.end(name)
-    assert tally.resident(accumulates=True) == OWN_PAGES_BYTES
+    assert tally.resident(accumulates=True, recomputes=False) == OWN_PAGES_BYTES
     tally.begin("cut up", "gradients", OWN_PAGES_BYTES, pieces=2)
     assert tally.in_heap["gradients"] == OWN_PAGES_BYTES
     tally.end("cut up")
     tally.begin("small", "activations", 100)
     tally.end("small")
-    before = tally.resident(accumulates=False)
+    before = tally.resident(accumulates=False, recomputes=False)
     tally.begin("copy", "buffers", 100, in_place_of="activations")
-    assert tally.resident(accumulates=False) == before
+    assert tally.resident(accumulates=False, recomputes=False) == before
 
 
 def test_a_cpu_keeps_more_resident_than_is_alive() -> None:
