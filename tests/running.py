@@ -78,6 +78,12 @@ class Colotrain:
         assert result.code == 0, result.err
         return result.json  # type: ignore[no-any-return]
 
+    def resume(self, name: str, *overrides: str) -> dict[str, Any]:
+        """Go on to the end, with changes; the summary."""
+        result = self("resume", name, *overrides, "--json")
+        assert result.code == 0, result.err
+        return result.json  # type: ignore[no-any-return]
+
     def rundir(self, name: str) -> RunDir:
         return RunDir(self.cwd / "runs" / name)
 

@@ -52,9 +52,9 @@ def recall(shape: str) -> int | None:
 
 
 def corrected(estimate: Estimate, measured_bytes: int) -> Estimate:
-    """The estimate with a peak that was measured; the difference is counted with what passes."""
+    """The estimate with a peak that was measured; what passes in a step takes up the difference."""
     ledger, missing = estimate.ledger, measured_bytes - estimate.ledger.total
-    for name in ("buffers", "activations", "gathered"):
+    for name in ("buffers", "activations", "gathered", "baseline"):
         change = max(missing, -getattr(ledger, name))
         ledger = replace(ledger, **{name: getattr(ledger, name) + change})
         missing -= change

@@ -124,7 +124,7 @@ def test_what_trains_only_after_a_resume_begins_as_in_plain_torch(
     """NAdam begins with a product of one, so that zeros would be another optimizer."""
     nadam = (*OPTIONS, "optim.name=torch.optim:NAdam")
     colotrain.run(*nadam, "plugin=zero3", "freeze.patterns=[layers.1.*]", "train.max_steps=3")
-    colotrain.run(*nadam, f"plugin={plugin}", "train.max_steps=6")
+    colotrain.resume("anew", f"plugin={plugin}", "freeze.patterns=[]", "train.max_steps=6")
     expected = plainly(drawn, lambda p: torch.optim.NAdam(p, lr=LR), list(range(6)), middle_from=3)
     found = differences(colotrain.rundir("anew").checkpoint(6), expected)
     assert max(found.values()) < CLOSE, found
@@ -174,7 +174,7 @@ def test_adafactor_resumes_where_a_rank_holds_no_row(
     options = (*OPTIONS, "plugin=zero2", "optim.name=adafactor")
     whole = colotrain.run(*options, "train.max_steps=4", "name=whole")
     colotrain.run(*options, "train.max_steps=2")
-    resumed = colotrain.run(*options, "train.max_steps=4")
+    resumed = colotrain.resume("anew", "train.max_steps=4")
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
 
 
@@ -182,8 +182,6 @@ def test_another_optimizers_state_is_not_taken_for_its_own(
     colotrain: Colotrain, drawn: dict[str, Any]
 ) -> None:
     colotrain.run(*OPTIONS, "plugin=zero2", "train.max_steps=2")
-    result = colotrain(
-        "run", *OPTIONS, "plugin=zero2", "optim.name=torch.optim:NAdam", "train.max_steps=4"
-    )
+    result = colotrain("resume", "anew", "optim.name=torch.optim:NAdam", "train.max_steps=4")
     assert result.code == 0, result.err
     assert "no state of optim.name=torch.optim:NAdam for layers.0.weight (6 in all)" in result.err
