@@ -76,12 +76,12 @@ def samples(count: int = 64) -> list[dict[str, Tensor]]:
 def fine_tune(plan: RunPlan, initial: dict[str, Tensor], *, steps: int) -> Trajectory:
     """The plan's fine-tune in plain transformers and torch; `initial` are the adapters' values.
 
-    Its noise is how far the same in float32 is from it.
+    Its rounding is how far the same in float32 is from it.
     """
     exact, plain = (_train(plan, initial, steps, dtype) for dtype in (torch.float64, torch.float32))
     pairs = zip(exact.gradients, plain.gradients, strict=True)
     noise = [{n: (a[n] - b[n]).abs().max().item() for n in a} for a, b in pairs]
-    return replace(exact, noise=noise)
+    return replace(exact, rounding={"gradients": noise})
 
 
 def _train(plan: RunPlan, initial: dict[str, Tensor], steps: int, dtype: torch.dtype) -> Trajectory:
