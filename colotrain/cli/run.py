@@ -50,7 +50,7 @@ def run(
     """
     began_at = began_at or time.time()
     setting = settle(overrides, several=True, smoke=smoke_run)
-    tell(setting, warnings=True)
+    tell(setting)
     plan = setting.plan
     node = place_of(setting.config, plan)
     if not force:
