@@ -236,7 +236,7 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
     A job has a minute before it is warned: a busy machine starts its workers in it and comes to a
     step, an idle one comes to seven.
     """
-    few = ("train.max_steps=15", "checkpoint.every=1")
+    few = ("train.max_steps=14", "checkpoint.every=1")
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
         limits = ("cluster.slurm.time=2", "cluster.slurm.warn_s=60", "data.args.seconds=4")
         job = site.submit("name=short", *limits, *few)
