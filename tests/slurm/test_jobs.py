@@ -227,6 +227,7 @@ def test_a_sweep_is_one_array_with_a_throttle(site: Site) -> None:
     assert "step=3/3" in site.colotrain("logs", "four-0")
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.slow
 def test_time_runs_out_twice_and_the_run_goes_on_exactly(
     tmp_path_factory: pytest.TempPathFactory,
@@ -240,7 +241,7 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
         limits = ("cluster.slurm.time=2", "cluster.slurm.warn_s=60", "data.args.seconds=4")
         job = site.submit("name=short", *limits, *few)
-        state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=800)
+        state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=1200)
         assert state == "COMPLETED", site.log("short")
         assert len(site.events("short", "resumed")) >= 2
         straight = site.submit(FAST, "name=straight", *few)
