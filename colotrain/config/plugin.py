@@ -71,7 +71,7 @@ class Situation:
         return dataclasses.replace(option, memory=need.ledger, peak=need.peak, verdict=verdict)
 
     def shape(self, plugin: PluginPlan) -> str:
-        """By which what a finished run needed is known to later plans."""
+        """The name under which the peak of a finished run is kept for later plans."""
         layout, question = self.layout(plugin), self.question
         trace = question.traces(self.train.activation_checkpointing, layout.micro_batch)
         return learned.shape_of(layout, question.survey, trace, plugin.budget)
