@@ -52,9 +52,9 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
 def read_run(name: str | None = None) -> RunView:
     """What the run `name` (a name under ./runs, or a folder; default: the newest) has done."""
     from colotrain.observe.fold import follow
-    from colotrain.rundir import RunDir
+    from colotrain.observe.liveness import find
 
-    return follow(RunDir.find(name))
+    return follow(find(name))
 
 
 def gradients(model: nn.Module) -> Iterator[GradView]:

@@ -204,18 +204,12 @@ class RunDir:
         return max(numbers, default=-1) + 1
 
     @staticmethod
-    def find(name: str | None, *, root: Path = RUNS) -> RunDir:
-        """The run called `name` (a path or a name under `root`), or the newest one."""
-        known = RunDir.all(root)
-        if name is None:
-            if not known:
-                raise UsageError(
-                    f"no runs under {root.absolute()}", "start one with `colotrain run`"
-                )
-            return known[-1]
+    def find(name: str, *, root: Path = RUNS) -> RunDir:
+        """The run called `name`: a path, or a name under `root`."""
         for candidate in (root / name, Path(name)):
             if (candidate / "plan.json").is_file():
                 return RunDir(candidate)
+        known = RunDir.all(root)
         raise UsageError(f"no run {name!r}", suggest(name, (run.name for run in known)))
 
     @staticmethod

@@ -13,6 +13,7 @@ from colotrain.cli.output import print_json, stdout_console
 from colotrain.engine.manifest import MANIFEST, Manifest, complete, damage, read_manifest
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.observe.formats import clean, format_bytes, format_duration
+from colotrain.observe.liveness import find
 from colotrain.observe.terminal import is_live
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir
@@ -40,7 +41,7 @@ class Row:
 
 def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Path = RUNS) -> int:
     """Print a run's checkpoints, the newest first; 1 where one of them is damaged."""
-    rundir = RunDir.find(name, root=root)
+    rundir = find(name, root=root)
     rows = [row_of(folder, verify=verify) for folder in folders(rundir)]
     if as_json:
         print_json(to_plain(rows))

@@ -16,7 +16,7 @@ from colotrain.observe.dashboard import KEYS, Beside, render
 from colotrain.observe.events import Event, EventReader
 from colotrain.observe.fold import Fold
 from colotrain.observe.live import FRAME_S, Screen, replay, watch
-from colotrain.observe.liveness import state
+from colotrain.observe.liveness import find, state
 from colotrain.observe.output import last_lines
 from colotrain.observe.progress import PlainProgress, in_foreground
 from colotrain.observe.scene import FOCI, Focus
@@ -50,7 +50,7 @@ def dashboard(
         refuse("--json", svg=svg, html=html, replay=again)
     if again:
         refuse("--replay", svg=svg, html=html, once=once)
-    rundir = RunDir.find(name)
+    rundir = find(name)
     plan, console = rundir.plan(), stdout_console()
     if as_json:
         view = opened(rundir, plan).view()

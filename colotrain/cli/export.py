@@ -10,8 +10,8 @@ from colotrain import trust
 from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.errors import UsageError, suggest
+from colotrain.observe.liveness import find
 from colotrain.observe.progress import preparation
-from colotrain.rundir import RunDir
 
 if TYPE_CHECKING:
     from colotrain.export.write import Exported
@@ -34,7 +34,7 @@ def export(
     trust_code: bool = False,
 ) -> int:
     """Write the model of a run's checkpoint to the directory `to`, and say what was written."""
-    rundir = RunDir.find(run)
+    rundir = find(run)
     if form not in FORMATS:
         raise UsageError(f"--format {form}: expected one of {', '.join(FORMATS)}", _hint(form))
     dtype = SHORT.get(dtype, dtype)

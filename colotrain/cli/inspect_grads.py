@@ -23,7 +23,7 @@ from colotrain.observe.charts import STATUS_STYLES
 from colotrain.observe.difference import Comparison, Difference, compare
 from colotrain.observe.events import EventReader
 from colotrain.observe.facts import Nonfinite
-from colotrain.observe.fold import Fold
+from colotrain.observe.fold import Fold, follow
 from colotrain.observe.formats import clean, shown
 from colotrain.observe.gradients import (
     GradientRecord,
@@ -31,7 +31,7 @@ from colotrain.observe.gradients import (
     ParameterGradient,
     records,
 )
-from colotrain.observe.liveness import state
+from colotrain.observe.liveness import find, state
 from colotrain.observe.terminal import is_live
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
@@ -70,7 +70,7 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
         raise UsageError(f"{words[1]}: expected one run", "compare two with --against RUN")
     if live:
         refuse("--live", step=step)
-    rundir = RunDir.find(words[0] if words else None)
+    rundir = find(words[0] if words else None)
     if choice.noise:
         check_noise(rundir.plan())
     record = ask(rundir, noise=choice.noise) if live else recorded(rundir, step)
@@ -106,8 +106,11 @@ def recorded(rundir: RunDir, step: int | None) -> GradientRecord:
     if step is None and last is not None:
         return last
     if not steps:
-        fix = f"ask a running one with `colotrain inspect-grads --live {rundir.name}`"
-        raise UsageError(f"{rundir.name}: has no gradient records yet", f"{fix}, or wait")
+        now = state(rundir, follow(rundir, ranks={0}))
+        fix = "set observe.grads_every, or look at one step of its plan: `inspect-grads KEY=VALUE`"
+        if now in ("starting", "running"):
+            fix = f"ask for one with `colotrain inspect-grads --live {rundir.name}`, or wait"
+        raise UsageError(f"{rundir.name} ({now}): has no gradient records", fix)
     near = ", ".join(map(str, sorted(sorted(steps, key=lambda at: abs(at - (step or 0)))[:6])))
     raise UsageError(f"{rundir.name}: has no record of step {step}", f"near it are {near}")
 
@@ -292,7 +295,7 @@ def against(words: Sequence[str], other: str, *, tolerance: float, as_json: bool
     """Say at which step and parameter two runs part first."""
     if len(words) > 1 or any(_is_override(word) for word in words):
         raise UsageError("--against: expected two runs that were made", "name them, not settings")
-    first, second = RunDir.find(words[0] if words else None), RunDir.find(other)
+    first, second = find(words[0] if words else None), RunDir.find(other)
     found = compare(first, second, tolerance=tolerance)
     if not found.losses and not found.records:
         raise UsageError(f"{first.name} and {second.name}: no step in common", "run them longer")

@@ -8,9 +8,9 @@ import time
 from colotrain.cli.output import print_json
 from colotrain.launch.queue import job_log
 from colotrain.observe.fold import follow
-from colotrain.observe.liveness import state
+from colotrain.observe.liveness import find, state
 from colotrain.observe.logs import Lines, sources
-from colotrain.rundir import RUNS, RunDir
+from colotrain.rundir import RUNS
 
 POLL_S = 0.5
 
@@ -24,7 +24,7 @@ def logs(
     as_json: bool = False,
 ) -> int:
     """Print the last lines of every log; with `follows`, go on until the run has ended."""
-    rundir = RunDir.find(run, root=RUNS)
+    rundir = find(run, root=RUNS, counts=lambda run: any(run.events.glob("rank*")))
     found = {
         source.name: Lines(source) for source in sources(rundir, job_log=job_log(rundir), rank=rank)
     }

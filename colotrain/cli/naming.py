@@ -13,7 +13,6 @@ from colotrain.config.schema import Config
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.launch import queue
 from colotrain.observe import liveness
-from colotrain.observe.fold import follow
 from colotrain.plan import RunPlan
 from colotrain.records import read, to_plain
 from colotrain.rundir import RunDir
@@ -66,7 +65,7 @@ def has_begun(rundir: RunDir) -> bool:
     """Whether there is anything to lose: a step, a checkpoint, or a launcher at work."""
     if any(rundir.checkpoints.glob("step-*")) or liveness.is_alive(rundir):
         return True
-    return follow(rundir, ranks={0}).steps > 0
+    return liveness.has_trained(rundir)
 
 
 def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:

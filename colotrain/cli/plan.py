@@ -242,7 +242,7 @@ def show_run(name: str, *, as_json: bool) -> int:
     made = rundir.plan()
     view = follow(rundir)
     if not view.peak_by_rank:
-        raise UsageError(f"{rundir.name}: has not done a step yet", "look again when it has")
+        raise UsageError(f"{rundir.name} ({view.status}): has made no step", "name another run")
     document = beside(made, summary(view, made, rundir), name=rundir.name)
     if as_json:
         print_json(document)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from colotrain.cli.output import stderr_console
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.observe.liveness import find
 from colotrain.rundir import RunDir
 
 ENDINGS = (".png", ".svg", ".pdf")
@@ -19,7 +20,7 @@ def plot(names: list[str], *, out: str) -> int:
         raise UsageError(f"--out={out}: expected a name that ends in {', '.join(ENDINGS)}")
     if len(names) > MOST_RUNS:
         raise UsageError(f"{len(names)} runs: expected at most {MOST_RUNS} in one picture")
-    rundirs = [RunDir.find(name) for name in names] or [RunDir.find(None)]
+    rundirs = [find(name) for name in names] or [find(None)]
     target.parent.mkdir(parents=True, exist_ok=True)
     save(rundirs, target)
     stderr_console().print(f"{target} is written", soft_wrap=True)

@@ -21,6 +21,7 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.estimate import learned
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
+from colotrain.observe.liveness import find
 from colotrain.plan import RunPlan
 from colotrain.rundir import RUNS, RunDir, write_atomically
 
@@ -139,7 +140,7 @@ def resume(
 
     With `checkpoint.resume=PATH` among them it goes on from that one.
     """
-    rundir = RunDir.find(run)
+    rundir = find(run)
     warm_up()
     own = rundir.plan()
     if not overrides and own.elastic.max_nodes == 1:
@@ -196,14 +197,14 @@ def train(
     console = stderr_console()
     if not node.is_head:
         return help_out(plan, rundir, node, console=console)
-    exit_code, cause = carry_out(
-        plan,
-        rundir,
-        config,
-        node=node,
-        console=console,
-        began_at=began_at or command_began_at(),
-    )
+    began_at = began_at or command_began_at()
+    try:
+        exit_code, cause = carry_out(
+            plan, rundir, config, node=node, console=console, began_at=began_at
+        )
+    except KeyboardInterrupt:  # before there were workers
+        print(f"interrupted: {where_to_go_on(plan, rundir)}", file=sys.stderr, flush=True)
+        raise
     document, view = sum_up(plan, rundir)
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := smoke.close(document, plan, rundir)):
@@ -272,6 +273,7 @@ def carry_out(
 ) -> tuple[int, str]:
     """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
     from colotrain.launch.elastic import launch
+    from colotrain.launch.preparing import end_recorded, ended_by_signals
     from colotrain.launch.smoke import launch_and_resume
     from colotrain.observe import liveness
     from colotrain.observe.fold import Fold
@@ -279,11 +281,12 @@ def carry_out(
     from colotrain.observe.trackers import Trackers
 
     rundir.create()
-    with liveness.claim(rundir):
+    with liveness.claim(rundir), end_recorded(rundir):
         write_down(plan, rundir, config)
         for text in plan.warnings:
             console.print(f"warning: {text}", style="yellow", soft_wrap=True)
-        prepare_data(plan, console)
+        with ended_by_signals():
+            prepare_data(plan, console)
         fold = Fold(max_steps=plan.train.max_steps)
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
 

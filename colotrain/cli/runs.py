@@ -19,7 +19,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.launch import queue
 from colotrain.observe.events import EventReader
 from colotrain.observe.fold import Fold, follow
-from colotrain.observe.liveness import is_alive, launcher_of, state
+from colotrain.observe.liveness import find, is_alive, launcher_of, state
 from colotrain.observe.progress import clean, format_duration, print_plain, shown
 from colotrain.observe.terminal import is_live
 from colotrain.observe.view import ENDED, RunView, overall_tokens_per_s
@@ -239,14 +239,14 @@ def stop(
     timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
     """Ask a run to save and stop, and wait until it has; 1 where it has not, or has failed."""
-    rundir = RunDir.find(run, root=root)
+    rundir = find(run, root=root)
     submitted, launcher = queue.recall(rundir), launcher_of(rundir)
     by_hand = launcher is not None and not launcher.job  # as after `resume` of what was a job
     if submitted is not None and not by_hand:
         return stop_job(rundir, submitted.job, as_json=as_json, timeout_s=timeout_s)
     view = follow(rundir, ranks={0})
     now = state(rundir, view)
-    waiting = view.launched_at is None and is_alive(rundir) is False
+    waiting = now == "starting" and not is_alive(rundir) and view.launched_at is None
     if now not in ("starting", "running") or waiting:
         what = "not started yet" if waiting else f"not running ({now})"
         raise UsageError(f"{rundir.name}: {what}", "`colotrain runs` shows which are running")

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from colotrain.observe.events import event_files
 from colotrain.observe.fold import follow
 from colotrain.observe.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir, write_atomically
+from colotrain.rundir import RUNS, RunDir, write_atomically
 
 SILENT_S = 120.0
 """A run on another host whose event files are older than this is taken for dead."""
@@ -102,6 +102,34 @@ def state(rundir: RunDir, view: RunView) -> str:
         return view.status
     now = follow(rundir, ranks=())  # it may have ended since `view` was taken
     return now.status if now.status in ENDED else "dead"
+
+
+def has_trained(rundir: RunDir) -> bool:
+    """Whether the run has made a step."""
+    for path, rank, _ in event_files(rundir, ranks={0}):
+        if rank is not None:
+            with contextlib.suppress(OSError), path.open("rb") as lines:
+                if any(b'"kind":"step"' in line for line in lines):
+                    return True
+    return False
+
+
+def find(
+    name: str | None, *, root: Path = RUNS, counts: Callable[[RunDir], bool] = has_trained
+) -> RunDir:
+    """The run called `name`; with None the newest that `counts`, starts just now, or is queued."""
+    if name is not None:
+        return RunDir.find(name, root=root)
+    known = RunDir.all(root)[::-1]
+    if not known:
+        raise UsageError(f"no runs under {root.absolute()}", "start one with `colotrain run`")
+    return next((r for r in known if _holds(r) or counts(r) or _is_queued(r)), known[0])
+
+
+def _is_queued(rundir: RunDir) -> bool:
+    """Whether it is a job that was neither started nor cancelled by `colotrain stop`."""
+    over = rundir.launcher_events.exists() or rundir.cancel_file.exists()
+    return rundir.job_file.exists() and not over
 
 
 def _holds(rundir: RunDir) -> bool:

@@ -43,8 +43,8 @@ def read_curves(rundir: RunDir) -> Curves:
     """The curves of a run; a run without a step is a `ColotrainError`."""
     view = follow(rundir)
     if not view.loss:
-        fix = "wait for its first step, or name another run"
-        raise ColotrainError(f"{rundir.name}: has done no step yet", fix)
+        fix = "name another run: `colotrain runs` shows them"
+        raise ColotrainError(f"{rundir.name} ({view.status}): has made no step", fix)
     of_peak = max(view.ledgers.values(), key=lambda ledger: ledger.total, default=Ledger())
     peak = max(view.peak_by_rank, default=0)
     return Curves(

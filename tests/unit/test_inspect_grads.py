@@ -134,7 +134,9 @@ def test_a_run_without_records_says_how_to_get_one(
 ) -> None:
     rundir.event_file(rank=0, attempt=0).unlink()
     assert guarded(["inspect-grads"]) == 2
-    assert "inspect-grads --live tiny" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "tiny (finished): has no gradient records; set observe.grads_every" in said
+    assert "wait" not in said
 
 
 def test_the_table_is_a_line_per_parameter(

@@ -99,7 +99,7 @@ def test_what_cannot_be_drawn_is_one_line(
     assert "expected a name that ends in .png" in capsys.readouterr().err
     new_run(runs[0].path.parent, "three")
     assert guarded(["plot", "three"]) == 1
-    assert "three: has done no step yet" in capsys.readouterr().err
+    assert "three (starting): has made no step" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert guarded(["plot", "one"]) == 1
     assert "pip install 'colotrain[plot]'" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from test_view import plan_of, restarted_run, write_files
 
+from colotrain.cli.main import guarded
 from colotrain.cli.runs import list_runs, row_of, stop
 from colotrain.errors import UsageError
 from colotrain.observe import liveness
@@ -26,6 +28,7 @@ from colotrain.observe.fold import follow
 from colotrain.observe.liveness import claim, is_alive, launcher_of, release, state
 from colotrain.observe.view import summary
 from colotrain.rundir import RunDir
+from tests.running import SMALL
 
 LONG_AGO = time.time() - 1000
 
@@ -519,3 +522,50 @@ def test_a_run_that_was_never_launched_cannot_be_stopped(rundir: RunDir, root: P
 def test_a_run_that_is_unknown_cannot_be_stopped(rundir: RunDir, root: Path) -> None:
     with pytest.raises(UsageError, match=r"no run 'onne'.*did you mean one"):
         stop("onne", root=root)
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "code"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGINT), "interrupted", 130),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "preempted", 75),
+        (lambda: Path("missing.txt").read_text(), "failed", 2),
+    ],
+)
+def test_a_run_that_ends_while_its_data_is_prepared_has_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ending: Callable[[], object],
+    state: str,
+    code: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("colotrain.cli.run.prepare_data", lambda *_: ending())
+    before = signal.getsignal(signal.SIGTERM)
+    assert guarded(["run", *SMALL, "name=x"]) == code
+    assert signal.getsignal(signal.SIGTERM) is before
+    said = capsys.readouterr().err
+    assert (state != "interrupted") or "interrupted: no step was finished" in said
+    row = row_of(RunDir("runs/x"))
+    assert (row.state, row.steps) == (state, 0)
+    for verb in (["stop"], ["inspect-grads"]):
+        assert guarded(verb) == 2
+        said = capsys.readouterr().err
+        assert f"({state})" in said
+        assert "wait" not in said
+
+
+def test_the_newest_run_is_the_newest_that_trained_starts_or_is_queued(root: Path) -> None:
+    now = time.time()
+    trained = launched(new_run(root, "trained", written_at=now - 40), steps=1, status="finished")
+    queued = new_run(root, "queued", written_at=now - 30)
+    failed = launched(new_run(root, "failed", written_at=now - 20), status="failed")
+    new = new_run(root, "new", written_at=now - 10)
+    assert liveness.find(None, root=root).name == trained.name
+    queued.job_file.write_text("{}")
+    assert liveness.find(None, root=root).name == queued.name
+    begun = liveness.find(None, root=root, counts=lambda run: any(run.events.glob("rank*")))
+    assert begun.name == failed.name
+    with claim(new):
+        assert liveness.find(None, root=root).name == new.name

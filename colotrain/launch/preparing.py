@@ -1,0 +1,63 @@
+"""What happens to a run before its workers: its end is recorded as every other."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from colotrain.errors import ColotrainError
+from colotrain.launch.elastic import EXIT_CODES
+from colotrain.observe.events import EventWriter
+from colotrain.observe.fold import follow
+from colotrain.observe.view import ENDED
+from colotrain.rundir import RunDir
+
+
+class AskedToStop(ColotrainError):
+    """A signal came before there were workers that could save."""
+
+    exit_code = EXIT_CODES["preempted"]
+
+
+@contextmanager
+def end_recorded(rundir: RunDir) -> Iterator[None]:
+    """Write `done` where an error or Ctrl-C ends what is done inside, and nothing else wrote it."""
+    began_at = time.time()
+    try:
+        yield
+    except BaseException as error:
+        view = follow(rundir, ranks=())
+        if view.status not in ENDED or (view.ended_at or 0.0) < began_at:
+            _record(rundir, error)
+        raise
+
+
+def _record(rundir: RunDir, error: BaseException) -> None:
+    status = "failed"
+    if isinstance(error, KeyboardInterrupt):
+        status = "interrupted"
+    elif isinstance(error, AskedToStop):
+        status = "preempted"
+    cause = error.problem if isinstance(error, ColotrainError) else ""
+    cause = cause or " ".join(f"{type(error).__name__}: {error}".rstrip(": ").split())
+    with EventWriter(rundir.launcher_events) as events:
+        events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM, SIGHUP and SIGUSR1, unless ignored, raise `AskedToStop` meanwhile."""
+
+    def stop(number: int, _: Any) -> None:
+        name = signal.Signals(number).name
+        raise AskedToStop(f"{name}: stopped before the first step", "`colotrain resume` begins it")
+
+    with ExitStack() as handlers:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before = signal.signal(number, stop)
+                handlers.callback(signal.signal, number, before)
+        yield
