@@ -205,9 +205,11 @@ class ElasticPlan:
 class CheckpointPlan:
     enabled: bool
     every: int
-    """0: only at the end."""
+    """Steps between checkpoints; 0: not by steps."""
     keep: int
     resume: str
+    every_s: float = 0.0
+    """Seconds between checkpoints; 0: not by time."""
     content: Literal["all", "trained"] = "all"
     async_: bool = True
 

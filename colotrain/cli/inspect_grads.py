@@ -169,7 +169,7 @@ def for_one_step(plan: RunPlan) -> RunPlan:
         plan,
         train=dataclasses.replace(plan.train, max_steps=1, eval_every=0, eval_steps=0),
         observe=dataclasses.replace(plan.observe, grads_every=1, trackers=()),
-        checkpoint=dataclasses.replace(plan.checkpoint, enabled=False, every=0, resume="none"),
+        checkpoint=dataclasses.replace(plan.checkpoint, enabled=False, resume="none"),
         elastic=dataclasses.replace(plan.elastic, max_restarts=0),
     )
 

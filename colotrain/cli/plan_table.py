@@ -15,7 +15,7 @@ from colotrain.cli.resolving import Setting
 from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
 from colotrain.observe.charts import GREEN, ORANGE, SERIES, VERMILLION
-from colotrain.plan import RunPlan
+from colotrain.plan import CheckpointPlan, RunPlan
 
 CATEGORIES = (
     "parameters",
@@ -93,6 +93,16 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
+    yield "checkpoints", _checkpoints(plan.checkpoint)
+
+
+def _checkpoints(checkpoint: CheckpointPlan) -> str:
+    if not checkpoint.enabled:
+        return "none (checkpoint.every=0)"
+    often = f"every {checkpoint.every} steps, " if checkpoint.every else ""
+    if checkpoint.every_s:
+        often = f"every {format_seconds(checkpoint.every_s)}, "
+    return f"{often}when asked to stop, and at the end; the newest {checkpoint.keep} are kept"
 
 
 def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -124,7 +124,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     )
     document, _ = sum_up(setting.plan, rundir)
     if exit_code == ColotrainError.exit_code:
-        raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
+        raise ColotrainError(cause, where_to_go_on(setting.plan, rundir))
     return document
 
 
@@ -216,20 +216,19 @@ def train(
     if exit_code == ColotrainError.exit_code and plan.smoke:
         raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
     if exit_code == ColotrainError.exit_code:
-        raise ColotrainError(cause, f"`colotrain resume {rundir.name}` goes on from the last save")
+        raise ColotrainError(cause, where_to_go_on(plan, rundir))
     return exit_code
 
 
 def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:
-    """What can be done with a run that was stopped."""
+    """What can be done with a run that ended early."""
     from colotrain.engine.manifest import complete
 
     saved = complete(rundir.checkpoints)
     if saved:
         return f"`colotrain resume {rundir.name}` goes on from {saved[0].name}"
-    if plan.checkpoint.enabled:
-        return f"no step was finished: `colotrain resume {rundir.name}` begins with the first one"
-    return f"nothing was saved (checkpoint.every=0): `colotrain resume {rundir.name}` begins anew"
+    why = "" if plan.checkpoint.enabled else " (checkpoint.every=0)"
+    return f"nothing was saved{why}: `colotrain resume {rundir.name}` begins with the first step"
 
 
 def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:

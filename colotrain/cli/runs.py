@@ -341,8 +341,10 @@ def _waiting(name: str) -> Iterator[Callable[[float], None]]:
 def _how_it_ended(rundir: RunDir, view: RunView, ended: str) -> str:
     if ended.isupper():  # SLURM's name of a state
         return clean(f"{rundir.name}: was waiting ({ended})")
-    saved = f"; saved at step {view.checkpoint.step}" if view.checkpoint else "; nothing was saved"
-    hint = "" if ended == "finished" else f"; `colotrain resume {rundir.name}` continues"
+    saved, goes_on = "; nothing was saved", "begins anew"
+    if view.checkpoint:
+        saved, goes_on = f"; saved at step {view.checkpoint.step}", "continues"
+    hint = "" if ended == "finished" else f"; `colotrain resume {rundir.name}` {goes_on}"
     cause = f" ({view.cause})" if view.cause else ""
     return clean(f"{rundir.name}: {ended}{cause} after step {view.steps}{saved}{hint}")
 

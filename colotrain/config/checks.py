@@ -51,6 +51,7 @@ ABOVE_ZERO = (
     "optim.lr",
     "optim.eps",
     "train.grad_clip",
+    "checkpoint.minutes",
     "elastic.hang_timeout_s",
     "elastic.grace_s",
 )

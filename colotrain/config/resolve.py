@@ -299,12 +299,14 @@ def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
 
 
 def _checkpoint(settings: Config) -> CheckpointPlan:
-    """`every: null` saves at the end only, `every: 0` never."""
+    """`every: auto` saves by time, `every: null` at the end only, `every: 0` never."""
     checkpoint = settings.checkpoint
     named = checkpoint.resume not in ("auto", "none")
+    by_time = checkpoint.every == "auto"
     return CheckpointPlan(
         enabled=checkpoint.every != 0,
-        every=checkpoint.every or 0,
+        every=checkpoint.every if isinstance(checkpoint.every, int) else 0,
+        every_s=60 * checkpoint.minutes if by_time else 0.0,
         keep=checkpoint.keep,
         async_=checkpoint.async_,
         resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,

@@ -262,8 +262,11 @@ class Elastic:
 class Checkpoint:
     """Saved states of the run."""
 
-    every: int | None = None
-    """Steps between checkpoints; null: only at the end; 0: none at all."""
+    every: int | Literal["auto"] | None = "auto"
+    """Steps between checkpoints; auto: by time (`minutes`); null: only when the run is asked to
+    stop and at its end; 0: none at all."""
+    minutes: float = 10.0
+    """Between checkpoints by time."""
     keep: int = 2
     """How many are kept; the last good one always is."""
     async_: bool = True

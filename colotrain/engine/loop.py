@@ -36,8 +36,7 @@ from colotrain.plan import READ_BACK, RunPlan
 from colotrain.rundir import NOISE, RunDir
 
 LATE = 5.0
-"""A rank may be silent for so many times what it took, or was foreseen to take, between two signs
-of life."""
+"""How many times as long as expected a rank may take from one sign of life to the next."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +130,8 @@ class StepResult:
     """A rank is short of memory, or the first step has shown what is needed beside model data."""
     noise: bool
     """Gradient noise was asked for, too."""
+    save: bool
+    """A checkpoint is due."""
     totals: StepTotals = field(repr=False)
 
     @property
@@ -158,11 +159,9 @@ def train(run: Run) -> str:
             run.tiers.begin_step()
         unfreeze_(run)
         gradients.clear_(run.sharded.module)
-        batches = Fetch(run)
+        batches, num = Fetch(run), plan.batch.accumulation_steps
         with run.monitor.interruptible(run):
-            totals = accumulate(
-                run.gradients, batches, num=plan.batch.accumulation_steps, totals=new_totals(run)
-            )
+            totals = accumulate(run.gradients, batches, num=num, totals=new_totals(run))
             clock.lap("compute_s", less=batches.seconds)
             result = agree(run, totals)
         clock.lap("reduce_s")
@@ -197,7 +196,7 @@ def train(run: Run) -> str:
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
-        if is_due(run.step, plan.checkpoint.every):
+        if result.save:
             checkpoint.save(run)
     checkpoint.save(run)
     checkpoint.finish_saving(run)
@@ -259,14 +258,15 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     run.stop_reason = run.wish()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
-    short = run.tiers is not None and run.tiers.is_short()
-    wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short]
+    short, due = run.tiers is not None and run.tiers.is_short(), run.saver.is_time()
+    wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
     took_s = run.monitor.elapsed_s()
     wish = torch.tensor([*wishes, order, order * order, took_s], dtype=torch.float64)
     mine = torch.stack((totals.loss_sum, totals.count)).cpu()
     shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
     dist.all_reduce(shared)
-    loss_sum, count, stop, record, with_noise, settle, orders, squares, took_s = shared[:9].tolist()
+    told = shared[:10].tolist()
+    loss_sum, count, stop, record, noisy, settle, save, orders, squares, took_s = told
     run.monitor.note_duration(took_s / dist.get_world_size())
     if orders * orders != squares * dist.get_world_size():  # equal only if all are the same
         raise ColotrainError(
@@ -274,14 +274,15 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.take_facts_(run.gradients, shared[9:], factor=factor)
+    gradients.take_facts_(run.gradients, shared[10:], factor=factor)
     return StepResult(
         loss=loss_sum / max(count, 1.0),
         tokens=count,
         grad_norm=run.gradients.norm,
         stop=stop > 0,
         record=record > 0 or is_due(run.step + 1, run.plan.observe.grads_every),
-        noise=with_noise > 0,
+        noise=noisy > 0,
+        save=save > 0 or is_due(run.step + 1, run.plan.checkpoint.every),
         settle=settle > 0,
         totals=totals,
     )

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,8 @@ class Saver:
     """The same on every rank, and another one in each attempt."""
     beat: Callable[[], None] = lambda: None
     """Called again and again while training waits for the disk."""
+    began_at: float = field(default_factory=time.monotonic)
+    """When the last save began, or this attempt."""
     current: Save | None = None
     image: Tensor | None = None
     """Where copies lie as they will in the file; takes memory only once there are any."""
@@ -95,6 +97,10 @@ class Saver:
         dist.broadcast_object_list(token)
         return Saver(plan=plan, rundir=rundir, events=events, token=token[0])
 
+    def is_time(self) -> bool:
+        """Whether the last save began long enough ago, by this rank's clock."""
+        return 0 < self.plan.checkpoint.every_s <= time.monotonic() - self.began_at
+
     def begin(self, pieces: list[Piece], manifest: Manifest, *, background: bool = True) -> None:
         """Save the state that `pieces` describe, which may change once this returns.
 
@@ -102,7 +108,7 @@ class Saver:
         checkpoint is written. Waits for the save before. A save that fails is announced and
         otherwise without effect.
         """
-        started = time.perf_counter()
+        started, self.began_at = time.perf_counter(), time.monotonic()
         self.wait()
         save = self.current = self._new(pieces, manifest)
         if dist.get_rank() == 0:

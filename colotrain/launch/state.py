@@ -50,6 +50,8 @@ class Launch:
     """When the newest attempt began: Unix seconds."""
     progressed: bool = False
     """Whether any step was made."""
+    saved: bool = False
+    """Whether a checkpoint was written or read."""
     looks: int = 0
     """How often the main thread has read the events."""
     error: BaseException | None = None
@@ -64,6 +66,7 @@ class Launch:
     def take(self, events: list[Event]) -> None:
         self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
         self.progressed = self.progressed or any(e.kind == "step" for e in events)
+        self.saved = self.saved or any(e.kind in ("checkpoint", "resumed") for e in events)
         self.elsewhere += [
             Death(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
         ]
@@ -114,6 +117,8 @@ class Launch:
         """Begin again after a failure."""
         self.causes.append(self.cause())
         self.begins_again(self.causes[-1])
+        if not self.saved:
+            self.say("nothing was saved yet: training begins again with the first step")
 
     def begins_again(self, cause: str) -> None:
         """Tell why, and look at the next attempt with fresh eyes."""

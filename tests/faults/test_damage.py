@@ -27,7 +27,7 @@ pytestmark = [
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Colotrain:
     """A run with checkpoints of the steps 1, 2 and 3, written by two ranks."""
     colotrain = Colotrain(tmp_path_factory.mktemp("saved"))
-    settings = ("train.max_steps=3", "checkpoint.every=1", "checkpoint.keep=3", "name=saved")
+    settings = ("train.max_steps=3", "checkpoint.minutes=1e-6", "checkpoint.keep=3", "name=saved")
     colotrain.run(*SMALL, "plugin=zero2", *settings)
     return colotrain
 

@@ -201,7 +201,7 @@ def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(
 
 def test_rolling_back_needs_something_to_go_back_to(colotrain: Colotrain) -> None:
     (colotrain.cwd / "planted.py").write_text(PLANTED)
-    result = colotrain("plan", *ROLLBACK, "data.target=planted:data")
+    result = colotrain("plan", *ROLLBACK, "data.target=planted:data", "checkpoint.every=null")
     assert result.code == 2
     assert "checkpoint.every" in result.err
 

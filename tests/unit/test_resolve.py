@@ -618,13 +618,15 @@ def test_what_verify_tries_of_a_recipe_that_rolls_back_needs_no_checkpoints() ->
 
 
 @pytest.mark.parametrize(
-    ("every", "enabled", "steps"), [(None, True, 0), (0, False, 0), (50, True, 50)]
+    ("every", "enabled", "steps", "seconds"),
+    [("auto", True, 0, 180), (None, True, 0, 0), (0, False, 0, 0), (50, True, 50, 0)],
 )
-def test_checkpoints_are_saved_at_the_end_never_or_at_an_interval(
-    every: int | None, enabled: bool, steps: int
+def test_checkpoints_are_saved_by_time_at_the_end_never_or_at_an_interval(
+    every: int | str | None, enabled: bool, steps: int, seconds: float
 ) -> None:
-    made = plan(("checkpoint.every", every)).checkpoint
-    assert (made.enabled, made.every) == (enabled, steps)
+    made = plan(("checkpoint.every", every), ("checkpoint.minutes", 3.0)).checkpoint
+    assert (made.enabled, made.every, made.every_s) == (enabled, steps, seconds)
+    assert plan().checkpoint.every_s == 600
 
 
 def test_null_turns_intervals_off() -> None:

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_view import plan_of
 
+from colotrain.engine.saving import Saver
 from colotrain.launch.causes import Death, describe
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
@@ -150,6 +152,34 @@ def test_the_first_node_says_once_what_a_wish_to_stop_leads_to(
     told = [event.text("text") for event in EventReader(rundir).drain()]
     assert len(told) == notes
     assert all(text.startswith("SIGINT: stopping; a step that takes long") for text in told)
+
+
+@pytest.mark.parametrize("kind", ["step", "checkpoint", "resumed"])
+def test_a_restart_says_where_nothing_was_saved(tmp_path: Path, kind: str) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.create()
+    events, watch = EventWriter(rundir.launcher_events), Watch(plan=plan_of(), rundir=rundir)
+    launch = Launch(
+        plan=plan_of(), rundir=rundir, events=events, worker="", node=Node(), watch=watch
+    )
+    launch.take([Event(kind=kind, t=1.0, rank=0, attempt=0, fields={"step": 60})])
+    launch.restarts()
+    told = [event.text("text") for event in EventReader(rundir).drain()]
+    begins_anew = any("training begins again with the first step" in text for text in told)
+    assert begins_anew == (kind == "step")
+
+
+def test_a_checkpoint_is_due_by_time(tmp_path: Path) -> None:
+    rundir, plan = RunDir(tmp_path), plan_of()
+    by_time = replace(plan, checkpoint=replace(plan.checkpoint, every_s=60.0))
+    savers = [
+        Saver(plan=p, rundir=rundir, events=EventWriter(tmp_path / "x"), token="")
+        for p in (plan, by_time)
+    ]
+    for long_ago, due in ((59, False), (61, True)):
+        for saver in savers:
+            saver.began_at = time.monotonic() - long_ago
+        assert [saver.is_time() for saver in savers] == [False, due]
 
 
 def test_a_stop_file_of_an_earlier_launch_asks_for_nothing(tmp_path: Path) -> None:
