@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor, nn
 
 from colotrain.data.loader import BatchLoader, stack
+from colotrain.engine.raw_bytes import bytes_of
 from colotrain.errors import ColotrainError
 from colotrain.models.seeding import seeded
 
@@ -102,8 +103,7 @@ def _describe(tensor: Tensor) -> str:
 
 def digest_of(tensor: Tensor) -> str:
     """A number that differs (almost surely) where a value or the order of values does."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(flat.numpy().data)
+    return xxhash.xxh3_64_hexdigest(bytes_of(tensor.cpu()))
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:

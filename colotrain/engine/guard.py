@@ -20,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.sharding import ShardedModel, local_shard
 
 if TYPE_CHECKING:
@@ -81,10 +82,9 @@ def checksum(tensor: Tensor) -> int:
 
     On the CPU a hash; elsewhere the sum of the bits as integers, each times its own odd number.
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
-        return int(xxhash.xxh3_64_intdigest(flat.numpy().data)) - (1 << 63)
-    return sum_of_bits(flat)
+    if tensor.device.type == "cpu":
+        return int(xxhash.xxh3_64_intdigest(bytes_of(tensor))) - (1 << 63)
+    return sum_of_bits(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
 
 def sum_of_bits(flat: Tensor) -> int:

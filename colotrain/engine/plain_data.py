@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.raw_bytes import bytes_of
+
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered"}
@@ -52,9 +54,8 @@ def _plain(value: Any, where: str) -> Any:
         return {_MAPPINGS[kind]: pairs}
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta:
         whole = value.detach().cpu().contiguous()
-        raw = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
         dtype = str(whole.dtype).removeprefix("torch.")
-        return {"tensor": dtype, "shape": list(whole.shape), "data": _text(raw)}
+        return {"tensor": dtype, "shape": list(whole.shape), "data": _text(bytes(bytes_of(whole)))}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         kind_of = "array" if isinstance(value, np.ndarray) else "number"
         raw = np.ascontiguousarray(value).tobytes()

@@ -21,6 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from colotrain.engine.raw_bytes import bytes_of
+
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
 """Written at once from where it lies: for each, Python's lock changes hands a few times."""
@@ -198,18 +200,13 @@ def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memor
             with turns.read(index):
                 piece = pieces[index]
                 if piece is not read:
-                    read, data = piece, _bytes_of(piece.local)
+                    read, data = piece, bytes_of(piece.local.cpu())
                 blocks = (end - start - at) // BLOCK * BLOCK
                 num = head if at < head else min(blocks, WINDOW_BYTES) or end - start - at
                 part = data[at : at + num]
                 _check(piece, part)
                 yield part
                 at += num
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if len(flat) else memoryview(b"")
 
 
 def _start_of(data: memoryview) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from colotrain.engine.raw_bytes import bytes_of
 from colotrain.models.stored import INDEX, SINGLE
 
 NAMES = {
@@ -97,7 +98,7 @@ def write_file(
         for entry in entries:
             tensor = entry.read().detach().to("cpu", entry.dtype).contiguous()
             assert tuple(tensor.shape) == entry.shape, f"{entry.name}: {tuple(tensor.shape)}"
-            out.write(tensor.flatten().view(torch.uint8).numpy().data)
+            out.write(bytes_of(tensor))
             done += entry.num_bytes
             progress(done)
         out.flush()

@@ -277,10 +277,15 @@ def test_a_flipped_bit_is_found_named_and_undone(
     assert losses(result.json) == pytest.approx(straight, abs=1e-5)
 
 
-def test_a_rank_that_holds_nothing_takes_part_in_the_search(colotrain: Colotrain) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_that_holds_nothing_takes_part_in_the_search(
+    colotrain: Colotrain, precision: str
+) -> None:
+    """In fp32 both ranks read one copy of the parameters; in bf16 each gathers its own."""
     (colotrain.cwd / "narrow.py").write_text(NARROW)
     settings = ("model.target=narrow:Model", "data.target=narrow:data", "plugin=zero2")
     more = ("optim.name=sgd", "train.max_steps=4", "elastic.check_every=1", "train.eval_steps=0")
+    more += (f"train.precision={precision}",)
     sizes = ("train.global_batch=4", "train.micro_batch=2", "cluster.procs_per_node=2")
     bounded = ("elastic.hang_timeout_s=20", "elastic.max_restarts=0")
     summary = colotrain.run(*settings, *more, *sizes, *bounded)

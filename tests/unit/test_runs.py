@@ -546,7 +546,9 @@ def test_a_run_that_ends_while_its_data_is_prepared_has_ended(
     assert guarded(["run", *SMALL, "name=x"]) == code
     assert signal.getsignal(signal.SIGTERM) is before
     said = capsys.readouterr().err
-    assert (state != "interrupted") or "interrupted: nothing was saved: `colotrain resume x` begins" in said
+    assert (
+        state != "interrupted"
+    ) or "interrupted: nothing was saved: `colotrain resume x` begins" in said
     row = row_of(RunDir("runs/x"))
     assert (row.state, row.steps) == (state, 0)
     for verb in (["stop"], ["inspect-grads"]):
