@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -36,6 +36,7 @@ from colotrain.plan import (
     TrainPlan,
 )
 from colotrain.plugins import AUTO_ORDER, ROWS, Row, expand
+from colotrain.spec.memory import Verdict
 from colotrain.tiers import SAFETY
 
 MOST_BLOCKS = 10_000
@@ -52,6 +53,8 @@ class Situation:
     optim: OptimPlan
     observe: ObservePlan
     machine: Machine
+    verdict: Callable[[dict[str, Any]], Verdict | None] = lambda changes: None
+    """Whether the plan fits with some settings changed (dotted keys); None: that is no plan."""
 
     def option(self, plugin: PluginPlan) -> Option:
         """What `plugin` needs, everything else as planned; less what rests in lower tiers."""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from colotrain.config.plugin import Situation
 from colotrain.config.sizes import format_size
-from colotrain.estimate.advise import Option, largest_micro_batch, ranks_needed
+from colotrain.errors import ColotrainError
+from colotrain.estimate.advise import largest_micro_batch
 from colotrain.estimate.layout import Layout
 from colotrain.plan import RECOMPUTE, RunPlan
 from colotrain.plugins import ROWS
 from colotrain.rundir import OFFLOAD
+from colotrain.spec.memory import Verdict
+
+Changes = dict[str, Any]
+"""Settings by dotted key."""
+
+MOST_HINTS = 3
+LEAST: Changes = {
+    "plugin.name": "zero3",
+    "train.micro_batch": 1,
+    "train.activation_checkpointing": "blocks",
+}
+"""What needs the least memory without a lower tier."""
 
 
 def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
@@ -41,52 +56,82 @@ def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
 
 
 def fix_hints(situation: Situation, plan: RunPlan) -> str:
-    """The nearest changes that make `plan` fit, as settings, or what it would take at least."""
-    found = list(dict.fromkeys(_changes(situation, plan)))
+    """The nearest changes that make `plan` fit, as settings, or what it would take at least.
+
+    Every change was planned on the same machine, and fits there.
+    """
+    found: list[Changes] = []
+    for changes in _changes(situation, plan):
+        is_new = not any(known.keys() <= changes.keys() for known in found)
+        if len(found) < MOST_HINTS and is_new and situation.verdict(changes) == "yes":
+            found.append(changes)
     if found:
-        return " or ".join(found[:3])
-    layout = _layout("zero3", situation)
-    ranks = ranks_needed(situation.question, layout, checkpointing="blocks")
-    room = format_size(plan.cluster.memory_bytes)
-    if ranks is not None:
-        return f"plugin=zero3 with micro-batches of 1 would fit on {ranks} ranks of {room}"
-    option = situation.question.option("zero3", _one(layout), checkpointing="blocks")
+        return "set " + " or ".join(map(_shown, found))
+    for nodes in (plan.cluster.nodes << n for n in range(1, 11)):
+        procs = plan.cluster.procs_per_node
+        more: Changes = {"cluster.nodes": nodes, "cluster.procs_per_node": procs} | LEAST
+        if ROWS[plan.plugin.name].packed:
+            more["plugin.name"] = plan.plugin.name
+        if plan.batch.global_batch < nodes * procs:
+            more["train.global_batch"] = nodes * procs
+        if situation.verdict(more) == "yes":
+            return f"nothing makes it fit here; {nodes} such machines would do: {_shown(more)}"
+    option = situation.question.option(
+        "zero3", _one(situation.layout(situation.lay_out("zero3"))), checkpointing="blocks"
+    )
     need = format_size(option.memory.total)
-    least = f"even plugin=zero3 with micro-batches of 1 needs {need}"
+    least = f"even plugin=zero3 with micro-batches of 1 needs {need} per rank"
     return f"use a smaller model or more memory: {least}"
 
 
-def _changes(situation: Situation, plan: RunPlan) -> Iterator[str]:
+def verdicts(
+    config: dict[str, Any], plan: Callable[[dict[str, Any]], tuple[RunPlan, Situation]]
+) -> Callable[[Changes], Verdict | None]:
+    """Plans `config` with changes, and says whether that fits; None where it is no plan."""
+
+    def verdict(changes: Changes) -> Verdict | None:
+        changed = copy.deepcopy(config)
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            changed[section] = {**(changed.get(section) or {}), name: value}
+        try:
+            made, _ = plan(changed)
+        except ColotrainError:
+            return None
+        return made.peak.verdict(made.cluster.memory_bytes)
+
+    return verdict
+
+
+def _shown(changes: Changes) -> str:
+    text = " ".join(f"{key.removesuffix('.name')}={value}" for key, value in changes.items())
+    return f"{text} (accumulation keeps the global batch)" if "train.micro_batch" in text else text
+
+
+def _changes(situation: Situation, plan: RunPlan) -> Iterator[Changes]:
+    """What may help on this machine, the least first."""
     question, recompute = situation.question, plan.train.activation_checkpointing
-    now = situation.layout(plan.plugin)
-    size = largest_micro_batch(question, now, checkpointing=recompute)
+    size = largest_micro_batch(question, situation.layout(plan.plugin), checkpointing=recompute)
     share = question.global_batch // question.world_size
     if size:
-        fits = max(n for n in range(1, size + 1) if share % n == 0)
-        yield f"set train.micro_batch={fits} (accumulation keeps the global batch)"
+        yield {"train.micro_batch": max(n for n in range(1, size + 1) if share % n == 0)}
     for more in RECOMPUTE[RECOMPUTE.index(recompute) + 1 :]:
-        if question.can(more) and _fits(question.option("", now, checkpointing=more)):
-            yield f"set train.activation_checkpointing={more}"
-            break
-    for name in ("zero2", "zero3"):
-        if name == plan.plugin.name:
-            continue
-        layout = _layout(name, situation)
-        if _fits(question.option(name, layout, checkpointing=recompute)):
-            yield f"take plugin={name}"
-        elif _fits(question.option(name, _one(layout), checkpointing="blocks")):
-            yield (
-                f"take plugin={name} with train.micro_batch=1 train.activation_checkpointing=blocks"
-            )
-
-
-def _fits(option: Option) -> bool:
-    return option.verdict == "yes"
-
-
-def _layout(name: str, situation: Situation) -> Layout:
-    assert name in ROWS
-    return situation.layout(situation.lay_out(name))
+        if question.can(more):
+            yield {"train.activation_checkpointing": more}
+    others = [name for name in ("zero2", "zero3", "gemini") if name != plan.plugin.name]
+    yield from ({"plugin.name": name} for name in others)
+    if plan.train.precision == "fp32":
+        yield {"train.precision": "bf16"}
+    gemini, budget = {"plugin.name": "gemini"}, plan.plugin.budget
+    if ROWS[plan.plugin.name].packed and not (budget and budget.disk_path):
+        gemini |= {"plugin.disk_path": "auto"}
+        yield gemini
+    for least in (LEAST, LEAST | gemini):
+        yield least
+        if plan.train.precision == "fp32":
+            yield least | {"train.precision": "bf16"}
+    if plan.cluster.device == "cpu" and plan.cluster.procs_per_node > 1:
+        yield LEAST | gemini | {"cluster.procs_per_node": 1}
 
 
 def _one(layout: Layout) -> Layout:

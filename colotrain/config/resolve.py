@@ -24,14 +24,11 @@ from colotrain.config.plugin import (
     check_room,
     decide,
 )
-from colotrain.config.remedy import memory_warnings
-from colotrain.config.scale import Scale, ranks_here, scale_out
+from colotrain.config.remedy import memory_warnings, verdicts
+from colotrain.config.scale import Scale, ranks_here, scale_out, timed_hardware
 from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
 from colotrain.estimate.advise import Question, Traces
-from colotrain.estimate.hardware import Hardware, Sheet, from_sheet, typical_cpu
-from colotrain.estimate.layout import Layout
-from colotrain.estimate.rates import hardware_of, known
 from colotrain.plan import (
     BatchPlan,
     CheckpointPlan,
@@ -84,8 +81,12 @@ def investigate(
     name: str | None = None,
     found: Sequence[Problem] = (),
     trace: TraceModel | None = None,
+    hints: bool = True,
 ) -> tuple[RunPlan, Situation]:
-    """As `resolve`, and the situation that alternatives to the plan can be weighed in."""
+    """As `resolve`, and the situation that alternatives to the plan can be weighed in.
+
+    Without `hints` nothing is warned of memory.
+    """
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
     if settings is None:
@@ -106,6 +107,7 @@ def investigate(
         problems += check_override_names(settings.plugin, looked)
     if problems or looked is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
+    again = functools.partial(investigate, survey=survey, machine=machine, trace=trace, hints=False)
     optim, train = _optim(settings.optim), _train(settings.train)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings)
@@ -115,7 +117,7 @@ def investigate(
         question=Question(
             survey=at_most,
             traces=_traces(trace, model, freeze, data, train, scale.device),
-            hardware=_hardware(settings, scale, machine) if trace else None,
+            hardware=timed_hardware(settings, scale, machine) if trace else None,
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
             tokens_per_step=batch_plan.tokens_per_step,
@@ -126,6 +128,7 @@ def investigate(
         optim=optim,
         observe=observe,
         machine=machine,
+        verdict=verdicts(config, again),
     )
     plugin, option = decide(settings.plugin, situation)
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)
@@ -157,8 +160,10 @@ def investigate(
             *warn_of_durations(train, batch_plan, option.time),
         ),
     )
-    warnings = (*plan.warnings, *memory_warnings(situation, plan))
-    return dataclasses.replace(plan, warnings=warnings), situation
+    if hints:
+        warnings = (*plan.warnings, *memory_warnings(situation, plan))
+        plan = dataclasses.replace(plan, warnings=warnings)
+    return plan, situation
 
 
 def _traces(
@@ -180,30 +185,6 @@ def _traces(
         return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)
 
     return traces
-
-
-def _hardware(
-    settings: Config, scale: Scale, machine: Machine
-) -> Callable[[Layout], Hardware] | None:
-    """The hardware of a layout: as described, as measured here, or typical CPU cores."""
-    described, train = settings.hardware, settings.train
-    threads = max(1, machine.num_cores // scale.procs_per_node)
-    if described.name is not None and described.is_timed and scale.device != "cpu":
-        sheet = Sheet(
-            name=described.name,
-            peak_flops=described.tflops[train.precision] * 1e12,
-            memory_bytes_per_s=described.memory_gb_per_s * 1e9,
-            link_bytes_per_s=described.link_gb_per_s * 1e9,
-            node_bytes_per_s=described.node_gb_per_s * 1e9,
-        )
-        return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
-    if scale.device != "cpu":
-        return None
-    ranks, precision = scale.procs_per_node, train.precision
-    measured = known(cores=machine.num_cores, ranks=ranks, precision=precision)
-    typical = typical_cpu(threads=threads, precision=precision)
-    here = typical if measured is None else hardware_of(measured)
-    return lambda layout: here
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from colotrain.config.batch import Batch, Sizes, solve
@@ -10,6 +10,9 @@ from colotrain.config.machine import Machine
 from colotrain.config.schema import Config
 from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem, suggest
+from colotrain.estimate.hardware import Hardware, Sheet, from_sheet, typical_cpu
+from colotrain.estimate.layout import Layout
+from colotrain.estimate.rates import hardware_of, known
 
 MOST_CPU_RANKS = 8
 
@@ -144,3 +147,27 @@ def _memory_bytes(
     wrong = list(check_size("cluster.memory", cluster.memory, whole))
     problems += wrong
     return whole if wrong else parse_size(cluster.memory, whole=whole)
+
+
+def timed_hardware(
+    settings: Config, scale: Scale, machine: Machine
+) -> Callable[[Layout], Hardware] | None:
+    """The hardware of a layout: as described, as measured here, or typical CPU cores."""
+    described, train = settings.hardware, settings.train
+    threads = max(1, machine.num_cores // scale.procs_per_node)
+    if described.name is not None and described.is_timed and scale.device != "cpu":
+        sheet = Sheet(
+            name=described.name,
+            peak_flops=described.tflops[train.precision] * 1e12,
+            memory_bytes_per_s=described.memory_gb_per_s * 1e9,
+            link_bytes_per_s=described.link_gb_per_s * 1e9,
+            node_bytes_per_s=described.node_gb_per_s * 1e9,
+        )
+        return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
+    if scale.device != "cpu":
+        return None
+    ranks, precision = scale.procs_per_node, train.precision
+    measured = known(cores=machine.num_cores, ranks=ranks, precision=precision)
+    typical = typical_cpu(threads=threads, precision=precision)
+    here = typical if measured is None else hardware_of(measured)
+    return lambda layout: here

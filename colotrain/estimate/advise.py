@@ -137,14 +137,3 @@ def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: Re
     while size < MOST_SAMPLES and has_room(2 * size):
         size = 2 * size
     return size
-
-
-def ranks_needed(question: Question, layout: Layout, *, checkpointing: Recompute) -> int | None:
-    """The smallest power of two of ranks, sharing one copy, on which micro-batches of one fit."""
-    trace, size = question.traces(checkpointing, 1), layout.shard
-    while size <= 1 << 14:
-        wide = replace(layout, shard=size, replicas=1, micro_batch=1)
-        if predict(wide, question.survey, trace).peak.verdict(question.capacity) == "yes":
-            return size
-        size = 2 * size
-    return None

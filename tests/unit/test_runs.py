@@ -546,9 +546,8 @@ def test_a_run_that_ends_while_its_data_is_prepared_has_ended(
     assert guarded(["run", *SMALL, "name=x"]) == code
     assert signal.getsignal(signal.SIGTERM) is before
     said = capsys.readouterr().err
-    assert (
-        state != "interrupted"
-    ) or "interrupted: nothing was saved: `colotrain resume x` begins" in said
+    begins = "interrupted: nothing was saved: `colotrain resume x` begins"
+    assert (state != "interrupted") or begins in said
     row = row_of(RunDir("runs/x"))
     assert (row.state, row.steps) == (state, 0)
     for verb in (["stop"], ["inspect-grads"]):

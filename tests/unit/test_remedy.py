@@ -1,0 +1,89 @@
+"""What is said to make a plan fit makes it fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_resolve import LAPTOP, survey, with_values
+
+from colotrain.config.machine import Machine
+from colotrain.config.remedy import fix_hints
+from colotrain.config.resolve import investigate
+from colotrain.plan import FreezePlan, ModelPlan, RunPlan, Survey
+
+GEMINI = ("plugin.name", "gemini")
+NO_DISK = ("plugin.disk_path", "none")
+
+
+def large(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+    """A thousand times as many parameters in every matrix."""
+    made = survey(model, freeze, seq_len)
+    wide = tuple(
+        replace(p, shape=(1000 * p.shape[0], p.shape[1]), numel=1000 * p.numel)
+        for p in made.parameters
+    )
+    return replace(made, parameters=wide)
+
+
+def with_memory(gib: float) -> Machine:
+    return replace(LAPTOP, host_memory_bytes=int(gib * (1 << 30)))
+
+
+def verdict(machine: Machine, *pairs: tuple[str, Any]) -> tuple[str, RunPlan, str]:
+    plan, situation = investigate(with_values(*pairs), survey=large, machine=machine)
+    said = plan.peak.verdict(plan.cluster.memory_bytes)
+    return said, plan, fix_hints(situation, plan)
+
+
+def settings_of(text: str) -> list[list[tuple[str, Any]]]:
+    """What every hint says is to be set."""
+    found = []
+    for hint in text.split(" or "):
+        pairs = re.findall(r"([a-z_.]+)=(\w+)", hint)
+        named = [("plugin.name" if key == "plugin" else key, value) for key, value in pairs]
+        found.append([(k, int(v) if v.isdecimal() else v) for k, v in named])
+    return found
+
+
+@pytest.mark.parametrize("gib", [1.3, 1.6, 2, 2.5, 3])
+@pytest.mark.parametrize(
+    "own", [[("plugin.name", "zero1")], [("plugin.name", "zero3")], [GEMINI, NO_DISK]]
+)
+def test_each_hint_makes_the_plan_fit_on_the_machine_or_machines_that_it_names(
+    gib: float, own: list[tuple[str, Any]]
+) -> None:
+    machine = with_memory(gib)
+    said, plan, hints = verdict(machine, *own)
+    assert said != "yes"
+    for changes in settings_of(hints.partition("(accumulation")[0]):
+        assert changes, hints
+        assert verdict(machine, *own, *changes)[0] == "yes", hints
+        nodes = dict(changes).get("cluster.nodes", plan.cluster.nodes)
+        assert (nodes > plan.cluster.nodes) == (f"{nodes} such machines would do" in hints)
+
+
+def test_what_this_machine_can_do_comes_first() -> None:
+    assert verdict(with_memory(2), ("plugin.name", "zero3"))[2] == "set plugin=gemini"
+
+
+def test_what_fits_nowhere_says_how_much_it_needs() -> None:
+    _, _, hints = verdict(with_memory(0.5), ("plugin.name", "zero3"))
+    assert re.fullmatch(
+        r"use a smaller model or more memory: even plugin=zero3 with micro-batches of 1 needs "
+        r"[\d.]+ [KMG]iB per rank",
+        hints,
+    )
+
+
+def test_more_machines_are_named_only_where_nothing_helps_on_this_one() -> None:
+    config = with_values(("plugin.name", "zero3"))
+    plan, situation = investigate(config, survey=large, machine=with_memory(2))
+
+    def verdict(changes: dict[str, Any]) -> str:
+        return "yes" if changes.get("cluster.nodes") == 4 else "no"
+
+    hints = fix_hints(replace(situation, verdict=verdict), plan)
+    assert hints.startswith("nothing makes it fit here; 4 such machines would do: cluster.nodes=4")
