@@ -153,16 +153,19 @@ class SharedMemory:
         """Count `bell` down by one, once the rank `sender` has rung it.
 
         Raises `PeerLost` within seconds of the end of that process, or when any rank found another
-        one gone, or after the timeout of the process group.
+        one gone, or after the timeout of the process group. Time that this process was stopped
+        (SIGSTOP) does not count: so were the others.
         """
-        deadline = time.monotonic() + self.timeout_s
+        waited_s, looked_at = 0.0, time.monotonic()
         while not self.heard(bell, sender, within_s=LOOK_EVERY_S):
             lost = self._lost(sender)
             if lost is not None and not self.heard(bell, sender, within_s=0.0):
                 self.header[LOST] = lost + 1
                 name = f"rank {self.ranks[lost]} (process {self.pids[lost]})"
                 raise PeerLost(f"Connection closed by peer: {name} has gone during {what}")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            waited_s, looked_at = waited_s + min(now - looked_at, 2 * LOOK_EVERY_S), now
+            if waited_s > self.timeout_s:
                 name = f"rank {self.ranks[sender]}"
                 raise PeerLost(f"Timed out waiting {self.timeout_s:g} s for {name} in {what}")
 

@@ -7,6 +7,7 @@ stack, and the one that does not wait in a collective is the one to name.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -19,6 +20,8 @@ from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
 LOOK_EVERY_S = 0.5
+SLEPT_S = 10.0
+"""A launcher that did not look for so long was stopped itself (Ctrl-Z, SLURM's suspend)."""
 DUMP_S = 1.0
 """How long a rank may take to write its stack."""
 DEPTH = 4
@@ -72,6 +75,8 @@ class Watch:
     """The run is not to be restarted after that."""
     stop_asked_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
+    woke_at: float = -math.inf
+    """When this process went on after it was stopped: its ranks were, too, and are not silent."""
     seen: set[int] = field(default_factory=set)
     """Process ids of all workers so far."""
     past: set[int] = field(default_factory=set)
@@ -86,6 +91,8 @@ class Watch:
         now = time.monotonic()
         if now - self.looked_at < LOOK_EVERY_S or self.verdict is not None:
             return
+        if now - self.looked_at > SLEPT_S:
+            self.woke_at = now
         self.looked_at = now
         pids = {local: pid for local, pid in self.pids().items() if pid not in self.past}
         self.seen.update(pids.values())
@@ -94,7 +101,9 @@ class Watch:
         found = {local: beats.get((first + local, pid)) for local, pid in pids.items()}
         here = {local: beat for local, beat in found.items() if beat is not None}
         self._look_at_stop(here, asked_to_stop, now)
-        silent = {local: b for local, b in here.items() if now - b.t > b.patience_s}
+        silent = {
+            local: b for local, b in here.items() if now - max(b.t, self.woke_at) > b.patience_s
+        }
         if silent and self.verdict is None:
             self._examine(here, silent)
 
@@ -108,7 +117,7 @@ class Watch:
         if not asked:
             self.stop_asked_at = None
             return
-        self.stop_asked_at = self.stop_asked_at or now
+        self.stop_asked_at = max(self.stop_asked_at or now, self.woke_at)
         grace_s = self.plan.elastic.grace_s
         if now - self.stop_asked_at <= grace_s or not here:
             return

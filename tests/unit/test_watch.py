@@ -67,7 +67,9 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     rundir = RunDir(tmp_path)
-    watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid}, looked_at=0.0)
+    watch = Watch(
+        plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid}, looked_at=time.monotonic() - 1
+    )
     heart = Heartbeat(rundir.heartbeat_file(0), rank=0, patience_s=600)
     heart.beat(1, "start")
     line = (
@@ -81,7 +83,7 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
     [beat] = read_beats(rundir.heartbeats)
     old = line.replace(f'"t": {beat.t}', f'"t": {beat.t - 700}')
     rundir.heartbeat_file(0).write_text(old)
-    watch.looked_at = 0.0
+    watch.looked_at -= 1
     watch.look(asked_to_stop=False)
     assert sleeper.wait(timeout=10) != 0
     assert watch.verdict is not None
@@ -95,7 +97,9 @@ def test_the_silent_workers_of_an_ended_attempt_are_not_those_of_the_next(
 ) -> None:
     rundir = RunDir(tmp_path)
     workers = {0: sleeper.pid}
-    watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: workers, looked_at=0.0)
+    watch = Watch(
+        plan=plan_of(), rundir=rundir, pids=lambda: workers, looked_at=time.monotonic() - 1
+    )
     silent_since = time.monotonic() - 700
     beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": silent_since}
     rundir.heartbeats.mkdir(parents=True, exist_ok=True)
@@ -104,9 +108,29 @@ def test_the_silent_workers_of_an_ended_attempt_are_not_those_of_the_next(
     assert sleeper.wait(timeout=10) != 0
     assert watch.verdict is not None
     watch.begin()
-    watch.looked_at = 0.0
+    watch.looked_at -= 1
     watch.look(asked_to_stop=False)  # the next workers are not there yet
     assert watch.verdict is None
+
+
+def test_ranks_that_were_stopped_with_their_launcher_are_not_silent(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    rundir = RunDir(tmp_path)
+    watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid})
+    watch.looked_at -= 700  # it was stopped meanwhile
+    beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": watch.looked_at}
+    rundir.heartbeats.mkdir(parents=True, exist_ok=True)
+    rundir.heartbeat_file(0).write_text(json.dumps({**beat, "patience_s": 600}))
+    for asked in (True, False):
+        watch.stop_asked_at = watch.looked_at
+        watch.look(asked_to_stop=asked)
+        watch.looked_at -= 1
+    assert (watch.verdict, sleeper.poll()) == (None, None)
+    watch.woke_at -= 601  # and still says nothing
+    watch.look(asked_to_stop=False)
+    assert sleeper.wait(timeout=10) != 0
+    assert "rank 0" in (watch.verdict or "")
 
 
 def test_a_heart_without_a_file_is_silent_and_harmless(tmp_path: Path) -> None:
