@@ -12,11 +12,25 @@ from colotrain.plan import RunPlan
 from colotrain.plugins import ROWS
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance
+from colotrain.verify.reference import Trajectory, run_reference
 from colotrain.verify.runner import verify
 from tests.dist.difficult import MODELS
 from tests.running import Colotrain
 
 TOLERANCE = Tolerance()
+REFERENCES: dict[str, Trajectory] = {}
+"""What plain torch made of each case, for all tests of this module: plugins share a case's."""
+
+
+@pytest.fixture(autouse=True)
+def one_reference_for_all_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reference(plan: RunPlan, *, steps: int) -> Trajectory:
+        key = f"{steps} {runner._reference_key(plan)}"
+        if key not in REFERENCES:
+            REFERENCES[key] = run_reference(plan, steps=steps)
+        return REFERENCES[key]
+
+    monkeypatch.setattr(runner, "run_reference", reference)
 
 
 def plan_of(model: str, plugin: str, *overrides: str) -> RunPlan:
