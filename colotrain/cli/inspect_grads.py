@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.cli.arguments import refuse
+from colotrain.cli.naming import told_apart
 from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.observe.charts import STATUS_STYLES
@@ -304,6 +305,8 @@ def against(words: Sequence[str], other: str, *, tolerance: float, as_json: bool
         print_json({**names, "same": found.first is None, **to_plain(found)})
         return 0
     for line in _report(found, first.name, second.name, tolerance):
+        sys.stdout.write(f"{clean(line)}\n")
+    for line in told_apart([first, second]):
         sys.stdout.write(f"{clean(line)}\n")
     return 0
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colotrain.config.schema import Config
@@ -46,12 +46,12 @@ def check_name(
         return  # it failed before there was anything of it
     changed = list(differences(_config_of(rundir), config))
     if changed:
-        shown = ", ".join(f"{key}={_shown(old)}, not {_shown(new)}" for key, old, new in changed)
+        what = ", ".join(f"{key}={_shown(old)}, not {_shown(new)}" for key, old, new in changed)
         if len(changed) > MOST_SHOWN:
             keys = ", ".join(key for key, _, _ in changed[:MOST_SHOWN])
-            shown = f"{keys} and {len(changed) - MOST_SHOWN} more keys"
+            what = f"{keys} and {len(changed) - MOST_SHOWN} more keys"
         raise UsageError(
-            f"name={rundir.name}: that run was made with other settings: {shown}",
+            f"name={rundir.name}: that run was made with other settings: {what}",
             f"choose another name, or `colotrain resume {rundir.name} KEY=VALUE` to go on with "
             "changes, or --overwrite to set that run aside and begin anew",
         )
@@ -128,6 +128,39 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str,
     for key in [*now, *(key for key in before if key not in now)]:
         if key not in WHERE_IT_STARTS and before.get(key) != now.get(key):
             yield key, before.get(key), now.get(key)
+
+
+def settings_that_differ(
+    rundirs: Sequence[RunDir], *, by_recipe: bool = False
+) -> list[dict[str, Any]]:
+    """Of each run the settings that another run (`by_recipe`: of its recipe) has otherwise."""
+    known, found = [_known_settings(rundir) for rundir in rundirs], []
+    for own in known:
+        alike = [o for o in known if o and (not by_recipe or o["recipe"] == own.get("recipe"))]
+        differ = {k: v for k, v in own.items() if any(other.get(k) != v for other in alike)}
+        found.append({k: v for k, v in differ.items() if k not in WHERE_IT_STARTS})
+    return found
+
+
+def _known_settings(rundir: RunDir) -> dict[str, Any]:
+    """All settings of a run; none where they cannot be read, as of a run that is damaged."""
+    try:
+        return _settings(_config_of(rundir))
+    except (ColotrainError, ValueError):
+        return {}
+
+
+def shown(settings: dict[str, Any], *, most: int = MOST_SHOWN) -> str:
+    """`optim.lr=0.1 train.seed=3 and 2 more`."""
+    words = [f"{key}={_shown(value)}" for key, value in settings.items()]
+    more = [f"and {len(words) - most} more"] if len(words) > most else []
+    return " ".join([*words[:most], *more])
+
+
+def told_apart(rundirs: Sequence[RunDir]) -> list[str]:
+    """A line for each run with the settings in which it differs."""
+    pairs = zip(rundirs, settings_that_differ(rundirs), strict=True)
+    return [f"settings that differ: {run.name}: {shown(own)}" for run, own in pairs if own]
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from colotrain.cli.naming import told_apart
 from colotrain.cli.output import stderr_console
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.observe.formats import clean
 from colotrain.observe.liveness import find
 from colotrain.rundir import RunDir
 
@@ -23,6 +25,8 @@ def plot(names: list[str], *, out: str) -> int:
     rundirs = [find(name) for name in names] or [find(None)]
     target.parent.mkdir(parents=True, exist_ok=True)
     save(rundirs, target)
+    for line in told_apart(rundirs):
+        stderr_console().print(clean(line), soft_wrap=True)
     stderr_console().print(f"{target} is written", soft_wrap=True)
     return 0
 

@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.cli import naming
 from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.launch import queue
@@ -22,7 +24,7 @@ from colotrain.observe.fold import Fold, follow
 from colotrain.observe.liveness import find, is_alive, launcher_of, state
 from colotrain.observe.progress import clean, format_duration, print_plain, shown
 from colotrain.observe.terminal import is_live
-from colotrain.observe.view import ENDED, RunView, overall_tokens_per_s
+from colotrain.observe.view import ENDED, RunView, overall_tokens_per_s, unit
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
@@ -53,12 +55,17 @@ class Row:
     steps: int | None = None
     max_steps: int | None = None
     loss: float | None = None
+    validation_loss: float | None = None
     tokens_per_s: float | None = None
+    unit: str = "tokens"
+    """Of which there are so many per second."""
     age_s: float | None = None
     """Seconds since its first launch, or since its plan was written."""
     run_dir: str
     problem: str | None = None
     """Why a damaged run cannot be read."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those in which it differs from the other runs of its recipe."""
     job: str | None = None
     """Its SLURM job."""
     job_state: str | None = None
@@ -67,7 +74,11 @@ class Row:
 
 def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
     """Print every run under `root`, the newest first."""
-    rows = rows_of(newest_first(root))
+    rundirs = newest_first(root)
+    different = naming.settings_that_differ(rundirs, by_recipe=True)
+    rows = [
+        replace(row, settings=own) for row, own in zip(rows_of(rundirs), different, strict=True)
+    ]
     if as_json:
         print_json(to_plain(rows))
         return 0
@@ -141,7 +152,7 @@ def _row(rundir: RunDir, plan: RunPlan, age_s: float) -> Row:
         age_s=time.time() - outline.launched_at if outline.launched_at else age_s,
         run_dir=str(rundir.path),
     )
-    return _from_summary(row, rundir, outline) or _from_events(row, rundir)
+    return _from_summary(row, rundir, outline) or _from_events(row, rundir, plan)
 
 
 def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
@@ -157,13 +168,15 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
             row,
             steps=int(summary["steps"]),
             loss=None if loss is None else float(loss),
+            validation_loss=summary["validation_loss"],
             tokens_per_s=float(summary["tokens_per_s"]),
+            unit=str(summary.get("unit", row.unit)),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
-def _from_events(row: Row, rundir: RunDir) -> Row:
+def _from_events(row: Row, rundir: RunDir, plan: RunPlan) -> Row:
     view = follow(rundir, ranks={0})
     return replace(
         row,
@@ -171,7 +184,9 @@ def _from_events(row: Row, rundir: RunDir) -> Row:
         world_size=view.world_size or row.world_size,
         steps=view.steps,
         loss=view.loss[-1][1] if view.loss else None,
+        validation_loss=view.evals[-1][1] if view.evals else None,
         tokens_per_s=overall_tokens_per_s(view) or None,
+        unit=unit(view, plan),
     )
 
 
@@ -199,13 +214,17 @@ def print_table(rows: list[Row]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NAME", "STATE", "PLUGIN"):
         table.add_column(title, overflow="fold")
-    for title in ("WORLD", "STEP", "LOSS", "TOKENS/S", "AGE"):
+    for title in ("WORLD", "STEP", "LOSS", "VAL", "SPEED", "AGE"):
         table.add_column(title, justify="right", no_wrap=True)
+    differ = any(row.settings for row in rows)
+    if differ:
+        table.add_column("SETTINGS THAT DIFFER", overflow="fold")
     has_jobs = any(row.job for row in rows)
     if has_jobs:
         table.add_column("JOB", overflow="fold")
     for row in rows:
-        table.add_row(*cells(row), *([Text(clean(job_text(row)))] if has_jobs else []))
+        own = [Text(clean(naming.shown(row.settings, most=3)))] if differ else []
+        table.add_row(*cells(row), *own, *([Text(clean(job_text(row)))] if has_jobs else []))
     console.print(table)
 
 
@@ -217,6 +236,11 @@ def job_text(row: Row) -> str:
     return f"{row.job} {row.job_state or 'unknown'}{reason}"
 
 
+def speed(per_s: float | None, unit: str) -> str:
+    """`1,234 tokens/s`."""
+    return "-" if per_s is None else f"{per_s:,.0f} {unit}/s"
+
+
 def cells(row: Row) -> list[Text]:
     steps = f"{shown(row.steps, 'd')}/{shown(row.max_steps, 'd')}"
     texts = [
@@ -224,7 +248,8 @@ def cells(row: Row) -> list[Text]:
         shown(row.world_size, "d"),
         steps if row.max_steps is not None else "-",
         shown(row.loss, ".4f"),
-        shown(row.tokens_per_s, ",.0f"),
+        shown(row.validation_loss, ".4f"),
+        speed(row.tokens_per_s, row.unit),
         format_duration(row.age_s),
     ]
     state = Text(row.state, style=STYLES.get(row.state, ""))

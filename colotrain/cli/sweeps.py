@@ -117,7 +117,10 @@ def _say(text: str) -> None:
 
 
 def table(elements: list[Element], *, root: Path = RUNS) -> list[dict[str, Any]]:
-    """Every element with what was chosen for it and how far it is, the lowest loss first."""
+    """Every element with what was chosen for it and how far it is, the lowest loss first.
+
+    The validation loss counts where there is one.
+    """
     from colotrain.cli.runs import rows_of
 
     rows = rows_of([RunDir(root / element.run) for element in elements])
@@ -129,7 +132,7 @@ def table(elements: list[Element], *, root: Path = RUNS) -> list[dict[str, Any]]
 
 
 def _rank(row: dict[str, Any]) -> tuple[float, str]:
-    loss = row["loss"]
+    loss = row["loss"] if row["validation_loss"] is None else row["validation_loss"]
     known = isinstance(loss, float) and math.isfinite(loss)
     return (loss if known else math.inf), row["run"]
 
@@ -139,6 +142,7 @@ def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
     from rich.table import Table
 
     from colotrain.cli.output import print_json, stdout_console
+    from colotrain.cli.runs import speed
     from colotrain.observe.progress import clean, shown
 
     rows = table(find_sweep(name, root=root), root=root)
@@ -147,7 +151,7 @@ def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
         return 0
     keys = list(dict.fromkeys(key for row in rows for key in row["chosen"]))
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("RUN", "STATE", *keys, "STEP", "LOSS", "TOKENS/S"):
+    for title in ("RUN", "STATE", *keys, "STEP", "LOSS", "VAL", "SPEED"):
         grid.add_column(clean(title), overflow="fold")
     for row in rows:
         grid.add_row(
@@ -156,7 +160,8 @@ def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
             *(clean(row["chosen"].get(key, "-")) for key in keys),
             f"{shown(row['steps'], 'd')}/{shown(row['max_steps'], 'd')}",
             shown(row["loss"], ".4f"),
-            shown(row["tokens_per_s"], ",.0f"),
+            shown(row["validation_loss"], ".4f"),
+            speed(row["tokens_per_s"], row["unit"]),
         )
     stdout_console().print(grid)
     return 0

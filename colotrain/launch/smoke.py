@@ -33,7 +33,7 @@ def launch_and_resume(
     exit_code, cause = launch(plan, rundir, follow=note, node=node, began_at=began_at)
     if exit_code == EXIT_CODES["preempted"] and READ_BACK in reasons:
         reasons.clear()
-        exit_code, cause = launch(plan, rundir, follow=note, node=node)
+        exit_code, cause = launch(plan, rundir, follow=note, node=node, began_at=began_at)
         if READ_BACK in reasons:
             return ColotrainError.exit_code, "the second launch did not resume from the checkpoint"
     return exit_code, cause

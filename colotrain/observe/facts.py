@@ -105,6 +105,8 @@ class Step(NamedTuple):
     step: int
     t: float
     loss: float | None
+    tokens: float | None
+    """Targets of all ranks: tokens, samples, or what the model counts."""
     tokens_per_s: float | None
     grad_norm: float | None
     clip_ratio: float | None
@@ -127,6 +129,7 @@ class Step(NamedTuple):
             step=event.count("step"),
             t=event.t,
             loss=event.number("loss"),
+            tokens=event.number("tokens"),
             tokens_per_s=event.number("tokens_per_s"),
             grad_norm=event.number("grad_norm"),
             clip_ratio=event.number("clip_ratio"),

@@ -31,7 +31,8 @@ class Fold:
         self._done: Event | None = None
         self._history: History | None = History()
         """None: has to be merged again from the attempts."""
-        self._first_step_at = math.inf
+        self._first_steps: dict[int, float] = {}
+        """Attempt → when its first step was done."""
         self._last_event_at = -math.inf
 
     def add(self, events: Iterable[Event]) -> Fold:
@@ -58,7 +59,7 @@ class Fold:
         if event.kind in ("started", "resumed"):
             self._history = None
         elif event.kind == "step" and rank == 0:
-            self._first_step_at = min(event.t, self._first_step_at)
+            self._first_steps[number] = min(event.t, self._first_steps.get(number, math.inf))
             self._extend(attempt, event.count("step"))
 
     def _extend(self, attempt: Attempt, step: int) -> None:
@@ -109,6 +110,7 @@ class Fold:
             grad_norms=tuple(history.grad_norms),
             throughput=tuple(history.throughput),
             step_times=tuple(history.step_times),
+            tokens_per_step=last.tokens if last else None,
             tokens_per_s=last.tokens_per_s if last else None,
             tokens_per_s_smooth=history.speed(),
             step_s=last.step_s if last else None,
@@ -137,20 +139,22 @@ class Fold:
             saving=next((a.saving() for a in newest if done is None), None),
             save_failure=next((a.save_failure() for a in newest), None),
             launched_at=_finite(launched_at),
-            first_step_at=_finite(self._first_step_at),
+            first_step_at=min(self._first_steps.values(), default=None),
             last_event_at=_finite(self._last_event_at),
             ended_at=done.t if done else None,
-            time_to_first_step_s=_finite(self._first_step_at - self._began_at()),
+            time_to_first_step_s=self._time_to_first_step_s(),
             peak_flops_per_s=peak_flops.number("flops_per_s") if peak_flops else None,
             peak_flops_what=peak_flops.text("what") if peak_flops else "",
         )
 
-    def _began_at(self) -> float:
-        """When the command began whose launch made the first step."""
-        before = [event for event in self._launches if event.t <= self._first_step_at]
-        newest = max(before, key=lambda event: event.t, default=None)
-        began_at = newest.number("began_at") if newest else None
-        return (newest.t if newest else math.inf) if began_at is None else began_at
+    def _time_to_first_step_s(self) -> float | None:
+        """From the start of the newest command that made a step to its first one."""
+        for launch in sorted(self._launches, key=lambda event: event.t, reverse=True):
+            began_at = launch.number("began_at") or launch.t
+            first_at = min((t for t in self._first_steps.values() if t >= began_at), default=None)
+            if first_at is not None:
+                return first_at - began_at
+        return None
 
     def _ordered(self) -> list[Attempt]:
         return [self._attempts[number] for number in sorted(self._attempts)]

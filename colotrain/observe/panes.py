@@ -25,7 +25,7 @@ from colotrain.observe.charts import (
 )
 from colotrain.observe.formats import clean, format_bytes, format_duration, shown
 from colotrain.observe.scene import Scene, stragglers, worst_parameters
-from colotrain.observe.view import mfu
+from colotrain.observe.view import mfu, unit
 from colotrain.records import to_plain
 from colotrain.spec.memory import Ledger
 
@@ -86,9 +86,8 @@ def loss(scene: Scene, width: int, height: int) -> list[Text]:
 
 
 def speed(scene: Scene, width: int, height: int) -> list[Text]:
-    view, plan = scene.view, scene.plan
-    unit = "samples" if plan.data.source == "target" else "tokens"
-    lines = [Text(f"{shown(view.tokens_per_s_smooth, ',.0f')} {unit}/s  ", "bold")]
+    view, each = scene.view, unit(scene.view, scene.plan)
+    lines = [Text(f"{shown(view.tokens_per_s_smooth, ',.0f')} {each}/s  ", "bold")]
     lines[0].append_text(spark(view.throughput, width=max(1, width - len(lines[0]))))
     lines.append(_mfu(scene))
     pace = f"step {format_duration_ms(view.pace_s)}"

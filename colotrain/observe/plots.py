@@ -11,7 +11,7 @@ from colotrain.errors import ColotrainError
 from colotrain.observe.fold import follow
 from colotrain.observe.formats import clean, format_bytes
 from colotrain.observe.gradients import Heat
-from colotrain.observe.view import Series
+from colotrain.observe.view import Series, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.memory import Ledger
@@ -27,6 +27,8 @@ class Curves:
     """What is drawn of one run."""
 
     name: str
+    unit: str
+    """What the loss and the speed are of."""
     loss: Series
     evals: Series
     throughput: Series
@@ -49,6 +51,7 @@ def read_curves(rundir: RunDir) -> Curves:
     peak = max(view.peak_by_rank, default=0)
     return Curves(
         name=clean(rundir.name),
+        unit=unit(view, rundir.plan()),
         loss=view.loss,
         evals=view.evals,
         throughput=view.throughput,
@@ -86,7 +89,18 @@ def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:
         (line,) = axes.plot(*_points(run.loss), linewidth=1, label=run.name)
         if run.evals:
             axes.plot(*_points(run.evals), "o", color=line.get_color(), label="validation")
-    _title(axes, "loss", x="step", y="nats per token", legend=True)
+    _title(axes, "loss", x="step", y=_per(runs), legend=True)
+
+
+def _per(runs: Sequence[Curves]) -> str:
+    """What a loss is: of tokens a cross-entropy, of anything else the model's own."""
+    units = {run.unit.removesuffix("s") for run in runs}
+    per = " or ".join(sorted(units))
+    return "nats per token" if units == {"token"} else f"loss per {per}"
+
+
+def _rate(runs: Sequence[Curves]) -> str:
+    return " or ".join(sorted({run.unit for run in runs})) + " per second"
 
 
 def draw_layers_over_steps(axes: Any, run: Curves) -> None:
@@ -166,7 +180,7 @@ def draw_throughput(axes: Any, runs: Sequence[Curves]) -> None:
     for run in runs:
         axes.plot(*_points(run.throughput), linewidth=1, label=run.name)
     axes.set_ylim(bottom=0)
-    _title(axes, "throughput", x="step", y="tokens per second", legend=len(runs) > 1)
+    _title(axes, "throughput", x="step", y=_rate(runs), legend=len(runs) > 1)
 
 
 def _norms(axes: Any, title: str, *, x: str, any_drawn: bool) -> None:

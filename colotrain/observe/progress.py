@@ -19,7 +19,7 @@ from colotrain.observe.facts import StepProgress
 from colotrain.observe.fold import eta_s, follow
 from colotrain.observe.formats import clean, format_bytes, format_duration, quoted, shown
 from colotrain.observe.terminal import is_live
-from colotrain.observe.view import ENDED, RunView
+from colotrain.observe.view import ENDED, RunView, unit
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 
@@ -190,7 +190,7 @@ def step_line(event: Event, view: RunView, plan: RunPlan) -> str:
         "step": f"{step}/{plan.train.max_steps}",
         "loss": shown(event.number("loss"), ".4f"),
         "val": shown(_validation_loss(view, step), ".4f"),
-        "tokens_per_s": shown(event.number("tokens_per_s"), ".0f"),
+        f"{unit(view, plan)}_per_s": shown(event.number("tokens_per_s"), ".0f"),
         "eta": _eta(view, plan),
         "mem": format_bytes(max(view.peak_by_rank, default=0)),
         "lr": shown(event.number("lr"), ".1e"),
@@ -278,7 +278,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         ("steps", f"{summary['steps']}/{plan.train.max_steps}"),
         ("loss", f"{shown(loss['first'], '.4f')} → {shown(loss['last'], '.4f')}"),
         ("validation loss", shown(_validation_loss(view), ".4f")),
-        ("tokens/s", shown(summary["tokens_per_s"], ",.0f")),
+        (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"], ",.0f")),
         ("MFU", _mfu(summary["mfu"], view)),
         ("peak memory", _peaks(peaks) + _foreseen(summary["memory"])),
         ("time to first step", format_duration(summary["time_to_first_step_s"])),

@@ -66,6 +66,8 @@ class RunView:
     """Tokens per second, without the first step of each attempt, which warms up."""
     step_times: Series = ()
     """Seconds, without those first steps."""
+    tokens_per_step: float | None = None
+    """What the last step counted: tokens, samples, or targets (`unit`)."""
     tokens_per_s: float | None = None
     tokens_per_s_smooth: float | None = None
     """Mean over the last `SMOOTHING_STEPS` steps."""
@@ -110,7 +112,7 @@ class RunView:
     last_event_at: float | None = None
     ended_at: float | None = None
     time_to_first_step_s: float | None = None
-    """From the first launch to the end of the first step."""
+    """From the start of the newest command that made a step to the end of its first one."""
     peak_flops_per_s: float | None = None
     peak_flops_what: str = ""
 
@@ -131,7 +133,9 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "last": losses[-1] if losses else None,
             "history": [list(pair) for pair in view.loss],
         },
+        "validation_loss": view.evals[-1][1] if view.evals else None,
         "tokens_per_s": tokens_per_s,
+        "unit": unit(view, plan),
         "mfu": mfu(view, plan, tokens_per_s),
         "memory": {
             "peak_by_rank": list(view.peak_by_rank),
@@ -165,6 +169,13 @@ def measured_peak(view: RunView, plan: RunPlan) -> int:
 def error(predicted: float, measured: float) -> float | None:
     """How much more was predicted than measured, as a share of that; None where either lacks."""
     return predicted / measured - 1 if predicted and measured else None
+
+
+def unit(view: RunView, plan: RunPlan) -> str:
+    """What speeds and losses are of: tokens, samples, or targets of the user's own counting."""
+    if plan.data.source != "target":
+        return "tokens"
+    return "samples" if view.tokens_per_step in (None, plan.batch.global_batch) else "targets"
 
 
 def overall_tokens_per_s(view: RunView) -> float:

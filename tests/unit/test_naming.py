@@ -13,9 +13,11 @@ from colotrain.cli import naming
 from colotrain.cli.main import guarded
 from colotrain.cli.resolving import Setting, settle
 from colotrain.cli.run import write_down
+from colotrain.cli.sweeps import Element, table
 from colotrain.errors import UsageError
 from colotrain.launch import queue
 from colotrain.observe import liveness
+from colotrain.observe.events import EventWriter
 from colotrain.rundir import RunDir
 from tests.running import SMALL
 
@@ -138,3 +140,26 @@ def test_nodes_that_are_started_by_hand_cannot_set_a_run_aside(
     nodes = ("cluster.nodes=2", "cluster.rank=0", "cluster.head='127.0.0.1:29511'")
     assert guarded(["run", *X, *nodes, "--overwrite"]) == 2
     assert "--overwrite: expected a run on one node" in capsys.readouterr().err
+
+
+def test_runs_and_pictures_say_in_which_settings_runs_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, lr in (("x", 0.1), ("y", 0.5)):
+        setting, rundir = settle([*X, f"name={name}", f"optim.lr={lr}"]), RunDir(f"runs/{name}")
+        rundir.create()
+        write_down(setting.plan, rundir, setting.config)
+        with EventWriter(rundir.event_file(rank=0, attempt=0)) as events:
+            events.write("step", step=1, loss=2.0, tokens_per_s=7.0)
+            events.write("eval", step=1, loss=3.0 - lr)
+    assert guarded(["runs", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert [rows[n]["settings"] for n in "xy"] == [{"optim.lr": 0.1}, {"optim.lr": 0.5}]
+    assert [rows[n]["validation_loss"] for n in "xy"] == [2.9, 2.5]
+    assert guarded(["runs"]) == 0
+    assert "optim.lr=0.5" in capsys.readouterr().out
+    assert guarded(["inspect-grads", "x", "--against", "y"]) == 0
+    told = "settings that differ: x: optim.lr=0.1\nsettings that differ: y: optim.lr=0.5\n"
+    assert told in capsys.readouterr().out
+    elements = [Element(sweep="s", run=n, overrides=[], chosen={}) for n in "xy"]
+    assert [row["run"] for row in table(elements)] == ["y", "x"]  # by validation loss

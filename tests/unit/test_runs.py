@@ -261,7 +261,10 @@ def test_a_row_of_the_list(rundir: RunDir, root: Path, capsys: pytest.CaptureFix
         "steps": 4,
         "max_steps": 10,
         "loss": 0.25,
+        "validation_loss": None,
         "tokens_per_s": 300.0,
+        "unit": "tokens",
+        "settings": {},
         "run_dir": str(rundir.path),
         "problem": None,
         "job": None,
@@ -361,10 +364,10 @@ def test_the_table_off_a_terminal_has_a_line_per_run(
     new_run(root, "[red]x\x1b[31m")
     list_runs(as_json=False, root=root)
     header, queued, finished = capsys.readouterr().out.splitlines()
-    titles = ["NAME", "STATE", "PLUGIN", "WORLD", "STEP", "LOSS", "TOKENS/S", "AGE"]
+    titles = ["NAME", "STATE", "PLUGIN", "WORLD", "STEP", "LOSS", "VAL", "SPEED", "AGE"]
     assert header.split() == titles
     assert queued.split()[:7] == ["[red]x", "[31m", "starting", "zero2", "2", "0/10", "-"]
-    expected = ["n" * 120, "finished", "zero2", "2", "4/10", "0.2500", "300", "1m00s"]
+    expected = ["n" * 120, "finished", "zero2", "2", "4/10", "0.2500", "-", "300"]
     assert finished.split()[:7] == expected[:7]
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from colotrain.observe.events import Event, EventWriter, json_safe
 from colotrain.observe.fold import Fold, fold, follow
-from colotrain.observe.view import RunView, summary
+from colotrain.observe.progress import step_line, summary_rows
+from colotrain.observe.view import RunView, summary, unit
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -425,7 +426,9 @@ def test_the_summary_is_the_document_of_the_design(rundir: RunDir) -> None:
         "optimizer_steps": 8,
         "micro_batches": 32,
         "loss": {"first": 1.0, "last": 0.125, "history": [[n, 1 / n] for n in range(1, 9)]},
+        "validation_loss": 2.0,
         "tokens_per_s": 100.0,
+        "unit": "tokens",
         "mfu": 600.0 * 100.0 / (2 * 1e6),
         "memory": {
             "peak_by_rank": [200 * MIB, 201 * MIB],
@@ -519,3 +522,28 @@ def test_what_each_rank_held_at_its_peak_is_told_by_category(rundir: RunDir) -> 
     assert {rank: ledger.total for rank, ledger in view.ledgers.items()} == {0: 177, 1: 187}
     measured = summary(view, plan_of(), rundir)["memory"]["measured"]
     assert (measured["gradients"], measured["activations"], measured["gathered"]) == (10, 7, 0)
+
+
+def test_time_to_the_first_step_is_that_of_the_newest_command() -> None:
+    first = [launcher("launch", 10, began_at=5), worker("started", 11, step=0), step(1, t=15)]
+    assert view_of(*first).time_to_first_step_s == 10
+    again = [launcher("launch", 1000, began_at=995), worker("started", 1001, attempt=1, step=0)]
+    assert view_of(*first, *again).time_to_first_step_s == 10  # nothing was idle time of a start
+    again.append(step(1, attempt=1, t=1002))
+    assert view_of(*first, *again).time_to_first_step_s == 7
+    restart = step(1, attempt=2, t=2000)
+    assert view_of(*first, *again, restart).time_to_first_step_s == 7
+
+
+@pytest.mark.parametrize(
+    ("source", "per_sample", "expected"),
+    [("corpus", 1, "tokens"), ("target", 1, "samples"), ("target", 99, "targets")],
+)
+def test_what_is_counted_has_its_name(source: Any, per_sample: int, expected: str) -> None:
+    plan = plan_of()
+    plan = dataclasses.replace(plan, data=dataclasses.replace(plan.data, source=source))
+    view = view_of(step(1, tokens=per_sample * plan.batch.global_batch))
+    assert unit(view, plan) == expected
+    assert summary(view, plan, RunDir("x"))["unit"] == expected
+    assert f" {expected}_per_s=100 " in step_line(step(1), view, plan)
+    assert f"{expected}/s" in dict(summary_rows(summary(view, plan, RunDir("x")), plan, view))
