@@ -323,6 +323,10 @@ class Survey:
     """Freeze pattern → how many parameters it names."""
     flops_per_token: float
     vocab_size: int | None = None
+    num_positions: int | None = None
+    """Tokens of a sample that the model was made for, where its configuration says so."""
+    learned_positions: bool = False
+    """It has an embedding of its positions: there are no more."""
     isolates: bool = False
     """The model takes `document_ids` and keeps documents apart."""
     built_whole: bool = False

@@ -41,6 +41,7 @@ def look(
     if not touches(problems, ("data",)):
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)
+        problems += _check_length(settings.data, found)
     return found
 
 
@@ -102,6 +103,29 @@ def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
         expected = f"a model that takes document_ids ({model} does not)"
         fix = "let its forward take document_ids, or set data.isolate=false"
         yield Problem(key="data.isolate", value=True, expected=expected, fix=fix)
+
+
+def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:
+    """Positions that the model has no row for: its forward would fail at "index out of range"."""
+    if survey.learned_positions and _is_too_long(data, survey):
+        most = survey.num_positions
+        expected = f"at most {most}, the model's max_position_embeddings"
+        fix = f"set data.seq_len={most}"
+        yield Problem(key="data.seq_len", value=data.seq_len, expected=expected, fix=fix)
+
+
+def warn_of_length(data: Data, survey: Survey) -> Iterator[str]:
+    """Positions that are computed, and that the model was never made for."""
+    if not survey.learned_positions and _is_too_long(data, survey):
+        yield (
+            f"data.seq_len={data.seq_len}: the model is made for {survey.num_positions} tokens "
+            "(max_position_embeddings), and may not make sense of those after them"
+        )
+
+
+def _is_too_long(data: Data, survey: Survey) -> bool:
+    most = survey.num_positions
+    return most is not None and data.target is None and data.seq_len > most
 
 
 def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:

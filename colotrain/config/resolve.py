@@ -16,7 +16,7 @@ from colotrain.config.data import data_plan
 from colotrain.config.durations import evaluates_first, warn_of_durations
 from colotrain.config.habits import hinted
 from colotrain.config.machine import Machine
-from colotrain.config.model import SurveyModel, at_peak, count, look
+from colotrain.config.model import SurveyModel, at_peak, count, look, warn_of_length
 from colotrain.config.plugin import (
     Situation,
     check_override_names,
@@ -157,6 +157,7 @@ def investigate(
         flops_per_token=looked.flops_per_token,
         warnings=(
             *_warnings(settings, scale, machine),
+            *warn_of_length(settings.data, looked),
             *warn_of_durations(train, batch_plan, option.time),
         ),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         matched=frozen.matched,
         flops_per_token=flops_per_token(module, seq_len),
         vocab_size=vocab_size(module),
+        **positions(module),
         built_whole=whole,
         isolates="document_ids" in inspect.signature(module.forward).parameters,
     )
@@ -58,6 +61,19 @@ def vocab_size(module: nn.Module) -> int | None:
         if isinstance(size, int):
             return size
     return None
+
+
+def positions(module: nn.Module) -> dict[str, Any]:
+    """How long samples may be, as transformers' configurations say."""
+    config = getattr(module, "config", None)
+    most = getattr(getattr(config, "text_config", None) or config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return {}
+    learned = any(
+        isinstance(m, nn.Embedding) and m.num_embeddings >= most and re.search("pos|wpe", name)
+        for name, m in module.named_modules()
+    )
+    return {"num_positions": most, "learned_positions": learned}
 
 
 def mixed_dtypes(module: nn.Module, model: ModelPlan) -> Iterator[Problem]:

@@ -14,12 +14,14 @@ from colotrain.config.resolve import _with_tokenizer
 from colotrain.config.schema import Config, Data, Model
 from colotrain.engine.grouping import find_groups
 from colotrain.errors import ConfigError
+from colotrain.estimate.survey import survey
 from colotrain.models.huggingface import fingerprint
 from colotrain.models.loading import build, build_whole
-from colotrain.plan import ModelPlan
+from colotrain.plan import FreezePlan, ModelPlan
 from tests.dist import hf
 
 transformers = pytest.importorskip("transformers")
+NO_FREEZE = FreezePlan(patterns=(), exceptions=(), unfreeze={})
 BATCH = {name: torch.randint(hf.VOCAB, (2, hf.SEQ)) for name in ("input_ids", "labels")}
 
 
@@ -212,3 +214,9 @@ def test_weights_of_more_layers_than_the_config_says_are_refused(llama: Path) ->
     (llama / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"1 layers of model\.layers.*have model\.layers\.1\."):
         build(plan(llama), seed=0)
+
+
+@pytest.mark.parametrize(("kind", "learned"), [("llama", False), ("gpt2", True)])
+def test_the_model_tells_how_long_samples_may_be(kind: str, learned: bool, tmp_path: Path) -> None:
+    found = survey(plan(hf.make_directory(kind, tmp_path / kind)), NO_FREEZE, 12)
+    assert (found.num_positions, found.learned_positions) == (32, learned)

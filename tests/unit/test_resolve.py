@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import shutil
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -612,6 +613,28 @@ def test_what_verify_tries_of_a_recipe_that_rolls_back_needs_no_checkpoints() ->
     case = Variant(plugin="zero2", world_size=2, accumulation_steps=1, freeze=None)
     tried = case.apply(config, global_batch=2, steps=3)
     assert resolve(tried, survey=survey, machine=LAPTOP).train.on_nonfinite == "stop"
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_samples_longer_than_the_models_positions_are_told(learned: bool) -> None:
+    def short(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+        made = survey(model, freeze, seq_len)
+        return dataclasses.replace(made, num_positions=128, learned_positions=learned)
+
+    def warnings(*pairs: tuple[str, Any]) -> list[str]:
+        made = resolve(with_values(*pairs), survey=short, machine=LAPTOP)
+        return [text for text in made.warnings if "max_position_embeddings" in text]
+
+    long = ("data.seq_len", 129)
+    assert not warnings()
+    if learned:  # there is no row for the last token
+        (line,) = lines(with_values(long), survey=short)
+        assert line == (
+            "data.seq_len=129: expected at most 128, the model's max_position_embeddings; "
+            "set data.seq_len=128"
+        )
+    else:
+        assert warnings(long)[0].startswith("data.seq_len=129: the model is made for 128 tokens")
 
 
 # Intervals, names, the whole
