@@ -37,6 +37,15 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
     return {key: call for key, call in found.items() if call[0] and call[0] not in OWN}
 
 
+def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
+    """Leave the plan, and what it was made from, in the run directory, and sign both."""
+    rundir.write_plan(plan)
+    text = None if config is None else json.dumps(config, indent=2) + "\n"
+    if text is not None:  # JSON is YAML, and this file is a recipe
+        write_atomically(rundir.config_file, text)
+    sign(rundir, plan, config=text)
+
+
 def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
     """Say that this user wrote the plan, and `config` where it is given.
 

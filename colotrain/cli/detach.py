@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from colotrain import trust
 from colotrain.cli.output import print_json
 from colotrain.errors import ColotrainError
 from colotrain.observe import liveness
@@ -24,11 +25,9 @@ POLL_S = 0.05
 
 def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bool) -> int:
     """Write the run directory, start its launcher, and return once it can be asked to stop."""
-    from colotrain.cli.run import write_down
-
     rundir.create()
     with liveness.claim(rundir):  # where another launches this run, it is not to be touched
-        write_down(plan, rundir, config)
+        trust.write_down(plan, rundir, config)
     told = _size(rundir.launcher_events)
     process = start(rundir)
     deadline, claimed_at = time.monotonic() + START_S, math.inf

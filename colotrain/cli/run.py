@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from colotrain import trust
+from colotrain.cli import detach as detached
 from colotrain.cli import naming, smoke
 from colotrain.cli.output import print_json, stderr_console
 from colotrain.cli.resolving import check_fits, place_of, settle, tell
@@ -23,7 +24,7 @@ from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
 from colotrain.observe.liveness import find
 from colotrain.plan import RunPlan
-from colotrain.rundir import RUNS, RunDir, write_atomically
+from colotrain.rundir import RUNS, RunDir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,9 +75,7 @@ def run(
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
-        from colotrain.cli.detach import detach as start
-
-        return start(plan, rundir, setting.config, as_json=as_json)
+        return detached.detach(plan, rundir, setting.config, as_json=as_json)
     return train(plan, rundir, setting.config, node=node, as_json=as_json, began_at=began_at)
 
 
@@ -276,12 +275,12 @@ def carry_out(
     from colotrain.launch.smoke import launch_and_resume
     from colotrain.observe import liveness
     from colotrain.observe.fold import Fold
-    from colotrain.observe.progress import progress_for
+    from colotrain.observe.live import progress_for
     from colotrain.observe.trackers import Trackers
 
     rundir.create()
     with liveness.claim(rundir), end_recorded(rundir):
-        write_down(plan, rundir, config)
+        trust.write_down(plan, rundir, config)
         for text in plan.warnings:
             console.print(f"warning: {text}", style="yellow", soft_wrap=True)
         with ended_by_signals():
@@ -328,15 +327,6 @@ def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> 
         if num_cut:
             line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
             console.print(line, style="yellow", soft_wrap=True)
-
-
-def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
-    """Leave the plan, and what it was made from, in the run directory."""
-    rundir.write_plan(plan)
-    text = None if config is None else json.dumps(config, indent=2) + "\n"
-    if text is not None:  # JSON is YAML, and this file is a recipe
-        write_atomically(rundir.config_file, text)
-    trust.sign(rundir, plan, config=text)
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:

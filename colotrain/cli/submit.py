@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from colotrain import trust
 from colotrain.cli.naming import check_job, check_name
 from colotrain.cli.output import print_json
 from colotrain.cli.resolving import Setting, check_fits, settle, tell
-from colotrain.cli.run import write_down
 from colotrain.cli.sweeps import Element, elements_of, write_sweep
 from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import UsageError
@@ -185,7 +185,7 @@ def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
     """The run directory as the job's nodes find it."""
     rundir.create()
     os.chmod(rundir.path, 0o700)
-    write_down(plan, rundir, config)
+    trust.write_down(plan, rundir, config)
     for stale in (rundir.cancel_file, rundir.finished_file, rundir.stop_file):
         stale.unlink(missing_ok=True)
 

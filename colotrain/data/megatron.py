@@ -1,25 +1,18 @@
-"""Megatron-LM's pair of files: tokens in `.bin`, and in `.idx` where sequences and documents are.
-
-The index (its source: megatron/core/datasets/indexed_dataset.py): a magic, a version, a code of
-the tokens' type, the numbers of sequences and of document marks; then every sequence's length
-(int32) and first byte (int64), and at which sequence each document begins (int64).
-"""
+"""Megatron-LM's pair of files: tokens in `.bin`, and in `.idx` where documents begin."""
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from colotrain.data import corpora
-from colotrain.data.formats import MEGATRON_MAGIC, is_megatron, megatron_prefix
+from colotrain.data.formats import is_megatron, megatron_prefix
+from colotrain.data.megatron_index import read_index
 from colotrain.data.prepared import NUMPY_DTYPES, Prepared, count_tokens
 from colotrain.plan import DataPlan
 
 DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
-HEADER = struct.Struct("<9sQBQQ")
 
 
 def files(plan: DataPlan) -> list[Path]:
@@ -46,7 +39,7 @@ def _bin(place: Path) -> Path:
 def open_pair(file: Path) -> Prepared:
     """The whole pair as training tokens; a pair that does not fit together is a `ConfigError`."""
     index = file.with_suffix(".idx")
-    code, lengths, starts, _ = _read(index)
+    code, lengths, starts, _ = read_index(index)
     if code not in DTYPES:
         known = ", ".join(f"{number} {name}" for number, name in DTYPES.items())
         raise corpora.wrong_path(str(index), f"a known type of token ({known})", f"it has {code}")
@@ -68,30 +61,3 @@ def open_pair(file: Path) -> Prepared:
         num_validation=0,
         index=index,
     )
-
-
-def document_ends(index: Path) -> np.ndarray[Any, Any]:
-    """Where each document of the `.bin` ends, in tokens."""
-    _, lengths, _, marks = _read(index)
-    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    ends: np.ndarray[Any, Any] = before[marks[1:]]
-    return np.unique(ends[ends > 0])
-
-
-def _read(index: Path) -> tuple[int, Any, Any, Any]:
-    """The token type's code, the sequences' lengths and first bytes, the documents' marks."""
-    data = index.read_bytes()
-    try:
-        magic, version, code, num_sequences, num_marks = HEADER.unpack_from(data)
-        lengths = np.frombuffer(data, "<i4", num_sequences, HEADER.size)
-        at = HEADER.size + lengths.nbytes
-        starts = np.frombuffer(data, "<i8", num_sequences, at)
-        marks = np.frombuffer(data, "<i8", num_marks, at + starts.nbytes)
-        whole = magic == MEGATRON_MAGIC and version == 1
-        whole = whole and (marks[-1:] <= num_sequences).all() and (lengths >= 0).all()
-    except (struct.error, ValueError):
-        whole = False
-    if not whole:
-        expected = "an index of Megatron's, version 1, that is whole"
-        raise corpora.wrong_path(str(index), expected, "copy it again")
-    return code, lengths, starts, marks

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from colotrain.data.megatron_index import document_ends
+
 NUMPY_DTYPES = {"uint16": "<u2", "uint32": "<u4", "uint8": "u1", "int32": "<i4", "int64": "<i8"}
 Split = Literal["train", "validation"]
 
@@ -62,8 +64,6 @@ class Prepared:
     def document_ends(self, split: Split) -> np.ndarray[Any, Any] | None:
         """Where in `tokens(split)` each document ends, ascending; None where that is not known."""
         if self.index is not None:
-            from colotrain.data.megatron import document_ends
-
             start = self.train_start if split == "train" else self.validation_start
             ends = document_ends(self.index) - start
             return ends[(ends > 0) & (ends <= self.count(split))]

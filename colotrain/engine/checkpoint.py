@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Set
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +27,13 @@ from colotrain.engine.freezing import thawed_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.manifest import MANIFEST, Manifest, complete, damage, read_manifest
 from colotrain.engine.plain_state import PLAIN
+from colotrain.engine.run_state import Run
 from colotrain.engine.shard_file import Piece
 from colotrain.engine.sharding import ShardedModel, local_shard, reshard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.models import huggingface
 from colotrain.observe.events import EventWriter
 from colotrain.records import to_plain
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run
 
 
 def save(run: Run) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.loader import BatchLoader
 from colotrain.engine.accumulation import to_device, weighted_loss
+from colotrain.engine.monitor import interruptible
+from colotrain.engine.run_state import Run
 from colotrain.engine.sharding import reshard
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run
 
 
 @torch.no_grad()
@@ -25,10 +22,10 @@ def evaluate(run: Run) -> None:
         return
     training = {module: module.training for module in model.modules()}
     model.eval()
-    with run.monitor.interruptible(run, "evaluation"):
+    with interruptible(run, "evaluation"):
         sums = sum_losses(run, data)
         reshard(run.sharded)
-        run.monitor.begin_agreement()
+        run.progress.begin_agreement()
         dist.all_reduce(sums)
     for module, mode in training.items():  # parts that the user put in evaluation stay there
         module.training = mode
@@ -44,7 +41,7 @@ def sum_losses(run: Run, data: BatchLoader) -> Tensor:
     total = num * run.plan.train.eval_steps
     for index in range(total):
         run.at("evaluation")
-        run.monitor.at_micro_batch(index, of=total, calls=len(run.sharded.calls))
+        run.progress.at_micro_batch(index, of=total, calls=len(run.sharded.calls))
         batch = to_device(data.micro_batch(*divmod(index, num)), run.device)
         sums += torch.stack([x.double() for x in weighted_loss(run.sharded.module, batch)])
     return sums

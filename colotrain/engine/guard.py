@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,8 @@ import xxhash
 from torch import Tensor
 
 from colotrain.engine.raw_bytes import bytes_of
+from colotrain.engine.run_state import Run
 from colotrain.engine.sharding import ShardedModel, local_shard
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run
 
 PIECE = 1 << 22
 """Numbers of 8 bytes that are summed at once."""
@@ -52,29 +50,23 @@ class Finding:
         return f"{what} {self.name} differ: {who}"
 
 
-@dataclass(slots=True)
-class Guard:
-    """Finds corruption in a run; all ranks must make the same calls."""
+def after_update(run: Run) -> None:
+    """Note what must not change, and compare what ranks hold alike. All ranks must call."""
+    run.checksums = dict(_sums(_state(run)))
+    found = _differing(run)
+    if found:
+        _judge(run, found, _differing(run))
 
-    noted: dict[str, int] | None = None
-    """Checksums of this rank's state (a rank may hold nothing) after an update that was due."""
 
-    def after_update(self, run: Run) -> None:
-        """Note what must not change, and compare what ranks hold alike."""
-        self.noted = dict(_sums(_state(run)))
-        found = _differing(run)
-        if found:
-            _judge(run, found, _differing(run))
-
-    def before_update(self, run: Run) -> None:
-        """Compare this rank's memory with what was noted, if anything was."""
-        if self.noted is None:
-            return
-        first = _agree(_changed(self.noted, run))
-        second = _agree(_changed(self.noted, run)) if first else []
-        self.noted = None
-        if first:
-            _judge(run, first, second)
+def before_update(run: Run) -> None:
+    """Compare this rank's memory with what was noted, if anything was. All ranks must call."""
+    if run.checksums is None:
+        return
+    first = _agree(_changed(run.checksums, run))
+    second = _agree(_changed(run.checksums, run)) if first else []
+    run.checksums = None
+    if first:
+        _judge(run, first, second)
 
 
 def checksum(tensor: Tensor) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 from colotrain.data.packing import IGNORE_INDEX
 from colotrain.engine import generators
 from colotrain.engine.accumulation import COUNT, SHIFTS, Batch
+from colotrain.engine.run_state import Run
 from colotrain.engine.sharding import reshard
 from colotrain.errors import ColotrainError
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run
 
 FEWEST_LABELS = 3
 

@@ -4,139 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from colotrain.data.loader import BatchLoader
-from colotrain.engine import checkpoint, generators, gradients, label_shift, noise
+from colotrain.engine import checkpoint, generators, gradients, guard, label_shift, monitor, noise
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
 from colotrain.engine.evaluation import evaluate
-from colotrain.engine.guard import Guard
-from colotrain.engine.monitor import StepMonitor
 from colotrain.engine.nonfinite import locate
-from colotrain.engine.optim import ShardOptimizer
-from colotrain.engine.placement import Tiers
-from colotrain.engine.precision import LossScale
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
-from colotrain.engine.saving import Saver
-from colotrain.engine.sharding import ShardedModel
-from colotrain.engine.spikes import LossSpikes
+from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
-from colotrain.observe.events import EventWriter
-from colotrain.observe.heartbeats import Heartbeat
 from colotrain.plan import READ_BACK, RunPlan
-from colotrain.rundir import NOISE, RunDir
+from colotrain.rundir import NOISE
 
 LATE = 5.0
 """How many times as long as expected a rank may take from one sign of life to the next."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """Everything a worker holds while it trains."""
-
-    plan: RunPlan
-    rundir: RunDir
-    rank: int
-    device: torch.device
-    sharded: ShardedModel
-    optimizer: ShardOptimizer
-    tiers: Tiers | None
-    """Where model data rests; None where everything stays on the device."""
-    gradients: gradients.GradientState
-    nominal_targets: float
-    """Targets of a step when none is masked."""
-    sample: Batch | None
-    """A batch of one, the same on every rank, where a trial forward is to show what is a target."""
-    train_data: BatchLoader
-    validation_data: BatchLoader | None
-    events: EventWriter
-    loss_scale: LossScale
-    stop_requested: Callable[[], str | None]
-    """A reason to stop that reached this rank, or None."""
-    saver: Saver
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    guard: Guard = field(default_factory=Guard)
-    monitor: StepMonitor = field(default_factory=StepMonitor)
-    on_gradients: Callable | None = None
-    step: int = 0
-    """Steps done."""
-    micro_batches: int = 0
-    phase: str = "start"
-    stop_reason: str | None = None
-    asked_here: str | None = None
-    """Why something in this process wants the run to stop."""
-    stop_error: ColotrainError | None = None
-    """What the run fails with once it has saved and stopped; None: it may be resumed as it is."""
-    spikes: LossSpikes = field(default_factory=LossSpikes)
-    generators: dict[str, Tensor] | None = None
-    """torch's generator at the beginning of the step."""
-    saved_step: int = -1
-    can_be_saved: bool = False
-    """Whether the state was found to be such that a checkpoint can hold it."""
-    baseline_bytes: int = 0
-    """Resident beside the model when all was built; 0 on CUDA: there peaks are those of tensors."""
-    memory_is_told: bool = False
-    restored: set[str] = field(default_factory=set)
-    """Parameters that came from a checkpoint."""
-    skipped_batches: int = 0
-    """Global batches that rollbacks passed over."""
-    rollbacks: int = 0
-    must_roll_back: bool = False
-    """The step that was just made was not finite, and the plan is to go back then."""
-
-    def at(self, phase: str) -> None:
-        """Say what this rank does now: for the event of a failure, and as a sign of life."""
-        self.phase = phase
-        self.heartbeat.beat(self.step + 1, phase)
-
-    def ask_to_stop(self, reason: str, *, error: ColotrainError | None = None) -> None:
-        """Save and end the run on all ranks, as soon as can be; any thread of any rank may call.
-
-        A long step is left unfinished. With `error` nobody is given time to finish the step, and
-        the run fails with it; otherwise it ends as after `colotrain stop`.
-        """
-        self.stop_error, self.asked_here = error, reason
-
-    def wish(self) -> str | None:
-        """Why this rank wants the run to stop; None where it does not."""
-        return self.asked_here or self.stop_requested()
-
-    @property
-    def batch_index(self) -> int:
-        """Which global batch of the data's order the next step reads."""
-        return self.step + self.skipped_batches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One step as all ranks agreed on it."""
-
-    loss: float
-    tokens: float
-    grad_norm: float
-    stop: bool
-    record: bool
-    """Statistics of every gradient are due."""
-    settle: bool
-    """A rank is short of memory, or the first step has shown what is needed beside model data."""
-    noise: bool
-    """Gradient noise was asked for, too."""
-    save: bool
-    """A checkpoint is due."""
-    totals: StepTotals = field(repr=False)
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def train(run: Run) -> str:
@@ -160,7 +49,7 @@ def train(run: Run) -> str:
         unfreeze_(run)
         gradients.clear_(run.sharded.module)
         batches, num = Fetch(run), plan.batch.accumulation_steps
-        with run.monitor.interruptible(run):
+        with monitor.interruptible(run):
             totals = accumulate(run.gradients, batches, num=num, totals=new_totals(run))
             clock.lap("compute_s", less=batches.seconds)
             result = agree(run, totals)
@@ -184,7 +73,7 @@ def train(run: Run) -> str:
         record_step(run, result, times=times, lr=lr, skipped=skipped)
         if is_due(run.step, plan.elastic.check_every):
             run.at("search for corruption")
-            run.guard.after_update(run)
+            guard.after_update(run)
         if leaves_early:
             run.stop_reason = run.stop_reason or READ_BACK
         if (result.stop or leaves_early) and run.step < plan.train.max_steps:
@@ -240,7 +129,7 @@ class Fetch:
             batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
             self.seconds += time.perf_counter() - started
             run.at("forward or backward")
-            run.monitor.at_micro_batch(
+            run.progress.at_micro_batch(
                 index, of=run.plan.batch.accumulation_steps, calls=len(run.sharded.calls)
             )
             run.micro_batches += 1
@@ -254,20 +143,20 @@ def new_totals(run: Run) -> StepTotals:
 def agree(run: Run, totals: StepTotals) -> StepResult:
     """The one small all-reduce of a step: loss, targets, gradient norm, wish to stop."""
     run.at("reduce")
-    run.monitor.begin_agreement()
+    run.progress.begin_agreement()
     run.stop_reason = run.wish()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
     short, due = run.tiers is not None and run.tiers.is_short(), run.saver.is_time()
     wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
-    took_s = run.monitor.elapsed_s()
+    took_s = run.progress.elapsed_s()
     wish = torch.tensor([*wishes, order, order * order, took_s], dtype=torch.float64)
     mine = torch.stack((totals.loss_sum, totals.count)).cpu()
     shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
     dist.all_reduce(shared)
     told = shared[:10].tolist()
     loss_sum, count, stop, record, noisy, settle, save, orders, squares, took_s = told
-    run.monitor.note_duration(took_s / dist.get_world_size())
+    monitor.note_duration(run, took_s / dist.get_world_size())
     if orders * orders != squares * dist.get_world_size():  # equal only if all are the same
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
@@ -328,7 +217,7 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
         return True, 0.0
     run.loss_scale.update(overflow=False)
     run.saver.before_update()
-    run.guard.before_update(run)
+    guard.before_update(run)
     if run.on_gradients is not None:
         run.on_gradients(run.sharded.module, run.step)
     state.clip_ratio = gradients.clip_ratio(result.grad_norm, run.plan.train.grad_clip)

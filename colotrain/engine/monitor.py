@@ -20,8 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,9 @@ import torch.distributed as dist
 from colotrain.engine import checkpoint
 from colotrain.engine.manifest import Manifest
 from colotrain.engine.recording import record_failure
+from colotrain.engine.run_state import LastStep, Run
 from colotrain.engine.saving import own_store
 from colotrain.engine.shard_file import Piece
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run
 
 LONG_STEP_S = 2.0
 """A step shorter than this is always finished, and nothing is said of its progress."""
@@ -54,114 +52,70 @@ DEPARTED = "colotrain/departed"
 """Key of the store: how many ranks have saved and are about to exit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastStep:
-    """The state of the last finished step, kept while the next step is computed."""
-
-    step: int
-    pieces: list[Piece] | None
-    """What a checkpoint of it would hold; None where nothing needs to be saved."""
-    manifest: Manifest | None
-    what: str
-    """What may be left: a step, or an evaluation."""
-    began: float
+def start(run: Run) -> None:
+    """Begin to watch the steps of this rank; until then `interruptible` interrupts nothing."""
+    run.is_monitored = True
+    threading.Thread(target=Monitor(run).watch, name="step-monitor", daemon=True).start()
 
 
-@dataclass(slots=True)
-class StepMonitor:
-    """Watches the steps of one rank once it was started; until then it does nothing."""
+@contextlib.contextmanager
+def interruptible(run: Run, what: str = "step") -> Iterator[None]:
+    """In here training may be left for good. All ranks must call, at the same step."""
+    progress = run.progress
+    progress.began, progress.forward_s = time.perf_counter(), None
+    if run.is_monitored and progress.is_long:
+        pieces, manifest = unsaved_state(run)
+        last = LastStep(
+            step=run.step, pieces=pieces, manifest=manifest, what=what, began=progress.began
+        )
+        with progress.lock:
+            progress.last, progress.undecided = last, True
+    try:
+        yield
+    finally:  # also after an error: ranks that have left are lost to those that have not yet
+        with progress.lock:
+            progress.last = None
 
-    run: Run | None = None
-    is_long: bool = True
-    """Whether steps take long enough to be left. Ranks agree on it; of the first it is assumed."""
-    last: LastStep | None = None
-    """Set while training may be interrupted."""
-    undecided: bool = False
-    """This rank may still decide by itself to leave the step."""
-    micro_batch: int = 0
-    """The micro-batch that is being computed, from 1."""
-    num_micro_batches: int = 1
-    micro_batch_began: float = 0.0
-    forward_s: float | None = None
-    """How long the forward of the first micro-batch took, once it is done."""
-    calls_before: int = 0
-    """How many groups had been called when that micro-batch began."""
-    began: float = field(default_factory=time.perf_counter)
-    lock: Any = field(default_factory=threading.Lock)
-    """Whoever holds it decides what becomes of the step; a thread that leaves keeps it."""
-    asked_at: float | None = None
-    told_at: float = 0.0
-    followed_at: float = 0.0
-    follows: bool = False
-    """Another rank has left the step."""
-    seen: tuple[int, int] = (0, 0)
-    """Calls and micro-batches at the last look: what moves is alive."""
 
-    def start(self, run: Run) -> None:
-        self.run = run
-        threading.Thread(target=self._watch, name="step-monitor", daemon=True).start()
+def note_duration(run: Run, seconds: float) -> None:
+    """How long the step took, on which all ranks agree; so will the next one."""
+    run.progress.is_long = seconds > LONG_STEP_S
 
-    # -- called by training
 
-    @contextlib.contextmanager
-    def interruptible(self, run: Run, what: str = "step") -> Iterator[None]:
-        """In here training may be left for good. All ranks must call, at the same step."""
-        self.began, self.forward_s = time.perf_counter(), None
-        if self.run is not None and self.is_long:
-            pieces, manifest = unsaved_state(run)
-            last = LastStep(
-                step=run.step, pieces=pieces, manifest=manifest, what=what, began=self.began
-            )
-            with self.lock:
-                self.last, self.undecided = last, True
-        try:
-            yield
-        finally:  # also after an error: ranks that have left are lost to those that have not yet
-            with self.lock:
-                self.last = None
+class Monitor:
+    """The thread's own state."""
 
-    def begin_agreement(self) -> None:
-        """From here on the step is finished unless another rank has left it."""
-        with self.lock:
-            self.undecided = False
+    def __init__(self, run: Run) -> None:
+        self.run, self.progress = run, run.progress
+        self.asked_at: float | None = None
+        self.told_at = self.followed_at = 0.0
+        self.follows = False
+        """Another rank has left the step."""
+        self.seen = (0, 0)
+        """Calls and micro-batches at the last look: what moves is alive."""
 
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self.began
-
-    def note_duration(self, seconds: float) -> None:
-        """How long the step took, on which all ranks agree; so will the next one."""
-        self.is_long = seconds > LONG_STEP_S
-
-    def at_micro_batch(self, index: int, *, of: int, calls: int) -> None:
-        """Micro-batch `index` (from 0) begins; `calls` of groups were made before it."""
-        self.micro_batch_began = time.perf_counter()
-        self.micro_batch, self.num_micro_batches, self.calls_before = index + 1, of, calls
-
-    # -- the thread
-
-    def _watch(self) -> None:
-        assert self.run is not None
+    def watch(self) -> None:
         if self.run.device.type == "cuda":  # which each thread chooses for itself
             torch.cuda.set_device(self.run.device)
         store = own_store()
         with contextlib.suppress(dist.DistStoreError):  # rank 0 is gone, and so is this attempt
             while True:
                 time.sleep(LOOK_EVERY_S)
-                if self.last is not None:
-                    self._look(self.run, self.last, store)
+                if self.progress.last is not None:
+                    self._look(self.run, self.progress.last, store)
 
     def _look(self, run: Run, last: LastStep, store: Any) -> None:
         self._tell(run, last)
         reason = self._reason(run, last, store)
         if reason is None:
             return
-        with self.lock:
-            if self.last is last and (self.undecided or self.follows):
+        with self.progress.lock:
+            if self.progress.last is last and (self.progress.undecided or self.follows):
                 self._leave(run, last, reason, store)
 
     def _tell(self, run: Run, last: LastStep) -> None:
         """Give a sign of life where training has moved, and say how far it is."""
-        seen = len(run.sharded.calls), self.micro_batch
+        seen = len(run.sharded.calls), self.progress.micro_batch
         if seen != self.seen:
             self.seen = seen
             run.heartbeat.beat(run.step + 1, run.phase)
@@ -175,8 +129,8 @@ class StepMonitor:
             "progress",
             step=run.step + (last.what == "step"),
             what=last.what,
-            micro_batch=self.micro_batch,
-            micro_batches=self.num_micro_batches,
+            micro_batch=self.progress.micro_batch,
+            micro_batches=self.progress.num_micro_batches,
             done=self._share_done(run, last),
             seconds=elapsed,
         )
@@ -187,21 +141,25 @@ class StepMonitor:
         Of the first micro-batch the groups that were called tell how far its forward is, and how
         long that took tells how long backward takes; later ones are as long as those before.
         """
-        done, inside_s = max(self.micro_batch - 1, 0), time.perf_counter() - self.micro_batch_began
+        at = self.progress
+        done, inside_s = (
+            max(at.micro_batch - 1, 0),
+            time.perf_counter() - at.micro_batch_began,
+        )
         if done:
-            whole_s = (self.micro_batch_began - last.began) / done
-            return (done + min(inside_s / whole_s, ALMOST)) / self.num_micro_batches
-        num_calls = len(run.sharded.calls) - self.calls_before
+            whole_s = (at.micro_batch_began - last.began) / done
+            return (done + min(inside_s / whole_s, ALMOST)) / at.num_micro_batches
+        num_calls = len(run.sharded.calls) - at.calls_before
         forward = min(num_calls / max(len(run.sharded.groups), 1), 1.0)
         if forward == 1.0:
-            self.forward_s = self.forward_s or inside_s
+            at.forward_s = at.forward_s or inside_s
         inside = share_of_micro_batch(
             forward,
-            inside_s / self.forward_s if self.forward_s else 0.0,
+            inside_s / at.forward_s if at.forward_s else 0.0,
             recomputes=run.plan.train.activation_checkpointing != "none",
             forward_only=last.what == "evaluation",
         )
-        return inside / self.num_micro_batches
+        return inside / at.num_micro_batches
 
     def _reason(self, run: Run, last: LastStep, store: Any) -> str | None:
         """Why this rank has to leave the step now; None where it has not."""
@@ -212,7 +170,7 @@ class StepMonitor:
         else:
             self.asked_at = self.asked_at or now
             patience_s = PATIENCE_S if run.stop_error is None else 0.0
-            if self.undecided and now - self.asked_at >= patience_s:
+            if self.progress.undecided and now - self.asked_at >= patience_s:
                 return reason
         if now - self.followed_at < FOLLOW_EVERY_S:
             return None
@@ -229,7 +187,8 @@ class StepMonitor:
         try:
             store.set(LEFT, f"{last.step} {reason}")
             if run.rank == 0:
-                where = f"micro-batch {self.micro_batch}/{self.num_micro_batches}"
+                at = self.progress
+                where = f"micro-batch {at.micro_batch}/{at.num_micro_batches}"
                 text = f"{_name(last)} is left at {where}; {_becomes(run, last)}"
                 run.events.write("note", text=text)
             problem = self._save(run, last)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colotrain.engine import plain_data
+from colotrain.engine.run_state import Run
 from colotrain.errors import ColotrainError
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run
 
 PLAIN = "json."
 """Begins the names of data that is no tensor: `json.model.NAME` beside `model.NAME`."""

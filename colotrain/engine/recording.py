@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.sharding import local_shard
 from colotrain.engine.statistics import Recorder
 from colotrain.errors import FINAL_EXIT, ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import highest_peak, memory_now
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run, StepResult
 
 FIX_MEMORY = (
     "set train.micro_batch=1 or train.activation_checkpointing=blocks, or take plugin=gemini with "

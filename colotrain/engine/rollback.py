@@ -7,16 +7,12 @@ data, so that it need not end the same way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from colotrain.engine import checkpoint, gradients
 from colotrain.engine.freezing import BY_MODEL, freeze_
 from colotrain.engine.manifest import read_manifest
+from colotrain.engine.run_state import Run
 from colotrain.engine.sharding import reshard
 from colotrain.errors import ColotrainError
-
-if TYPE_CHECKING:
-    from colotrain.engine.loop import Run
 
 
 def roll_back_(run: Run) -> None:
@@ -47,7 +43,7 @@ def roll_back_(run: Run) -> None:
             parameter.requires_grad_(False)
     freeze_as_of(run, manifest.step)
     checkpoint.restore(run, path)
-    run.guard.noted = None
+    run.checksums = None
     run.rollbacks += 1
     run.skipped_batches = offending + 1 - run.step
     if run.rank == 0:

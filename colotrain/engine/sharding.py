@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
 from colotrain.engine.precision import cast_of
-from colotrain.models.initialising import Shards
+from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand

@@ -29,7 +29,7 @@ from colotrain.data.loader import (
 )
 from colotrain.data.samples import StreamSamples
 from colotrain.dotted import import_target
-from colotrain.engine import checkpoint, gradients
+from colotrain.engine import checkpoint, gradients, monitor
 from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
@@ -37,12 +37,13 @@ from colotrain.engine.common import Common, hold_in_common
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.label_shift import is_in_question
-from colotrain.engine.loop import LATE, Run, train
+from colotrain.engine.loop import LATE, train
 from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
 from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale, cast_inputs
 from colotrain.engine.recording import lasting_bytes, record_failure
+from colotrain.engine.run_state import Run
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import (
     COMPUTE_DTYPE,
@@ -91,7 +92,7 @@ def main(path: str) -> int:
         if device.type == "cpu":
             run.baseline_bytes = max(0, memory_now()[0] - sum(lasting_bytes(run).values()))
         announce(run, attempt)
-        run.monitor.start(run)
+        monitor.start(run)
         train(run)
     except Exception as error:
         phase, step = (run.phase, run.step + 1) if run else ("start", 0)

@@ -69,7 +69,7 @@ def _version(modules: tuple[str, ...]) -> list[Any]:
     return [metadata.version("torch"), sys.version, digest.hexdigest(), installation()]
 
 
-IMPORT = re.compile(rb"^ *(?:from|import) +(colotrain[\w.]+)(?: +import +(\([^)]*\)|.*))?", re.M)
+IMPORT = re.compile(rb"^ *(?:from|import) +(colotrain[\w.]*)(?: +import +(\([^)]*\)|.*))?", re.M)
 
 
 def sources(*modules: str) -> dict[str, bytes]:

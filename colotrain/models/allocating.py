@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-if TYPE_CHECKING:
-    from colotrain.models.initialising import Filling, Slot
+from colotrain.models.filling import Filling, Slot
 
 OVERWRITES = frozenset(
     {

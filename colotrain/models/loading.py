@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from colotrain.dotted import described, import_target
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
-from colotrain.models.initialising import Shards, initialise_
+from colotrain.models.filling import Shards
+from colotrain.models.initialising import initialise_
 from colotrain.models.seeding import seeded
 from colotrain.plan import ModelPlan
 

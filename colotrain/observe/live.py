@@ -18,9 +18,9 @@ from colotrain.observe.events import Event, EventReader
 from colotrain.observe.fold import Fold
 from colotrain.observe.formats import clean
 from colotrain.observe.output import last_lines
-from colotrain.observe.progress import ProgressView, message_of
+from colotrain.observe.progress import PlainProgress, ProgressView, in_foreground, message_of
 from colotrain.observe.scene import FOCI, Focus
-from colotrain.observe.terminal import Terminal
+from colotrain.observe.terminal import Terminal, is_live
 from colotrain.observe.view import ENDED, RunView
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
@@ -131,6 +131,13 @@ class LiveDashboard(ProgressView):
         for event in events:
             if message := message_of(event):
                 self.console.print(message, soft_wrap=True)
+
+
+def progress_for(console: Console, plan: RunPlan, rundir: RunDir) -> ProgressView:
+    """The dashboard on a terminal, plain lines elsewhere (no terminal, TERM=dumb, CI)."""
+    if not is_live(console) or not in_foreground(console):
+        return PlainProgress(console, plan)
+    return LiveDashboard(console, plan, rundir)
 
 
 def watch(console: Console, plan: RunPlan, rundir: RunDir, *, focus: Focus = "overview") -> None:

@@ -125,15 +125,6 @@ class PlainProgress(ProgressView):
         return True
 
 
-def progress_for(console: Console, plan: RunPlan, rundir: RunDir) -> ProgressView:
-    """The dashboard on a terminal, plain lines elsewhere (no terminal, TERM=dumb, CI)."""
-    if not is_live(console) or not in_foreground(console):
-        return PlainProgress(console, plan)
-    from colotrain.observe.live import LiveDashboard  # which builds on this module
-
-    return LiveDashboard(console, plan, rundir)
-
-
 def in_foreground(console: Console) -> bool:
     """Whether this process may draw: a job in the background must leave the terminal alone."""
     try:

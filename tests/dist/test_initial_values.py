@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from colotrain.engine.common import hold_in_common
 from colotrain.engine.sharding import local_shard, make_mesh, materialise_, rows_here, shard_
 from colotrain.errors import ColotrainError
-from colotrain.models import initialising
+from colotrain.models import filling
 from colotrain.models.loading import build, build_whole
 from colotrain.plan import ModelPlan, RunPlan
 from tests.dist.test_transport import plan_of, run
@@ -97,7 +97,7 @@ ZOO = ModelPlan(target=f"{__name__}:Zoo")
 
 def equals_one_process(rank: int, *plans: RunPlan) -> None:
     for kept_bytes in (0, 16 << 20):
-        initialising.KEPT_BYTES = kept_bytes  # with 0 all but the operation's own is read again
+        filling.KEPT_BYTES = kept_bytes  # with 0 all but the operation's own is read again
         whole = build_whole(ZOO, seed=5)
         for plan in plans:
             model = build(ZOO, seed=5)

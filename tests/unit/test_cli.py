@@ -17,13 +17,13 @@ from colotrain.cli import resolving
 from colotrain.cli.completion import complete
 from colotrain.cli.main import guarded, verbs
 from colotrain.cli.output import print_json, stdout_console
-from colotrain.cli.run import write_down
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError, DoesNotFit
 from colotrain.observe.terminal import is_live
 from colotrain.plan import ParameterInfo, RunPlan, Survey
 from colotrain.plugins import ROWS
 from colotrain.rundir import RunDir
+from colotrain.trust import write_down
 
 Run = Callable[..., tuple[int, str, str]]
 

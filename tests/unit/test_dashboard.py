@@ -27,9 +27,9 @@ from colotrain.observe.dashboard import Beside, render
 from colotrain.observe.events import Event, EventReader
 from colotrain.observe.fold import Fold, fold
 from colotrain.observe.gradients import Cell, Heat
-from colotrain.observe.live import LiveDashboard, Screen, replay
+from colotrain.observe.live import LiveDashboard, Screen, progress_for, replay
 from colotrain.observe.output import last_lines
-from colotrain.observe.progress import PlainProgress, progress_for
+from colotrain.observe.progress import PlainProgress
 from colotrain.observe.scene import FOCI, Focus, Scene, stragglers, worst_parameters
 from colotrain.observe.view import RunView
 from colotrain.rundir import RunDir

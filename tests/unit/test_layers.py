@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,8 +44,8 @@ FACE = (
 TOKENISING = (
     "colotrain.data.cache colotrain.data.corpora colotrain.data.vocabulary colotrain.data.formats "
     "colotrain.data.records colotrain.data.conversations colotrain.data.pool "
-    "colotrain.data.prepared colotrain.data.megatron colotrain.data.token_files "
-    "colotrain.data.tokenising colotrain.data.tokens"
+    "colotrain.data.prepared colotrain.data.megatron colotrain.data.megatron_index "
+    "colotrain.data.token_files colotrain.data.tokenising colotrain.data.tokens"
 )
 """The part of `data` that makes token files: no torch, as other processes load it."""
 ON_PAPER = (
@@ -237,6 +239,44 @@ def test_an_import_that_is_deferred_is_not_a_breach() -> None:
 def test_a_module_can_be_read_in_one_sitting(module: str) -> None:
     lines = len(MODULES[module].read_text("utf-8").splitlines())
     assert lines <= LONGEST, f"{module} has {lines} lines, more than {LONGEST}: split it by subject"
+
+
+def test_no_modules_import_one_another() -> None:
+    """Wherever in a module the import stands, also in functions and for type checkers."""
+    graph = {
+        module: {item.name for item in imports(ast.parse(path.read_text("utf-8")), module=module)}
+        for module, path in MODULES.items()
+    }
+    assert circle(graph) == []
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of a circle; empty where there is none."""
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}}) in (
+        [*order, order[0]] for order in (["a", "c", "b"], ["b", "a", "c"], ["c", "b", "a"])
+    )
+
+
+def test_a_module_that_is_named_in_a_string_exists() -> None:
+    """Processes are started, and stacks are read, by the names of modules."""
+    missing = [
+        f"{module} line {node.lineno}: {node.value}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"colotrain\.\w+(\.\w+)+(:\w+)?", node.value)
+        if node.value.partition(":")[0] not in MODULES
+    ]
+    assert missing == []
 
 
 def loaded_after(code: str, *wanted: str) -> set[str]:

@@ -12,13 +12,13 @@ import pytest
 from colotrain.cli import naming
 from colotrain.cli.main import guarded
 from colotrain.cli.resolving import Setting, settle
-from colotrain.cli.run import write_down
 from colotrain.cli.sweeps import Element, table
 from colotrain.errors import UsageError
 from colotrain.launch import queue
 from colotrain.observe import liveness
 from colotrain.observe.events import EventWriter
 from colotrain.rundir import RunDir
+from colotrain.trust import write_down
 from tests.running import SMALL
 
 X = (*SMALL, "name=x", "plugin=zero2")

@@ -18,6 +18,7 @@ from test_view import MIB, launcher, plan_of, restarted_run, step, worker
 from colotrain.observe import progress as module
 from colotrain.observe.events import Event
 from colotrain.observe.fold import Fold, fold
+from colotrain.observe.live import progress_for
 from colotrain.observe.probes import matmul_peak_flops, memory_now
 from colotrain.observe.progress import (
     PlainProgress,
@@ -25,7 +26,6 @@ from colotrain.observe.progress import (
     format_duration,
     preparation,
     print_summary,
-    progress_for,
 )
 from colotrain.observe.view import summary
 from colotrain.plan import RunPlan

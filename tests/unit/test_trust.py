@@ -11,9 +11,9 @@ import pytest
 from colotrain import trust
 from colotrain.cli.main import guarded
 from colotrain.cli.resolving import settle
-from colotrain.cli.run import write_down
 from colotrain.errors import UsageError
 from colotrain.rundir import RunDir
+from colotrain.trust import write_down
 
 TARGETS = (
     "model.target=tests.dist.difficult:make",

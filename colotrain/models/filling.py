@@ -1,0 +1,276 @@
+"""Parameters of a sharded model while its own `init_weights()` gives them values.
+
+The user's code sees plain whole parameters on the CPU, whatever rank it runs on. Their memory is
+allocated when an operation first reads or writes them, and only some stay in memory: of the others
+each rank keeps its rows. Every rank runs the same code, and so makes the same whole values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from colotrain.errors import ColotrainError
+from colotrain.models.seeding import generator_of
+
+KEPT_BYTES = 16 << 20
+"""Whole parameters that may be in memory beside those of the operation at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """How this rank keeps its part of a parameter."""
+
+    write: Callable[[Tensor, Tensor], None]
+    """`write(parameter, whole)` stores this rank's rows."""
+    read: Callable[[Tensor], Tensor]
+    """The whole value of a parameter that was written (collective where it is sharded)."""
+    release: Callable[[Tensor], None] = lambda tensor: None
+    """Told of each parameter that is done with for the moment."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter: what the rank keeps of it, and what the user's code sees."""
+
+    name: str
+    kept: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    generator: torch.Generator
+    written: bool
+    """The rank's rows hold a value."""
+    whole: nn.Parameter = field(init=False)
+    resident: bool = False
+    """It has memory, which holds its value, or the mark of what has none."""
+    stays: bool = False
+    """Code outside torch may know where its memory is."""
+    begun: bool = field(init=False)
+    """It has had a value: its module's default, or one that the user's code gave it."""
+    unset: bool = False
+    """Part of it had no value when it was put away."""
+
+    def __post_init__(self) -> None:
+        self.begun = self.written
+        kept = self.kept
+        data = torch.empty(kept.shape, dtype=kept.dtype, device="cpu")
+        data.untyped_storage().resize_(0)
+        self.whole = nn.Parameter(data, kept.requires_grad)
+        self.whole.__dict__.update(vars(kept))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kept.numel() * self.kept.dtype.itemsize
+
+    @property
+    def storage(self) -> Any:
+        return self.whole.untyped_storage()
+
+
+class Filling:
+    """Parameters between their rows and their whole values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        shards: Shards,
+        has_values: bool,
+        allocating: Callable[[Filling], AbstractContextManager[object]],
+    ) -> None:
+        self.shards = shards
+        self.allocating = allocating
+        """Makes the mode in which operations find their parameters in memory."""
+        slots: dict[nn.Parameter, Slot] = {}
+        for prefix, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                if parameter not in slots:
+                    generator = generator_of(name, seed=seed)
+                    slots[parameter] = Slot(name, parameter, [], generator, has_values)
+                slots[parameter].owners.append((module, key))
+        self.slots = list(slots.values())
+        self.by_storage = {slot.storage._cdata: slot for slot in self.slots}
+        self.in_memory: dict[str, Slot] = {}
+        """Least recently used first."""
+        self.in_use: list[Slot] = []
+        """Those of the operations at hand."""
+        self.resetting = False
+        self.protected: frozenset[Slot] = frozenset()
+        """What had a value when the reset of a module began, which must leave it."""
+        self.before_reset: dict[Slot, Tensor] = {}
+        """The values of those that the reset has touched."""
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """The model's parameters are whole inside."""
+        self._register(lambda slot: slot.whole)
+        try:
+            yield
+        finally:
+            self._register(lambda slot: slot.kept)
+
+    def _register(self, choose: Callable[[Slot], nn.Parameter]) -> None:
+        for slot in self.slots:
+            for module, key in slot.owners:
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[key] = choose(slot)
+                else:  # recurrent layers keep another list
+                    setattr(module, key, choose(slot))
+
+    def found_in(self, values: Any) -> list[Slot]:
+        """The slots whose memory the tensors in `values` look at."""
+        with torch._C.DisableTorchFunction():
+            storages = [
+                leaf.untyped_storage()._cdata
+                for leaf in tree_leaves(values)
+                if isinstance(leaf, Tensor) and _has_memory(leaf)
+            ]
+        found = (self.by_storage.get(storage) for storage in storages)
+        return list(dict.fromkeys(slot for slot in found if slot is not None))
+
+    @contextmanager
+    def using(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """These parameters keep their memory inside."""
+        self.in_use += slots
+        try:
+            yield
+        finally:
+            del self.in_use[len(self.in_use) - len(slots) :]
+
+    def need(self, slot: Slot, *, value: bool) -> None:
+        """Have a parameter in memory, with its value unless that is overwritten."""
+        must_stay = slot in self.protected
+        if not slot.resident:
+            self._make_room(slot)
+            slot.storage.resize_(slot.num_bytes)
+            slot.resident = True
+            if slot.written and (value or must_stay):
+                _copy(slot, self.shards.read(slot.kept))
+            elif value:
+                slot.whole.fill_(mark_of(slot.whole.dtype))
+        self.in_memory[slot.name] = self.in_memory.pop(slot.name, slot)
+        if must_stay and slot not in self.before_reset:
+            self.before_reset[slot] = slot.whole.detach().clone()
+        if value and not slot.begun and not self.resetting:
+            with self.using([slot]):
+                self.set_default(slot)
+        slot.begun = True
+
+    def _make_room(self, slot: Slot) -> None:
+        others = [s for s in self.in_memory.values() if s not in self.in_use and not s.stays]
+        excess = sum(s.num_bytes for s in others) + slot.num_bytes - KEPT_BYTES
+        for other in others:
+            if excess <= 0:
+                break
+            self.put_away(other)
+            excess -= other.num_bytes
+
+    def put_away(self, slot: Slot) -> None:
+        """Keep this rank's rows only."""
+        slot.unset = _is_marked(slot.whole)
+        self.shards.write(slot.kept, slot.whole.detach())
+        self.shards.release(slot.kept)
+        if not slot.stays:  # numpy's arrays let no memory go
+            slot.storage.resize_(0)
+        slot.resident, slot.written = False, True
+        self.in_memory.pop(slot.name, None)
+
+    def set_default(self, slot: Slot) -> None:
+        """The value that the parameter's module gives it at construction, where it has one."""
+        module = slot.owners[0][0]
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if not callable(reset):
+            return
+        self.resetting, self.protected = True, frozenset(s for s in self.slots if s.begun)
+        try:
+            with self.allocating(self):
+                reset()
+        finally:
+            self.resetting, self.protected = False, frozenset()
+        while self.before_reset:
+            other, value = self.before_reset.popitem()
+            self.need(other, value=False)
+            _copy(other, value)
+
+    def finish(self) -> None:
+        """Defaults for what was not touched; the rows of everything are stored."""
+        for slot in self.slots:
+            self._adopt_replaced(slot)
+            if not slot.begun:
+                self.need(slot, value=True)
+        for slot in self.slots:
+            if slot.resident:
+                self.put_away(slot)
+        if unset := [slot.name for slot in self.slots if slot.unset]:
+            raise ColotrainError(
+                f"model.target: init_weights() leaves {unset[0]} unset ({len(unset)} in all)",
+                "give it a value there: it is not a parameter of a module with a "
+                "reset_parameters()",
+            )
+
+    def _adopt_replaced(self, slot: Slot) -> None:
+        """`module.weight = nn.Parameter(...)` in `init_weights()` is a value, too."""
+        for module, key in slot.owners:
+            found = module._parameters.get(key)
+            if found is slot.whole:
+                continue
+            other = next((s for s in self.slots if s.whole is found), None)
+            if other is not None:
+                raise ColotrainError(
+                    f"model.target: init_weights() ties {slot.name} to {other.name}",
+                    "tie them when the model is made",
+                )
+            if found is None:
+                raise _reshaped(slot, "nothing")
+            self.assign(slot, found)
+
+    def assign(self, slot: Slot, value: Tensor) -> None:
+        """The parameter's whole value becomes `value`."""
+        if value.shape != slot.whole.shape or value.dtype != slot.whole.dtype:
+            raise _reshaped(slot, f"{value.dtype} {tuple(value.shape)}")
+        self.need(slot, value=False)
+        _copy(slot, value)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+def _copy(slot: Slot, value: Tensor) -> None:
+    with torch.no_grad():
+        slot.whole.copy_(value)
+
+
+def _reshaped(slot: Slot, found: str) -> ColotrainError:
+    whole = slot.whole
+    return ColotrainError(
+        f"model.target: init_weights() replaces {slot.name} ({whole.dtype} {tuple(whole.shape)}) "
+        f"by {found}",
+        "keep its shape and dtype",
+    )
+
+
+def mark_of(dtype: torch.dtype) -> float:
+    """What fills a tensor that has no value yet."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether part of a tensor has no value yet; of bools that cannot be seen."""
+    dtype = tensor.dtype
+    if dtype == torch.bool or (dtype.itemsize == 1 and dtype.is_floating_point):
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return bool(torch.isnan(tensor).any())
+    return bool((tensor == mark_of(dtype)).any())
