@@ -26,8 +26,14 @@ DUMP_S = 1.0
 """How long a rank may take to write its stack."""
 DEPTH = 4
 """Frames from the innermost among which a collective's shows that a rank waits for others."""
-COLLECTIVES = ("torch/distributed/", "colotrain/engine/shared_memory.py")
-MAIN = ("colotrain/engine/worker.py", "colotrain/verify/worker.py")
+
+
+def _file_of(module: str) -> str:
+    return module.replace(".", "/") + ".py"
+
+
+COLLECTIVES = ("torch/distributed/", _file_of("colotrain.engine.shared_memory"))
+MAIN = (_file_of("colotrain.engine.worker"), _file_of("colotrain.verify.worker"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
