@@ -13,7 +13,8 @@ import psutil
 
 from colotrain.doctor.finding import Finding, Surroundings, fail, ok, size, warn
 
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+TORCH_FIX = "pip install 'torch>=2.11,<2.14'"
 GIB = 1 << 30
 FEW_FILES, TOO_FEW_FILES = 4096, 512
 FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 256
@@ -23,11 +24,11 @@ def check_torch(_: Surroundings) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        yield fail("torch", "torch is not installed", "pip install 'torch>=2.11'")
+        yield fail("torch", "torch is not installed", TORCH_FIX)
         return
-    if _numbers(version) < OLDEST_TORCH:
-        fix = "pip install 'torch>=2.11'"
-        yield fail("torch", f"torch {version} lacks what the engine needs", fix)
+    if not OLDEST_TORCH <= _numbers(version) <= NEWEST_TORCH:
+        known = " to ".join(".".join(map(str, each)) for each in (OLDEST_TORCH, NEWEST_TORCH))
+        yield fail("torch", f"torch {version}: the engine knows {known}", TORCH_FIX)
         return
     try:
         import torch

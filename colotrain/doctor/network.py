@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -86,7 +87,7 @@ def _check_free(host: str, port: int) -> Iterator[Finding]:
     yield ok("port", f"port {port} is free on {host}")
 
 
-def _connections() -> list[psutil._common.sconn]:
+def _connections() -> list[Any]:
     try:
         return list(psutil.net_connections("tcp"))
     except (psutil.Error, OSError):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import (
 from colotrain.engine.grouping import find_blocks
 from colotrain.errors import UsageError
 from colotrain.plan import Recompute, TrainPlan
+from colotrain.torch_internals import OpOverload, arguments_of, storage_id, tree_leaves
 
 COSTLY = {
     *(f"aten::{name}" for name in ("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm")),
@@ -138,15 +138,15 @@ class _Policy:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor)
 
 
 @functools.cache
 def _written(operation: Any) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an operation changes."""
-    if not isinstance(operation, torch._ops.OpOverload):
+    if not isinstance(operation, OpOverload):
         return ()
-    arguments = enumerate(operation._schema.arguments)
+    arguments = enumerate(arguments_of(operation))
     return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
@@ -154,7 +154,7 @@ def _written(operation: Any) -> tuple[tuple[int, str], ...]:
 def _place_of_dropout(operation: Any) -> int | None:
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
         return None
-    names = [argument.name for argument in operation._schema.arguments]
+    names = [argument.name for argument in arguments_of(operation)]
     return names.index("dropout_p") if "dropout_p" in names else -1
 
 

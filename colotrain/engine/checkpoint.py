@@ -34,6 +34,7 @@ from colotrain.errors import ColotrainError
 from colotrain.models import huggingface
 from colotrain.observe.events import EventWriter
 from colotrain.records import to_plain
+from colotrain.torch_internals import is_persistent
 
 
 def save(run: Run) -> None:
@@ -328,7 +329,7 @@ def _of_model(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
     for path, module in sharded.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if is_persistent(module, name):
                 yield f"{path}.{name}" if path else name, buffer
 
 

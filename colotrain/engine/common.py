@@ -19,9 +19,17 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage
 
-from colotrain.engine.sharding import Group, ShardedModel, numel_of, put_shard
+from colotrain.engine.fsdp_internals import (
+    flat_shard,
+    free_storage,
+    put_shard,
+    register_whole,
+    set_whole,
+    view_whole,
+    whole_of,
+)
+from colotrain.engine.sharding import Group, ShardedModel, numel_of
 from colotrain.engine.shared_memory import PAGE, SharedMemory, Unavailable, round_up
 from colotrain.observe.probes import leave_out
 
@@ -68,7 +76,7 @@ class Common:
         for part in self.sharded.groups:
             at, _ = self.ranges[part.name]
             for param, num_bytes in zip(part.params, self._sizes(part), strict=True):
-                numel, whole = numel_of(param), param._sharded_param_data.detach()
+                numel, whole = numel_of(param), flat_shard(param).detach()
                 if self.memory is not None:
                     whole = self.memory.bytes(at, num_bytes).view(param.sharded_param.dtype)
                     own = whole[self.rank * numel : (self.rank + 1) * numel]
@@ -148,11 +156,11 @@ class InPlace:
         del params.unshard, params.wait_for_unshard
         for param in params.fsdp_params:
             del param._colotrain_whole
-            if (whole := getattr(param, "_unsharded_param", None)) is None:
+            if (whole := whole_of(param)) is None:
                 continue
             param.init_all_gather_outputs([numel_of(param)], [whole.dtype], size, params.device)
             flat = param.all_gather_outputs[0]
-            whole.data = flat.as_strided(param._orig_size, param._contiguous_orig_stride)
+            whole.data = view_whole(param, flat)
             free_storage(flat)
 
     def unshard(self, async_op: bool = False) -> None:
@@ -163,13 +171,11 @@ class InPlace:
             return
         self.asked = False
         for param in self.params.fsdp_params:
-            if not hasattr(param, "_unsharded_param"):
-                whole = param._colotrain_whole.as_strided(
-                    param._orig_size, param._contiguous_orig_stride
-                )
+            if whole_of(param) is None:
+                whole = view_whole(param, param._colotrain_whole)
                 trains = param.sharded_param.requires_grad
-                param._unsharded_param = nn.Parameter(whole, requires_grad=trains)
-        self.params._to_unsharded()
+                set_whole(param, nn.Parameter(whole, requires_grad=trains))
+        register_whole(self.params)
 
 
 def hold_in_common(sharded: ShardedModel) -> Common | None:

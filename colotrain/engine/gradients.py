@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.freezing import names_of
+from colotrain.engine.fsdp_internals import name_of, whole_of
 from colotrain.engine.sharding import ShardedModel, local_shard, shard_range
 from colotrain.errors import ColotrainError
+from colotrain.torch_internals import norms_of
 
 Status = Literal["trained", "frozen", "unused", "zero", "nonfinite"]
 
@@ -157,8 +159,8 @@ def whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(parameter, DTensor)
     }
     for param in state.sharded.fsdp_params():
-        if (whole := getattr(param, "_unsharded_param", None)) is not None:
-            found[str(param._param_fqn)] = whole
+        if (whole := whole_of(param)) is not None:
+            found[name_of(param)] = whole
     yield from ((name, whole) for name, whole in found.items() if whole.requires_grad)
 
 
@@ -198,7 +200,7 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
         chosen = [i for i, t in enumerate(tensors) if (t.dtype.itemsize < 4) == narrow]
         dtype = torch.float32 if narrow else None
         if chosen:
-            measured = torch._foreach_norm([tensors[i] for i in chosen], dtype=dtype)
+            measured = norms_of([tensors[i] for i in chosen], dtype=dtype)
             for index, norm in zip(chosen, measured, strict=True):
                 found[index] = norm
     return found

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from colotrain.packing import Unit, pack
+from colotrain.torch_internals import FakeTensorMode
 
 Block = tuple[str, nn.Module]
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from colotrain.engine.raw_bytes import bytes_of
+from colotrain.engine.fsdp_internals import name_of, whole_of
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding import ShardedModel, local_shard
 
@@ -154,12 +155,12 @@ def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
     ranks, found = dist.get_process_group_ranks(group), []
     for part in (part for part in sharded.groups if not part.in_common):
         part.handle.unshard()
-        whole = [
-            (str(param._param_fqn), param._unsharded_param.detach())
+        gathered = [
+            (name_of(param), whole.detach())
             for param in part.params
-            if getattr(param, "_unsharded_param", None) is not None
+            if (whole := whole_of(param)) is not None
         ]
-        found += _compare("gathered", whole, group, ranks)
+        found += _compare("gathered", gathered, group, ranks)
         part.handle.reshard()
     return _agree(found)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from colotrain.engine.disk import DiskStore, Region, aligned
-from colotrain.engine.sharding import Group, put_shard
+from colotrain.engine.fsdp_internals import local_of, put_shard
+from colotrain.engine.sharding import Group
 from colotrain.tiers import Kind, Tier
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -65,7 +66,7 @@ class Home:
 
     def keep_gradient(self, name: str, leaf: Tensor, store: DiskStore | None) -> Tensor:
         """Bring the sharded gradient of `leaf` to disk; returns the local part there."""
-        local = leaf.grad._local_tensor  # type: ignore[union-attr]
+        local = local_of(leaf.grad)
         if name not in self.gradients:
             self._make_room_for_gradients(store)
         own = self.gradients[name].view(local.shape)
@@ -80,7 +81,7 @@ class Home:
             for name, param in self.names.items()
             if name not in self.gradients and param.sharded_param.requires_grad
         }
-        sizes = [leaf._local_tensor.numel() for leaf in missing.values()]
+        sizes = [local_of(leaf).numel() for leaf in missing.values()]
         dtypes = [leaf.dtype for leaf in missing.values()]
         region = _take(store, sizes, dtypes)
         self.regions.setdefault("gradients", []).append(region)

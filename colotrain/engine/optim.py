@@ -18,6 +18,7 @@ from colotrain.engine.placement import Tiers
 from colotrain.engine.sharding import local_shard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.plan import OptimPlan
+from colotrain.torch_internals import multiply, multiply_
 
 
 class Watch(Protocol):
@@ -147,7 +148,7 @@ class ShardOptimizer:
         if not self.streams:
             scale_(list(grads.values()), factor)
         elif factor != 1.0 and grads:  # what was stored below stays as it is there
-            scaled = torch._foreach_mul(list(grads.values()), factor)
+            scaled = multiply(list(grads.values()), factor)
             grads = dict(zip(grads, scaled, strict=True))
         for name, grad in grads.items():
             if self.plan.name in OF_SHARDS:  # elsewhere it is the parameter's own, scaled above
@@ -354,7 +355,7 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 def scale_(tensors: list[Tensor], factor: float) -> None:
     """Multiply all in place; nothing is touched when the factor is one."""
     if factor != 1.0 and tensors:
-        torch._foreach_mul_(tensors, factor)
+        multiply_(tensors, factor)
 
 
 def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:

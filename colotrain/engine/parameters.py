@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colotrain.engine.fsdp_internals import name_of, whole_of
 from colotrain.errors import ColotrainError
+from colotrain.torch_internals import forget_hooks, hooks_after_gradient_of, hooks_of
 
 Hook = Callable[[Tensor], Tensor | None]
 NOT_THE_USERS = ("_fsdp", "_is_param")
@@ -40,7 +42,7 @@ class Attached:
         self.set_attributes(parameter)
         if not self.hooks:
             return
-        parameter._backward_hooks = None  # a parameter that is not sharded has them already
+        forget_hooks(parameter)  # a parameter that is not sharded has them already
         trains = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later
         parameter.register_hook(lambda grad: self._call(grad, ranks))
@@ -75,7 +77,7 @@ def attached_to(model: nn.Module) -> dict[str, Attached]:
             for key, value in vars(parameter).items()
             if not key.startswith(NOT_THE_USERS)
         }
-        hooks = parameter._backward_hooks or {}
+        hooks = hooks_of(parameter)
         if attributes or hooks:
             found[name] = Attached(attributes=attributes, hooks=hooks, dtype=parameter.dtype)
     return found
@@ -87,7 +89,7 @@ def _refuse_what_is_lost(name: str, parameter: nn.Parameter) -> None:
             f"model: {name} has no shape yet (a lazy module)",
             "give the module its sizes, or run a forward before the model is returned",
         )
-    if parameter._post_accumulate_grad_hooks:
+    if hooks_after_gradient_of(parameter):
         raise ColotrainError(
             f"model: {name} has a hook of register_post_accumulate_grad_hook, which would see "
             "neither the whole gradient nor the whole parameter",
@@ -129,7 +131,9 @@ def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
 
     def to_unsharded() -> None:
         param.to_unsharded = before
-        act(param._unsharded_param)
+        whole = whole_of(param)
+        assert whole is not None
+        act(whole)
         before()
 
     param.to_unsharded = to_unsharded
@@ -185,7 +189,7 @@ class ForwardWatch:
     def _adopt(self, index: int, whole: nn.Parameter) -> None:
         if type(whole) is nn.Parameter:
             whole.__class__ = Whole
-            whole._watch, whole._name = self, self.params[index]._param_fqn  # type: ignore[attr-defined]
+            whole._watch, whole._name = self, name_of(self.params[index])  # type: ignore[attr-defined]
         self.versions[index] = whole._version
 
     def _pre_backward(self, torchs_own: Callable[..., None], *args: Any) -> None:
@@ -200,7 +204,7 @@ class ForwardWatch:
 
     def _begin(self) -> None:
         for index in self.versions:
-            self.versions[index] = self.params[index]._unsharded_param._version
+            self.versions[index] = self._version(index)
         self.aliases.clear()
         self.running = True
 
@@ -211,9 +215,13 @@ class ForwardWatch:
             if alias._version:
                 raise changed_in_place(name)
         for index, version in self.versions.items():
-            param = self.params[index]
-            if param._unsharded_param._version != version:
-                raise changed_in_place(param._param_fqn)
+            if self._version(index) != version:
+                raise changed_in_place(name_of(self.params[index]))
+
+    def _version(self, index: int) -> int:
+        whole = whole_of(self.params[index])
+        assert whole is not None  # it was adopted
+        return whole._version
 
 
 def changed_in_place(name: str) -> ColotrainError:

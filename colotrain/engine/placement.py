@@ -27,6 +27,7 @@ from colotrain.engine.disk import (
     whole_pages,
     write,
 )
+from colotrain.engine.fsdp_internals import is_being_gathered, is_gathered_alone, local_of
 from colotrain.engine.gradients import norms
 from colotrain.engine.homes import Home
 from colotrain.engine.sharding import ShardedModel
@@ -249,7 +250,7 @@ class Tiers:
         for home in self.homes:
             for name, param in home.names.items():
                 if name in optimizer.shards:
-                    optimizer.shards[name].data = param.sharded_param._local_tensor
+                    optimizer.shards[name].data = local_of(param.sharded_param)
         self.watch_gradients()
 
     def _write_back(self, home: Home, *kinds: Kind) -> None:
@@ -267,13 +268,13 @@ class Tiers:
         """After every all-gather of the group drop its pages and fetch those of the next."""
         if hasattr(fsdp_group, "_colotrain_gather"):
             return
-        alone = fsdp_group._all_gather_process_group.size() == 1  # then waiting copies
+        alone = is_gathered_alone(fsdp_group)  # then waiting copies
         name = "wait_for_unshard" if alone else "unshard"
         gather = fsdp_group._colotrain_gather = getattr(fsdp_group, name)
 
         @functools.wraps(gather)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            pending = fsdp_group._all_gather_result is not None
+            pending = is_being_gathered(fsdp_group)
             reads = pending if alone else not (pending or fsdp_group.is_unsharded)
             result = gather(*args, **kwargs)
             if reads:

@@ -17,11 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from colotrain.engine.fsdp_internals import (
+    DDPMeshInfo,
+    dtype_of,
+    local_of,
+    reduce_dtype_of,
+    replicas_of,
+    whole_of,
+    zero_gradient,
+)
 from colotrain.engine.sharding import ShardedModel, numel_of
 from colotrain.engine.shared_memory import PAGE, SharedMemory, round_up
+from colotrain.torch_internals import call_after_backward, hooks_after_gradient_of
 
 NUM_SLOTS = 2
 """One is filled while the other is read."""
@@ -121,13 +129,13 @@ class Reduction:
 
     def _post_backward(self, index: int, params: Any, *_: object) -> None:
         if each := taken_from(params):
-            dtype = params._reduce_dtype or each[0].whole.dtype
+            dtype = reduce_dtype_of(params) or each[0].whole.dtype
             self.reduce(Gradients(index, params, each, dtype))
 
     def reduce(self, gradients: Gradients) -> None:
         """Tell the others of a group's gradients, and sum the group before. All ranks must call."""
         if not self.written:
-            Variable._execution_engine.queue_callback(self.finish)
+            call_after_backward(self.finish)
         for message in self._messages(gradients):
             self._write(message)
             if len(self.written) == NUM_SLOTS:
@@ -213,8 +221,8 @@ class Reduction:
             if (grad := gradient.param.sharded_param.grad) is None:
                 fresh.append(gradient)
             else:
-                gradient.sums, gradient.onto = grad._local_tensor.view(-1), True
-        _lay(fresh, gradients.params._orig_dtype or gradients.dtype)
+                gradient.sums, gradient.onto = local_of(grad).view(-1), True
+        _lay(fresh, dtype_of(gradients.params) or gradients.dtype)
 
     def _end(self, gradients: Gradients) -> None:
         """Hand the sums over, once replicas have added theirs."""
@@ -224,7 +232,7 @@ class Reduction:
             if not params.all_reduce_grads:
                 self.partial[gradients.index] = gradients.flat
                 return
-            dist.all_reduce(gradients.flat, group=params._all_reduce_process_group)
+            dist.all_reduce(gradients.flat, group=replicas_of(params))
         for gradient in gradients.each:
             assert gradient.sums is not None
             is_there = gradient.onto and not gradients.replicated
@@ -278,9 +286,9 @@ def hand_over(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) 
     if not is_there:
         shape, stride = param.sharded_size, param.contiguous_sharded_stride
         rows = sums.as_strided(shape, stride, sums.storage_offset())
-        rows = param.to_sharded_dtensor(rows.to(params._orig_dtype or rows.dtype))
+        rows = param.to_sharded_dtensor(rows.to(dtype_of(params) or rows.dtype))
         leaf.grad = rows if leaf.grad is None else leaf.grad.add_(rows)
-    for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
+    for hook in hooks_after_gradient_of(leaf).values():
         hook(leaf)
 
 
@@ -295,7 +303,7 @@ def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = 
 
 def _take(param: Any, even: bool) -> Gradient | None:
     """The gradient of `param`, which loses it; zeros where it trains and was not used (`even`)."""
-    if not hasattr(param, "_unsharded_param"):
+    if whole_of(param) is None:
         return None
     param.accumulate_unsharded_grad_if_needed()
     if param.unsharded_accumulated_grad is not None:
@@ -303,7 +311,7 @@ def _take(param: Any, even: bool) -> Gradient | None:
     elif param.unsharded_param.grad is not None:
         whole, param.unsharded_param.grad = param.unsharded_grad_data, None
     elif even and param.unsharded_param.requires_grad:
-        whole = param.unsharded_zero_grad_data
+        whole = zero_gradient(param)
     else:
         return None
     return Gradient(param, whole.contiguous().view(-1))

@@ -38,6 +38,7 @@ from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir, write_atomically
+from colotrain.torch_internals import default_store
 
 SLOWEST_BYTES_PER_S = 10e6
 """A disk slower than this is taken for one that hangs."""
@@ -276,8 +277,7 @@ def _pages(num_bytes: int, *, pinned: bool) -> Tensor:
 
 def own_store() -> Any:
     """A connection of its own: another thread's wait must not hold up this one's."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
+    return default_store().clone()
 
 
 def _outcomes(store: Any, save: Save, beat: Callable[[], None]) -> str | None:

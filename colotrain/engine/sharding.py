@@ -25,14 +25,23 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from colotrain.engine.fsdp_internals import (
+    gather_before_backward_of,
+    groups_of,
+    initialise_lazily,
+    look_at_dtypes,
+    reduce_unused_,
+    size_of,
+    state_of,
+)
 from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
 from colotrain.engine.precision import cast_of
 from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
+from colotrain.torch_internals import tree_leaves
 
 DEEPEST_OUTPUT = 3
 """Objects inside one another that a forward's outputs are looked for in."""
@@ -51,7 +60,7 @@ class Group:
     @property
     def fsdp_groups(self) -> list[Any]:
         """torch's own record of the group (FSDPParamGroup); none where it has no parameters."""
-        return list(self.handle._get_fsdp_state()._fsdp_param_groups)
+        return groups_of(self.handle)
 
     @property
     def params(self) -> list[Any]:
@@ -74,7 +83,7 @@ class Group:
     def refresh_dtypes(self) -> None:
         """Let the group see which of its parameters train now; it looks only once by itself."""
         for params in self.fsdp_groups:
-            params._init_mp_dtypes()
+            look_at_dtypes(params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +172,6 @@ def shard_(
         group.handle.set_gradient_divide_factor(1.0)
         # gloo has no PREMUL_SUM, which a divide factor would ask for
         group.handle.set_force_sum_reduction_for_comms(True)
-    model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     sharded = ShardedModel(
         module=model,
         source=plan.model,
@@ -174,9 +182,10 @@ def shard_(
     )
     attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
     fsdp_groups = [params for group in groups for params in group.fsdp_groups]
+    reduce_unused_(model, fsdp_groups)
     ForwardWatch(list(sharded.fsdp_params())).install(model, fsdp_groups)
     for module in (*(m for _, modules in modules_of for m in modules), model):
-        state = cast(FSDPModule, module)._get_fsdp_state()
+        state = state_of(module)
         module.register_forward_hook(partial(_tell_of_hidden_outputs, state))
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
@@ -191,7 +200,7 @@ def _tell_of_hidden_outputs(state: Any, module: nn.Module, inputs: Any, output: 
     be gathered for its backward nor reduced after it.
     """
     if torch.is_grad_enabled() and (hidden := list(_hidden_tensors(output))):
-        state._register_pre_backward_hook(hidden)
+        gather_before_backward_of(state, hidden)
 
 
 def _hidden_tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -253,7 +262,7 @@ def _even_out_accumulated(sharded: ShardedModel) -> None:
             continue
         for param in group.params:
             if param.sharded_param.requires_grad and param.unsharded_accumulated_grad is None:
-                whole = torch.zeros(param._orig_size, dtype=param.reduce_dtype)
+                whole = torch.zeros(size_of(param), dtype=param.reduce_dtype)
                 param.unsharded_accumulated_grad = whole.to(param.sharded_param.device)
 
 
@@ -308,7 +317,7 @@ def materialise_(
     for name, parameter in model.named_parameters():
         if name in sharded.attached and not isinstance(parameter, DTensor):
             sharded.attached[name].register(parameter, ranks=sharded.mesh.size())
-    sharded.groups[-1].handle._get_fsdp_state()._lazy_init()  # settles where the shards live
+    initialise_lazily(sharded.groups[-1].handle)
 
 
 def rows_here(tensor: Tensor) -> tuple[int, int] | None:
@@ -333,15 +342,6 @@ def shard_range(parameter: DTensor) -> tuple[int, int]:
 def numel_of(param: Any) -> int:
     """Elements of a rank's shard, padding included."""
     return int(param.padded_sharded_param_size.numel())
-
-
-def put_shard(param: Any, flat: Tensor, *, fresh: bool) -> None:
-    """Let the shard of `param` (FSDPParam) lie in `flat`, padding included; copied unless fresh."""
-    if not fresh:
-        flat.copy_(param._sharded_param_data)
-    rows = param.sharded_param._local_tensor.shape[0]
-    param._sharded_param_data = flat
-    param.sharded_param._local_tensor = flat.view(param.padded_sharded_param_size)[:rows]
 
 
 def write_shard(parameter: Tensor, whole: Tensor) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
+from colotrain.torch_internals import timeout_s
 
 PAGE = mmap.PAGESIZE
 SEMAPHORE_BYTES = 64
@@ -82,7 +83,7 @@ class SharedMemory:
     ) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        self.timeout_s = _timeout_s(group)
+        self.timeout_s = timeout_s(group)
         num_semaphores = num_bells * self.size**2
         self._start = round_up(HEADER_BYTES + num_semaphores * SEMAPHORE_BYTES, PAGE)
         self.num_bytes = self._start + round_up(num_bytes, PAGE)
@@ -248,13 +249,6 @@ def _agree(problems: list[str | None]) -> None:
     found = [problem for problem in problems if problem]
     if found:
         raise Unavailable(found[0])
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """The shorter of the group's own timeout and that of all ranks, which is what users set."""
-    everyone = dist.distributed_c10d._get_default_group()
-    backends = [g._get_backend(torch.device("cpu")) for g in (group, everyone)]
-    return min(float(b.options._timeout.total_seconds()) for b in backends)
 
 
 def _sleep(semaphore: ctypes.c_void_p, within_s: float) -> bool:

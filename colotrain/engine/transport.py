@@ -16,10 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from colotrain.engine.channel import Channel
+from colotrain.engine.fsdp_internals import (
+    AllGather,
+    DefaultAllGather,
+    forget_gathered,
+    modules_of,
+    state_of,
+)
 from colotrain.engine.reduction import Alone, Reduction
 from colotrain.engine.sharding import ShardedModel, numel_of
 from colotrain.engine.shared_memory import Unavailable
@@ -113,8 +118,8 @@ def install(sharded: ShardedModel) -> Transport | None:
     _use(sharded, SharedAllGather(channel))
     reduction.install()
     for sharded_group in sharded.groups:
-        state = sharded_group.handle._get_fsdp_state()
-        for module in state._modules:
+        state = state_of(sharded_group.handle)
+        for module in modules_of(state):
             module.register_forward_pre_hook(partial(_let_go, state))
     return Transport(sharded, channel, reduction)
 
@@ -124,7 +129,7 @@ def _let_go(state: Any, *_: object) -> None:
 
     A GPU's stream may still copy from it; a CPU has done so when the group's forward begins.
     """
-    state._comm_ctx.all_gather_state = None
+    forget_gathered(state)
 
 
 def buffer_bytes(sharded: ShardedModel) -> int:

@@ -15,14 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.grouping import find_blocks
 from colotrain.errors import UsageError
 from colotrain.plan import Recompute, Segment, Trace, Work
+from colotrain.torch_internals import (
+    TorchDispatchMode,
+    choose_attention,
+    storage_id,
+    tree_flatten,
+    tree_unflatten,
+)
 
 ATTENTION = ("attention", "sdpa")
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,7 +125,7 @@ class Recording(TorchDispatchMode):
         self.repeated = repeated
         self.stretches = [Stretch("forward", "")]
         self.storages = Storages()
-        self.seen: dict[int, int] = {t.untyped_storage()._cdata: -1 for t in known}
+        self.seen: dict[int, int] = {storage_id(t): -1 for t in known}
 
     def begin(self, phase: str, block: str) -> None:
         self.stretches.append(Stretch(phase, block))
@@ -142,7 +147,7 @@ class Recording(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self.seen:
             return
         number = len(self.storages.sizes)
@@ -157,7 +162,7 @@ class Recording(TorchDispatchMode):
         self.now.changes.append((number, -1))
 
     def number_of(self, tensor: Tensor) -> int:
-        return self.seen.get(tensor.untyped_storage()._cdata, -1)
+        return self.seen.get(storage_id(tensor), -1)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
         now = self.now
@@ -346,7 +351,7 @@ def _backend(
     enable_gqa: bool,
 ) -> str:
     if device == "cpu":
-        found = torch._fused_sdp_choice(
+        found = choose_attention(
             _untouched(query),
             _untouched(key),
             _untouched(value),

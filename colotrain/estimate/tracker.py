@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.freezing import freeze_
@@ -31,6 +29,7 @@ from colotrain.estimate.tracing import Batch, NotTraceable, loss_of, trace
 from colotrain.models.loading import build_on_meta
 from colotrain.plan import RunPlan
 from colotrain.spec.memory import Ledger
+from colotrain.torch_internals import FakeTensorMode, fake_store, memory_tracker
 
 KINDS = {
     "Sharded Param": "parameters",
@@ -116,9 +115,7 @@ def _cannot(key: str, value: str | None, expected: str) -> ConfigError:
 
 @contextmanager
 def _fake_ranks(world_size: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         yield
     finally:
@@ -142,7 +139,7 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
             optimizer = _optimizer(plan, trained)
             batch = _batch(plan, sample, "cpu")
             _step(sharded, optimizer, batch, plan)
-            tracker = FSDPMemTracker(model, optimizer)
+            tracker = memory_tracker()(model, optimizer)
             with tracker:
                 _step(sharded, optimizer, batch, plan, tracker)
             return _snapshot(tracker)
@@ -172,7 +169,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     plan: RunPlan,
-    tracker: FSDPMemTracker | None = None,
+    tracker: Any = None,
 ) -> None:
     for index in range(plan.batch.accumulation_steps):
         begin_micro_batch(sharded, last=index == plan.batch.accumulation_steps - 1)
@@ -183,7 +180,7 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def _snapshot(tracker: FSDPMemTracker) -> dict[str, int]:
+def _snapshot(tracker: Any) -> dict[str, int]:
     found: dict[str, int] = {"peak": 0}
     for kinds in tracker.get_tracker_snapshot("peak").values():
         for kind, num_bytes in kinds.items():

@@ -15,7 +15,7 @@ def gone(processes: Any, group: Any) -> dict[int, Any]:
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    ended = getattr(getattr(processes, "_pc", None), "processes", [])
+    ended = _processes(processes)
     if any(process.exitcode != 0 for process in ended):
         return {}
     return {
@@ -30,7 +30,7 @@ def deaths_of(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Deat
     torch elastic reports only one of several that died within a poll; the processes tell all.
     """
     first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
-    ended = getattr(getattr(processes, "_pc", None), "processes", [])
+    ended = _processes(processes)
     codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
     codes |= {rank: failure.exitcode for rank, failure in failures.items()}
     deaths = [
@@ -39,6 +39,11 @@ def deaths_of(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Deat
         if code is not None
     ]
     return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
+
+
+def _processes(context: Any) -> list[Any]:
+    """The processes of torch elastic's MultiprocessContext; none before they are started."""
+    return [] if context is None or context._pc is None else list(context._pc.processes)
 
 
 def _death(folder: Path, rank: int, local_rank: int, code: int) -> Death:

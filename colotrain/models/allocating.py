@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from colotrain.models.filling import Filling, Slot
+from colotrain.torch_internals import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    arguments_of,
+    name_of,
+    without_modes,
+)
 
 OVERWRITES = frozenset(
     {
@@ -59,7 +65,7 @@ class Allocates(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -77,7 +83,7 @@ class Allocates(TorchDispatchMode):
 
     def _overwritten(self, func: Any, args: tuple) -> Slot | None:
         """The parameter of which the operation sets every element, without a look at them."""
-        name = func._schema.name.rpartition("::")[2]
+        name = name_of(func)
         first = self.filling.found_in(args[:1])
         if name not in OVERWRITES or not first or first[0] in self.filling.found_in(args[1:]):
             return None
@@ -98,7 +104,7 @@ class Escapes(TorchFunctionMode):
         assigns = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
         if leaves or assigns:
             for slot in self.filling.found_in(args[:1]):
-                with _disable_current_modes():
+                with without_modes():
                     if assigns:
                         return self.filling.assign(slot, args[1])
                     self.filling.need(slot, value=True)
@@ -108,6 +114,6 @@ class Escapes(TorchFunctionMode):
 
 @functools.cache
 def _draws_in_place(func: Any) -> bool:
-    arguments = func._schema.arguments
+    arguments = arguments_of(func)
     writes_first = bool(arguments and arguments[0].alias_info and arguments[0].alias_info.is_write)
     return writes_first and any(a.name == "generator" for a in arguments)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from colotrain.errors import ColotrainError
 from colotrain.models.seeding import generator_of
+from colotrain.torch_internals import DisableTorchFunction, storage_id, tree_leaves
 
 KEPT_BYTES = 16 << 20
 """Whole parameters that may be in memory beside those of the operation at hand."""
@@ -98,7 +98,7 @@ class Filling:
                     slots[parameter] = Slot(name, parameter, [], generator, has_values)
                 slots[parameter].owners.append((module, key))
         self.slots = list(slots.values())
-        self.by_storage = {slot.storage._cdata: slot for slot in self.slots}
+        self.by_storage = {storage_id(slot.storage): slot for slot in self.slots}
         self.in_memory: dict[str, Slot] = {}
         """Least recently used first."""
         self.in_use: list[Slot] = []
@@ -128,9 +128,9 @@ class Filling:
 
     def found_in(self, values: Any) -> list[Slot]:
         """The slots whose memory the tensors in `values` look at."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             storages = [
-                leaf.untyped_storage()._cdata
+                storage_id(leaf)
                 for leaf in tree_leaves(values)
                 if isinstance(leaf, Tensor) and _has_memory(leaf)
             ]

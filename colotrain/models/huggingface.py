@@ -26,6 +26,7 @@ from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.llm import positions_within
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.plan import ModelPlan
+from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
 IGNORE_INDEX = -100
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -140,7 +141,7 @@ def read_rows_(
     tensor: Tensor, stored: StoredTensors, name: str, part: tuple[int, int] | None
 ) -> None:
     """Fill `tensor` (a DTensor's local part) with `part` of the stored tensor `name`."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.numel():
         local.copy_(stored.rows(name, *(part or ())))
 
@@ -262,9 +263,9 @@ def _to_meta(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter like `parameter`, without storage, with what was attached to it."""
     found = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     found.__dict__.update(vars(parameter))
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in hooks_of(parameter).values():
         found.register_hook(hook)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+    for hook in hooks_after_gradient_of(parameter).values():
         found.register_post_accumulate_grad_hook(hook)
     return found
 
@@ -316,7 +317,7 @@ def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, st
 
 def _refuse_more_layers(model: nn.Module, unused: set[str], folder: Path) -> None:
     """A `ConfigError` where the files hold more of a list's layers than config.json says."""
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored: Any = model._keys_to_ignore_on_load_unexpected or ()
     lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     base = f"{getattr(model, 'base_model_prefix', '')}."
     lists |= {n.removeprefix(base): count for n, count in lists.items()}

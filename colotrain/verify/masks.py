@@ -7,9 +7,9 @@ dropout, whose draws depend on how a batch is cut.
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from colotrain.data.loader import IGNORE_INDEX, Samples
+from colotrain.torch_internals import Dropouts
 
 
 class MaskedSamples:
@@ -38,5 +38,5 @@ class MaskedSamples:
 def without_dropout_(model: nn.Module) -> None:
     """Turn off every dropout module. What calls `dropout` as a function is not reached."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, Dropouts):
             module.p = 0.0

@@ -13,8 +13,9 @@ from torch import nn
 
 from colotrain.engine import shared_memory
 from colotrain.engine.common import Common, hold_in_common
+from colotrain.engine.fsdp_internals import put_shard
 from colotrain.engine.gradients import GradientState
-from colotrain.engine.sharding import Group, make_mesh, put_shard, shard_
+from colotrain.engine.sharding import Group, make_mesh, shard_
 from colotrain.engine.transport import install
 from colotrain.observe import probes
 from colotrain.observe.probes import highest_peak, memory_now

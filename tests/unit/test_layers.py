@@ -55,7 +55,10 @@ ON_PAPER = (
     "colotrain.estimate.advise colotrain.estimate.learned"
 )
 """The planner without torch."""
-WORKER = BASE | names("colotrain.models colotrain.data colotrain.observe.probes colotrain.host")
+WORKER = BASE | names(
+    "colotrain.models colotrain.data colotrain.observe.probes colotrain.host "
+    "colotrain.torch_internals"
+)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,12 @@ RULES = [
         "colotrain.estimate.cache",
         BASE | names("colotrain.data.cache colotrain.estimate.dependencies"),
     ),
-    Rule("colotrain.models.*", BASE | TENSORS | names("colotrain.models"), LAZY_EXTRAS),
+    Rule("colotrain.torch_internals", names("colotrain.errors torch")),
+    Rule(
+        "colotrain.models.*",
+        BASE | TENSORS | names("colotrain.models colotrain.torch_internals"),
+        LAZY_EXTRAS,
+    ),
     Rule("colotrain.data.*", BASE | TENSORS | names("colotrain.data"), LAZY_EXTRAS),
     Rule("colotrain.observe.probes", BASE | TENSORS, LAZY_EXTRAS),
     Rule("colotrain.observe.plots", BASE | names("colotrain.observe.formats"), names("matplotlib")),

@@ -1,0 +1,253 @@
+"""The one door to the private names of torch's `fully_shard`.
+
+A rename in torch must not go unnoticed: with `getattr(param, "_unsharded_param", None)` gradients
+would be lost in silence. Every private name that the engine relies on is therefore looked for when
+this module is imported, and no other module uses one. Checked against the sources of torch 2.11,
+2.12 and 2.13.
+
+`state` is torch's FSDPState, `group` its FSDPParamGroup, `param` its FSDPParam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from colotrain.torch_internals import unknown_torch
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, free_storage
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+        FSDPCommContext,
+        FSDPParamGroup,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+except ImportError as error:
+    raise unknown_torch(error) from error
+
+__all__ = ["AllGather", "DDPMeshInfo", "DefaultAllGather", "free_storage"]
+
+RELIED_ON: dict[type, str] = {
+    FSDPModule: "_get_fsdp_state",
+    FSDPState: "_comm_ctx _fsdp_param_group _lazy_init _modules _register_pre_backward_hook",
+    FSDPCommContext: "all_gather_state",
+    FSDPParamGroup: "_all_gather_process_group _all_gather_result _all_reduce_process_group "
+    "_init_mp_dtypes _orig_dtype _reduce_dtype _to_unsharded all_reduce_grads device fsdp_params "
+    "is_unsharded mp_policy post_backward pre_backward reduce_grads unshard wait_for_unshard",
+    FSDPParam: "_contiguous_orig_stride _get_grad_inner_tensor _orig_size _param_fqn "
+    "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_outputs "
+    "contiguous_sharded_stride init_all_gather_outputs mp_policy padded_sharded_param_size "
+    "reduce_dtype sharded_param sharded_size to_sharded_dtensor to_unsharded "
+    "unsharded_accumulated_grad unsharded_accumulated_grad_data unsharded_grad_data "
+    "unsharded_param",
+    DTensor: "_local_tensor",
+}
+"""Class → the names of its attributes, torch's private ones and those of private classes."""
+SEVERAL_GROUPS: dict[type, str] = {FSDPState: "_fsdp_param_groups"}
+"""Since torch 2.12; before it a module has one group."""
+REDUCES_UNUSED: dict[type, str] = {
+    FSDPParamGroup: "reduce_scatter_unused_params",
+    FSDPModule: "set_reduce_scatter_unused_params",
+}
+"""Since torch 2.13; before it a rank reduces only what has a gradient there."""
+
+
+def missing(relied_on: dict[type, str]) -> list[str]:
+    """The names that no method, annotation or base of their class mentions."""
+    return [
+        f"{cls.__name__}.{name}"
+        for cls, names in relied_on.items()
+        for name in names.split()
+        if name not in _mentioned(cls)
+    ]
+
+
+def _mentioned(cls: type) -> set[str]:
+    """What a class has, and what its methods read or set: attributes are often made there."""
+    found: set[str] = set(dir(cls))
+    for base in cls.__mro__:
+        found |= set(vars(base).get("__annotations__", ())) | set(vars(base).get("__slots__", ()))
+        for value in vars(base).values():
+            code = getattr(getattr(value, "fget", value), "__code__", None)
+            if isinstance(code, CodeType):
+                found |= set(code.co_names)
+    return found
+
+
+def check_names() -> None:
+    """Raise `ColotrainError` where this torch lacks a name that the engine relies on."""
+    if gone := missing(RELIED_ON):
+        raise unknown_torch(f"it has no {', '.join(gone)}")
+
+
+check_names()
+HAS_SEVERAL_GROUPS = not missing(SEVERAL_GROUPS)
+HAS_REDUCES_UNUSED = not missing(REDUCES_UNUSED)
+
+
+# -- a module that is sharded
+
+
+def state_of(module: nn.Module | FSDPModule) -> Any:
+    """The FSDPState of a module that `fully_shard` was applied to."""
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
+    """torch's own records of the module's parameters; none where it has no parameters."""
+    state = state_of(module)
+    if HAS_SEVERAL_GROUPS:
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def modules_of(state: Any) -> Sequence[nn.Module]:
+    """The modules whose parameters are gathered together."""
+    modules: Sequence[nn.Module] = state._modules
+    return modules
+
+
+def initialise_lazily(root: nn.Module | FSDPModule) -> None:
+    """Do now what torch does at the first forward: it settles where the shards live."""
+    state_of(root)._lazy_init()
+
+
+def gather_before_backward_of(state: Any, outputs: list[Tensor]) -> None:
+    """Let torch see that backward reaches the module through `outputs`."""
+    state._register_pre_backward_hook(outputs)
+
+
+def forget_gathered(state: Any) -> None:
+    """Drop the buffer that a group was gathered in."""
+    state._comm_ctx.all_gather_state = None
+
+
+def reduce_unused_(model: nn.Module, groups: Sequence[Any]) -> None:
+    """Have parameters that a rank did not use reduced as zeros: other ranks may have used them."""
+    if HAS_REDUCES_UNUSED:
+        model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+        return
+    for group in groups:
+        group.__class__ = ReducesUnused
+
+
+class ReducesUnused(FSDPParamGroup):
+    """Stands in for the group of torch before 2.13, which reduces what has a gradient."""
+
+    reduce_scatter_unused_params = True
+
+    def post_backward(self, *unused: Any) -> None:
+        if self.reduce_grads and self.reduce_scatter_unused_params:
+            for param in self.fsdp_params:
+                whole = whole_of(param)
+                if whole is None or not whole.requires_grad or whole.grad is not None:
+                    continue
+                if param.unsharded_accumulated_grad is None:
+                    whole.grad = torch.zeros_like(whole)
+        super().post_backward(*unused)
+
+
+# -- a group of parameters
+
+
+def is_gathered_alone(group: Any) -> bool:
+    """Whether the group's shards are on one rank, which waits for nobody."""
+    return bool(group._all_gather_process_group.size() == 1)
+
+
+def is_being_gathered(group: Any) -> bool:
+    """Whether an all-gather has begun and nobody has waited for it."""
+    return group._all_gather_result is not None
+
+
+def register_whole(group: Any) -> None:
+    """Let the modules see the whole parameters, which are in memory."""
+    group._to_unsharded()
+
+
+def look_at_dtypes(group: Any) -> None:
+    """Let the group see which of its parameters train; it looks only once by itself."""
+    group._init_mp_dtypes()
+
+
+def dtype_of(group: Any) -> torch.dtype | None:
+    """The dtype of the trainable parameters as they are sharded; None where all are frozen."""
+    dtype: torch.dtype | None = group._orig_dtype
+    return dtype
+
+
+def reduce_dtype_of(group: Any) -> torch.dtype | None:
+    """The dtype in which gradients are summed; None: their own."""
+    dtype: torch.dtype | None = group._reduce_dtype
+    return dtype
+
+
+def replicas_of(group: Any) -> dist.ProcessGroup:
+    """The ranks that hold the same shard as this one, in a hybrid mesh."""
+    replicas: dist.ProcessGroup = group._all_reduce_process_group
+    return replicas
+
+
+# -- a parameter
+
+
+def name_of(param: Any) -> str:
+    return str(param._param_fqn)
+
+
+def size_of(param: Any) -> torch.Size:
+    """The shape of the whole parameter."""
+    size: torch.Size = param._orig_size
+    return size
+
+
+def whole_of(param: Any) -> nn.Parameter | None:
+    """The whole parameter, on which autograd works; None before its first use."""
+    whole: nn.Parameter | None = param.__dict__.get("_unsharded_param")
+    return whole
+
+
+def set_whole(param: Any, whole: nn.Parameter) -> None:
+    param._unsharded_param = whole
+
+
+def view_whole(param: Any, flat: Tensor) -> Tensor:
+    """The elements of `flat`, padding left out, in the shape of the whole parameter."""
+    return flat.as_strided(param._orig_size, param._contiguous_orig_stride)
+
+
+def zero_gradient(param: Any) -> Tensor:
+    """What torch reduces for a parameter that was not used."""
+    zeros: Tensor = param._get_grad_inner_tensor(torch.zeros_like(param.unsharded_param))
+    return zeros
+
+
+def flat_shard(param: Any) -> Tensor:
+    """This rank's shard, padding included."""
+    flat: Tensor = param._sharded_param_data
+    return flat
+
+
+def put_shard(param: Any, flat: Tensor, *, fresh: bool) -> None:
+    """Let the shard of `param` lie in `flat`, padding included; copied unless `fresh`."""
+    if not fresh:
+        flat.copy_(param._sharded_param_data)
+    rows = param.sharded_param._local_tensor.shape[0]
+    param._sharded_param_data = flat
+    param.sharded_param._local_tensor = flat.view(param.padded_sharded_param_size)[:rows]
+
+
+def local_of(tensor: Any) -> Tensor:
+    """The part of a DTensor that this rank holds; autograd does not see it being taken."""
+    local: Tensor = tensor._local_tensor
+    return local

@@ -1,0 +1,128 @@
+"""The one door to torch's private names, those of `fully_shard` apart (`engine.fsdp_internals`).
+
+Each is looked for when this module is imported, so that a torch without one of them is told at
+once. Checked against the sources of torch 2.11, 2.12 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd as Dropouts
+
+from colotrain.errors import ColotrainError
+
+KNOWN = "2.11 to 2.13"
+FIX = "install torch>=2.11,<2.14"
+
+
+def unknown_torch(error: Exception | str) -> ColotrainError:
+    """What is raised where torch lacks a name that colotrain relies on."""
+    return ColotrainError(f"torch {torch.__version__} ({KNOWN} are known): {error}", FIX)
+
+
+try:
+    from torch._C import DisableTorchFunction
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+    call_after_backward: Callable[[Callable[[], None]], None] = (
+        torch.autograd.Variable._execution_engine.queue_callback
+    )
+    """Within a backward: call something when it is over."""
+    choose_attention = torch._fused_sdp_choice
+    multiply, multiply_ = torch._foreach_mul, torch._foreach_mul_
+    norms_of = torch._foreach_norm
+    for instance, names in (
+        (nn.Parameter(torch.empty(0)), "_backward_hooks _post_accumulate_grad_hooks _version"),
+        (torch.empty(0).untyped_storage(), "_cdata"),
+        (nn.Module(), "_buffers _non_persistent_buffers_set _parameters"),
+        (torch.ops.aten.add.Tensor, "_schema"),
+    ):
+        for name in names.split():
+            getattr(instance, name)
+except (ImportError, AttributeError) as error:
+    raise unknown_torch(error) from error
+
+without_modes = _disable_current_modes
+
+__all__ = [
+    "DisableTorchFunction",
+    "Dropouts",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+]
+
+
+def hooks_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The hooks of `register_hook`, as torch keeps them."""
+    hooks: Mapping[int, Callable[..., Any]] = tensor._backward_hooks or {}
+    return hooks
+
+
+def forget_hooks(tensor: Tensor) -> None:
+    tensor._backward_hooks = None
+
+
+def hooks_after_gradient_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The hooks of `register_post_accumulate_grad_hook`."""
+    hooks: Mapping[int, Callable[..., Any]] = tensor._post_accumulate_grad_hooks or {}
+    return hooks
+
+
+def storage_id(tensor_or_storage: Any) -> int:
+    """The same for all tensors that look at the same memory."""
+    found = tensor_or_storage
+    storage = found.untyped_storage() if isinstance(found, Tensor) else found
+    key: int = storage._cdata
+    return key
+
+
+def arguments_of(operation: Any) -> Any:
+    """The arguments that an operation declares, with what it writes to."""
+    return operation._schema.arguments
+
+
+def name_of(operation: Any) -> str:
+    """The name of an operation without its namespace."""
+    return str(operation._schema.name).rpartition("::")[2]
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    return buffer not in module._non_persistent_buffers_set
+
+
+def default_store() -> Any:
+    """The store of the group of all ranks."""
+    return _get_default_store()
+
+
+def timeout_s(*groups: dist.ProcessGroup) -> float:
+    """The shortest timeout of `groups` and of the group of all ranks."""
+    backends = [g._get_backend(torch.device("cpu")) for g in (*groups, _get_default_group())]
+    return min(float(backend.options._timeout.total_seconds()) for backend in backends)
+
+
+def fake_store() -> Any:
+    """A store of the backend `fake`, whose ranks are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def memory_tracker() -> Any:
+    """torch's tracker of the memory of `fully_shard`: a class."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    return FSDPMemTracker
