@@ -12,14 +12,14 @@ from rich.console import Console
 from colotrain.cli.arguments import refuse
 from colotrain.cli.output import print_json, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
-from colotrain.observe.dashboard import KEYS, Beside, render
+from colotrain.observe.dashboard import KEYS, render
 from colotrain.observe.events import Event, EventReader
 from colotrain.observe.fold import Fold
 from colotrain.observe.live import FRAME_S, Screen, replay, watch
 from colotrain.observe.liveness import find, state
 from colotrain.observe.output import last_lines
 from colotrain.observe.progress import PlainProgress, in_foreground
-from colotrain.observe.scene import FOCI, Focus
+from colotrain.observe.scene import FOCI, Focus, Scene
 from colotrain.observe.terminal import is_live
 from colotrain.observe.view import RunView
 from colotrain.plan import RunPlan
@@ -82,9 +82,19 @@ def print_frame(
     console: Console, rundir: RunDir, plan: RunPlan, view: RunView, focus: Focus
 ) -> None:
     height = console.height - 1 if console.is_terminal else LINES_WITHOUT_TERMINAL
-    beside = Beside.at_once(state(rundir, view), last_lines(rundir))
-    frame = render(view, plan, width=console.width, height=height, focus=focus, beside=beside)
-    console.print(frame)
+    scene = scene_of(rundir, plan, view)
+    console.print(render(scene, width=console.width, height=height, focus=focus))
+
+
+def scene_of(rundir: RunDir, plan: RunPlan, view: RunView) -> Scene:
+    """The run at this moment."""
+    return Scene(
+        view=view,
+        plan=plan,
+        now=time.time(),
+        state=state(rundir, view),
+        output=last_lines(rundir),
+    )
 
 
 def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str, focus: Focus) -> None:
@@ -101,8 +111,8 @@ def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str, focus: Focus) 
         legacy_windows=False,
     )
     view = opened(rundir, plan).view()
-    beside = Beside.at_once(state(rundir, view), last_lines(rundir))
-    console.print(render(view, plan, width=width, height=height, focus=focus, beside=beside))
+    scene = scene_of(rundir, plan, view)
+    console.print(render(scene, width=width, height=height, focus=focus))
     for path, text in (
         (svg, console.export_svg(title=f"colotrain {rundir.name}", clear=False) if svg else ""),
         (html, console.export_html(clear=False) if html else ""),

@@ -6,9 +6,7 @@ pane has no room for, it leaves out.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -20,8 +18,6 @@ from colotrain.observe import panes
 from colotrain.observe.charts import ASCII
 from colotrain.observe.panes import Pane
 from colotrain.observe.scene import FOCI, Focus, Scene
-from colotrain.observe.view import RunView
-from colotrain.plan import RunPlan
 
 NARROW, WIDE = 72, 140
 KEYS = "  ".join(f"{number} {focus}" for number, focus in enumerate(FOCI, 1)) + "  tab next"
@@ -67,43 +63,12 @@ _LAYOUTS: dict[Focus, dict[str, list[Row]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """What a frame shows that no event says. The defaults make a frame a function of the view."""
-
-    now: float | None = None
-    """Unix seconds; by default when the last event was written."""
-    state: str | None = None
-    """As `liveness.state`; by default the view's status."""
-    output: tuple[str, ...] = ()
-    """The last lines that workers wrote."""
-    footer: str = ""
-
-    @staticmethod
-    def at_once(state: str, output: tuple[str, ...], footer: str = "") -> Beside:
-        return Beside(now=time.time(), state=state, output=output, footer=footer)
-
-
 def render(
-    view: RunView,
-    plan: RunPlan,
-    *,
-    width: int,
-    height: int,
-    focus: Focus = "overview",
-    beside: Beside | None = None,
+    scene: Scene, *, width: int, height: int, focus: Focus = "overview", footer: str = ""
 ) -> RenderableType:
     """A frame of exactly `width` × `height`."""
-    beside = beside or Beside()
-    scene = Scene(
-        view=view,
-        plan=plan,
-        now=view.last_event_at or 0.0 if beside.now is None else beside.now,
-        state=beside.state or view.status,
-        output=beside.output,
-    )
     head = [_fitted(line, width) for line in panes.header(scene, width)]
-    foot = [_fitted(Text(beside.footer, "dim"), width)] if beside.footer else []
+    foot = [_fitted(Text(footer, "dim"), width)] if footer else []
     rows = _layout(focus, width, height)
     room = max(3 * len(rows), height - len(head) - len(foot))
     heights = _shares(room, [share for share, _ in rows])

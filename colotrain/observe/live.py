@@ -13,13 +13,13 @@ from typing import TextIO
 from rich.console import Console
 
 from colotrain.observe import liveness
-from colotrain.observe.dashboard import KEYS, Beside, render
+from colotrain.observe.dashboard import KEYS, render
 from colotrain.observe.events import Event, EventReader
 from colotrain.observe.fold import Fold
 from colotrain.observe.formats import clean
 from colotrain.observe.output import last_lines
 from colotrain.observe.progress import PlainProgress, ProgressView, in_foreground, message_of
-from colotrain.observe.scene import FOCI, Focus
+from colotrain.observe.scene import FOCI, Focus, Scene
 from colotrain.observe.terminal import Terminal, is_live
 from colotrain.observe.view import ENDED, RunView
 from colotrain.plan import RunPlan
@@ -66,14 +66,15 @@ class Screen:
         if clock - self._looked_at >= LOOK_S or view.status in ENDED:
             self._looked_at, self._output = clock, last_lines(self.rundir)
             self._state = state or liveness.state(self.rundir, view)
-        beside = Beside(
+        scene = Scene(
+            view=view,
+            plan=self.plan,
             now=time.time() if now is None else now,
             state=state or self._state,
             output=self._output,
-            footer=self.footer,
         )
         width, height = self.terminal.console.size
-        frame = render(view, self.plan, width=width, height=height, focus=self.focus, beside=beside)
+        frame = render(scene, width=width, height=height, focus=self.focus, footer=self.footer)
         self.terminal.draw(frame)
 
 

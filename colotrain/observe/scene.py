@@ -35,6 +35,11 @@ class Scene:
     output: tuple[str, ...] = ()
     """The last lines that workers wrote."""
 
+    @staticmethod
+    def at_last_event(view: RunView, plan: RunPlan) -> Scene:
+        """The run as its events alone tell it: a function of the view."""
+        return Scene(view=view, plan=plan, now=view.last_event_at or 0.0, state=view.status)
+
     @property
     def ended(self) -> bool:
         return self.state in ENDED or self.state == "dead"

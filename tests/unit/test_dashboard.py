@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from generated import gradients, parameters, rich_run
@@ -23,7 +25,7 @@ from test_view import MIB, launcher, plan_of, step, view_of, worker, write_files
 
 from colotrain.cli.main import guarded
 from colotrain.observe.charts import SYMBOLS, chart, heat_lines, spark, stacked
-from colotrain.observe.dashboard import Beside, render
+from colotrain.observe.dashboard import render
 from colotrain.observe.events import Event, EventReader
 from colotrain.observe.fold import Fold, fold
 from colotrain.observe.gradients import Cell, Heat
@@ -47,18 +49,18 @@ def _outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def picture(
-    view: RunView, *, width: int, height: int, focus: Focus = "overview", **beside: object
+    view: RunView,
+    *,
+    width: int,
+    height: int,
+    focus: Focus = "overview",
+    footer: str = "",
+    **changes: Any,
 ) -> str:
     """The frame as text."""
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    frame = render(
-        view,
-        PLAN,
-        width=width,
-        height=height,
-        focus=focus,
-        beside=Beside(**beside),  # type: ignore[arg-type]
-    )
+    scene = replace(Scene.at_last_event(view, PLAN), **changes)
+    frame = render(scene, width=width, height=height, focus=focus, footer=footer)
     console.print(frame)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -248,7 +250,7 @@ def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch, variable: str | No
     if variable:
         monkeypatch.setenv(variable, "1")
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-    console.print(render(fold(rich_run()), PLAN, width=100, height=30))
+    console.print(render(Scene.at_last_event(fold(rich_run()), PLAN), width=100, height=30))
     assert isinstance(console.file, io.StringIO)
     assert bool(re.search(r"\x1b\[[0-9;]*38;", console.file.getvalue())) == (variable is None)
 
@@ -257,7 +259,7 @@ def test_an_output_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict", write_through=True)
     Console(file=stream, width=100, height=30).print(
-        render(fold(rich_run()), PLAN, width=100, height=30)
+        render(Scene.at_last_event(fold(rich_run()), PLAN), width=100, height=30)
     )
     assert b"blocks.0" in raw.getvalue()
 

@@ -36,6 +36,7 @@ from colotrain.observe.dashboard import render
 from colotrain.observe.events import EventReader
 from colotrain.observe.fold import Fold
 from colotrain.observe.heartbeats import Heartbeat, read_beats
+from colotrain.observe.scene import Scene
 from colotrain.observe.view import summary
 from colotrain.plan import BatchPlan, DataPlan, RunPlan
 from colotrain.rundir import RunDir
@@ -143,7 +144,7 @@ def test_events_with_values_nobody_writes_are_shown() -> None:
             if event.fields:
                 event.fields.update(altered(chance, dict.fromkeys(event.fields)))
         view = Fold(max_steps=8).add(events).view()
-        render(view, run_plan(), width=100, height=30)
+        render(Scene.at_last_event(view, run_plan()), width=100, height=30)
 
 
 def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
