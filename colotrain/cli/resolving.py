@@ -21,7 +21,7 @@ from colotrain.estimate.dependencies import Dependencies, watched
 from colotrain.launch.forkserver import LOOK, import_agent, is_warm
 from colotrain.launch.looking import Looker, NotForked, stdout_to_stderr
 from colotrain.launch.rendezvous import Node
-from colotrain.plan import DataPlan, FreezePlan, ModelPlan, Recompute, RunPlan, Survey, Trace
+from colotrain.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
 WATCHED = "colotrain.estimate.dependencies:watched"
@@ -139,23 +139,15 @@ class Looks:
         return kept(Survey, model, (freeze, seq_len), look)
 
     def follow(
-        self,
-        model: ModelPlan,
-        freeze: FreezePlan,
-        data: DataPlan,
-        precision: str,
-        checkpointing: Recompute,
-        device: str,
-        micro_batch: int,
+        self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, *how: Any
     ) -> Trace | None:
+        """`how` are the precision, checkpointing, the device and the size of the micro-batch."""
+
         def look() -> tuple[Followed, Dependencies | None]:
-            trace, dependencies = self._look(
-                "follow", model, freeze, data, precision, checkpointing, device, micro_batch
-            )
+            trace, dependencies = self._look("follow", model, freeze, data, *how)
             return Followed(trace=trace), dependencies
 
-        sample = (data.seq_len, data.target, data.args)
-        about = (freeze, sample, precision, checkpointing, device, micro_batch)
+        about = (freeze, (data.seq_len, data.target, data.args), *how)
         return kept(Followed, model, about, look).trace
 
     def _look(self, function: str, *args: Any) -> Any:

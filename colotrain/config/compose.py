@@ -36,23 +36,13 @@ from colotrain.records import MISSING, to_plain
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
 
-def compose(overrides: Sequence[str], *, cwd: Path | None = None) -> dict[str, Any]:
-    """Everything the user set, over the schema's defaults; raises `ConfigError` with all problems.
-
-    `recipe=NAME` and `SECTION=NAME` are looked up in `cwd`'s ./recipes and ./conf, then among those
-    shipped. Unknown keys are kept, so that `records.read` can name them all.
-    """
-    data, problems = gather(overrides, cwd=cwd)
-    if problems:
-        raise ConfigError(problems)
-    return data
-
-
 def gather(
     overrides: Sequence[str], *, cwd: Path | None = None, notices: list[str] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """What could be composed, and what is wrong with the rest of it.
+    """Everything the user set, over the schema's defaults, and what is wrong with the rest of it.
 
+    `recipe=NAME` and `SECTION=NAME` are looked up in `cwd`'s ./recipes and ./conf, then among those
+    shipped. Unknown keys are kept, so that `records.read` can name them all.
     `notices` is told of spellings that are taken for another.
     """
     notices = [] if notices is None else notices

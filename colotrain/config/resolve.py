@@ -53,26 +53,6 @@ TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int
 """Follows a micro-batch: model, freezing, data, precision, checkpointing, device, its size."""
 
 
-def resolve(
-    config: dict[str, Any],
-    *,
-    survey: SurveyModel,
-    machine: Machine,
-    name: str | None = None,
-    found: Sequence[Problem] = (),
-    trace: TraceModel | None = None,
-) -> RunPlan:
-    """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
-
-    `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
-    and time are left out). `found` are problems of composing `config`, reported with those
-    found here.
-    """
-    return investigate(config, survey=survey, machine=machine, name=name, found=found, trace=trace)[
-        0
-    ]
-
-
 def investigate(
     config: dict[str, Any],
     *,
@@ -83,8 +63,11 @@ def investigate(
     trace: TraceModel | None = None,
     hints: bool = True,
 ) -> tuple[RunPlan, Situation]:
-    """As `resolve`, and the situation that alternatives to the plan can be weighed in.
+    """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
+    `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
+    and time are left out). `found` are problems of composing `config`, reported with those
+    found here. With the plan comes the situation in which alternatives to it can be weighed.
     Without `hints` nothing is warned of memory.
     """
     problems = list(found)

@@ -91,11 +91,3 @@ class Search:
 
 def recipe_names(cwd: Path | None = None) -> list[str]:
     return Search.at(cwd or Path.cwd()).names("recipe")
-
-
-def plugin_names(cwd: Path | None = None) -> list[str]:
-    return Search.at(cwd or Path.cwd()).names("plugin")
-
-
-def cluster_names(cwd: Path | None = None) -> list[str]:
-    return Search.at(cwd or Path.cwd()).names("cluster")

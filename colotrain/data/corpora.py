@@ -42,17 +42,12 @@ class Span:
         return self.stop - self.start
 
 
-def find_files(plan: DataPlan) -> list[Path]:
-    """The text files of the corpus; finding none is a `ConfigError`.
+def list_files(plan: DataPlan) -> list[CorpusFile]:
+    """The files that may be text, found without opening any of them.
 
     The standard library's files are sorted by relative POSIX path. Of `data.path`, each entry is a
-    folder (all text files below it, hidden ones left out, sorted), a file, or a glob.
+    folder (all files below it, hidden ones left out, sorted), a file, or a glob.
     """
-    return [file.path for file in text_files(list_files(plan))]
-
-
-def list_files(plan: DataPlan) -> list[CorpusFile]:
-    """The files that may be text, found without opening any of them."""
     if plan.source == "corpus":
         return _standard_library(plan)
     return expand(plan.paths)

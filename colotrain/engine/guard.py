@@ -20,8 +20,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.fsdp_internals import name_of, whole_of
+from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding import ShardedModel, local_shard
 

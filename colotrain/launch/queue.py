@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -51,10 +50,6 @@ class Answers:
 
     states: dict[str, JobState] = field(default_factory=dict)
     trouble: str = ""
-
-
-def is_there() -> bool:
-    return shutil.which("sbatch") is not None
 
 
 def test(script: str) -> str:

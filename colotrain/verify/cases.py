@@ -9,8 +9,6 @@ from typing import Any
 
 from colotrain.plan import ParameterInfo
 
-DEFAULT_ACCUMULATION = (1, 4)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:

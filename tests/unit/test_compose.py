@@ -11,14 +11,21 @@ from typing import Any
 
 import pytest
 
-from colotrain.config.compose import as_override, compose, gather
+from colotrain.config.compose import as_override, gather
 from colotrain.config.schema import Config
-from colotrain.config.shipped import GROUPS, Search, cluster_names, plugin_names, shipped
+from colotrain.config.shipped import GROUPS, Search, shipped
 from colotrain.errors import ConfigError
 from colotrain.plugins import ROWS
 from colotrain.records import from_plain, sections
 
 Write = Callable[[str, str], Path]
+
+
+def compose(overrides: Sequence[str], *, cwd: Path | None = None) -> dict[str, Any]:
+    config, problems = gather(overrides, cwd=cwd)
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 @pytest.fixture(autouse=True)
@@ -128,9 +135,9 @@ def test_the_folder_may_be_another_than_the_current_one(tmp_path: Path, write: W
 
 
 def test_every_plugin_is_shipped_as_a_group_and_every_section_is_a_layer() -> None:
-    assert set(plugin_names()) == {*ROWS, "auto"}
-    assert "local" in cluster_names()
-    for name in plugin_names():
+    assert set(Search.at(Path.cwd()).names("plugin")) == {*ROWS, "auto"}
+    assert "local" in Search.at(Path.cwd()).names("cluster")
+    for name in Search.at(Path.cwd()).names("plugin"):
         assert compose([f"plugin={name}"])["plugin"]["name"] == name
     primary = (shipped("conf") / "colotrain.yaml").read_text()
     assert set(GROUPS) == {"recipe", *sections(Config)}

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from colotrain.data import corpora
-from colotrain.data.corpora import Span, find_files, is_validation, read_pieces, split
+from colotrain.data.corpora import Span, is_validation, list_files, read_pieces, split, text_files
 from colotrain.errors import ConfigError
 from colotrain.plan import DataPlan
+
+
+def find_files(plan: DataPlan) -> list[Path]:
+    return [file.path for file in text_files(list_files(plan))]
 
 
 def plan_of(*paths: Path | str, **changes: Any) -> DataPlan:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_compose import compose
 
 from colotrain.cli.main import guarded
-from colotrain.config.compose import compose
 from colotrain.migrate import recipes
 from colotrain.migrate.findings import MEANING, Finding, flatten
 

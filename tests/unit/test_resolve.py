@@ -17,7 +17,7 @@ from colotrain.config import budget as budget_module
 from colotrain.config import machine as machine_module
 from colotrain.config.batch import Batch, Sizes, solve
 from colotrain.config.machine import Machine, this_machine
-from colotrain.config.resolve import resolve
+from colotrain.config.resolve import investigate
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.estimate.layout import Layout
@@ -27,6 +27,11 @@ from colotrain.plugins import ROWS
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.memory import Ledger
 from colotrain.verify.cases import Variant
+
+
+def resolve(config: dict[str, Any], **about: Any) -> RunPlan:
+    return investigate(config, **about)[0]
+
 
 LAPTOP = Machine(
     device="cpu", num_devices=0, num_cores=2, host_memory_bytes=16 << 30, device_memory_bytes=0
