@@ -30,8 +30,9 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+    from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+    from torch.utils._pytree import tree_leaves
 
     call_after_backward: Callable[[Callable[[], None]], None] = (
         torch.autograd.Variable._execution_engine.queue_callback
@@ -45,6 +46,7 @@ try:
         (torch.empty(0).untyped_storage(), "_cdata"),
         (nn.Module(), "_buffers _non_persistent_buffers_set _parameters"),
         (torch.ops.aten.add.Tensor, "_schema"),
+        (pytree, "tree_flatten tree_leaves tree_unflatten"),
     ):
         for name in names.split():
             getattr(instance, name)
@@ -59,9 +61,8 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
-    "tree_flatten",
+    "pytree",
     "tree_leaves",
-    "tree_unflatten",
 ]
 
 

@@ -21,13 +21,7 @@ from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.grouping import find_blocks
 from colotrain.errors import UsageError
 from colotrain.plan import Recompute, Segment, Trace, Work
-from colotrain.torch_internals import (
-    TorchDispatchMode,
-    choose_attention,
-    storage_id,
-    tree_flatten,
-    tree_unflatten,
-)
+from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
 
 ATTENTION = ("attention", "sdpa")
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,7 +132,7 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        outputs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         for tensor in outputs:
             self._follow(tensor)
         if not func.is_view and func is not torch.ops.aten.detach.default:
@@ -178,7 +172,7 @@ class Recording(TorchDispatchMode):
             else:
                 now.matmul_flops += flops
             return
-        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         now.moved_bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
 
 
@@ -235,14 +229,14 @@ def _note_gradient(recording: Recording, parameter: Tensor, owner: str) -> None:
 
 def _before(recording: Recording, name: str) -> Callable[..., Any]:
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = pytree.tree_flatten((args, kwargs))
         grown = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
         if grown:
             marked = _BackwardEnds.apply(recording, *(flat[i] for i in grown))
             for index, tensor in zip(grown, marked, strict=True):
                 flat[index] = tensor
         recording.begin("forward", name)
-        return tree_unflatten(flat, spec)
+        return pytree.tree_unflatten(flat, spec)
 
     return hook
 
@@ -250,7 +244,7 @@ def _before(recording: Recording, name: str) -> Callable[..., Any]:
 def _after(recording: Recording, name: str) -> Callable[..., Any]:
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         recording.begin("forward", "")
-        for tensor in tree_flatten(output)[0]:
+        for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda grad: _begin_backward(recording, name))
 
