@@ -1,13 +1,35 @@
-"""The memory of this host that may be used, within the limits of a container."""
+"""What of this host may be used, within the limits of a container: memory, open files."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
+from colotrain.errors import ColotrainError
+
 CGROUP = Path("/sys/fs/cgroup")
+FEWEST_OPEN_FILES, ENOUGH_OPEN_FILES = 128, 4096
+
+
+def allow_open_files() -> int:
+    """Raise this process's limit of open files as far as may be; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return ENOUGH_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def check_open_files() -> None:
+    """Refuse a limit of open files with which nothing can be started (`ColotrainError`)."""
+    limit = allow_open_files()
+    if limit < FEWEST_OPEN_FILES:
+        problem = f"open files: at most {limit} are allowed here, and colotrain needs some hundred"
+        raise ColotrainError(problem, f"raise the limit, as with `ulimit -n {ENOUGH_OPEN_FILES}`")
 
 
 def memory_bytes() -> int:

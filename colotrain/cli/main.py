@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -31,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+FULL = (errno.ENOSPC, errno.EDQUOT)
 ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's own class, wherever this version of typer keeps it."""
 
@@ -376,11 +378,12 @@ def guarded(arguments: list[str]) -> int:
         sys.stderr.write(f"error: {_usage(error)}\n")
         return UsageError.exit_code
     except OSError as error:  # of a file that somebody named, or in the folder they work in
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL:
             raise
-        name, why = " ".join(str(error.filename).split()), error.strerror
-        sys.stderr.write(f"error: {name}: {why}; correct the path, or get access to it\n")
-        return UsageError.exit_code
+        name, why = " ".join(str(error.filename or "a disk").split()), error.strerror
+        fix = "make room" if error.errno in FULL else "correct the path, or get access to it"
+        sys.stderr.write(f"error: {name}: {why}; {fix}\n")
+        return ColotrainError.exit_code if error.errno in FULL else UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
 

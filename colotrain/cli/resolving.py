@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from colotrain import host
 from colotrain.cli.job import is_job, on_nodes
 from colotrain.config.checks import split_address
 from colotrain.config.machine import Machine
@@ -72,6 +73,7 @@ def settle(
     from colotrain.config.compose import gather
     from colotrain.config.machine import this_machine
 
+    host.check_open_files()
     notices, warnings = list[str](), list[str]()
     config, problems = gather(overrides, notices=notices)
     machine = this_machine()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from colotrain.dotted import described
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.sharding import local_shard
 from colotrain.engine.statistics import Recorder
@@ -113,7 +114,7 @@ def record_failure(events: EventWriter, error: BaseException, *, phase: str, ste
     text = "".join(traceback.format_exception(error))
     if ran_out_of_memory(error):
         error = ColotrainError(f"memory ran short: {error}", FIX_MEMORY)
-    told = f"{type(error).__name__}: {error}"
+    told = described(error)
     events.write("failed", phase=phase, step=step, error=told, traceback=text)
     sys.stderr.write(text)
     return FINAL_EXIT if isinstance(error, ColotrainError) else 1

@@ -20,6 +20,9 @@ OF_A_PEER = (
     "Timed out waiting",
 )
 
+ERRNO = "[Errno "
+"""Of disks and networks, which may be well the next time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
@@ -56,7 +59,7 @@ def describe(
         why = " (the kernel ended it for want of memory)" if killed[0].out_of_memory else ""
         return f"rank {rank} was killed by {by}{why}; its log: {log}"
     failed = sorted((e for e in events if e.kind == "failed"), key=lambda event: event.t)
-    own = [e for e in failed if not any(mark in str(e.fields["error"]) for mark in OF_A_PEER)]
+    own = [e for e in failed if not _is_of_a_peer(e)]
     if own:
         return _failed(own[0], deaths)
     silent = [d for d in deaths if d.rank not in {event.rank for event in events}]
@@ -66,6 +69,19 @@ def describe(
         early = " before the run was over" if code == 0 else ""
         return f"rank {silent[0].rank} ended with exit code {code}{early}{words}; its log: {log}"
     return _failed(failed[0], deaths) if failed else f"the launcher failed: {error!r}"
+
+
+def _is_of_a_peer(event: Event) -> bool:
+    return any(mark in event.text("error") for mark in OF_A_PEER)
+
+
+def mistakes(events: Sequence[Event]) -> set[tuple[int, str, str]]:
+    """(step, phase, error) of what ranks raised by themselves, but for errors of a system call."""
+    return {
+        (event.count("step"), event.text("phase"), event.text("error"))
+        for event in events
+        if event.kind == "failed" and not _is_of_a_peer(event) and ERRNO not in event.text("error")
+    }
 
 
 def _failed(event: Event, deaths: Sequence[Death]) -> str:

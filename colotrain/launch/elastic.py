@@ -173,7 +173,8 @@ def _elastic(current: Launch) -> None:
                 current.catch_up()
                 current.has_failed(deaths_of(folder, self._pcontext, result.failures))
                 final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
-                if final or current.watch.is_final or not current.progressed:  # it would fail again
+                again = not current.progressed or current.fails_again()
+                if final or again or current.watch.is_final:
                     self._remaining_restarts = 0
                 if self._remaining_restarts:
                     current.restarts()

@@ -21,6 +21,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from colotrain import host
 from colotrain.lifeline import end_with
 
 FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
@@ -51,6 +52,8 @@ def is_warm() -> bool:
 def warm_up() -> None:
     """Begin to start the server; returns at once. Called early, it hides its imports' time."""
     global _warmed
+    if host.allow_open_files() < host.FEWEST_OPEN_FILES:
+        return  # which the verb refuses
     _warmed = True
     os.environ.update(environment())  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from colotrain.launch.causes import Death, describe, num_killed_for_memory
+from colotrain.launch.causes import Death, describe, mistakes, num_killed_for_memory
 from colotrain.launch.meeting import MeetingError
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
@@ -40,6 +41,8 @@ class Launch:
     """The newest attempt that has been restarted."""
     causes: list[str] = field(default_factory=list)
     """Why earlier attempts failed, the first one first."""
+    mistakes: set[tuple[int, str, str]] = field(default_factory=set)
+    """What ranks raised in earlier attempts, and where."""
     deaths: list[Death] = field(default_factory=list)
     """How the workers of the newest attempt that failed ended."""
     ended: list[Event] = field(default_factory=list)
@@ -113,9 +116,14 @@ class Launch:
             for death in self.deaths:
                 self.events.write("death", **asdict(death))
 
+    def fails_again(self) -> bool:
+        """Whether ranks raised what they had raised before in the same place: it would go on."""
+        return not self.mistakes.isdisjoint(mistakes(self.last_words()))
+
     def restarts(self) -> None:
         """Begin again after a failure."""
         self.causes.append(self.cause())
+        self.mistakes |= mistakes(self.last_words())
         self.begins_again(self.causes[-1])
         if not self.saved:
             self.say("nothing was saved yet: training begins again with the first step")
@@ -134,7 +142,7 @@ class Launch:
         last = self.cause()
         if not self.causes:
             return last
-        same = last.partition("; its log")[0] == self.causes[0].partition("; its log")[0]
+        same = _without_rank(last) == _without_rank(self.causes[0])
         again = "" if same else f", in the end: {last}"
         num = len(self.causes)
         return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
@@ -180,6 +188,10 @@ class Launch:
         """Whether the newest attempt's workers stopped before their last step; None: not yet."""
         words = self.last_words()
         return words[-1].kind == "stopped" if words else None
+
+
+def _without_rank(cause: str) -> str:
+    return re.sub(r"^rank \d+ |; its log.*", "", cause)
 
 
 def _mark(path: Path) -> tuple[int, int] | None:

@@ -99,7 +99,7 @@ class PlainProgress(ProgressView):
             elif self._is_shown(event):
                 if event.kind in _ENDS and self._held is not None:
                     self._print_step(self._held, view)
-                print_plain(self.console, event_line(event))
+                print_plain(self.console, event_line(event, brief=bool(self._failed)))
 
     def _take_step(self, event: Event, view: RunView) -> None:
         step, every = event.count("step"), self.plan.observe.log_every
@@ -204,10 +204,12 @@ def progress_line(event: Event, plan: RunPlan) -> str:
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def event_line(event: Event) -> str:
-    """`event=checkpoint step=10 seconds=1.2 path=...`."""
+def event_line(event: Event, *, brief: bool = False) -> str:
+    """`event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without what failed before."""
     values = {"rank": event.rank, "attempt": event.attempt} | event.fields
     names = [name for name in _LINES[event.kind] if values.get(name) not in (None, "")]
+    if brief and event.kind == "done":
+        names = [name for name in names if name != "cause"]
     return " ".join([f"event={event.kind}", *(f"{name}={quoted(values[name])}" for name in names)])
 
 
@@ -260,9 +262,10 @@ def print_summary(
 
 def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[tuple[str, str]]:
     loss, peaks = summary["loss"], summary["memory"]["peak_by_rank"]
-    status = summary["status"] + (f" ({view.cause})" if view.cause else "")
+    failed = summary["status"] == "failed"  # of which the command's last line says why
+    status = summary["status"] + (f" ({view.cause})" if view.cause and not failed else "")
     restarts = str(summary["restarts"])
-    if view.restart_causes:
+    if view.restart_causes and not failed:
         restarts += f" (last: {view.restart_causes[-1]})"
     return [
         ("status", status),

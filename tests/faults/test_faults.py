@@ -160,13 +160,15 @@ def test_a_stop_takes_no_longer_than_its_grace(colotrain: Colotrain, started: St
     assert not causes(colotrain)
 
 
-def test_a_crash_loop_stops_at_its_budget_and_shows_the_first_cause(colotrain: Colotrain) -> None:
-    result = planted(colotrain, "refuse", "elastic.max_restarts=2", always=True)
+def test_what_fails_in_the_same_place_again_is_not_tried_a_third_time(colotrain: Colotrain) -> None:
+    result = planted(colotrain, "refuse", "elastic.max_restarts=3", always=True)
     assert result.code == 1
     [error] = [line for line in result.err.splitlines() if line.startswith("error:")]
     assert "rank 1 failed in optimizer of step 6: ValueError: the reactor is too warm" in error
-    assert "2 restarts did not help" in error
-    assert len(causes(colotrain)) == 2
+    assert "plant.py:62)" in error  # the line that raised it
+    assert "1 restart did not help" in error
+    assert result.err.count("the reactor is too warm") == 4  # two failures, a restart, the end
+    assert len(causes(colotrain)) == 1
 
 
 def test_workers_that_all_leave_early_have_not_finished(colotrain: Colotrain) -> None:

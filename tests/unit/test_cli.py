@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from colotrain import host
 from colotrain.cli import resolving
 from colotrain.cli.completion import complete
 from colotrain.cli.main import guarded, verbs
@@ -22,7 +24,7 @@ from colotrain.errors import ConfigError, DoesNotFit
 from colotrain.observe.terminal import is_live
 from colotrain.plan import ParameterInfo, RunPlan, Survey
 from colotrain.plugins import ROWS
-from colotrain.rundir import RunDir
+from colotrain.rundir import RunDir, write_atomically
 from colotrain.trust import write_down
 
 Run = Callable[..., tuple[int, str, str]]
@@ -179,6 +181,38 @@ def test_a_path_that_cannot_be_used_is_one_line(colotrain: Run, folder: Path) ->
     to = "theirs.json/mine.yaml"
     words = ["import-config", "theirs.json", "--kind", "deepspeed", "--to", to]
     assert colotrain(*words) == (2, "", line)
+
+
+def test_a_full_disk_is_a_line(
+    colotrain: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(*_: Any, **__: Any) -> None:
+        write_atomically(tmp_path / "plan.json", "{}")
+
+    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("colotrain.cli.plan.settle", fill)
+    line = f"error: {tmp_path}/plan.json: No space left on device; make room\n"
+    assert colotrain("plan") == (1, "", line)
+    monkeypatch.setattr("colotrain.cli.plan.settle", lambda *_, **__: full(0))
+    assert colotrain("plan") == (1, "", "error: a disk: No space left on device; make room\n")
+
+
+def test_the_limit_of_open_files_is_raised_or_told(
+    colotrain: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, set_to = (24, 24), []
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
+    monkeypatch.setattr("resource.setrlimit", lambda _, pair: set_to.append(pair))
+    code, _, err = colotrain("plan", "recipe=mine")
+    assert code == 1
+    assert err.startswith("error: open files: at most 24 are allowed here")
+    assert err.endswith("; raise the limit, as with `ulimit -n 4096`\n")
+    limits = (24, 2000)
+    assert host.allow_open_files() == 2000
+    assert set_to == [(2000, 2000)]
 
 
 def test_an_error_of_the_system_without_a_path_is_a_bug(
