@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FINAL_EXIT = 3
-"""Exit code of a worker whose error would only come again: it is not restarted."""
+from colotrain.spec import exit_codes
 
 
 class ColotrainError(Exception):
     """A failure that a person can act on: `problem` says what, `fix` says what to do."""
 
-    exit_code = 1
+    exit_code = exit_codes.FAILED
 
     def __init__(self, problem: str, fix: str = "") -> None:
         super().__init__(f"{problem}; {fix}" if fix else problem)
@@ -54,7 +53,7 @@ def _as_written(value: Any) -> str:
 class ConfigError(ColotrainError):
     """Everything that is wrong with a configuration, reported at once (exit code 2)."""
 
-    exit_code = 2
+    exit_code = exit_codes.USAGE
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("; ".join(str(problem) for problem in problems))
@@ -70,13 +69,13 @@ class ConfigError(ColotrainError):
 class UsageError(ColotrainError):
     """A command that cannot be carried out as it was given (exit code 2)."""
 
-    exit_code = 2
+    exit_code = exit_codes.USAGE
 
 
 class DoesNotFit(ColotrainError):
     """A plan that needs more memory than there is (exit code 3)."""
 
-    exit_code = 3
+    exit_code = exit_codes.DOES_NOT_FIT
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

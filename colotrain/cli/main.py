@@ -24,6 +24,7 @@ from colotrain.cli.arguments import (
     refuse,
 )
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.spec.exit_codes import INTERRUPTED
 
 app = typer.Typer(
     name="colotrain",
@@ -385,7 +386,7 @@ def guarded(arguments: list[str]) -> int:
         sys.stderr.write(f"error: {name}: {why}; {fix}\n")
         return ColotrainError.exit_code if error.errno in FULL else UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
 
 
 def _usage(error: Exception) -> str:

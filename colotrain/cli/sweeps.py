@@ -12,6 +12,7 @@ from typing import Any
 from colotrain.errors import ConfigError, UsageError, suggest
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RUNS, RunDir, run_name, write_atomically
+from colotrain.spec.exit_codes import DONE, STOPPED, WORST_FIRST
 
 MOST_ELEMENTS = 1000
 
@@ -101,13 +102,13 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
         except ColotrainError as error:
             _say(f"{element.run}: {error}")
             codes[element.run] = error.exit_code
-        if codes[element.run] in (75, 130):
+        if codes[element.run] in STOPPED:
             break
     if as_json:
         print_json({"sweep": elements[0].sweep, "runs": table(elements), "exit_codes": codes})
     else:
         print_sweep(elements[0].sweep, as_json=False)
-    return next((code for code in (130, 75, 1, 2, 3) if code in codes.values()), 0)
+    return next((code for code in WORST_FIRST if code in codes.values()), DONE)
 
 
 def _say(text: str) -> None:

@@ -17,11 +17,11 @@ from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.launch.forkserver import warm_up
 from colotrain.plan import RunPlan
 from colotrain.plugins import ROWS
+from colotrain.spec.exit_codes import DONE, UNVERIFIED
 
 if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
 
-FAILED = 4
 OPTIMIZERS = ("sgd", "recipe")
 SGD = {
     "name": "sgd",
@@ -81,7 +81,7 @@ def verify(
     wrong = [result for result in results if not result.passed]
     for result in wrong[:1]:
         console.print(f"error: {_describe(result)}", soft_wrap=True)
-    return FAILED if wrong else 0
+    return UNVERIFIED if wrong else DONE
 
 
 def _plans(

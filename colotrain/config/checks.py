@@ -20,6 +20,7 @@ from colotrain.dotted import FORM
 from colotrain.errors import Problem, suggest
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS
+from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 
 AT_LEAST: dict[str, float] = {
     "data.seq_len": 1,
@@ -59,7 +60,6 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
     "optim.schedule.final_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
-OPTIMIZERS = ("adamw", "sgd", "lion", "muon", "adafactor")
 TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 NOT_YET: dict[str, tuple[Any, str]] = {}
@@ -151,12 +151,10 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
         yield Problem(
             key=key, value=optim.betas, expected="numbers from 0 up to, but not, 1", fix=fix
         )
-    if optim.name in ("adamw", "lion", "muon") and len(optim.betas) != 2:
-        fix = "for example optim.betas=[0.9,0.95]"
-        yield Problem(key=key, value=optim.betas, expected="two numbers", fix=fix)
-    if optim.name == "sgd" and len(optim.betas) not in (1, 2):
-        fix = "for example optim.betas=[0.9]"
-        yield Problem(key=key, value=optim.betas, expected="SGD's momentum", fix=fix)
+    known = optimizer_of(optim.name)
+    if known.num_betas and len(optim.betas) not in known.num_betas:
+        fix = f"for example optim.betas={known.betas_example}"
+        yield Problem(key=key, value=optim.betas, expected=known.betas_are, fix=fix)
     if ":" in optim.name:
         yield from _check_dotted("optim.name", optim.name)
     elif optim.name not in OPTIMIZERS:

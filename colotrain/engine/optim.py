@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.engine.optimizers import OF_SHARDS, is_hidden_matrix, make, settled
+from colotrain.engine.optimizers import is_hidden_matrix, make, settled
 from colotrain.engine.placement import Tiers
 from colotrain.engine.sharding import local_shard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.plan import OptimPlan
+from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.torch_internals import multiply, multiply_
 
 
@@ -53,7 +54,7 @@ class ShardOptimizer:
     def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Begin to train `parameters` (name → sharded parameter)."""
         fresh = {n: nn.Parameter(local_shard(p.detach())) for n, p in parameters.items()}
-        of_shards = self.plan.name in OF_SHARDS
+        of_shards = self.plan.name in OPTIMIZERS
         self.parameters.update(parameters)
         self.shards.update(fresh)
         self.stepped.update(fresh if of_shards else parameters)
@@ -116,10 +117,10 @@ class ShardOptimizer:
     def step(self, *, factor: float, watch: Watch | None = None) -> float:
         """One update with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
-        if self.streams and self.plan.name not in OF_SHARDS:
+        if self.streams and self.plan.name not in OPTIMIZERS:
             raise ColotrainError(
                 f"optim.name={self.plan.name}: its state cannot be streamed from host or disk",
-                f"give plugin.budget more room, or choose one of {', '.join(OF_SHARDS)}",
+                f"give plugin.budget more room, or choose one of {', '.join(OPTIMIZERS)}",
             )
         lr = self.plan.lr * schedule(self.plan, self.steps, self.max_steps)
         for group in self.torch.param_groups:
@@ -151,19 +152,19 @@ class ShardOptimizer:
             scaled = multiply(list(grads.values()), factor)
             grads = dict(zip(grads, scaled, strict=True))
         for name, grad in grads.items():
-            if self.plan.name in OF_SHARDS:  # elsewhere it is the parameter's own, scaled above
+            if self.plan.name in OPTIMIZERS:  # elsewhere it is the parameter's own, scaled above
                 self.stepped[name].grad = grad
         try:
             self.torch.step()
         except (RuntimeError, NotImplementedError) as error:
-            if self.plan.name in OF_SHARDS:
+            if self.plan.name in OPTIMIZERS:
                 raise
             raise ColotrainError(
                 f"optim.name={self.plan.name}: it cannot update sharded parameters ({error})",
-                f"use operations that DTensors have, or one of {', '.join(OF_SHARDS)}",
+                f"use operations that DTensors have, or one of {', '.join(OPTIMIZERS)}",
             ) from error
         for name in grads:
-            if self.plan.name in OF_SHARDS:
+            if self.plan.name in OPTIMIZERS:
                 self.stepped[name].grad = None
 
     def _count(self, *_: object) -> None:
@@ -200,7 +201,7 @@ class ShardOptimizer:
 
     def plain_groups(self) -> dict[str, dict[str, Any]]:
         """What the user's own optimizer changed in its parameter groups, by the group's number."""
-        if self.torch is None or self.plan.name in OF_SHARDS:
+        if self.torch is None or self.plan.name in OPTIMIZERS:
             return {}
         changed = {}
         for number, (group, given) in enumerate(
@@ -231,7 +232,7 @@ class ShardOptimizer:
             )
 
     def _tensor(self, name: str, key: str, value: Tensor) -> Tensor:
-        of_shards = self.plan.name in OF_SHARDS
+        of_shards = self.plan.name in OPTIMIZERS
         shared = key == "col_var" and value.ndim == 2  # adafactor's sums over all rows
         parameter = self.parameters[name]
         found = _like(parameter, value) if of_shards and not shared else settled(value)
@@ -246,7 +247,7 @@ class ShardOptimizer:
     @property
     def begins_with_zeros(self) -> bool:
         """Whether zeroed state is what a first step would begin with; unknown of the user's own."""
-        return self.plan.name in ("adamw", "sgd")
+        return optimizer_of(self.plan.name).begins_with_zeros
 
     def prepare_state_(self, names: Set[str] | None = None) -> None:
         """Make zeroed state for `names` (all by default), so that a checkpoint can be read into it.

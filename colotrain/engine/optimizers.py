@@ -20,9 +20,8 @@ from torch.optim.adamw import adamw
 from colotrain.dotted import import_target
 from colotrain.errors import ConfigError, Problem
 from colotrain.plan import OptimPlan
+from colotrain.spec.optimizers import OPTIMIZERS
 
-OF_SHARDS = ("adamw", "sgd", "lion", "muon", "adafactor")
-"""Optimizers that are given plain local tensors."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients and steps of the quintic iteration (Jordan et al. 2024), as in torch's Muon."""
 NEWTON_SCHULZ_STEPS = 5
@@ -54,7 +53,7 @@ def make(plan: OptimPlan, groups: list[dict[str, Any]], layout: Layout) -> torch
         return torch.optim.SGD(groups, lr=plan.lr, momentum=plan.betas[0], fused=True)
     if plan.name == "adafactor":
         return Adafactor(groups, lr=plan.lr, layout=layout)
-    if plan.name in OF_SHARDS:
+    if plan.name in OPTIMIZERS:
         betas = (plan.betas[0], plan.betas[1])
         if plan.name == "adamw":
             return torch.optim.AdamW(groups, lr=plan.lr, betas=betas, eps=plan.eps, fused=True)

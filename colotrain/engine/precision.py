@@ -11,10 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from colotrain.spec.precisions import PRECISIONS
+
 KEPT = ("labels", "label", "targets", "target", "y")
 """Entries of a batch that are never cast: what the outcome is compared with."""
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype that `train.precision` computes in."""
+    dtype: torch.dtype = getattr(torch, PRECISIONS[precision].dtype)
+    return dtype
+
+
+def cast_dtype(precision: str) -> torch.dtype | None:
+    """What parameters and inputs are cast to; None: they are not."""
+    return dtype_of(precision) if PRECISIONS[precision].is_cast else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +40,7 @@ class LossScale:
 
     @staticmethod
     def for_precision(precision: str) -> LossScale:
-        if precision == "fp16":
+        if PRECISIONS[precision].scales_loss:
             return LossScale(scale=INITIAL_SCALE, dynamic=True)
         return LossScale()
 

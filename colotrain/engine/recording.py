@@ -12,9 +12,10 @@ from colotrain.dotted import described
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.sharding import local_shard
 from colotrain.engine.statistics import Recorder
-from colotrain.errors import FINAL_EXIT, ColotrainError
+from colotrain.errors import ColotrainError
 from colotrain.observe.events import EventWriter
 from colotrain.observe.probes import highest_peak, memory_now
+from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
 FIX_MEMORY = (
     "set train.micro_batch=1 or train.activation_checkpointing=blocks, or take plugin=gemini with "
@@ -117,4 +118,4 @@ def record_failure(events: EventWriter, error: BaseException, *, phase: str, ste
     told = described(error)
     events.write("failed", phase=phase, step=step, error=told, traceback=text)
     sys.stderr.write(text)
-    return FINAL_EXIT if isinstance(error, ColotrainError) else 1
+    return WORKER_FINAL if isinstance(error, ColotrainError) else FAILED

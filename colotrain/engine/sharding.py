@@ -36,7 +36,7 @@ from colotrain.engine.fsdp_internals import (
     state_of,
 )
 from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
-from colotrain.engine.precision import cast_of
+from colotrain.engine.precision import cast_dtype, cast_of
 from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
@@ -45,7 +45,6 @@ from colotrain.torch_internals import tree_leaves
 
 DEEPEST_OUTPUT = 3
 """Objects inside one another that a forward's outputs are looked for in."""
-COMPUTE_DTYPE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +143,7 @@ def shard_(
     for parameter in model.parameters():  # fully_shard takes no other
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    compute = COMPUTE_DTYPE[plan.train.precision]
+    compute = cast_dtype(plan.train.precision)
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32 if compute else None
     )

@@ -41,12 +41,11 @@ from colotrain.engine.loop import LATE, train
 from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
 from colotrain.engine.placement import Tiers
-from colotrain.engine.precision import LossScale, cast_inputs
+from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs, dtype_of
 from colotrain.engine.recording import lasting_bytes, record_failure
 from colotrain.engine.run_state import Run
 from colotrain.engine.saving import Saver
 from colotrain.engine.sharding import (
-    COMPUTE_DTYPE,
     ShardedModel,
     make_mesh,
     materialise_,
@@ -341,7 +340,7 @@ def agree_on_targets(
         one = {name: tensor[:1] for name, tensor in trial.items()}
         own = bool(plan.model.hf) or plan.model.target.startswith("colotrain.")
         nominal = float(plan.batch.global_batch * targets_per_sample(trial))
-        cast, problem = cast_inputs(trial, COMPUTE_DTYPE[plan.train.precision])
+        cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
         if cast:
             events.write("note", text=f"train.precision={plan.train.precision} {cast}")
         told = [(nominal, None if own or not is_in_question(one) else one, problem)]
@@ -386,7 +385,6 @@ def announce(run: Run, attempt: int) -> None:
 
 def announce_peak(events: EventWriter, plan: RunPlan, device: torch.device) -> None:
     """Measure what this rank's device multiplies at best, before anything else lies on it."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    flops = matmul_peak_flops(device, dtype[plan.train.precision])
+    flops = matmul_peak_flops(device, dtype_of(plan.train.precision))
     what = f"measured {plan.train.precision} matmul"
     events.write("peak_flops", flops_per_s=flops, what=what)

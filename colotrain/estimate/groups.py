@@ -12,10 +12,10 @@ from colotrain.estimate.layout import Layout
 from colotrain.packing import pack, units_of
 from colotrain.plan import ParameterInfo, Survey, Trace
 from colotrain.plugins import expand
+from colotrain.spec.precisions import PRECISIONS
 
 REDUCE_BYTES = 4
 """Gradients are reduced in fp32 whenever computing is in half precision."""
-COMPUTE_BYTES = {"fp32": None, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,8 @@ def _group(
 
     members = [p for p in survey.parameters if is_in(p)]
     trained = [p for p in members if p.frozen_by is None]
-    compute = COMPUTE_BYTES[layout.precision]
+    precision = PRECISIONS[layout.precision]
+    compute = precision.num_bytes if precision.is_cast else None
     reduce = REDUCE_BYTES if compute else None
     shard = layout.shard
     padded = {p.name: _padded(p, shard) for p in members}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from colotrain.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.plugins import Gradients, ParametersLive
+from colotrain.spec.optimizers import optimizer_of
 
 STATE_BYTES = 4
 """Optimizer state is kept in fp32."""
@@ -82,18 +83,16 @@ def layout_of(
 
 
 def state_bytes(optim: OptimPlan) -> int:
-    """Optimizer state per trainable element: Adam keeps two moments, SGD one if it has momentum.
-
-    At most two are assumed of Muon, whose embeddings are AdamW's, and of the user's own.
-    """
-    if optim.name == "sgd":
-        return STATE_BYTES if optim.betas and optim.betas[0] else 0
-    return {"lion": 1, "adafactor": 0}.get(optim.name, 2) * STATE_BYTES
+    """Optimizer state per trainable element: Adam keeps two moments, SGD one if it has momentum."""
+    known = optimizer_of(optim.name)
+    if known.momentum_is_optional and not (optim.betas and optim.betas[0]):
+        return 0
+    return known.state_tensors * STATE_BYTES
 
 
 def counter_bytes(optim: OptimPlan) -> int:
     """Per trained parameter, whatever its size: AdamW counts its steps in a tensor of each."""
-    return 4 if optim.name == "adamw" else 0
+    return 4 if optimizer_of(optim.name).counts_steps else 0
 
 
 def baseline_bytes(device: str, *, world: int) -> int:

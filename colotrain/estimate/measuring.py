@@ -29,6 +29,7 @@ from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.common import hold_in_common
 from colotrain.engine.grouping import find_groups
 from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.precision import dtype_of
 from colotrain.engine.sharding import make_mesh, materialise_, shard_
 from colotrain.engine.transport import install
 from colotrain.estimate.hardware import Costs
@@ -43,7 +44,6 @@ ROUNDS, CASE_S = 4, 0.3
 """Cases take turns, so that a moment in which the machine has other work spoils none of them."""
 GUESS_WEIGHT, LEAST = 0.03, 0.01
 """How much a cost that is only typical counts beside a step's time, and its least share of that."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AFTER = ("element_s", "step_s")
 """Costs of what comes after the last backward."""
 
@@ -69,7 +69,7 @@ def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
     """All ranks must call. The result is the same on each."""
     total = ROUNDS + 1
     tell(0, total)
-    peak = matmul_peak_flops(torch.device("cpu"), DTYPES[task.precision])
+    peak = matmul_peak_flops(torch.device("cpu"), dtype_of(task.precision))
     alone = {"replicated_byte_s": _all_reduce_s(4 << 20, task.ranks)} if task.ranks > 1 else {}
     tell(1, total)
     place_what_stays()

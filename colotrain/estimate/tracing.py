@@ -19,12 +19,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.grouping import find_blocks
+from colotrain.engine.precision import cast_dtype
 from colotrain.errors import UsageError
 from colotrain.plan import Recompute, Segment, Trace, Work
 from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
 
 ATTENTION = ("attention", "sdpa")
-COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Batch = dict[str, Tensor]
 
@@ -71,7 +71,7 @@ def trace(
     model cannot be trained so.
     """
     for parameter in model.parameters():
-        compute = COMPUTE[precision]
+        compute = cast_dtype(precision)
         if compute is not None and parameter.ndim and parameter.is_floating_point():
             parameter.data = parameter.data.to(compute)  # as the all-gather casts it
     for _, block in find_blocks(model):

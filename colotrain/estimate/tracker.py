@@ -29,6 +29,7 @@ from colotrain.estimate.tracing import Batch, NotTraceable, loss_of, trace
 from colotrain.models.loading import build_on_meta
 from colotrain.plan import RunPlan
 from colotrain.spec.memory import Ledger
+from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.torch_internals import FakeTensorMode, fake_store, memory_tracker
 
 KINDS = {
@@ -45,16 +46,15 @@ KINDS = {
     "Reduce Scatter": "buffers",
 }
 """What the tracker calls things, and the ledger's name for them."""
-PLAYED = ("adamw", "sgd", "lion")
-"""Optimizers whose state torch's AdamW and SGD have, too."""
 
 
 def cross_check(plan: RunPlan) -> dict[str, Any]:
     """Bytes by category at the peak, and of everything that lasts: plan and tracker."""
     if dist.is_initialized():
         raise ColotrainError("the cross-check makes a process group of its own", "run it alone")
-    if plan.optim.name not in PLAYED:
-        expected = f"one of {', '.join(PLAYED)} under --trace"
+    played = [name for name, known in OPTIMIZERS.items() if known.is_elementwise]
+    if plan.optim.name not in played:
+        expected = f"one of {', '.join(played)} under --trace"
         raise _cannot("optim.name", plan.optim.name, expected)
     sample = one_sample(plan.data)
     ours = _by_plan(plan, sample)

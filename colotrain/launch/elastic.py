@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from colotrain.errors import FINAL_EXIT, UsageError
+from colotrain.errors import UsageError
 from colotrain.launch.deaths import deaths_of, gone
 from colotrain.launch.forkserver import ENTRY, import_agent, warm_up, without_results, work
 from colotrain.launch.meeting import Refused, Stopped
@@ -28,10 +28,10 @@ from colotrain.launch.watch import Watch
 from colotrain.observe.events import Event, EventReader, EventWriter
 from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
+from colotrain.spec.exit_codes import INTERRUPTED, OF_STATUS, WORKER_FINAL
 
 LOST_GRACE_S = 10.0
 """For workers that wait for a rank that is gone: they cannot save any more."""
-EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 75, "interrupted": 130}
 
 
 def launch(
@@ -95,11 +95,11 @@ def launch(
     status = _outcome(current)
     cause = current.whole_cause() if status == "failed" else ""
     if node.is_head:
-        current.events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
+        current.events.write("done", status=status, exit_code=OF_STATUS[status], cause=cause)
     follow(reader.drain())
     if isinstance(current.error, Refused | UsageError):
         raise UsageError(cause)
-    return EXIT_CODES[status], cause
+    return OF_STATUS[status], cause
 
 
 def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
@@ -172,7 +172,7 @@ def _elastic(current: Launch) -> None:
             if result.is_failed():
                 current.catch_up()
                 current.has_failed(deaths_of(folder, self._pcontext, result.failures))
-                final = any(death.exit_code == FINAL_EXIT for death in current.deaths)
+                final = any(death.exit_code == WORKER_FINAL for death in current.deaths)
                 again = not current.progressed or current.fails_again()
                 if final or again or current.watch.is_final:
                     self._remaining_restarts = 0
@@ -243,13 +243,11 @@ def _elastic(current: Launch) -> None:
 
 def _end_now(current: Launch) -> None:
     """Leave at once; the workers notice and follow."""
-    current.events.write(
-        "done", status="interrupted", exit_code=EXIT_CODES["interrupted"], cause="ended at once"
-    )
+    current.events.write("done", status="interrupted", exit_code=INTERRUPTED, cause="ended at once")
     show_cursor = b"\x1b[?25h\n" if sys.stderr.isatty() else b""  # a live view hides it
     with suppress(OSError):
         os.write(sys.stderr.fileno(), show_cursor + b"ended at once, without saving\n")
-    os._exit(EXIT_CODES["interrupted"])
+    os._exit(INTERRUPTED)
 
 
 def _log_folder(current: Launch) -> Path:

@@ -9,17 +9,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from colotrain.errors import ColotrainError
-from colotrain.launch.elastic import EXIT_CODES
 from colotrain.observe.events import EventWriter
 from colotrain.observe.fold import follow
 from colotrain.observe.view import ENDED
 from colotrain.rundir import RunDir
+from colotrain.spec.exit_codes import OF_STATUS, PREEMPTED
 
 
 class AskedToStop(ColotrainError):
     """A signal came before there were workers that could save."""
 
-    exit_code = EXIT_CODES["preempted"]
+    exit_code = PREEMPTED
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def _record(rundir: RunDir, error: BaseException) -> None:
     cause = error.problem if isinstance(error, ColotrainError) else ""
     cause = cause or " ".join(f"{type(error).__name__}: {error}".rstrip(": ").split())
     with EventWriter(rundir.launcher_events) as events:
-        events.write("done", status=status, exit_code=EXIT_CODES[status], cause=cause)
+        events.write("done", status=status, exit_code=OF_STATUS[status], cause=cause)
 
 
 @contextmanager

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from colotrain.errors import ColotrainError
-from colotrain.launch.elastic import EXIT_CODES, launch
+from colotrain.launch.elastic import launch
 from colotrain.launch.rendezvous import Node
 from colotrain.observe.events import Event
 from colotrain.plan import READ_BACK, RunPlan
 from colotrain.rundir import RunDir
+from colotrain.spec.exit_codes import PREEMPTED
 
 
 def launch_and_resume(
@@ -31,7 +32,7 @@ def launch_and_resume(
         follow(events)
 
     exit_code, cause = launch(plan, rundir, follow=note, node=node, began_at=began_at)
-    if exit_code == EXIT_CODES["preempted"] and READ_BACK in reasons:
+    if exit_code == PREEMPTED and READ_BACK in reasons:
         reasons.clear()
         exit_code, cause = launch(plan, rundir, follow=note, node=node, began_at=began_at)
         if READ_BACK in reasons:

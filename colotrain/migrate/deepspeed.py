@@ -18,6 +18,7 @@ from colotrain.migrate.findings import (
     taken,
     whole,
 )
+from colotrain.spec.optimizers import OPTIMIZERS
 
 STAGES = {0: "zero1", 1: "zero1", 2: "zero2", 3: "zero3"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -53,9 +54,7 @@ def plain_name(value: str) -> str:
 
 def available() -> tuple[str, ...]:
     """The optimizers that colotrain has by name."""
-    from colotrain.config.checks import OPTIMIZERS
-
-    return OPTIMIZERS
+    return tuple(OPTIMIZERS)
 
 
 def _optimizer(value: Any, _: Flat) -> Answer:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from colotrain.plan import RunPlan
+from colotrain.spec.precisions import PRECISIONS
 from colotrain.verify.reference import Trajectory, distance, max_abs
 
 
@@ -32,8 +33,8 @@ class Tolerance:
     @staticmethod
     def for_precision(precision: str) -> Tolerance:
         """What rounding in the compute precision explains; weights stay in their own."""
-        limit = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 4e-3}[precision]
-        floor = 1.0 if precision == "fp32" else 0.0
+        limit = PRECISIONS[precision].tolerance
+        floor = 0.0 if PRECISIONS[precision].is_cast else 1.0
         return Tolerance(loss=limit, gradient=limit, parameter=limit, parameter_floor=floor)
 
 

@@ -16,11 +16,10 @@ from colotrain.launch.elastic import launch
 from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.exit_codes import STOPPED
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.reference import Trajectory, run_reference
 
-STOPPED = (75, 130)
-"""Exit codes of a launch that was asked to stop."""
 WORKER = "colotrain.verify.worker"
 Progress = Callable[[str, int, int], None]
 

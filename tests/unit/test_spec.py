@@ -1,0 +1,44 @@
+"""The tables of `spec`: what they say of torch is so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colotrain.engine.optimizers import make
+from colotrain.engine.precision import cast_dtype, dtype_of
+from colotrain.plan import OptimPlan
+from colotrain.spec.optimizers import OPTIMIZERS
+from colotrain.spec.precisions import PRECISIONS
+
+UNUSED_LAYOUT: Any = None
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_precision_has_the_bytes_of_its_dtype(name: str) -> None:
+    assert dtype_of(name).itemsize == PRECISIONS[name].num_bytes
+    assert cast_dtype(name) == (None if name == "fp32" else dtype_of(name))
+
+
+@pytest.mark.parametrize("name", [name for name, o in OPTIMIZERS.items() if o.is_elementwise])
+def test_an_optimizer_keeps_what_its_row_says(name: str) -> None:
+    row, parameter = OPTIMIZERS[name], nn.Parameter(torch.ones(3, 5))
+    plan = OptimPlan(
+        name=name,
+        lr=0.1,
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        weight_decay=0.0,
+        schedule="constant",
+        warmup_steps=0,
+        final_ratio=1.0,
+    )
+    optimizer = make(plan, [{"params": [parameter], "weight_decay": 0.0}], UNUSED_LAYOUT)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = optimizer.state[parameter].values()
+    assert sum(value.numel() for value in kept if value.ndim) == row.state_tensors * 15
+    assert any(value.numel() == 1 for value in kept) == row.counts_steps
