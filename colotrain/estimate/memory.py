@@ -45,9 +45,8 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
         return Estimate(ledger=ledger, peak=PeakRange(exact=total, low=total, high=2 * total))
     tally = Tally(on_cpu=layout.device == "cpu")
     _Walk(layout, survey, trace, tally).run()
-    recomputes = any(segment.work.num_repeated for segment in trace.segments)
     accumulates = layout.accumulation_steps > 1
-    kept = tally.resident(accumulates=accumulates, recomputes=recomputes) - tally.fullest
+    kept = tally.resident(accumulates=accumulates) - tally.fullest
     at = {**tally.at_fullest, "buffers": tally.at_fullest["buffers"] + kept}
     ledger = dataclasses.replace(Ledger(**at), baseline=layout.baseline)
     return Estimate(ledger=ledger, peak=around(ledger.total, exact=tally.fullest + layout.baseline))
@@ -176,6 +175,7 @@ class _Walk:
     def _play(self, segment: Segment) -> None:
         """What autograd and the model's own code allocate in a segment."""
         tally, gradients = self.tally, self.trace.gradients
+        tally.in_backward = segment.phase == "backward"
         for event in segment.events:
             number = event if event >= 0 else -1 - event
             owner = gradients.get(number)
@@ -186,6 +186,7 @@ class _Walk:
                 tally.begin(number, "activations", self.sizes[number])
             else:
                 self._gradient(number, self.of_block.get(owner, self.root))
+        tally.in_backward = False
 
     def _gradient(self, number: int, group: Group) -> None:
         """A gradient comes to be; one that is kept already takes it up."""

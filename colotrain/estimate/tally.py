@@ -14,8 +14,10 @@ OWN_PAGES_BYTES = 32 << 20
 ends (`engine.allocator.FLEETING_BYTES`). What is smaller comes from malloc's heap, which stays
 resident."""
 REUSED_SHARE = 0.5
-"""Share of activations made anew within a step, by a later micro-batch or by recomputation, that
-finds room in the heap between the gradients made meanwhile; the rest makes the heap larger."""
+"""Share of the activations of a later micro-batch that finds room in the heap between the gradients
+made meanwhile; the rest makes the heap larger."""
+FREE_SHARE = 0.08
+"""What lies free between the tensors of a heap, as a share of their bytes."""
 RANGE = 0.1
 """A measured peak lies this near to the estimate, as a share of it, in 95 of 100 runs."""
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Ledger))
@@ -40,6 +42,11 @@ class Tally:
         self.most_in_heap = dict(self.sums)
         self.outside = self.most_outside = 0
         """Bytes that are not in the heap."""
+        self.in_backward = False
+        """Whether what begins now is made by a backward: the caller says so."""
+        self.made: dict[object, int] = {}
+        """Bytes in the heap that a backward made (temporaries, recomputed activations), by key."""
+        self.made_bytes = self.most_made = 0
         self.now = self.fullest = 0
         self.at_fullest = dict(self.sums)
 
@@ -64,16 +71,22 @@ class Tally:
         place = (in_place_of or category) if is_in_heap else ""
         self.alive[key] = (category, num_bytes, place)
         self._add(category, num_bytes, place)
+        if is_in_heap and self.in_backward:
+            self.made[key] = num_bytes
+            self.made_bytes += num_bytes
+            self.most_made = max(self.most_made, self.made_bytes)
         if self.now > self.fullest:
             self.fullest, self.at_fullest = self.now, self.sums.copy()
 
     def end(self, key: object) -> None:
         category, num_bytes, place = self.alive.pop(key, ("", 0, ""))
+        self.made_bytes -= self.made.pop(key, 0)
         if category:
             self._add(category, -num_bytes, place)
 
     def become(self, key: object, category: str) -> None:
         """The same bytes are something else from now on."""
+        self.made_bytes -= self.made.pop(key, 0)
         if key in self.alive:
             old, num_bytes, place = self.alive[key]
             self._add(old, -num_bytes, place)
@@ -93,10 +106,14 @@ class Tally:
             self.outside += num_bytes
             self.most_outside = max(self.most_outside, self.outside)
 
-    def resident(self, *, accumulates: bool, recomputes: bool) -> int:
-        """Bytes that stay in memory at the peak: what is alive, and what malloc's heap keeps."""
+    def resident(self, *, accumulates: bool) -> int:
+        """Bytes that stay in memory at the peak: what is alive, and what malloc's heap keeps.
+
+        What backward makes seldom fits where forward's activations have just been freed, for small
+        objects of those that are left lie in between; so it counts beside them.
+        """
         if not self.on_cpu:
             return self.fullest
-        anew = (accumulates + recomputes) * self.most_in_heap["activations"]
-        heap = sum(self.most_in_heap.values()) + round((1 - REUSED_SHARE) * anew)
-        return max(self.fullest, self.most_outside + heap)
+        anew = (1 - REUSED_SHARE) * accumulates * self.most_in_heap["activations"]
+        heap = (sum(self.most_in_heap.values()) + self.most_made + anew) * (1 + FREE_SHARE)
+        return max(self.fullest, self.most_outside + round(heap))

@@ -87,18 +87,23 @@ def test_with_dropout_and_freezing_the_run_is_bit_identical(
         assert torch.equal(again[2][name], tensor), name
 
 
-def test_memory_measured_and_predicted_is_between_the_others(colotrain: Colotrain) -> None:
+def test_memory_measured_and_predicted_is_between_the_others(
+    colotrain: Colotrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cache of its own: a peak that is known from an earlier run would be no prediction."""
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(colotrain.cwd / "cache"))
     shape = ("model.args.d_model=256", "model.args.num_layers=6", "model.args.d_hidden=704")
-    words = ("recipe=llm-tiny", *shape, "plugin=zero3", "train.eval_steps=1", "checkpoint.every=0")
-    batch = ("train.micro_batch=24", "train.global_batch=24", "cluster.procs_per_node=1")
+    words = ("recipe=llm-tiny", *shape, "plugin=zero3", "train.eval_steps=0", "checkpoint.every=0")
+    batch = ("train.micro_batch=8", "train.global_batch=8", "cluster.procs_per_node=1")
     measured, predicted = [], []
     for recompute in ("none", "selective", "blocks"):
         way = f"train.activation_checkpointing={recompute}"
         summary = colotrain.run(*words, *batch, way, "train.max_steps=2", f"name={recompute}")
         measured.append(summary["memory"]["measured_peak"])
         predicted.append(summary["memory"]["predicted_peak"])
+    assert predicted == pytest.approx(measured, rel=0.1)
     for peaks in (measured, predicted):
-        assert peaks[0] - 32 * 2**20 > peaks[1] > peaks[2] + 32 * 2**20
+        assert peaks[0] - 16 * 2**20 > peaks[1] > peaks[2] + 32 * 2**20
 
 
 CHANGES = """
