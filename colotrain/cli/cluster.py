@@ -90,7 +90,7 @@ def doctor(
     only: Annotated[str, typer.Option(metavar="NAMES", help="Only these checks: name,runs.")] = "",
     as_json: Json = False,
 ) -> int:
-    """Find what could keep a run from starting or from going fast, with the fix for each."""
+    """Find what keeps runs from starting or going fast."""
     from colotrain.cli.doctor import doctor as examine
 
     return examine(overrides or [], as_json=as_json, all_nodes=all_nodes, only=only)

@@ -98,7 +98,7 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for split in SPLITS:
         yield split, _counts(part, split)
     share = part["learned"] / max(part["tokens"]["train"], 1)
-    yield "learned", f"{part['learned']:,} tokens of train ({share:.1%})"
+    yield "trained on", f"{part['learned']:,} tokens of train ({share:.1%})"
     if part["bad"]["count"]:
         yield (
             "bad records",
@@ -128,11 +128,11 @@ def _print_lengths(console: Console, lengths: dict[str, Any]) -> None:
 
 
 def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token]) -> None:
-    """The sample as text: learned tokens green, others dim; in brackets where nothing is drawn."""
+    """The sample as text: what is trained on is green, or in brackets where nothing is drawn."""
     padding = f", {sample['padding']} of padding" if sample["padding"] else ""
     console.print(
         f"sample {sample['position']} of {sample['split']} (number {sample['index']}): "
-        f"{len(tokens)} tokens, {sample['learned']} learned{padding}"
+        f"{len(tokens)} tokens, {sample['learned']} trained on{padding}"
     )
     coloured, text, last = is_live(console), Text(), None
     for segment in sample["segments"]:
@@ -146,7 +146,7 @@ def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token])
             text.append(f"[[{shown}]]" if segment["learned"] else shown)
     console.print(text, soft_wrap=True)
     meaning = "green" if coloured else "between [[ and ]]"
-    console.print(f"({meaning}: learned)", style="dim")
+    console.print(f"({meaning}: trained on)", style="dim")
 
 
 def _visible(text: str) -> str:

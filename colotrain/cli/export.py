@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from colotrain.observe.progress import preparation
 
 if TYPE_CHECKING:
     from colotrain.export.write import Exported
+    from colotrain.plan import ModelPlan
 
 FORMATS = ("auto", "hf", "safetensors")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -37,7 +39,7 @@ def export(
     rundir = find(run)
     if form not in FORMATS:
         raise UsageError(f"--format {form}: expected one of {', '.join(FORMATS)}", _hint(form))
-    dtype = SHORT.get(dtype, dtype)
+    dtype = SHORT.get(dtype, dtype) or own_dtype(rundir.plan().model)
     if dtype and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", _hint(dtype))
     shard_bytes = _shard_bytes(shard_size)
@@ -59,6 +61,18 @@ def export(
     else:
         _show(done)
     return 0
+
+
+def own_dtype(model: ModelPlan) -> str:
+    """The dtype of the weights that a Hugging Face directory came with; else as trained."""
+    if model.hf is None or "dtype" in model.args:
+        return ""
+    try:
+        config = json.loads((Path(model.hf) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return ""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "")
+    return name if name in DTYPES else ""
 
 
 def _hint(word: str) -> str:

@@ -27,7 +27,7 @@ def inspect_data(
     split: Annotated[str, typer.Option(help="train or validation.")] = "train",
     as_json: Json = False,
 ) -> int:
-    """Show counts, lengths, and a sample with what is learned of it."""
+    """Show counts, lengths, and a sample with what is trained on."""
     from colotrain.cli.data import inspect
 
     return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
@@ -43,7 +43,7 @@ def import_config(
     ] = "",
     as_json: Json = False,
 ) -> int:
-    """Write the recipe that another tool's configuration amounts to, key by key."""
+    """Write another tool's configuration as a recipe."""
     from colotrain.cli.import_config import import_config as write
 
     return write(file, kind=kind, to=to, as_json=as_json)
@@ -56,7 +56,7 @@ def plot(
     ] = None,
     out: Annotated[str, typer.Option(metavar="FILE", help="A .png or .svg file.")] = "plot.png",
 ) -> int:
-    """Draw loss, gradient norms, memory and throughput of one run or several."""
+    """Draw one run, or several over one another."""
     from colotrain.cli.plot import plot as draw
 
     return draw(names or [], out=out)

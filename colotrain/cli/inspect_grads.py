@@ -25,7 +25,7 @@ from colotrain.observe.difference import Comparison, Difference, compare
 from colotrain.observe.events import EventReader
 from colotrain.observe.facts import Nonfinite
 from colotrain.observe.fold import Fold, follow
-from colotrain.observe.formats import clean, shown
+from colotrain.observe.formats import clean, shortened, shown
 from colotrain.observe.gradients import (
     GradientRecord,
     NoiseRecord,
@@ -40,6 +40,11 @@ from colotrain.rundir import RunDir
 
 POLL_S = 0.1
 WITHOUT_TERMINAL = 1000  # columns: a line a parameter, however long its name
+ROOMY = 100
+"""Columns from which all numbers have room beside whole names."""
+NARROW = {"RMS", "MAX"}
+"""Left out on narrower terminals, where names are shortened to `NAME_WIDTH`."""
+NAME_WIDTH = 30
 TOLERANCE = 1e-5
 """Of two runs' gradients, relative."""
 SORTS = ("norm", "update", "zero", "name")
@@ -263,15 +268,25 @@ def print_table(
         scale = f"{shown(noise.scale, ',.1f')} samples" if noise.scale is not None else "unknown"
         between = f"{noise.micro_batches} micro-batches of {noise.samples}"
         console.print(f"noise scale {scale}, cosine {shown(noise.cosine, '.3f')} between {between}")
+    titles = ["PARAMETER", "SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE"]
+    titles += [*(("NOISE", "COSINE") if noise else ()), "WHY"]
+    table_rows = [cells(row, noise) for row in rows]
+    narrow = console.width < ROOMY
+    left_out = NARROW if narrow else set()
+    if not any(row[-1] for row in table_rows):
+        left_out = left_out | {"WHY"}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("PARAMETER", overflow="fold")
-    for title in ("SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE"):
-        table.add_column(title, justify="left" if title == "STATUS" else "right", no_wrap=True)
-    for title in ("NOISE", "COSINE") if noise else ():
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("WHY", overflow="fold")
-    for row in rows:
-        table.add_row(*cells(row, noise))
+    for title in (title for title in titles if title not in left_out):
+        left = title in ("PARAMETER", "STATUS", "WHY")
+        fold = title == "WHY" or (title == "PARAMETER" and not narrow)
+        table.add_column(
+            title, justify="left" if left else "right", no_wrap=not fold, overflow="fold"
+        )
+    for row in table_rows:
+        if narrow:
+            row[0] = Text(shortened(row[0].plain, NAME_WIDTH))
+        shown_cells = zip(titles, row, strict=True)
+        table.add_row(*(cell for title, cell in shown_cells if title not in left_out))
     console.print(table)
 
 

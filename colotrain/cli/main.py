@@ -120,7 +120,7 @@ def plan(
     svg: Annotated[str, typer.Option(metavar="FILE", help="Write it as a picture.")] = "",
     as_json: Json = False,
 ) -> int:
-    """Show what a run would be, without running it: memory, time, and what fits."""
+    """Show a run before it runs: memory, time, what fits."""
     from colotrain.cli.plan import plan as show
 
     return show(
@@ -225,7 +225,7 @@ def export(
     as_json: Json = False,
     trust_code: TrustCode = False,
 ) -> int:
-    """Write a checkpoint as a directory that transformers loads, or as safetensors."""
+    """Write a checkpoint for transformers, or as safetensors."""
     from colotrain.cli.export import export as write
 
     if not to:
@@ -251,7 +251,7 @@ def checkpoints(
         bool, typer.Option("--verify", help="Read every byte and compare it with its checksum.")
     ] = False,
 ) -> int:
-    """List a run's checkpoints, and say which are complete and intact."""
+    """List a run's checkpoints, and which are intact."""
     from colotrain.cli.checkpoints import list_checkpoints
 
     return list_checkpoints(name, as_json=as_json, verify=verify)
@@ -269,7 +269,7 @@ def dashboard(
     ] = "overview",
     again: Annotated[bool, typer.Option("--replay", help="Play it from its beginning.")] = False,
 ) -> int:
-    """Watch a run that is live, finished or dead; quitting never stops training."""
+    """Watch a run; quitting never stops it."""
     from colotrain.cli.dashboard import dashboard as show
 
     return show(name, once=once, as_json=as_json, svg=svg, html=html, again=again, focus=focus)
@@ -300,7 +300,7 @@ def inspect_grads(
     csv: Annotated[str, typer.Option(metavar="FILE", help="Write the rows there.")] = "",
     as_json: Json = False,
 ) -> int:
-    """Show every parameter's gradient: norm, status, and why it has none."""
+    """Show every parameter's gradient, or why it has none."""
     from colotrain.cli import inspect_grads as module
 
     if against:

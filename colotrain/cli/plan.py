@@ -112,6 +112,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
             "reduced": sent.reduced,
         },
         "time": to_plain(plan.time),
+        "activation_checkpointing": recompute,
         "checkpoint": to_plain(plan.checkpoint),
         **_groups(setting, layout, trace),
         "alternatives": [_shown(option, plan.cluster) for option in options],

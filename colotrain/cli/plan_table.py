@@ -14,7 +14,7 @@ from rich.text import Text
 from colotrain.cli.resolving import Setting
 from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
-from colotrain.observe.charts import GREEN, ORANGE, SERIES, VERMILLION
+from colotrain.observe.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
 from colotrain.plan import CheckpointPlan, RunPlan
 
 CATEGORIES = (
@@ -84,7 +84,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     if sent["gathers"]:
         collectives = f"{sent['gathers']} all-gathers and {collectives}"
     elif sent["reductions"]:
-        collectives += "; parameters are held in common"
+        collectives += "; ranks of a host share their parameters"
     yield (
         "reduction",
         f"gradients {sent['reduced']}; each rank sends {format_size(sent['bytes_per_step'])} per "
@@ -130,13 +130,13 @@ def _freeze_table(document: dict[str, Any]) -> Table:
 
 
 def _ledger_table(memory: dict[str, Any]) -> Table:
-    """One bar per category, all on the scale of what a rank may use."""
+    """One bar per category, on a scale that shows the peak, with a line at what a rank may use."""
     capacity, peak = memory["capacity"], memory["peak"]
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    scale, before = max(capacity, peak, 1), 0
+    scale, before = scale_of(peak, capacity), 0
     for index, name in enumerate(CATEGORIES):
         size = memory[name]
         style = SERIES[index % len(SERIES)]
@@ -148,15 +148,15 @@ def _ledger_table(memory: dict[str, Any]) -> Table:
     total = _piece(0, peak, scale, style)
     at = min(BAR_WIDTH, round(capacity / scale * BAR_WIDTH))
     total.append(" " * max(0, at - len(total)))
-    total.append("│", f"bold {ORANGE}").append(f" {format_size(capacity)} per rank: ")
-    total.append(word, f"bold {style}")
+    total.append("│" if capacity <= scale else "→", f"bold {ORANGE}")
     table.add_row("peak", format_size(peak), total)
     low, high = format_size(memory["peak_low"]), format_size(memory["peak_high"])
-    table.add_row("", "", Text(f"{low} to {high}", "dim"))
+    limit = Text(f"{low} to {high}", "dim").append(f", of {format_size(capacity)} per rank: ")
+    table.add_row("", "", limit.append(word, f"bold {style}"))
     return table
 
 
-def _piece(before: int, size: int, scale: int, style: str) -> Text:
+def _piece(before: int, size: int, scale: float, style: str) -> Text:
     """A bar that begins where the one before ended."""
     start = round(before / scale * BAR_WIDTH)
     width = round((before + size) / scale * BAR_WIDTH) - start
@@ -166,21 +166,18 @@ def _piece(before: int, size: int, scale: int, style: str) -> Text:
 
 def _options_table(document: dict[str, Any]) -> Table:
     """The plan first, then its alternatives."""
-    columns = ("micro-batch", "recompute", "peak", "step", "tokens/s", "MFU")
-    table = Table("plugin", *columns, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("plugin", overflow="fold")
+    for title in ("micro", "recompute", "peak", "step", "tokens/s", "MFU"):
+        table.add_column(title, justify="right", no_wrap=True)
     own = {
         "plugin": document["plugin"]["name"],
         "micro_batch": document["batch"]["micro"],
         "memory": document["memory"],
         "time": document["time"],
+        "activation_checkpointing": document["activation_checkpointing"],
     }
     others = document["alternatives"]
-    recomputes = {o["plugin"]: o["activation_checkpointing"] for o in others[:1]}
-    own["activation_checkpointing"] = next(iter(recomputes.values()), "")
-    if "advice" in document:
-        own["activation_checkpointing"] = ""
     for row in (own, *others[:MOST_ROWS]):
         table.add_row(*_option_cells(row), style=_option_style(row, own))
     if len(others) > MOST_ROWS:

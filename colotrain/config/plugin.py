@@ -128,7 +128,8 @@ def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
         least = min(reversed(options), key=lambda option: option.memory.total)
         reason = "the memory of a rank is not known: what needs least of it"
         return dataclasses.replace(plugins[least.plugin], reason=reason), least
-    chosen = best(options)
+    plain = [o for o in options if o.verdict == "yes" and not ROWS[o.plugin].packed]
+    chosen = best(plain or options)  # gemini only where nothing simpler fits
     reason = explain(chosen, options, situation.question.capacity)
     chosen = chosen or min(reversed(options), key=lambda option: option.memory.total)
     return dataclasses.replace(plugins[chosen.plugin], reason=reason), chosen

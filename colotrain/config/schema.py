@@ -116,11 +116,11 @@ class Data:
     chat_template: str | None = None
     """`chatml`, or a file with a Jinja template; by default the tokenizer's own."""
     loss_on: Literal["answers", "last", "all"] = "answers"
-    """Which tokens of prompt/completion and chat records are learned: those of answers, of the
+    """Which tokens of prompt/completion and chat records are trained on: those of answers, of the
     last answer, or all."""
     packing: Literal["auto", "stream", "whole", "none"] = "auto"
     """How documents become samples: `stream` runs them on and cuts windows; `whole` puts whole
-    documents side by side and pads; `none` pads each. auto: none where answers are learned,
+    documents side by side and pads; `none` pads each. auto: none where answers are trained on,
     otherwise stream."""
     isolate: bool = False
     """Documents in one sample do not attend to one another, and positions start anew in each."""

@@ -9,8 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
+from colotrain import host
 from colotrain.doctor.finding import Finding, Surroundings, fail, ok, size, warn
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
@@ -82,8 +81,8 @@ def _driver() -> str | None:
 
 
 def check_memory(_: Surroundings) -> Iterator[Finding]:
-    free = psutil.virtual_memory().available
-    text = f"{size(free)} of {size(psutil.virtual_memory().total)} are free"
+    free = host.free_bytes()
+    text = f"{size(free)} of {size(host.memory_bytes())} are free"
     if free < GIB // 2:
         yield fail("memory", text, "end what uses it, or take a larger machine")
     elif free < 2 * GIB:

@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 from colotrain import host
+from colotrain.launch.titles import name_process
 from colotrain.lifeline import end_with
 
 FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
@@ -138,6 +140,7 @@ def work(module: str, rundir: str, launcher: int) -> None:
     wait for its peers.
     """
     end_with(launcher)
+    name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")
     try:
         code = importlib.import_module(module).main(rundir)
     except BaseException:

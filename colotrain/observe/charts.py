@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from rich.text import Text
 
-from colotrain.observe.formats import clean
+from colotrain.observe.formats import clean, shortened
 from colotrain.observe.gradients import Cell, Heat
 
 BLUE, ORANGE, SKY, GREEN = "#0072B2", "#E69F00", "#56B4E9", "#009E73"
@@ -172,6 +172,15 @@ def stacked(parts: Sequence[tuple[str, float]], *, width: int) -> Text:
     return line
 
 
+SMALL = 0.5
+"""A bar of less than this share of its limit is drawn on a scale of its own."""
+
+
+def scale_of(most: float, limit: float) -> float:
+    """What the width of bars stands for: the limit, or less where they would be hard to see."""
+    return max(limit, most, 1) if most >= SMALL * limit else max(1.5 * most, 1)
+
+
 def heat_lines(heat: Heat, *, width: int, height: int) -> list[Text]:
     """A line per layer (or several layers) and a column per record, the newest on the right."""
     if not heat.steps or height < 1:
@@ -198,7 +207,7 @@ def heat_lines(heat: Heat, *, width: int, height: int) -> list[Text]:
 def _heat_line(
     label: str, row: Sequence[Cell], label_width: int, wide: int, low: float, high: float
 ) -> Text:
-    cells = [(f"{label[:label_width]:<{label_width}} ", "")]
+    cells = [(f"{shortened(label, label_width):<{label_width}} ", "")]
     return _line([*cells, *(_cell(cell, wide, low, high) for cell in row)])
 
 

@@ -50,3 +50,11 @@ def quoted(value: Any) -> str:
         return f"{value:.6g}"
     text = clean(str(value))
     return json.dumps(text, ensure_ascii=False) if set(text) & set(' "=') or not text else text
+
+
+def shortened(name: str, width: int) -> str:
+    """Both ends of a name: `blocks.3.a…query.weight`."""
+    if len(name) <= width:
+        return name
+    front = (width - 1) // 2
+    return f"{name[:front]}…{name[front + 1 - width :]}"

@@ -19,11 +19,12 @@ from colotrain.observe.charts import (
     chart,
     heat_legend,
     heat_lines,
+    scale_of,
     spark,
     stacked,
     stacked_bar,
 )
-from colotrain.observe.formats import clean, format_bytes, format_duration, shown
+from colotrain.observe.formats import clean, format_bytes, format_duration, shortened, shown
 from colotrain.observe.scene import Scene, stragglers, worst_parameters
 from colotrain.observe.view import mfu, unit
 from colotrain.records import to_plain
@@ -131,9 +132,10 @@ def format_duration_ms(seconds: float | None) -> str:
 
 
 def memory(scene: Scene, width: int, height: int) -> list[Text]:
-    """A bar per rank up to its capacity, with a line at the predicted peak; the fullest first."""
+    """A bar per rank, with a line at the predicted peak; the fullest first."""
     view, plan = scene.view, scene.plan
-    capacity, predicted = plan.cluster.memory_bytes, plan.memory.total
+    predicted = plan.memory.total
+    scale = scale_of(max(predicted, *view.peak_by_rank, 0), plan.cluster.memory_bytes)
     lines = [_prediction(scene, width)] if height > 2 else []
     if height > 3 and view.ledgers:
         lines.append(_measurement(scene, width))
@@ -149,7 +151,7 @@ def memory(scene: Scene, width: int, height: int) -> list[Text]:
         line = Text(f"{rank:>4} ")
         bar_width = max(4, width - 5 - (26 if width > 50 else 13))
         parts = _parts(view.ledgers.get(rank)) or [("peak", float(peak))]
-        line.append_text(stacked_bar(parts, of=capacity, width=bar_width, mark=predicted))
+        line.append_text(stacked_bar(parts, of=scale, width=bar_width, mark=predicted))
         lines.append(line.append(numbers))
     if len(listed) < len(peaks):
         rest = peaks[len(listed) :]
@@ -259,17 +261,9 @@ def worst(scene: Scene, width: int, height: int) -> list[Text]:
                 f" {shown(row.update_ratio if why.startswith('update') else row.norm, '.1e'):>7} "
             )
         name_width = max(8, width - len(numbers) - (26 if width >= ROOMY else 12))
-        lines.append(Text(f"{_short(clean(row.name), name_width):<{name_width}}{numbers}"))
+        lines.append(Text(f"{shortened(clean(row.name), name_width):<{name_width}}{numbers}"))
         lines[-1].append(clean(why), STATUS_STYLES.get(row.status, "dim"))
     return lines
-
-
-def _short(name: str, width: int) -> str:
-    """Both ends of a name: `blocks.3.a…query.weight`."""
-    if len(name) <= width:
-        return name
-    front = (width - 1) // 2
-    return f"{name[:front]}…{name[front + 1 - width :]}"
 
 
 def health(scene: Scene, width: int, height: int) -> list[Text]:
