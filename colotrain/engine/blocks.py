@@ -7,7 +7,8 @@ module, so that parameter names stay the model's own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ COSTLY = {
     "flex_attention",
 }
 """Operations whose outputs `selective` keeps: products of matrices, convolutions, attention."""
+COMPUTED_AGAIN = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+"""What torch (from 2.13 on) notes in place of an output that is not kept."""
 
 
 def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
@@ -99,46 +102,60 @@ def _has_backward(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 def _contexts() -> tuple[Any, Any]:
     """torch's modes around a block's forward and around its recomputation."""
-    return create_selective_checkpoint_contexts(_Policy())
+    policy = _Policy()
+    keeping, computing_again = create_selective_checkpoint_contexts(policy)
+    policy.entries = keeping.storage
+    return keeping, computing_again
 
 
 class _Policy:
     """Keeps the outputs of costly operations, in one forward of one block.
 
     Where random numbers are drawn inside (attention with dropout) the operation is computed again:
-    left out, those drawn after it would not be the same.
+    left out, those drawn after it would not be the same. So is one whose output is changed in place
+    later (torch's own recurrent layers do that): a kept tensor would be changed twice.
     """
 
     def __init__(self) -> None:
-        self.kept: set[int] = set()
-        """Storages of what is kept, which are alive as long as this is."""
+        self.entries: Any = {}
+        """torch's own: operation → index of the call → what is kept of it."""
+        self.calls: Counter[Any] = Counter()
+        self.kept: dict[int, tuple[Any, int]] = {}
+        """Storage of what is kept, alive as long as this is → operation and index of the call."""
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = operation.name() in COSTLY and not _draws(operation, args, kwargs)
         if context.is_recompute:  # torch before 2.13 asks again then
-            pass
-        elif keeps:
-            outputs = tree_leaves(context.op_output)
-            self.kept.update(_storage(tensor) for tensor in outputs if isinstance(tensor, Tensor))
-        else:
-            self._refuse_changes(operation, args, kwargs)
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        for tensor in tree_leaves(context.op_output) if keeps else ():
+            if isinstance(tensor, Tensor):
+                self.kept[_storage(tensor)] = operation, self.calls[operation]
+        self.calls[operation] += 1
+        for tensor in _written_by(operation, args, kwargs):
+            if _storage(tensor) in self.kept:
+                self._keep_no_more(*self.kept.pop(_storage(tensor)), because=operation)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _refuse_changes(self, operation: Any, args: Any, kwargs: Any) -> None:
-        """A kept tensor that is changed in place would be changed twice."""
-        for index, name in _written(operation):
-            tensor = args[index] if index < len(args) else kwargs.get(name)
-            if isinstance(tensor, Tensor) and _storage(tensor) in self.kept:
-                raise UsageError(
-                    "train.activation_checkpointing=selective: a block changes the result of a "
-                    f"matrix product, convolution or attention in place ({operation})",
-                    "set train.activation_checkpointing=blocks, or have the model make a new "
-                    "tensor there",
-                )
+    def _keep_no_more(self, operation: Any, call: int, *, because: Any) -> None:
+        if COMPUTED_AGAIN is None:
+            raise UsageError(
+                "train.activation_checkpointing=selective: a block changes the result of a "
+                f"matrix product, convolution or attention in place ({because})",
+                "set train.activation_checkpointing=blocks, or use torch 2.13",
+            )
+        self.entries[operation][call] = COMPUTED_AGAIN
 
 
 def _storage(tensor: Tensor) -> int:
     return storage_id(tensor)
+
+
+def _written_by(operation: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The arguments that a call changes."""
+    for index, name in _written(operation):
+        tensor = args[index] if index < len(args) else kwargs.get(name)
+        if isinstance(tensor, Tensor):
+            yield tensor
 
 
 @functools.cache
