@@ -36,6 +36,8 @@ class Unit:
     """Of all its parameters."""
     trained: bool
     """Whether any of them trains."""
+    dtypes: frozenset[Any] = frozenset()
+    """Of its parameters."""
     parts: tuple[Unit, ...] = ()
 
 
@@ -52,14 +54,14 @@ def pack(
 ) -> list[Chunk]:
     """Units in groups of at most `chunk_bytes`, or of one unit that cannot be split further.
 
-    Neighbours share a group only if they are of one `kind`, and if both train or neither does:
-    frozen parameters would be gathered for trained ones' backward. Parts of a unit share it with
-    parts of the same unit alone.
+    Neighbours share a group only if they are of one `kind` and of the same dtypes (gradients of two
+    cannot be reduced together), and if both train or neither does: frozen parameters would be
+    gathered for trained ones' backward. Parts of a unit share it with parts of the same unit alone.
     """
     chunks: list[Chunk] = []
     before: Any = None
     for unit, owner in (piece for top in units for piece in _split(top, chunk_bytes, top.name)):
-        alike = (kind(unit.name), unit.trained, owner)
+        alike = (kind(unit.name), unit.trained, unit.dtypes, owner)
         last = chunks[-1] if chunks else None
         if last and alike == before and last.num_bytes + unit.num_bytes <= chunk_bytes:
             names, size = (*last.names, unit.name), last.num_bytes + unit.num_bytes
@@ -79,7 +81,7 @@ def _split(unit: Unit, chunk_bytes: int, top: str) -> Iterator[tuple[Unit, str |
         yield from _split(part, chunk_bytes, top)
     left = unit.num_bytes - sum(part.num_bytes for part in unit.parts)
     if left:
-        rest = Unit(name=unit.name, num_bytes=left, trained=unit.trained)
+        rest = Unit(name=unit.name, num_bytes=left, trained=unit.trained, dtypes=unit.dtypes)
         yield rest, f"{unit.name} without its parts"
 
 
@@ -131,5 +133,6 @@ def _unit(name: str, members: list[ParameterInfo], *, split: bool) -> Unit:
         name=name,
         num_bytes=sum(p.numel * p.itemsize for p in members),
         trained=any(p.frozen_by is None for p in members),
+        dtypes=frozenset(p.itemsize for p in members),  # two of one size are rare
         parts=tuple(_unit(n, ps, split=True) for n, ps in inside.items()) if split else (),
     )

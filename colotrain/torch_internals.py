@@ -42,17 +42,22 @@ try:
     multiply, multiply_ = torch._foreach_mul, torch._foreach_mul_
     norms_of = torch._foreach_norm
     for instance, names in (
-        (nn.Parameter(torch.empty(0)), "_backward_hooks _post_accumulate_grad_hooks _version"),
+        (
+            nn.Parameter(torch.empty(0)),
+            "_backward_hooks _post_accumulate_grad_hooks _version _base",
+        ),
         (torch.empty(0).untyped_storage(), "_cdata"),
         (nn.Module(), "_buffers _non_persistent_buffers_set _parameters"),
         (torch.ops.aten.add.Tensor, "_schema"),
-        (pytree, "tree_flatten tree_leaves tree_unflatten"),
+        (pytree, "tree_flatten tree_leaves tree_map tree_unflatten"),
     ):
         for name in names.split():
             getattr(instance, name)
 except (ImportError, AttributeError) as error:
     raise unknown_torch(error) from error
 
+COMPUTED_AGAIN: Any = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+"""What selective checkpointing notes, from torch 2.13 on, for an output that is not kept."""
 without_modes = _disable_current_modes
 
 __all__ = [
@@ -80,6 +85,17 @@ def hooks_after_gradient_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
     """The hooks of `register_post_accumulate_grad_hook`."""
     hooks: Mapping[int, Callable[..., Any]] = tensor._post_accumulate_grad_hooks or {}
     return hooks
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor's memory was changed in place."""
+    version: int = tensor._version
+    return version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What autograd takes `tensor` for a view of."""
+    return tensor._base
 
 
 def storage_id(tensor_or_storage: Any) -> int:

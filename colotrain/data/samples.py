@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset, Subset
 
 from colotrain.dotted import described, import_target
@@ -26,9 +30,15 @@ def user_samples(plan: DataPlan, split: str) -> Any:
     make = import_target("data.target", target)
     takes_split = _takes_split(make) and "split" not in plan.args
     args = {**plan.args, "split": split} if takes_split else dict(plan.args)
+    before = _generators()
     dataset = _call(make, target, args)
     if _is_stream(dataset):
-        return StreamSamples(dataset) if takes_split or split == "train" else []
+
+        def again() -> Any:
+            with _drawing_from(before):
+                return _call(make, target, args)
+
+        return StreamSamples(dataset, again) if takes_split or split == "train" else []
     if not _is_map(dataset):
         expected = "a callable that returns a map-style dataset (`__len__` and `__getitem__`), or "
         expected += f"an iterable one with `state_dict` (it returned {type(dataset).__name__})"
@@ -49,12 +59,14 @@ class StreamSamples:
 
     The order is then the stream's own, never shuffled: every rank reads the stream from the front
     and skips what other ranks use, and resuming reads forward to where the run was. Asking for an
-    earlier sample starts the stream again (from the `state_dict` it had at first, where it has
-    `load_state_dict`). A stream that ends begins again. `len` is `sys.maxsize`: no end is known.
+    earlier sample starts the stream again: from the `state_dict` it had at first where it has
+    `load_state_dict`, else as another that `remake()` returns. A stream that ends begins again.
+    `len` is `sys.maxsize`: no end is known.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, remake: Callable[[], Any]) -> None:
         self.stream = stream
+        self.remake = remake
         self._first_state = copy.deepcopy(stream.state_dict())
         self._iterator: Iterator[Any] | None = None
         self._next = 0
@@ -66,8 +78,10 @@ class StreamSamples:
         return sys.maxsize
 
     def __getitem__(self, index: int) -> Any:
-        if self._iterator is None or index < self._next:
-            self._iterator, self._next = self._start(), 0
+        if self._iterator is None:
+            self._iterator = iter(self.stream)
+        elif index < self._next:
+            self._iterator, self._next = self._from_the_first(), 0
         for passed in range(index - self._next):
             if passed % BEAT_EVERY == 0:
                 self.beat()
@@ -75,23 +89,53 @@ class StreamSamples:
         return self._read()
 
     def _read(self) -> Any:
-        assert self._iterator is not None
-        try:
-            sample = next(self._iterator)
-        except StopIteration:
-            self._iterator = self._start()
-            sample = next(self._iterator, None)
-            if sample is None:
-                raise ConfigError(
-                    [Problem(key="data.target", expected="a stream with a sample in it")]
-                ) from None
-        self._next += 1
-        return sample
+        for begin in (self._as_it_is, self._another_time, self._from_the_first):
+            self._iterator = begin()
+            with suppress(StopIteration):
+                sample = next(self._iterator)
+                self._next += 1
+                return sample
+        raise ConfigError([Problem(key="data.target", expected="a stream with a sample in it")])
 
-    def _start(self) -> Iterator[Any]:
-        if hasattr(self.stream, "load_state_dict"):
+    def _as_it_is(self) -> Iterator[Any]:
+        assert self._iterator is not None
+        return self._iterator
+
+    def _another_time(self) -> Iterator[Any]:
+        """After its end; an iterator of its own has nothing more then."""
+        return self._from_the_first() if self._can_load else iter(self.stream)
+
+    def _from_the_first(self) -> Iterator[Any]:
+        if self._can_load:
             self.stream.load_state_dict(copy.deepcopy(self._first_state))
+        else:
+            self.stream = self.remake()
         return iter(self.stream)
+
+    @property
+    def _can_load(self) -> bool:
+        return hasattr(self.stream, "load_state_dict")
+
+
+@contextmanager
+def _drawing_from(states: tuple[Any, ...]) -> Iterator[None]:
+    """The generators of random numbers are inside where they were when `states` was taken."""
+    before = _generators()
+    _set_generators(states)
+    try:
+        yield
+    finally:
+        _set_generators(before)
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:

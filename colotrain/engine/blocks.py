@@ -20,9 +20,16 @@ from torch.utils.checkpoint import (
 )
 
 from colotrain.engine.grouping import find_blocks
+from colotrain.engine.passing import when_inputs_change
 from colotrain.errors import UsageError
 from colotrain.plan import Recompute, TrainPlan
-from colotrain.torch_internals import OpOverload, arguments_of, storage_id, tree_leaves
+from colotrain.torch_internals import (
+    COMPUTED_AGAIN,
+    OpOverload,
+    arguments_of,
+    storage_id,
+    tree_leaves,
+)
 
 COSTLY = {
     *(f"aten::{name}" for name in ("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "addbmm")),
@@ -40,8 +47,6 @@ COSTLY = {
     "flex_attention",
 }
 """Operations whose outputs `selective` keeps: products of matrices, convolutions, attention."""
-COMPUTED_AGAIN = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
-"""What torch (from 2.13 on) notes in place of an output that is not kept."""
 
 
 def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
@@ -70,11 +75,21 @@ def checkpoint_blocks_(model: nn.Module, recompute: Recompute) -> None:
 
     Non-reentrant: the reentrant kind silently drops gradients of what follows a frozen prefix.
     """
-    for module in _blocks(model):
+    for module in _blocks(model) if recompute != "none" else ():
+        when_inputs_change(module, functools.partial(_refuse, type(module).__name__, recompute))
         if recompute == "selective":
             module.forward = _keeping(module)
-        elif recompute == "blocks":
+        else:
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _refuse(module: str, recompute: Recompute) -> None:
+    if torch.is_grad_enabled():
+        raise UsageError(
+            f"train.activation_checkpointing={recompute}: forward of {module} "
+            "changes what it is given in place, and would begin with that in backward",
+            "set train.activation_checkpointing=none, or have the model make a new tensor there",
+        )
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -129,11 +144,11 @@ class _Policy:
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
         for tensor in tree_leaves(context.op_output) if keeps else ():
             if isinstance(tensor, Tensor):
-                self.kept[_storage(tensor)] = operation, self.calls[operation]
+                self.kept[storage_id(tensor)] = operation, self.calls[operation]
         self.calls[operation] += 1
         for tensor in _written_by(operation, args, kwargs):
-            if _storage(tensor) in self.kept:
-                self._keep_no_more(*self.kept.pop(_storage(tensor)), because=operation)
+            if storage_id(tensor) in self.kept:
+                self._keep_no_more(*self.kept.pop(storage_id(tensor)), because=operation)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _keep_no_more(self, operation: Any, call: int, *, because: Any) -> None:
@@ -144,10 +159,6 @@ class _Policy:
                 "set train.activation_checkpointing=blocks, or use torch 2.13",
             )
         self.entries[operation][call] = COMPUTED_AGAIN
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_id(tensor)
 
 
 def _written_by(operation: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -35,7 +35,7 @@ def freeze_(model: nn.Module, plan: FreezePlan, *, step: int = 0) -> Frozen:
     reasons: dict[str, str] = {}
     for parameter, known_as in names.items():
         reason = _reason(known_as, parameter, plan, step)
-        parameter.requires_grad_(reason is None)
+        parameter.requires_grad = reason is None  # a lazy one knows no requires_grad_()
         if reason is not None:
             reasons[known_as[0]] = reason
     return Frozen(reasons=reasons, matched=_count_matches(names.values(), plan))

@@ -42,8 +42,9 @@ RELIED_ON: dict[type, str] = {
     FSDPState: "_comm_ctx _fsdp_param_group _lazy_init _modules _register_pre_backward_hook",
     FSDPCommContext: "all_gather_state",
     FSDPParamGroup: "_all_gather_process_group _all_gather_result _all_reduce_process_group "
-    "_init_mp_dtypes _orig_dtype _reduce_dtype _to_unsharded all_reduce_grads device fsdp_params "
-    "is_unsharded mp_policy post_backward pre_backward reduce_grads unshard wait_for_unshard",
+    "_init_mp_dtypes _orig_dtype _reduce_dtype _register_post_backward_hook _to_unsharded "
+    "all_reduce_grads device fsdp_params is_unsharded mp_policy post_backward pre_backward "
+    "reduce_grads unshard wait_for_unshard",
     FSDPParam: "_contiguous_orig_stride _get_grad_inner_tensor _orig_size _param_fqn "
     "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_outputs "
     "contiguous_sharded_stride init_all_gather_outputs mp_policy padded_sharded_param_size "
@@ -125,6 +126,11 @@ def initialise_lazily(root: nn.Module | FSDPModule) -> None:
 def gather_before_backward_of(state: Any, outputs: list[Tensor]) -> None:
     """Let torch see that backward reaches the module through `outputs`."""
     state._register_pre_backward_hook(outputs)
+
+
+def end_backward_of(group: Any, register: Any) -> None:
+    """Have `register(args, kwargs)` say when the backward of a group is over, instead of torch."""
+    group._register_post_backward_hook = register
 
 
 def forget_gathered(state: Any) -> None:
@@ -215,6 +221,11 @@ def whole_of(param: Any) -> nn.Parameter | None:
     """The whole parameter, on which autograd works; None before its first use."""
     whole: nn.Parameter | None = param.__dict__.get("_unsharded_param")
     return whole
+
+
+def wholes_of(group: Any) -> list[Tensor]:
+    """The whole parameters of a group, after their first use."""
+    return [param.unsharded_param for param in group.fsdp_params]
 
 
 def set_whole(param: Any, whole: nn.Parameter) -> None:

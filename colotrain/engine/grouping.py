@@ -9,15 +9,21 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from colotrain.engine.freezing import thawed_later
+from colotrain.engine.passing import CHANGES_INPUTS, when_inputs_change
+from colotrain.errors import ConfigError, Problem
 from colotrain.packing import Unit, pack
+from colotrain.plan import FreezePlan, ModelPlan
 from colotrain.torch_internals import FakeTensorMode
 
 Block = tuple[str, nn.Module]
+Group = tuple[str, list[nn.Module]]
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LARGEST_REAL_TRIAL_BYTES = 2 << 30
 
@@ -29,7 +35,7 @@ def find_groups(
     batch: dict[str, Tensor] | None,
     kind: Callable[[str], Any] = lambda name: None,
     split: bool = False,
-) -> list[tuple[str, list[nn.Module]]]:
+) -> list[Group]:
     """The groups of `model`: name of the first module, and the modules.
 
     Each repeated block that the trial forward with `batch` calls once is a group; what is in none
@@ -81,6 +87,7 @@ def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> 
         name=name,
         num_bytes=parameter_bytes(module),
         trained=any(p.requires_grad for p in module.parameters()),
+        dtypes=frozenset(p.dtype for p in sharded_parameters(module)),
         parts=tuple(parts(name, module)) if split else (),
     )
 
@@ -117,6 +124,30 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
 
 def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
     return sum(type(other) is type(child) for other in container.children()) > 1
+
+
+def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that a group can hold; scalar and empty ones are whole on every rank."""
+    return [p for p in module.parameters() if p.ndim and p.numel()]
+
+
+def check_dtypes(
+    model: nn.Module, groups: list[Group], plan: ModelPlan, freeze: FreezePlan
+) -> None:
+    """Refuse a group in which parameters of two dtypes ever train: they are reduced together."""
+    names, later = {p: n for n, p in model.named_parameters()}, thawed_later(model, freeze)
+    seen: set[nn.Parameter] = set()
+    for _, modules in (*groups, ("", [model])):  # those inside others come before these
+        inside = [p for m in modules for p in sharded_parameters(m) if p not in seen]
+        seen.update(inside)
+        trained = [p for p in inside if p.requires_grad or names[p] in later]
+        first = {p.dtype: names[p] for p in reversed(trained)}
+        if len(first) > 1:
+            told = ", ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in first.items())
+            expected = f"one dtype among the parameters that train of a block ({told})"
+            fix = "convert the model with .to(dtype), or freeze the parameters of one dtype"
+            problem = Problem(key=plan.key, value=plan.value, expected=expected, fix=fix)
+            raise ConfigError([problem])
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -180,7 +211,10 @@ def _trial(
     *,
     mode: Any,
 ) -> dict[str, list[Any]] | None:
-    """Block name → shape of the first input of each call; None where the forward does not run."""
+    """Block name → shape of the first input of each call; None where the forward does not run.
+
+    Blocks that change what they are given are marked with CHANGES_INPUTS.
+    """
     calls: dict[str, list[Any]] = {name: [] for name, _ in blocks}
 
     def note(name: str) -> Any:
@@ -194,8 +228,10 @@ def _trial(
     try:
         with torch.no_grad(), mode:
             trial, inputs = make_copy(model), make_copy(batch)
-            for name, _ in blocks:
-                trial.get_submodule(name).register_forward_pre_hook(note(name))
+            for name, module in blocks:
+                block = trial.get_submodule(name)
+                block.register_forward_pre_hook(note(name))
+                when_inputs_change(block, partial(setattr, module, CHANGES_INPUTS, True))
             trial(**inputs)
     except Exception:  # whatever a user's forward raises: it will be met again in training
         return None

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.engine.fsdp_internals import name_of, whole_of
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.plan import ModelPlan
 from colotrain.torch_internals import forget_hooks, hooks_after_gradient_of, hooks_of
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -64,14 +65,9 @@ class Attached:
 
 
 def attached_to(model: nn.Module) -> dict[str, Attached]:
-    """Parameter name → what is attached to it, before `model` is sharded.
-
-    Raises `ColotrainError` for what sharding would lose.
-    """
+    """Parameter name → what is attached to it, before `model` is sharded."""
     found = {}
-    _refuse_sparse_gradients(model)
     for name, parameter in model.named_parameters():
-        _refuse_what_is_lost(name, parameter)
         attributes = {
             key: value
             for key, value in vars(parameter).items()
@@ -83,28 +79,34 @@ def attached_to(model: nn.Module) -> dict[str, Attached]:
     return found
 
 
-def _refuse_what_is_lost(name: str, parameter: nn.Parameter) -> None:
-    if nn.parameter.is_lazy(parameter):
-        raise ColotrainError(
-            f"model: {name} has no shape yet (a lazy module)",
-            "give the module its sizes, or run a forward before the model is returned",
-        )
-    if hooks_after_gradient_of(parameter):
-        raise ColotrainError(
-            f"model: {name} has a hook of register_post_accumulate_grad_hook, which would see "
-            "neither the whole gradient nor the whole parameter",
-            "use register_hook to change its gradient, and optim to update it",
-        )
+def check_parameters(model: nn.Module, plan: ModelPlan) -> None:
+    """Refuse what sharding would lose: `ConfigError` with all of it."""
+    if problems := [Problem(key=plan.key, value=plan.value, **found) for found in _lost(model)]:
+        raise ConfigError(problems)
 
 
-def _refuse_sparse_gradients(model: nn.Module) -> None:
+def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
+    """What is expected instead, and how to have that."""
     for name, module in model.named_modules():
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if sparse and module.weight.requires_grad:
-            raise ColotrainError(
-                f"model: {name}.weight has sparse gradients, which are not reduced over ranks",
-                "make the embedding with sparse=False",
-            )
+            yield {
+                "expected": f"gradients that can be reduced over ranks ({name}.weight has sparse "
+                "ones)",
+                "fix": "make the embedding with sparse=False",
+            }
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            yield {
+                "expected": f"parameters with a shape ({name} has none yet: a lazy module)",
+                "fix": "give the module its sizes, or run a forward before the model is returned",
+            }
+        elif hooks_after_gradient_of(parameter):
+            yield {
+                "expected": f"no hook of register_post_accumulate_grad_hook ({name} has one, which "
+                "would see neither the whole gradient nor the whole parameter)",
+                "fix": "use register_hook to change its gradient, and optim to update it",
+            }
 
 
 def attach_(

@@ -27,24 +27,26 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.fsdp_internals import (
-    gather_before_backward_of,
     groups_of,
     initialise_lazily,
     look_at_dtypes,
     reduce_unused_,
     size_of,
-    state_of,
 )
-from colotrain.engine.parameters import Attached, ForwardWatch, attach_, attached_to
+from colotrain.engine.parameters import (
+    Attached,
+    ForwardWatch,
+    attach_,
+    attached_to,
+    check_parameters,
+)
+from colotrain.engine.passing import watch_tensors
 from colotrain.engine.precision import cast_dtype, cast_of
 from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
-from colotrain.torch_internals import tree_leaves
 
-DEEPEST_OUTPUT = 3
-"""Objects inside one another that a forward's outputs are looked for in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,7 @@ def shard_(
     All ranks must call. Freeze beforehand. Parameters, gradients and updates of the groups that
     `offloads(index)` names (the root's index is the last) are on the host, beside a GPU.
     """
+    check_parameters(model, plan.model)
     attached = attached_to(model)
     for parameter in model.parameters():  # fully_shard takes no other
         if not parameter.is_contiguous():
@@ -184,30 +187,11 @@ def shard_(
     reduce_unused_(model, fsdp_groups)
     ForwardWatch(list(sharded.fsdp_params())).install(model, fsdp_groups)
     for module in (*(m for _, modules in modules_of for m in modules), model):
-        state = state_of(module)
-        module.register_forward_hook(partial(_tell_of_hidden_outputs, state))
+        watch_tensors(module)
     for index, group in enumerate(groups):
         module = cast(nn.Module, group.handle)
         module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
     return sharded
-
-
-def _tell_of_hidden_outputs(state: Any, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Let `fully_shard` see the backward of outputs in objects that it does not look into.
-
-    It knows tuples, dicts and dataclasses. Of any other object with `.loss` the group would neither
-    be gathered for its backward nor reduced after it.
-    """
-    if torch.is_grad_enabled() and (hidden := list(_hidden_tensors(output))):
-        gather_before_backward_of(state, hidden)
-
-
-def _hidden_tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield from [leaf] if depth and leaf.requires_grad else []
-        elif depth < DEEPEST_OUTPUT and not isinstance(leaf, nn.Module):
-            yield from _hidden_tensors(list(getattr(leaf, "__dict__", {}).values()), depth + 1)
 
 
 def _cast_activations(

@@ -35,11 +35,12 @@ from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.common import Common, hold_in_common
 from colotrain.engine.freezing import freeze_
-from colotrain.engine.grouping import find_groups
+from colotrain.engine.grouping import check_dtypes, find_groups
 from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import LATE, train
 from colotrain.engine.manifest import complete, tidy
 from colotrain.engine.optim import ShardOptimizer, state_ratio
+from colotrain.engine.passing import CHANGES_INPUTS
 from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs, dtype_of
 from colotrain.engine.recording import lasting_bytes, record_failure
@@ -312,7 +313,7 @@ def agree_on_groups(
 
     A user's forward may behave otherwise elsewhere.
     """
-    found: list[list[tuple[str, list[str]]] | None] = [None]
+    found: list[Any] = [None]
     if dist.get_rank() == 0:
         groups = find_groups(
             model,
@@ -322,9 +323,15 @@ def agree_on_groups(
             split=plan.plugin.split_blocks,
         )
         names = {id(module): name for name, module in model.named_modules()}
-        found = [[(name, [names[id(m)] for m in modules]) for name, modules in groups]]
+        inside = [(name, [names[id(m)] for m in modules]) for name, modules in groups]
+        found = [(inside, [n for n, m in model.named_modules() if hasattr(m, CHANGES_INPUTS)])]
     dist.broadcast_object_list(found)
-    return [(name, [model.get_submodule(m) for m in inside]) for name, inside in found[0] or []]
+    inside, changing = found[0]
+    for name in changing:
+        setattr(model.get_submodule(name), CHANGES_INPUTS, True)
+    groups = [(name, [model.get_submodule(m) for m in members]) for name, members in inside]
+    check_dtypes(model, groups, plan.model, plan.freeze)
+    return groups
 
 
 def agree_on_targets(

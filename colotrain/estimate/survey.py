@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from colotrain.data.loader import open_samples, read_sample, refuse_empty, stack
 from colotrain.engine.freezing import freeze_
-from colotrain.engine.grouping import find_blocks
-from colotrain.errors import ConfigError, Problem
+from colotrain.engine.grouping import check_dtypes, find_blocks
+from colotrain.engine.parameters import check_parameters
 from colotrain.estimate.tracing import NotTraceable, trace
 from colotrain.models.loading import build, build_on_meta, fills_itself
 from colotrain.plan import DataPlan, FreezePlan, ModelPlan, ParameterInfo, Recompute, Survey, Trace
@@ -26,9 +25,8 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     if module is None:
         module = build(model, seed=0)
     frozen = freeze_(module, freeze)
-    problems = list(mixed_dtypes(module, model))
-    if problems:
-        raise ConfigError(problems)
+    check_parameters(module, model)
+    check_dtypes(module, [(name, [block]) for name, block in find_blocks(module)], model, freeze)
     aliases = tied_names(module)
     groups = {id(p): name for name, block in find_blocks(module) for p in block.parameters()}
     parameters = tuple(
@@ -74,24 +72,6 @@ def positions(module: nn.Module) -> dict[str, Any]:
         for name, m in module.named_modules()
     )
     return {"num_positions": most, "learned_positions": learned}
-
-
-def mixed_dtypes(module: nn.Module, model: ModelPlan) -> Iterator[Problem]:
-    """Groups whose trainable parameters are of several dtypes: they cannot be reduced together."""
-    inside = {id(p) for _, block in find_blocks(module) for p in block.parameters()}
-    rest = [(n, p) for n, p in module.named_parameters() if id(p) not in inside]
-    blocks = [list(block.named_parameters(name)) for name, block in find_blocks(module)]
-    for group in (rest, *blocks):
-        first = {p.dtype: name for name, p in reversed(group) if p.requires_grad}
-        if len(first) > 1:
-            names = ", ".join(f"{name} is {str(d)[6:]}" for d, name in first.items())
-            yield Problem(
-                key=model.key,
-                value=model.value,
-                expected=f"one dtype among the trainable parameters of a block ({names})",
-                fix="convert the model with .to(dtype), or freeze the parameters of one dtype",
-            )
-            return
 
 
 def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:

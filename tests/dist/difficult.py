@@ -440,6 +440,53 @@ class Transposed(Stack):
         return super().features(x @ self.mixer)
 
 
+class MixedDtypes(Stack):
+    """Every other layer in float64, as neighbours of which gemini could make one group."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.layers[1].double()
+        self.layers[3].double()
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.linear.weight.dtype))
+        return x.to(self.head.weight.dtype)
+
+
+class LayerInPlace(Layer):
+    """Changes what it is given, returns that, and a view of its weight."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x *= 0.5
+        x += super().forward(x.clone())
+        return x, self.linear.weight.view(-1)
+
+
+class LayerOfViews(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1, 3, WIDTH // 3).flatten(1)
+
+
+class InPlace(Stack):
+    """Layers that change their inputs, and outputs that are views and changed by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LayerInPlace() for _ in range(3))
+        self.views = nn.ModuleList(LayerOfViews() for _ in range(2))
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        penalty = torch.zeros((), dtype=x.dtype)
+        for view in self.views:
+            x = view(x)
+            x += 1.0
+        for layer in self.layers:
+            x, weight = layer(x)
+            penalty = penalty + weight.square().mean()
+        return F.cross_entropy(self.head(x), target) + penalty
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -472,6 +519,8 @@ MODELS = {
         StochasticDepth,
         TiedModules,
         Transposed,
+        MixedDtypes,
+        InPlace,
     )
 }
 

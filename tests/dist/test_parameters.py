@@ -162,18 +162,3 @@ def refuses_backward_in_forward(rank: int, plan: RunPlan) -> None:
 
 def test_backward_inside_forward_is_refused_and_no_crash() -> None:
     run(refuses_backward_in_forward, 2, plan_of("zero3", 2))
-
-
-def refuses(rank: int, plan: RunPlan) -> None:
-    model = nn.Linear(4, 4)
-    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ColotrainError, match="weight has a hook of register_post_accumulate"):
-        sharded_model(model, plan, shared=False)
-    with pytest.raises(ColotrainError, match=r"0\.weight has sparse gradients"):
-        sharded_model(nn.Sequential(nn.Embedding(4, 4, sparse=True)), plan, shared=False)
-    with pytest.raises(ColotrainError, match=r"0\.weight has no shape yet"):
-        sharded_model(nn.Sequential(nn.LazyLinear(4)), plan, shared=False)
-
-
-def test_what_sharding_would_lose_is_refused_with_the_parameters_name() -> None:
-    run(refuses, 1, plan_of("zero2", 1))

@@ -231,6 +231,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 OWN = """
+import random
+
 import torch
 from torch.utils.data import IterableDataset
 
@@ -253,6 +255,20 @@ class Stream(IterableDataset):
         return {"at": self.at}
     def load_state_dict(self, state):
         self.at = state["at"]
+
+class Itself:
+    # its own iterator, or one that goes on where others were
+    def __init__(self, count=9, shared=False):
+        self.shared = shared
+        self.numbers = iter([random.randrange(10**6) for _ in range(count)])
+    def __iter__(self):
+        return self.many() if self.shared else self
+    def __next__(self):
+        return {"x": torch.tensor(next(self.numbers))}
+    def many(self):
+        yield from ({"x": torch.tensor(number)} for number in self.numbers)
+    def state_dict(self):
+        return {}
 
 def unsplit_stream(count=None):
     return Stream(count)
@@ -314,6 +330,18 @@ def test_a_stream_that_ends_begins_again(own: str) -> None:
     assert values(samples, range(12)) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_stream_that_is_its_own_iterator_loses_nothing_by_going_back(
+    own: str, shared: bool
+) -> None:
+    samples: Any = open_samples(own_plan(f"{own}:Itself", shared=shared), "train")
+    first = values(samples, range(5))
+    state = random.getstate()
+    assert values(samples, range(9)) == [*first, *values(samples, range(5, 9))]
+    assert values(samples, [9, 10, 0]) == [first[0], first[1], first[0]], "it begins again"
+    assert random.getstate() == state
+
+
 def test_every_rank_of_a_stream_reads_its_own_part(own: str) -> None:
     plan, batch = own_plan(f"{own}:unsplit_stream"), batch_of(2, 2, 2)
     seen = []
@@ -364,7 +392,7 @@ def test_passing_over_samples_of_a_stream_gives_signs_of_life() -> None:
         def state_dict(self) -> dict[str, int]:
             return {}
 
-    samples, beats = StreamSamples(Stream()), []
+    samples, beats = StreamSamples(Stream(), Stream), []
     samples.beat = lambda: beats.append(1)
     assert samples[5000] == 5000
     assert len(beats) >= 50

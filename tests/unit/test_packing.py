@@ -28,6 +28,15 @@ def test_trained_and_frozen_modules_do_not_share_a_group() -> None:
     assert names(units, 64) == [("b.0", "b.1"), ("b.2", "b.3")]
 
 
+def test_modules_of_different_dtypes_do_not_share_a_group() -> None:
+    dtypes = (2, 2, 4, 2)
+    units = [
+        Unit(name=f"b.{i}", num_bytes=MIB, trained=True, dtypes=frozenset({dtype}))
+        for i, dtype in enumerate(dtypes)
+    ]
+    assert names(units, 64) == [("b.0", "b.1"), ("b.2",), ("b.3",)]
+
+
 def test_a_large_module_is_split_and_what_is_left_of_it_comes_last() -> None:
     mlp = unit("b.0.mlp", 90, parts=(unit("b.0.mlp.up", 45), unit("b.0.mlp.down", 45)))
     block = unit("b.0", 130, parts=(unit("b.0.norm", 1), unit("b.0.attn", 36), mlp))

@@ -190,6 +190,41 @@ def test_a_size_below_one_of_the_decoder_is_named(name: str) -> None:
         survey(wrong, FreezePlan(), SEQ_LEN)
 
 
+class TwiceInRoot(nn.Module):
+    """Two dtypes that meet in one group once both train, for a scalar's is its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
+        if how == "hook":
+            self.layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        elif how == "sparse":
+            self.embed = nn.Embedding(4, 4, sparse=True)
+        elif how == "lazy":
+            self.embed = nn.LazyLinear(4)
+        elif how == "dtypes":
+            self.embed = nn.Linear(4, 4).double()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("hook", r"register_post_accumulate_grad_hook \(layer\.weight has one"),
+        ("sparse", r"embed\.weight has sparse ones"),
+        ("lazy", r"embed\.weight has none yet"),
+        ("dtypes", r"embed\.weight is float64"),
+    ],
+)
+def test_what_sharding_would_lose_is_refused_before_a_launch(how: str, said: str) -> None:
+    model = ModelPlan(target=f"{__name__}:TwiceInRoot", args={"how": how})
+    later = FreezePlan(patterns=("embed.*",), unfreeze={3: ("embed.*",)})
+    freeze = later if how == "dtypes" else FreezePlan()
+    with pytest.raises(ConfigError, match=said):
+        survey(model, freeze, SEQ_LEN)
+    survey(dataclasses.replace(model, args={"how": "none"}), FreezePlan(), SEQ_LEN)
+
+
 def rows(kind: str) -> list[Any]:
     tensors = {"x": torch.zeros(3, dtype=torch.float64), "y": 1}
     kinds: dict[str, list[Any]] = {"none": [], "tuples": [(1, 2)], "texts": [{"x": "a"}]}
