@@ -57,7 +57,7 @@ from colotrain.engine.statistics import describe_parameters
 from colotrain.engine.transport import install
 from colotrain.engine.weighing import guess, weigh
 from colotrain.errors import ColotrainError
-from colotrain.models.loading import build
+from colotrain.models.loading import KEEPS_VALUES, UNCALLED, begin_training_, build
 from colotrain.models.seeding import seed_all, seeded
 from colotrain.observe.events import EventWriter
 from colotrain.observe.heartbeats import Heartbeat
@@ -213,10 +213,11 @@ def prepare(
     train_data = cast(BatchLoader, open_loader(plan, "train", rank))
     validation_data = open_loader(plan, "validation", rank)
     model = build(plan.model, seed=seed)
+    if rank == 0 and hasattr(model, KEEPS_VALUES):
+        events.write("note", text=UNCALLED)
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
-    if not model.training:  # as transformers' from_pretrained leaves it
-        model.train()
+    begin_training_(model)
     trial = first_micro_batch(train_data) if rank == 0 else None
     nominal, sample = agree_on_targets(plan, trial, events)
     groups = agree_on_groups(model, plan, trial)

@@ -14,7 +14,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.grouping import check_dtypes, find_blocks
 from colotrain.engine.parameters import check_parameters
 from colotrain.estimate.tracing import NotTraceable, trace
-from colotrain.models.loading import build, build_on_meta, fills_itself
+from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.plan import DataPlan, FreezePlan, ModelPlan, ParameterInfo, Recompute, Survey, Trace
 
 
@@ -108,7 +108,7 @@ def follow(
     if module is None:
         return None
     freeze_(module, freeze)
-    module.train()
+    begin_training_(module)
     try:
         sample = one_sample(data)
         return trace(

@@ -26,6 +26,12 @@ from colotrain.plan import ModelPlan
 
 _HAS_VALUES = "_colotrain_has_values"
 """Attribute of a model whose constructor loaded its weights."""
+KEEPS_VALUES = "_colotrain_keeps_values"
+"""Attribute of a model whose `init_weights()` is not called: nobody knows what it would replace."""
+UNCALLED = (
+    "the model's init_weights() is not called, for its constructor needs real tensors and may have "
+    "loaded weights: call it there, or build without values"
+)
 
 
 def build(plan: ModelPlan, *, seed: int) -> nn.Module:
@@ -43,6 +49,8 @@ def build(plan: ModelPlan, *, seed: int) -> nn.Module:
             model = _with_values(plan)
             if own_init:
                 initialise_(model, seed=seed, shards=WHOLE, has_values=True)
+            elif structure is None and fills_itself(model):
+                model.__dict__[KEEPS_VALUES] = True
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
         if not any(parameter.is_meta for parameter in model.parameters()):
@@ -70,6 +78,19 @@ def _with_values(plan: ModelPlan) -> nn.Module:
         return _call_target(plan)
     except RuntimeError as error:  # on meta this only says that real tensors are needed
         raise _refused(plan, error) from error
+
+
+def begin_training_(model: nn.Module) -> None:
+    """Put `model` in training mode; parts that its constructor put in evaluation stay there.
+
+    `train` methods of its own are called, as a user's loop does: they keep parts in evaluation.
+    """
+    if not model.training or type(model).train is not nn.Module.train:
+        model.train()  # transformers' from_pretrained leaves a model in evaluation
+        return
+    for child in model.children():
+        if child.training:
+            begin_training_(child)
 
 
 def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:

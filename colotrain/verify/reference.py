@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.data.loader import open_samples, order_of, stack
-from colotrain.models.loading import build_whole
+from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.seeding import seeded
 from colotrain.plan import FreezePlan, RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout_
@@ -84,8 +84,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     own = {name: p.dtype for name, p in model.named_parameters()}
     model.to(dtype)
     without_dropout_(model)
-    if not model.training:
-        model.train()
+    begin_training_(model)
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):

@@ -15,7 +15,7 @@ from colotrain.engine.common import hold_in_common
 from colotrain.engine.sharding import local_shard, make_mesh, materialise_, rows_here, shard_
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
-from colotrain.models.loading import build, build_whole
+from colotrain.models.loading import KEEPS_VALUES, begin_training_, build, build_whole
 from colotrain.plan import ModelPlan, RunPlan
 from tests.dist.test_transport import plan_of, run
 
@@ -252,3 +252,42 @@ def test_where_buffers_come_from_parameters_the_model_is_made_whole_first() -> N
     assert (model.linear.parametrizations.weight.original == 0.5).all()
     assert model.linear.bias.any()
     assert model.linear(torch.ones(4)).isfinite().all()
+
+
+class LooksAtValues(nn.Module):
+    """Cannot be made without values, and keeps those that it is made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = 1.0 / self.linear.weight.abs().max().item()
+
+    def init_weights(self) -> None:
+        init.zeros_(self.linear.weight)
+
+
+def test_a_model_whose_init_weights_is_not_called_is_known() -> None:
+    model = build(ModelPlan(target=f"{__name__}:LooksAtValues"), seed=0)
+    assert model.linear.weight.any()
+    assert hasattr(model, KEEPS_VALUES)
+    assert not hasattr(build(ModelPlan(target=f"{__name__}:Spectral"), seed=0), KEEPS_VALUES)
+
+
+class KeepsStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(2), nn.Dropout()
+
+    def train(self, mode: bool = True) -> KeepsStatistics:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def test_train_methods_of_the_users_own_are_called_and_parts_in_evaluation_stay_there() -> None:
+    inner, frozen = KeepsStatistics(), nn.Dropout().eval()
+    begin_training_(nn.Sequential(inner, frozen))
+    assert (inner.norm.training, inner.drop.training, frozen.training) == (False, True, False)
+    alone = KeepsStatistics().eval()
+    begin_training_(alone)
+    assert (alone.norm.training, alone.drop.training) == (False, True)
