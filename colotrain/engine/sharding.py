@@ -48,7 +48,6 @@ from colotrain.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.plugins import expand
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Parameters that are gathered and reduced together."""
