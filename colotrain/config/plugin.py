@@ -82,7 +82,8 @@ class Situation:
     def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
         """The plan of the plugin `name`, with its own defaults or what was asked for.
 
-        gemini gets a disk tier in the run's own folder where memory might not do without one.
+        gemini gets a disk tier in the run's own folder where memory might not do without one, and
+        where that has room for everything that memory does not hold.
         """
         asked = asked or Plugin()
         survey, split = self.question.survey, can_split(self.train)
@@ -92,7 +93,10 @@ class Situation:
         if asked.budget.host == "auto" and self.option(plan).verdict == "yes":
             return plan
         budget = find_budget(asked, self.scale, self.machine, with_disk=True)
-        return dataclasses.replace(plan, budget=budget)
+        lowered = dataclasses.replace(plan, budget=budget)
+        _, placement, _ = predict(lowered, survey, self.optim, self.scale.device, activations=0)
+        has_room = budget is None or placement.need["disk"] <= budget.disk_bytes
+        return lowered if has_room else plan
 
     def layout(self, plugin: PluginPlan) -> Layout:
         every, steps = self.observe.grads_every, self.train.max_steps

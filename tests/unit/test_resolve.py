@@ -407,6 +407,10 @@ def test_gemini_takes_a_disk_tier_in_the_run_s_folder_only_where_memory_might_no
         assert plan(gemini, scarce, ("plugin.disk_path", forbidden)).plugin.budget is None
     limit = ("plugin.budget.host", "400MiB")
     assert plan(gemini, limit).plugin.budget.disk_path == OFFLOAD
+    with monkeypatch.context() as patched:  # a disk that cannot hold what memory does not
+        patched.setattr(budget_module, "_free_bytes", lambda place: budget_module.LEAST_SPACE_BYTES)
+        patched.setattr(budget_module, "AUTOMATIC_DISK_SHARE", 1e-4)
+        assert plan(gemini, scarce).plugin.budget is None
     monkeypatch.setattr(budget_module, "file_system", lambda place: "nfs4")
     assert plan(gemini, scarce).plugin.budget is None
 
