@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from colotrain.estimate.heap import Heap
 from colotrain.spec.memory import Ledger
 
 OWN_PAGES_BYTES = 32 << 20
@@ -16,8 +17,8 @@ resident."""
 REUSED_SHARE = 0.5
 """Share of the activations of a later micro-batch that finds room in the heap between the gradients
 made meanwhile; the rest makes the heap larger."""
-FREE_SHARE = 0.08
-"""What lies free between the tensors of a heap, as a share of their bytes."""
+SMALL_SHARE = 0.03
+"""What small objects between the tensors add to a heap, as a share of it."""
 RANGE = 0.1
 """A measured peak lies this near to the estimate, as a share of it, in 95 of 100 runs."""
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Ledger))
@@ -26,9 +27,8 @@ CATEGORIES = tuple(field.name for field in dataclasses.fields(Ledger))
 class Tally:
     """Bytes alive by category: now, at their fullest moment, and what stays resident (CPU).
 
-    On CPU, freed memory stays in malloc's heap for the next step, and tensors of one category
-    seldom fit where those of another were: gradients are smaller or larger than the activations
-    that backward has just freed. So the maximum of each category by itself counts.
+    On CPU, freed memory stays in malloc's heap for the next step, and a tensor that does not fit
+    into what another has left makes it larger.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
@@ -42,6 +42,9 @@ class Tally:
         self.most_in_heap = dict(self.sums)
         self.outside = self.most_outside = 0
         """Bytes that are not in the heap."""
+        self.heap = Heap()
+        self.pieces: dict[object, int] = {}
+        """In how many pieces each key lies in the heap."""
         self.in_backward = False
         """Whether what begins now is made by a backward: the caller says so."""
         self.made: dict[object, int] = {}
@@ -71,6 +74,10 @@ class Tally:
         place = (in_place_of or category) if is_in_heap else ""
         self.alive[key] = (category, num_bytes, place)
         self._add(category, num_bytes, place)
+        if is_in_heap:
+            self.pieces[key] = pieces
+            for piece in range(pieces):
+                self.heap.take((key, piece), num_bytes // pieces)
         if is_in_heap and self.in_backward:
             self.made[key] = num_bytes
             self.made_bytes += num_bytes
@@ -81,6 +88,8 @@ class Tally:
     def end(self, key: object) -> None:
         category, num_bytes, place = self.alive.pop(key, ("", 0, ""))
         self.made_bytes -= self.made.pop(key, 0)
+        for piece in range(self.pieces.pop(key, 0)):
+            self.heap.give((key, piece))
         if category:
             self._add(category, -num_bytes, place)
 
@@ -110,10 +119,15 @@ class Tally:
         """Bytes that stay in memory at the peak: what is alive, and what malloc's heap keeps.
 
         What backward makes seldom fits where forward's activations have just been freed, for small
-        objects of those that are left lie in between; so it counts beside them.
+        objects of those that are left lie in between; so it counts beside them. Nor does a later
+        micro-batch fit between the gradients that are there by then: each category counts with its
+        own maximum, and a share of the activations once more.
         """
         if not self.on_cpu:
             return self.fullest
-        anew = (1 - REUSED_SHARE) * accumulates * self.most_in_heap["activations"]
-        heap = (sum(self.most_in_heap.values()) + self.most_made + anew) * (1 + FREE_SHARE)
+        heap = float(self.heap.extent)
+        if accumulates:
+            anew = (1 - REUSED_SHARE) * self.most_in_heap["activations"]
+            heap = max(heap, sum(self.most_in_heap.values()) + anew)
+        heap = (heap + self.most_made) * (1 + SMALL_SHARE)
         return max(self.fullest, self.most_outside + round(heap))

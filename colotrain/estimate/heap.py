@@ -1,0 +1,70 @@
+"""Addresses of tensors in glibc's heap: best fit, and free neighbours merge (malloc's large bins).
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+ALIGNMENT, HEADER_BYTES = 64, 16
+SPARE_BYTES = ALIGNMENT + 32
+"""An aligned request looks for a free part that is larger by this, and gives the rest back: a part
+of just its size is passed over (`_int_memalign`)."""
+SMALL_BYTES = 1024
+"""Smaller tensors fill what others leave over, and are not followed."""
+
+
+class Heap:
+    """Where each tensor lies, and how far the heap has reached: all of that stays resident."""
+
+    def __init__(self) -> None:
+        self.top = self.extent = 0
+        """The end of the highest tensor, and the highest that it ever was."""
+        self.placed: dict[object, tuple[int, int]] = {}
+        """Key → start and size."""
+        self.free: list[tuple[int, int]] = []
+        """Size and start of each free part, sorted."""
+        self.size_at: dict[int, int] = {}
+        """Start of a free part → its size."""
+        self.start_before: dict[int, int] = {}
+        """End of a free part → its start."""
+
+    def take(self, key: object, num_bytes: int) -> None:
+        if num_bytes < SMALL_BYTES:
+            return
+        size = -(-(num_bytes + HEADER_BYTES) // ALIGNMENT) * ALIGNMENT
+        at = bisect_left(self.free, (size + SPARE_BYTES, -1))
+        if at < len(self.free):
+            found, start = self.free[at]
+            self._remove(start)
+            if found > size:
+                self._add(start + size, found - size)
+        else:
+            start, self.top = self.top, self.top + size
+            self.extent = max(self.extent, self.top)
+        self.placed[key] = start, size
+
+    def give(self, key: object) -> None:
+        start, size = self.placed.pop(key, (0, 0))
+        if not size:
+            return
+        if start in self.start_before:
+            before = self.start_before[start]
+            self._remove(before)
+            start, size = before, size + start - before
+        if start + size in self.size_at:
+            size += self._remove(start + size)
+        if start + size == self.top:
+            self.top = start
+        else:
+            self._add(start, size)
+
+    def _add(self, start: int, size: int) -> None:
+        insort(self.free, (size, start))
+        self.size_at[start], self.start_before[start + size] = size, start
+
+    def _remove(self, start: int) -> int:
+        size = self.size_at.pop(start)
+        del self.start_before[start + size], self.free[bisect_left(self.free, (size, start))]
+        return size
