@@ -50,9 +50,9 @@ TOKENISING = (
 """The part of `data` that makes token files: no torch, as other processes load it."""
 ON_PAPER = (
     "colotrain.estimate.layout colotrain.estimate.groups colotrain.estimate.tally "
-    "colotrain.estimate.heap colotrain.estimate.memory colotrain.estimate.offload colotrain.estimate.communication "
-    "colotrain.estimate.hardware colotrain.estimate.rates colotrain.estimate.time "
-    "colotrain.estimate.advise colotrain.estimate.learned"
+    "colotrain.estimate.heap colotrain.estimate.memory colotrain.estimate.offload "
+    "colotrain.estimate.communication colotrain.estimate.hardware colotrain.estimate.rates "
+    "colotrain.estimate.time colotrain.estimate.advise colotrain.estimate.learned"
 )
 """The planner without torch."""
 WORKER = BASE | names(
@@ -139,7 +139,11 @@ RULES = [
         LAZY_EXTRAS,
     ),
     Rule("colotrain.doctor.exchange", BASE | names("colotrain.doctor"), names("colotrain torch")),
-    Rule("colotrain.doctor.*", BASE | names("colotrain.doctor colotrain.host psutil"), names("torch")),
+    Rule(
+        "colotrain.doctor.*",
+        BASE | names("colotrain.doctor colotrain.host psutil"),
+        names("torch"),
+    ),
     Rule("colotrain.verify.runner", WORKER | TENSORS | names("colotrain.launch colotrain.verify")),
     Rule("colotrain.verify.*", WORKER | TENSORS | names("colotrain.engine colotrain.verify")),
     Rule(
