@@ -5,11 +5,13 @@ Loss scaling is dynamic (Micikevicius et al. 2018).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colotrain.spec.precisions import PRECISIONS
 
@@ -87,3 +89,24 @@ def cast_inputs(
             changed = f"{values[whole][0].item():.9g} becomes {rounded[whole][0].item():.9g}"
             note += f"; {name}: {changed} (integers are not cast, nor are {', '.join(KEPT)})"
     return note, None
+
+
+def keep_statistics_exact_(model: nn.Module) -> None:
+    """Have modules with running statistics in float32 compute with weights in float32, too.
+
+    torch's batch normalisation takes no others: inputs in half precision, and the rest in float32.
+    """
+    for module in model.modules():
+        statistics = getattr(module, "running_mean", None)
+        if isinstance(statistics, Tensor) and statistics.dtype == torch.float32:
+            module.forward = partial(_with_exact_weights, module, module.forward)
+
+
+def _with_exact_weights(module: nn.Module, forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    own = dict(module._parameters)
+    exact = {name: None if p is None else p.float() for name, p in own.items()}
+    module._parameters.update(exact)  # type: ignore[arg-type]
+    try:
+        return forward(*inputs)
+    finally:
+        module._parameters.update(own)

@@ -41,7 +41,7 @@ from colotrain.engine.parameters import (
     check_parameters,
 )
 from colotrain.engine.passing import watch_tensors
-from colotrain.engine.precision import cast_dtype, cast_of
+from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
 from colotrain.plan import ModelPlan, PluginPlan, RunPlan
@@ -166,6 +166,7 @@ def shard_(
     of_root = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
     fully_shard(model, reshard_after_forward=False, **of_root, **root)  # type: ignore[call-overload]
     if compute is not None:
+        keep_statistics_exact_(model)
         model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
     stays = plan.plugin.parameters_live == "step"
     groups.append(Group(name="", handle=model, stays_gathered=stays))  # type: ignore[arg-type]

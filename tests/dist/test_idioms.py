@@ -96,6 +96,7 @@ def test_targets_are_counted_and_kept_as_the_model_sees_them(tmp_path: Path) -> 
         "Shifts": fine,
         "NeverZero": fine,
         "Regression": ("data.target=tests.dist.idioms:numbers", "train.precision=bf16"),
+        "Normalised": ("train.precision=fp16",),
         "Large": ("train.precision=fp16",),  # the first loss scale makes it skip steps
     }
     plans = [
