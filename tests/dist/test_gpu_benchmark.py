@@ -32,6 +32,7 @@ def gpu(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_variants_are_measured_beside_plain_torch_and_a_failure_is_listed(tmp_path: Path) -> None:
     done = gpu(
         tmp_path,

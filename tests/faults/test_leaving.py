@@ -114,7 +114,7 @@ def test_before_the_first_step_is_finished_nothing_needs_to_be_saved(colotrain: 
     assert left.code == 75, left.err
     assert left.json["steps"] == 0
     assert "no step is finished, so there is nothing to save" in left.err
-    assert "`colotrain resume parted` begins with the first one" in left.err
+    assert "`colotrain resume parted` begins with the first step" in left.err
     assert not list(colotrain.rundir("parted").checkpoints.iterdir())
     resumed = colotrain("resume", "parted", "--json")
     assert resumed.code == 0, resumed.err
