@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from processes import Running
 from workload import LR, MODEL, SEQ_LEN, Cell
 
-from colotrain.observe.events import EventReader
-from colotrain.observe.fold import follow
+from colotrain.events.fold import follow
+from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
 
 PEERS = Path(__file__).parent / "peers"

@@ -29,7 +29,7 @@ from statistics import median
 from processes import end
 
 from colotrain.config.sizes import format_size, parse_size
-from colotrain.observe.events import EventReader
+from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")

@@ -28,10 +28,10 @@ from typing import Any
 from processes import carry_out
 
 from colotrain.config.sizes import format_size
-from colotrain.observe.events import EventReader
-from colotrain.observe.fold import follow
-from colotrain.plugins import ROWS
+from colotrain.events.fold import follow
+from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir, write_atomically
+from colotrain.spec.plugins import ROWS
 
 PEERS = Path(__file__).parent / "peers"
 PLAIN = PEERS / "one_device.py"

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from colotrain.observe.events import EventReader
+from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
 
 STEPS = 23

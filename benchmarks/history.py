@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from colotrain.observe.events import EventReader, encode
-from colotrain.observe.fold import Fold
+from colotrain.events.fold import Fold
+from colotrain.events.log import EventReader, encode
 from colotrain.rundir import RunDir
 
 STEP_S = 0.5

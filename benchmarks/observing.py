@@ -34,9 +34,9 @@ import torch.multiprocessing as mp
 from colotrain import resolve
 from colotrain.engine import loop
 from colotrain.engine.worker import StopRequest, announce, connect, prepare
-from colotrain.observe.events import EventWriter
-from colotrain.plan import RunPlan
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 
 TURN = 10  # steps, of which the last one is recorded in full
 PLUGINS = ["zero1", "zero2", "zero3"]

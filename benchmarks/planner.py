@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from colotrain.cli.resolving import settle
-from colotrain.plugins import ROWS
 from colotrain.rundir import write_atomically
+from colotrain.runs.resolving import settle
+from colotrain.spec.plugins import ROWS
 
 MIN_STEPS, MAX_STEPS, TRAINING_S = 12, 80, 5.0
 """So many steps as are predicted to take `TRAINING_S`; the first quarter is left out of account."""

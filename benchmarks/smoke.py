@@ -14,7 +14,7 @@ import tempfile
 import time
 
 from colotrain.config.shipped import recipe_names
-from colotrain.plugins import ROWS
+from colotrain.spec.plugins import ROWS
 
 
 def row(recipe: str, plugin: str, *, timeout_s: float, folder: str) -> str:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from colotrain.data.tokens import prepare
-from colotrain.plan import DataPlan
+from colotrain.data.prepare.tokens import prepare
+from colotrain.spec.plan import DataPlan
 
 SHARDS = 16
 

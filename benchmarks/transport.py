@@ -22,16 +22,16 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from colotrain.cli.resolving import plan_from
-from colotrain.engine import gradients
 from colotrain.engine.accumulation import StepTotals, accumulate
-from colotrain.engine.channel import Channel
-from colotrain.engine.grouping import find_groups
-from colotrain.engine.optim import ShardOptimizer
-from colotrain.engine.sharding import make_mesh, materialise_, shard_
-from colotrain.engine.transport import SharedAllGather, install
+from colotrain.engine.gradients import gradients
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer
+from colotrain.engine.sharding.grouping import find_groups
+from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
+from colotrain.engine.shm.all_gather import Channel
+from colotrain.engine.shm.transport import SharedAllGather, install
 from colotrain.models.loading import build
-from colotrain.plan import RunPlan
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plan import RunPlan
 
 CPU = torch.device("cpu")
 SIZES_MIB = (1, 16, 64)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from colotrain.engine.gradients import GradView
-    from colotrain.observe.view import RunView
-    from colotrain.plan import RunPlan
+    from colotrain.engine.gradients.gradients import GradView
+    from colotrain.events.view import RunView
+    from colotrain.spec.plan import RunPlan
 
 __version__ = "0.1.0"
 __all__ = ["gradients", "read_run", "resolve", "run"]
@@ -31,7 +31,7 @@ __all__ = ["gradients", "read_run", "resolve", "run"]
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
     """The run plan that `overrides` describe; raises `ConfigError` with every problem."""
-    from colotrain.cli.resolving import plan_from
+    from colotrain.runs.resolving import plan_from
 
     return plan_from(overrides)
 
@@ -44,15 +44,15 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
     With `progress` it is followed on stderr. Call it under `if __name__ == "__main__"` in a
     script, as with everything that starts processes.
     """
-    from colotrain.cli.run import run_quietly
+    from colotrain.runs.start import run_quietly
 
     return run_quietly(list(overrides), progress=progress, force=force)
 
 
 def read_run(name: str | None = None) -> RunView:
     """What the run `name` (a name under ./runs, or a folder; default: the newest) has done."""
-    from colotrain.observe.fold import follow
-    from colotrain.observe.liveness import find
+    from colotrain.events.fold import follow
+    from colotrain.events.liveness import find
 
     return follow(find(name))
 
@@ -63,6 +63,6 @@ def gradients(model: nn.Module) -> Iterator[GradView]:
     Readable from the last backward of a step until the next step's first backward, so in
     `train.on_gradients`. Every rank may iterate; `GradView.full()` is collective.
     """
-    from colotrain.engine.gradients import read
+    from colotrain.engine.gradients.gradients import read
 
     return read(model)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.errors import UsageError, suggest
-from colotrain.plan import RunPlan
+from colotrain.spec.plan import RunPlan
 
 RUNS = Path("runs")
 OFFLOAD = "offload"
@@ -138,7 +138,7 @@ class RunDir:
 
     @property
     def signature_file(self) -> Path:
-        """Who wrote the plan and the configuration (`colotrain.trust`)."""
+        """Who wrote the plan and the configuration (`colotrain.runs.trust`)."""
         return self.path / "signature.json"
 
     @property

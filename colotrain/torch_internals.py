@@ -1,4 +1,5 @@
-"""The one door to torch's private names, those of `fully_shard` apart (`engine.fsdp_internals`).
+"""The one door to torch's private names, those of `fully_shard` apart
+(`engine.sharding.fsdp_internals`).
 
 Each is looked for when this module is imported, so that a torch without one of them is told at
 once. Checked against the sources of torch 2.11, 2.12 and 2.13.

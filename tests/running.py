@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colotrain.observe.events import Event, EventReader
+from colotrain.events.log import Event, EventReader
 from colotrain.rundir import RunDir
 from tests.processes import Process, launchers
 

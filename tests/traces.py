@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colotrain.plan import Trace
+from colotrain.spec.plan import Trace
 
 
 def most_alive(found: Trace) -> int:

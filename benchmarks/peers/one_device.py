@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from colotrain.cli.resolving import settle
 from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.probes import matmul_peak_flops, memory_now
 from colotrain.models.llm import LLM
-from colotrain.observe.probes import matmul_peak_flops, memory_now
-from colotrain.plan import RunPlan
+from colotrain.runs.resolving import settle
+from colotrain.spec.plan import RunPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATE_BYTES = 16

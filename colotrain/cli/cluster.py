@@ -42,7 +42,7 @@ def submit(
     as_json: Json = False,
 ) -> int:
     """Hand a run, or a sweep of runs, to SLURM."""
-    from colotrain.cli import submit as module
+    from colotrain.runs import submit as module
 
     what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
     what["overwrite"] = overwrite
@@ -60,7 +60,7 @@ def node(
     trust_code: TrustCode = False,
 ) -> int:
     """A node's part of a run: what the script of a job starts."""
-    from colotrain.cli.node import node as take_part
+    from colotrain.runs.node import node as take_part
 
     return take_part(path, head, trust_code=trust_code)
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from rich.console import Console
 
 from colotrain.cli.arguments import refuse
-from colotrain.cli.output import print_json, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
-from colotrain.observe.dashboard import KEYS, render
-from colotrain.observe.events import Event, EventReader
-from colotrain.observe.fold import Fold
-from colotrain.observe.live import FRAME_S, Screen, replay, watch
-from colotrain.observe.liveness import find, state
-from colotrain.observe.output import last_lines
-from colotrain.observe.progress import PlainProgress, in_foreground
-from colotrain.observe.scene import FOCI, Focus, Scene
-from colotrain.observe.terminal import is_live
-from colotrain.observe.view import RunView
-from colotrain.plan import RunPlan
+from colotrain.events.fold import Fold
+from colotrain.events.liveness import find, state
+from colotrain.events.log import Event, EventReader
+from colotrain.events.view import RunView
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.show.console import print_json, stdout_console
+from colotrain.show.dashboard import KEYS, render
+from colotrain.show.frame import FOCI, Focus, Scene
+from colotrain.show.live import FRAME_S, Screen, replay, watch
+from colotrain.show.progress import PlainProgress, in_foreground
+from colotrain.show.terminal import is_live
+from colotrain.show.worker_output import last_lines
+from colotrain.spec.plan import RunPlan
 
 PICTURE = (140, 40)
 """Columns and lines of an exported picture."""

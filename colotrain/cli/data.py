@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.output import print_json, stderr_console, stdout_console
-from colotrain.cli.resolving import plan_from
 from colotrain.config.sizes import format_size
 from colotrain.errors import UsageError
-from colotrain.observe.terminal import is_live
+from colotrain.runs.resolving import plan_from
+from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.show.terminal import is_live
 
 if TYPE_CHECKING:
-    from colotrain.data.inspection import Token
+    from colotrain.data.read.inspection import Token
 
 SPLITS = ("train", "validation")
 BAR_WIDTH = 40
@@ -24,8 +24,8 @@ BAR_WIDTH = 40
 
 def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> int:
     """Prepare the data of the plan that the overrides describe, and show them with a sample."""
-    from colotrain.data.inspection import describe, sample_tokens
-    from colotrain.observe.progress import preparation
+    from colotrain.data.read.inspection import describe, sample_tokens
+    from colotrain.show.progress import preparation
 
     if split not in SPLITS:
         raise UsageError(f"--split={split}: expected one of {', '.join(SPLITS)}")

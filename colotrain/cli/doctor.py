@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 
-from colotrain.cli.output import print_json, stdout_console
 from colotrain.doctor import exchange, machine, network, nodes, storage
 from colotrain.doctor.finding import Finding, Surroundings, fail
 from colotrain.errors import UsageError, suggest
 from colotrain.rundir import RUNS
+from colotrain.show.console import print_json, stdout_console
 
 Check = Callable[[Surroundings], Iterator[Finding]]
 CHECKS: dict[str, Check] = {
@@ -78,7 +78,7 @@ def look_around(overrides: list[str]) -> Surroundings:
     from colotrain.config.checks import check_head, split_address
     from colotrain.config.compose import gather
     from colotrain.config.schema_cluster import Cluster
-    from colotrain.data.cache import cache_folder
+    from colotrain.data.prepare.cache import cache_folder
     from colotrain.errors import ConfigError
     from colotrain.records import read
 

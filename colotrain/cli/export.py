@@ -7,16 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colotrain import trust
-from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.errors import UsageError, suggest
-from colotrain.observe.liveness import find
-from colotrain.observe.progress import preparation
+from colotrain.events.liveness import find
+from colotrain.runs import trust
+from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.show.progress import preparation
 
 if TYPE_CHECKING:
     from colotrain.export.write import Exported
-    from colotrain.plan import ModelPlan
+    from colotrain.spec.plan import ModelPlan
 
 FORMATS = ("auto", "hf", "safetensors")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

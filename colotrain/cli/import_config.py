@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.output import print_json, stdout_console
 from colotrain.errors import ConfigError, UsageError
 from colotrain.rundir import write_atomically
+from colotrain.show.console import print_json, stdout_console
 
 if TYPE_CHECKING:
     from colotrain.migrate.findings import Finding
@@ -50,8 +50,8 @@ def _stem(source: Path) -> str:
 
 def _problems(target: Path) -> list[str]:
     """What the recipe still lacks to be a plan here."""
-    from colotrain.cli.resolving import plan_from
     from colotrain.config.compose import as_override
+    from colotrain.runs.resolving import plan_from
 
     try:
         plan_from([as_override("recipe", str(target))], here=False)

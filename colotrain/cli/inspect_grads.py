@@ -17,26 +17,21 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.cli.arguments import refuse
-from colotrain.cli.naming import told_apart
-from colotrain.cli.output import print_json, stderr_console, stdout_console
 from colotrain.errors import ColotrainError, UsageError, suggest
-from colotrain.observe.charts import STATUS_STYLES
-from colotrain.observe.difference import Comparison, Difference, compare
-from colotrain.observe.events import EventReader
-from colotrain.observe.facts import Nonfinite
-from colotrain.observe.fold import Fold, follow
-from colotrain.observe.formats import clean, shortened, shown
-from colotrain.observe.gradients import (
-    GradientRecord,
-    NoiseRecord,
-    ParameterGradient,
-    records,
-)
-from colotrain.observe.liveness import find, state
-from colotrain.observe.terminal import is_live
-from colotrain.plan import RunPlan
+from colotrain.events.comparison import Comparison, Difference, compare
+from colotrain.events.fold import Fold, follow
+from colotrain.events.gradients import GradientRecord, NoiseRecord, ParameterGradient, records
+from colotrain.events.kinds import Nonfinite
+from colotrain.events.liveness import find, state
+from colotrain.events.log import EventReader
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.runs.naming import told_apart
+from colotrain.show.charts import STATUS_STYLES
+from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.show.formatting import clean, shortened, shown
+from colotrain.show.terminal import is_live
+from colotrain.spec.plan import RunPlan
 
 POLL_S = 0.1
 WITHOUT_TERMINAL = 1000  # columns: a line a parameter, however long its name
@@ -144,9 +139,9 @@ def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> Gra
 
 def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
     """Run the first step of a plan in a folder of its own, and show its gradients."""
-    from colotrain.cli.resolving import check_fits, settle
-    from colotrain.cli.run import carry_out
     from colotrain.launch.forkserver import warm_up
+    from colotrain.runs.resolving import check_fits, settle
+    from colotrain.runs.start import carry_out
 
     warm_up()
     setting = settle(list(overrides))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 
-from colotrain.cli.output import print_json
-from colotrain.launch.queue import job_log
-from colotrain.observe.fold import follow
-from colotrain.observe.liveness import find, state
-from colotrain.observe.logs import Lines, sources
+from colotrain.events.fold import follow
+from colotrain.events.liveness import find, state
 from colotrain.rundir import RUNS
+from colotrain.schedulers.queue import job_log
+from colotrain.show.console import print_json
+from colotrain.show.logs import Lines, sources
 
 POLL_S = 0.5
 

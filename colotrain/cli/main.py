@@ -70,15 +70,15 @@ def run(
     """Train, and follow the run until it ends."""
     if sweep:
         refuse("--sweep", detach=detach, smoke=smoke)
-        from colotrain.cli.sweeps import run_sweep
+        from colotrain.runs.sweep import run_sweep
 
         return run_sweep(overrides or [], as_json=as_json, force=force, overwrite=overwrite)
     if not detach:
         from colotrain.launch.forkserver import warm_up
 
         warm_up()  # before anything else is imported here
-    from colotrain.cli.run import command_began_at
-    from colotrain.cli.run import run as start
+    from colotrain.runs.start import command_began_at
+    from colotrain.runs.start import run as start
 
     return start(
         overrides or [],
@@ -176,7 +176,7 @@ def resume(
     trust_code: TrustCode = False,
 ) -> int:
     """Go on with a run from its newest checkpoint."""
-    from colotrain.cli.run import resume as go_on
+    from colotrain.runs.start import resume as go_on
 
     if name is not None and ("=" in name or name.startswith(("~", "+"))):
         overrides = [name, *(overrides or [])]
@@ -187,7 +187,7 @@ def resume(
 @app.command()
 def stop(name: Run = None, as_json: Json = False) -> int:
     """Ask a run to save and stop after the step it is in."""
-    from colotrain.cli.runs import stop as ask
+    from colotrain.runs.listing import stop as ask
 
     return ask(name, as_json=as_json)
 
@@ -199,10 +199,10 @@ def runs(
 ) -> int:
     """List the runs under ./runs."""
     if sweep:
-        from colotrain.cli.sweeps import print_sweep
+        from colotrain.runs.sweep import print_sweep
 
         return print_sweep(sweep, as_json=as_json)
-    from colotrain.cli.runs import list_runs
+    from colotrain.runs.listing import list_runs
 
     return list_runs(as_json=as_json)
 
@@ -252,7 +252,7 @@ def checkpoints(
     ] = False,
 ) -> int:
     """List a run's checkpoints, and which are intact."""
-    from colotrain.cli.checkpoints import list_checkpoints
+    from colotrain.runs.checkpoints import list_checkpoints
 
     return list_checkpoints(name, as_json=as_json, verify=verify)
 

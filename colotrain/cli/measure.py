@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colotrain.cli.output import stderr_console
-from colotrain.cli.resolving import Setting, settle
 from colotrain.errors import ColotrainError, ConfigError, UsageError
-from colotrain.estimate import rates
-from colotrain.estimate.time import amounts_of
 from colotrain.launch.forkserver import environment
+from colotrain.planner import rates
+from colotrain.planner.time import amounts_of
 from colotrain.records import from_plain, to_plain
+from colotrain.runs.resolving import Setting, settle
+from colotrain.show.console import stderr_console
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -49,7 +49,7 @@ def measure(setting: Setting) -> rates.Measurement:
 
 
 def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
-    """As `estimate.measuring.Task`, plain."""
+    """As `planner.traced.measuring.Task`, plain."""
     cases = []
     for index in range(len(rates.SHAPES)):
         case = settle(rates.overrides(index, ranks=ranks, precision=precision), here=False)
@@ -68,7 +68,7 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
 
 
 def _run(file: Path, ranks: int) -> rates.Measurement:
-    command = [sys.executable, "-m", "colotrain.estimate.measuring", str(file)]
+    command = [sys.executable, "-m", "colotrain.planner.traced.measuring", str(file)]
     with tempfile.TemporaryFile("w+") as errors:
         processes = [
             subprocess.Popen(

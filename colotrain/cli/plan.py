@@ -6,23 +6,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from colotrain.cli.output import print_json, stdout_console
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
-from colotrain.cli.resolving import Setting, settle, tell
-from colotrain.config.remedy import fix_hints
 from colotrain.errors import DoesNotFit, UsageError
-from colotrain.estimate import offload
-from colotrain.estimate.advise import Option, best, largest_micro_batch, rank
-from colotrain.estimate.communication import traffic
-from colotrain.estimate.layout import Layout
-from colotrain.estimate.memory import most_activations
-from colotrain.observe.fold import follow
-from colotrain.observe.view import summary
-from colotrain.plan import RECOMPUTE, ClusterPlan, RunPlan, Trace
-from colotrain.plugins import ROWS
+from colotrain.events.fold import follow
+from colotrain.events.view import summary
+from colotrain.planner import offload
+from colotrain.planner.advise import Option, best, largest_micro_batch, rank
+from colotrain.planner.communication import traffic
+from colotrain.planner.fix_hints import fix_hints
+from colotrain.planner.layout import Layout
+from colotrain.planner.memory import most_activations
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.runs.resolving import Setting, settle, tell
+from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan, Trace
+from colotrain.spec.plugins import ROWS
 
 NOT_FOLLOWED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "
@@ -59,7 +59,7 @@ def plan(
     tell(setting)
     document = describe(setting, advise=advise)
     if cross_check:
-        from colotrain.estimate.tracker import cross_check as check
+        from colotrain.planner.traced.tracker import cross_check as check
 
         document["trace"] = check(setting.plan)
     if svg:

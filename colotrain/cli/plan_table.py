@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.resolving import Setting
 from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
-from colotrain.observe.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
-from colotrain.plan import CheckpointPlan, RunPlan
+from colotrain.runs.resolving import Setting
+from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
+from colotrain.spec.plan import CheckpointPlan, RunPlan
 
 CATEGORIES = (
     "parameters",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from colotrain.cli.naming import told_apart
-from colotrain.cli.output import stderr_console
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.observe.formats import clean
-from colotrain.observe.liveness import find
+from colotrain.events.liveness import find
 from colotrain.rundir import RunDir
+from colotrain.runs.naming import told_apart
+from colotrain.show.console import stderr_console
+from colotrain.show.formatting import clean
 
 ENDINGS = (".png", ".svg", ".pdf")
 MOST_RUNS = 8
@@ -33,7 +33,7 @@ def plot(names: list[str], *, out: str) -> int:
 
 def save(rundirs: list[RunDir], target: Path) -> None:
     """Write the picture; says how to get matplotlib where it is missing."""
-    from colotrain.observe.plots import draw, read_curves
+    from colotrain.show.plots import draw, read_curves
 
     curves = [read_curves(rundir) for rundir in rundirs]
     try:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.cli.output import print_json, stderr_console, stdout_console
-from colotrain.cli.resolving import Setting, settle
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.launch.forkserver import warm_up
-from colotrain.plan import RunPlan
-from colotrain.plugins import ROWS
+from colotrain.runs.resolving import Setting, settle
+from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.plugins import ROWS
 
 if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
@@ -45,8 +45,8 @@ def verify(
     as_json: bool,
 ) -> int:
     """Compare plugins with one process of plain torch; 0 when all agree, 4 when one differs."""
-    from colotrain.data.tokens import prepare_all
-    from colotrain.observe.progress import preparation
+    from colotrain.data.prepare.tokens import prepare_all
+    from colotrain.show.progress import preparation
     from colotrain.verify.compare import Tolerance, to_json
     from colotrain.verify.runner import verify as run_cases
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from colotrain.config.schema import Adapter
 from colotrain.errors import ConfigError, Problem
-from colotrain.plan import AdapterPlan
+from colotrain.spec.plan import AdapterPlan
 
 RANK, ALPHA = 8, 16.0
 PREFIX, SUFFIX = "base_model.model.", ".lora_A.weight"

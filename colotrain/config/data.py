@@ -9,7 +9,7 @@ from typing import Any
 
 from colotrain.config.schema import Data, Part
 from colotrain.errors import ConfigError, Problem, suggest
-from colotrain.plan import DataPlan, PartPlan
+from colotrain.spec.plan import DataPlan, PartPlan
 
 MEANINGS = ("text", "prompt", "completion", "messages")
 
@@ -122,8 +122,8 @@ def _absolute_place(text: str) -> str:
 
 def _check_formats(plan: DataPlan) -> Iterator[Problem]:
     """Files of several formats under one path."""
-    from colotrain.data.formats import recognise
-    from colotrain.data.tokens import parts_of
+    from colotrain.data.prepare.formats import recognise
+    from colotrain.data.prepare.tokens import parts_of
 
     if plan.source not in ("path", "mixture"):
         return
@@ -137,7 +137,7 @@ def _check_formats(plan: DataPlan) -> Iterator[Problem]:
 
 
 def _check_tokenizer(data: Data) -> Iterator[Problem]:
-    from colotrain.data.tokens import check_tokenizer
+    from colotrain.data.prepare.tokens import check_tokenizer
 
     wrong = check_tokenizer(data.tokenizer)
     if wrong is not None:

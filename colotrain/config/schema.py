@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.sizes import Size
-from colotrain.plan import Recompute
+from colotrain.spec.plan import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

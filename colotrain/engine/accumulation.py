@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.loader import count_targets
-from colotrain.engine.gradients import GradientState, note_use
-from colotrain.engine.sharding import begin_micro_batch, reduce_replicated_
+from colotrain.data.read.loader import count_targets
+from colotrain.engine.gradients.gradients import GradientState, note_use
+from colotrain.engine.sharding.sharded_model import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
 
 Batch = dict[str, Tensor]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from colotrain.data.loader import BatchLoader, stack
+from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.errors import ColotrainError
 from colotrain.models.seeding import seeded

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from colotrain.engine.grouping import find_blocks
 from colotrain.engine.passing import when_inputs_change
+from colotrain.engine.sharding.grouping import find_blocks
 from colotrain.errors import UsageError
-from colotrain.plan import Recompute, TrainPlan
+from colotrain.spec.plan import Recompute, TrainPlan
 from colotrain.torch_internals import (
     COMPUTED_AGAIN,
     OpOverload,

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.data.loader import BatchLoader
+from colotrain.data.read.loader import BatchLoader
 from colotrain.engine.accumulation import to_device, weighted_loss
 from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding import reshard
+from colotrain.engine.sharding.sharded_model import reshard
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from colotrain.plan import FreezePlan
+from colotrain.spec.plan import FreezePlan
 
 BY_MODEL = "requires_grad"
 """The reason given for a parameter that the model's own code froze."""

@@ -20,10 +20,10 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from colotrain.engine.fsdp_internals import name_of, whole_of
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding import ShardedModel, local_shard
+from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
+from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard
 
 PIECE = 1 << 22
 """Numbers of 8 bytes that are summed at once."""

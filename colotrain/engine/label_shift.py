@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.packing import IGNORE_INDEX
+from colotrain.data.read.packing import IGNORE_INDEX
 from colotrain.engine import generators
 from colotrain.engine.accumulation import COUNT, SHIFTS, Batch
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding import reshard
+from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 
 FEWEST_LABELS = 3

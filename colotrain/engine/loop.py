@@ -12,17 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colotrain.engine import checkpoint, generators, gradients, guard, label_shift, monitor, noise
+from colotrain.engine import generators, guard, label_shift, monitor
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
+from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.evaluation import evaluate
-from colotrain.engine.nonfinite import locate
+from colotrain.engine.gradients import gradients, noise
+from colotrain.engine.gradients.nonfinite import locate
+from colotrain.engine.gradients.statistics import Recorder
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
-from colotrain.engine.statistics import Recorder
 from colotrain.errors import ColotrainError
-from colotrain.plan import READ_BACK, RunPlan
 from colotrain.rundir import NOISE
+from colotrain.spec.plan import READ_BACK, RunPlan
 
 LATE = 5.0
 """How many times as long as expected a rank may take from one sign of life to the next."""

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colotrain.engine import checkpoint
-from colotrain.engine.manifest import Manifest
+from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.checkpoint.manifest import Manifest
+from colotrain.engine.checkpoint.saving import own_store
+from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
-from colotrain.engine.saving import own_store
-from colotrain.engine.shard_file import Piece
 
 LONG_STEP_S = 2.0
 """A step shorter than this is always finished, and nothing is said of its progress."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from colotrain.engine.fsdp_internals import (
+from colotrain.engine.sharding.fsdp_internals import (
     end_backward_of,
     gather_before_backward_of,
     groups_of,

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from colotrain.dotted import described
+from colotrain.engine.gradients.statistics import Recorder
+from colotrain.engine.probes import highest_peak, memory_now
 from colotrain.engine.run_state import Run, StepResult
-from colotrain.engine.sharding import local_shard
-from colotrain.engine.statistics import Recorder
+from colotrain.engine.sharding.sharded_model import local_shard
 from colotrain.errors import ColotrainError
-from colotrain.observe.events import EventWriter
-from colotrain.observe.probes import highest_peak, memory_now
+from colotrain.events.log import EventWriter
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
 FIX_MEMORY = (

@@ -7,11 +7,12 @@ data, so that it need not end the same way.
 
 from __future__ import annotations
 
-from colotrain.engine import checkpoint, gradients
+from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.checkpoint.manifest import read_manifest
 from colotrain.engine.freezing import BY_MODEL, freeze_
-from colotrain.engine.manifest import read_manifest
+from colotrain.engine.gradients import gradients
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding import reshard
+from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 
 

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colotrain.data.loader import BatchLoader
+from colotrain.data.read.loader import BatchLoader
 from colotrain.engine.accumulation import Batch, StepTotals
-from colotrain.engine.gradients import GradientState
-from colotrain.engine.manifest import Manifest
-from colotrain.engine.optim import ShardOptimizer
-from colotrain.engine.placement import Tiers
+from colotrain.engine.checkpoint.manifest import Manifest
+from colotrain.engine.checkpoint.saving import Saver
+from colotrain.engine.checkpoint.shard_file import Piece
+from colotrain.engine.gradients.gradients import GradientState
+from colotrain.engine.offload.tiers import Tiers
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import LossScale
-from colotrain.engine.saving import Saver
-from colotrain.engine.shard_file import Piece
-from colotrain.engine.sharding import ShardedModel
+from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.spikes import LossSpikes
 from colotrain.errors import ColotrainError
-from colotrain.observe.events import EventWriter
-from colotrain.observe.heartbeats import Heartbeat
-from colotrain.plan import RunPlan
+from colotrain.events.heartbeats import Heartbeat
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,51 +20,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.loader import (
+from colotrain.data.read.loader import (
     BatchLoader,
     Split,
     open_samples,
     order_of,
     targets_per_sample,
 )
-from colotrain.data.samples import StreamSamples
+from colotrain.data.read.samples import StreamSamples
 from colotrain.dotted import import_target
-from colotrain.engine import checkpoint, gradients, monitor
+from colotrain.engine import monitor
 from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
-from colotrain.engine.common import Common, hold_in_common
+from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.checkpoint.manifest import complete, tidy
+from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.freezing import freeze_
-from colotrain.engine.grouping import check_dtypes, find_groups
+from colotrain.engine.gradients import gradients
+from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import LATE, train
-from colotrain.engine.manifest import complete, tidy
-from colotrain.engine.optim import ShardOptimizer, state_ratio
+from colotrain.engine.offload.group_bytes import guess, weigh
+from colotrain.engine.offload.tiers import Tiers
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
 from colotrain.engine.passing import CHANGES_INPUTS
-from colotrain.engine.placement import Tiers
 from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs, dtype_of
+from colotrain.engine.probes import matmul_peak_flops, memory_now, own_log
 from colotrain.engine.recording import lasting_bytes, record_failure
 from colotrain.engine.run_state import Run
-from colotrain.engine.saving import Saver
-from colotrain.engine.sharding import (
+from colotrain.engine.sharding.grouping import check_dtypes, find_groups
+from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
     make_mesh,
     materialise_,
     shard_,
     stays_gathered,
 )
-from colotrain.engine.statistics import describe_parameters
-from colotrain.engine.transport import install
-from colotrain.engine.weighing import guess, weigh
+from colotrain.engine.shm.shared_parameters import Common, hold_in_common
+from colotrain.engine.shm.transport import install
 from colotrain.errors import ColotrainError
+from colotrain.events.heartbeats import Heartbeat
+from colotrain.events.log import EventWriter
 from colotrain.models.loading import KEEPS_VALUES, UNCALLED, begin_training_, build
 from colotrain.models.seeding import seed_all, seeded
-from colotrain.observe.events import EventWriter
-from colotrain.observe.heartbeats import Heartbeat
-from colotrain.observe.probes import matmul_peak_flops, memory_now, own_log
-from colotrain.plan import RunPlan
-from colotrain.resizing import resize
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.resizing import resize
 
 STARTING_S, COMPILING_S = 600.0, 1800.0
 SUSPENDED_S = 24 * 3600.0

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from colotrain.engine.checkpoint import left_out, step_of
-from colotrain.engine.dcp_json import JsonIndexReader, read_index
-from colotrain.engine.manifest import complete, damage
+from colotrain.engine.checkpoint.checkpoint import left_out, step_of
+from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.checkpoint.manifest import complete, damage
 from colotrain.errors import UsageError
 from colotrain.export.stream import Entry
 from colotrain.rundir import RunDir

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from colotrain.data import vocabulary
-from colotrain.data.tokens import prepare_all
+from colotrain.data.prepare import vocabulary
+from colotrain.data.prepare.tokens import prepare_all
 from colotrain.errors import ColotrainError
-from colotrain.plan import DataPlan
+from colotrain.spec.plan import DataPlan
 
 FILES = (
     "tokenizer.json",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.checkpoint import step_of
+from colotrain.engine.checkpoint.checkpoint import step_of
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.export import llama
 from colotrain.export.source import CheckpointTensors, choose
@@ -22,8 +22,8 @@ from colotrain.export.tokenizer import copy_tokenizer, write_tokenizer
 from colotrain.models import adapters, huggingface
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.models.stored import StoredTensors, weight_files
-from colotrain.plan import ModelPlan, RunPlan
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import ModelPlan, RunPlan
 
 SHARD_BYTES = 5 * 10**9
 OWN_CONFIG = "colotrain.json"

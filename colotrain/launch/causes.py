@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from colotrain.observe.events import Event
+from colotrain.events.log import Event
 
 # What a rank says when a peer of its process group has gone.
 OF_A_PEER = (

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.errors import UsageError
+from colotrain.events.log import Event, EventReader, EventWriter
 from colotrain.launch.deaths import deaths_of, gone
 from colotrain.launch.forkserver import ENTRY, import_agent, warm_up, without_results, work
-from colotrain.launch.meeting import Refused, Stopped
 from colotrain.launch.memory_watch import MemoryWatch
+from colotrain.launch.node_registry import Refused, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.watch import Watch
-from colotrain.observe.events import Event, EventReader, EventWriter
-from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import INTERRUPTED, OF_STATUS, WORKER_FINAL
+from colotrain.spec.plan import RunPlan
 
 LOST_GRACE_S = 10.0
 """For workers that wait for a rank that is gone: they cannot save any more."""

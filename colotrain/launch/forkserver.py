@@ -24,11 +24,11 @@ from typing import Any
 
 from colotrain import host
 from colotrain.launch.titles import name_process
-from colotrain.lifeline import end_with
+from colotrain.parent_process import end_with
 
 FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
 ENTRY = "colotrain.engine.worker"
-LOOK = "colotrain.estimate.survey"
+LOOK = "colotrain.planner.traced.survey"
 COMPILER = "torch._dynamo"
 """Which torch's optimizers load: 0.5 s that each worker would pay by itself."""
 PRELOAD = [FIRST, ENTRY, LOOK, COMPILER, LAST]

@@ -14,9 +14,9 @@ import psutil
 
 from colotrain import host
 from colotrain.launch.watch import Watch
-from colotrain.observe.formats import format_bytes as format_size
-from colotrain.plan import RunPlan
 from colotrain.records import to_plain
+from colotrain.show.formatting import format_bytes as format_size
+from colotrain.spec.plan import RunPlan
 
 RESERVE_SHARE, LEAST_RESERVE_BYTES, MOST_RESERVE_BYTES = 0.02, 64 << 20, 512 << 20
 """Free memory at which a run ends, as a share of what there is."""

@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from colotrain.errors import ColotrainError
-from colotrain.observe.events import EventWriter
-from colotrain.observe.fold import follow
-from colotrain.observe.view import ENDED
+from colotrain.events.fold import follow
+from colotrain.events.log import EventWriter
+from colotrain.events.view import ENDED
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import OF_STATUS, PREEMPTED
 

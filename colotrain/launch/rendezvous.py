@@ -16,11 +16,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import UsageError
-from colotrain.launch.attendance import Alone, Attendance
-from colotrain.launch.meeting import Meeting, Passport, listen
-from colotrain.plan import RunPlan
+from colotrain.launch.membership import Alone, Attendance
+from colotrain.launch.node_registry import Meeting, Passport, listen
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, write_atomically
+from colotrain.spec.plan import RunPlan
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler

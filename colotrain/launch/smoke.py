@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from colotrain.errors import ColotrainError
+from colotrain.events.log import Event
 from colotrain.launch.elastic import launch
 from colotrain.launch.rendezvous import Node
-from colotrain.observe.events import Event
-from colotrain.plan import READ_BACK, RunPlan
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import PREEMPTED
+from colotrain.spec.plan import READ_BACK, RunPlan
 
 
 def launch_and_resume(

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from colotrain.events.log import Event, EventWriter
 from colotrain.launch.causes import Death, describe, mistakes, num_killed_for_memory
-from colotrain.launch.meeting import MeetingError
+from colotrain.launch.node_registry import MeetingError
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
-from colotrain.observe.events import Event, EventWriter
-from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 
 POLL_S = 0.2
 REGROUP_S = 3.0

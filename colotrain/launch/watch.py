@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colotrain.observe.heartbeats import Beat, read_beats
-from colotrain.plan import RunPlan
+from colotrain.events.heartbeats import Beat, read_beats
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 
 LOOK_EVERY_S = 0.5
 SLEPT_S = 10.0
@@ -32,7 +32,7 @@ def _file_of(module: str) -> str:
     return module.replace(".", "/") + ".py"
 
 
-COLLECTIVES = ("torch/distributed/", _file_of("colotrain.engine.shared_memory"))
+COLLECTIVES = ("torch/distributed/", _file_of("colotrain.engine.shm.shared_memory"))
 MAIN = (_file_of("colotrain.engine.worker"), _file_of("colotrain.verify.worker"))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.models.seeding import generator_of
 from colotrain.models.stored import StoredTensors
-from colotrain.plan import AdapterPlan
+from colotrain.spec.plan import AdapterPlan
 
 A, B = "lora_A", "lora_B"
 WEIGHTS = "adapter_model.safetensors"

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.llm import positions_within
 from colotrain.models.stored import StoredTensors, weight_files
-from colotrain.plan import ModelPlan
+from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
 IGNORE_INDEX = -100

@@ -22,7 +22,7 @@ from colotrain.models import adapters, huggingface
 from colotrain.models.filling import Shards
 from colotrain.models.initialising import initialise_
 from colotrain.models.seeding import seeded
-from colotrain.plan import ModelPlan
+from colotrain.spec.plan import ModelPlan
 
 _HAS_VALUES = "_colotrain_has_values"
 """Attribute of a model whose constructor loaded its weights."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What is the same for every run with it. The class is `engine.optimizers`' to choose."""
+    """What is the same for every run with it. The class is `engine.optim.optimizers`' to choose."""
 
     state_tensors: int
     """Numbers per trained element that are kept between steps."""

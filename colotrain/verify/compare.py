@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colotrain.plan import RunPlan
+from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS
 from colotrain.verify.reference import Trajectory, distance, max_abs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from colotrain.data.loader import IGNORE_INDEX, Samples
+from colotrain.data.read.loader import IGNORE_INDEX, Samples
 from colotrain.torch_internals import Dropouts
 
 

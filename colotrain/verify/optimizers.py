@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.dotted import import_target
-from colotrain.plan import OptimPlan
+from colotrain.spec.plan import OptimPlan
 
 
 def optimizer_of(name: str, parameter: nn.Parameter, plan: OptimPlan) -> torch.optim.Optimizer:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.loader import open_samples, order_of, stack
+from colotrain.data.read.loader import open_samples, order_of, stack
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.seeding import seeded
-from colotrain.plan import FreezePlan, RunPlan
+from colotrain.spec.plan import FreezePlan, RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout_
 from colotrain.verify.optimizers import optimizer_of
 

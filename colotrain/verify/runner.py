@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from colotrain.errors import ColotrainError
 from colotrain.launch.elastic import launch
-from colotrain.plan import RunPlan
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import STOPPED
+from colotrain.spec.plan import RunPlan
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.reference import Trajectory, run_reference
 

@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.data.loader import BatchLoader, open_samples, order_of
-from colotrain.engine import gradients, loop
+from colotrain.data.read.loader import BatchLoader, open_samples, order_of
+from colotrain.engine import loop
+from colotrain.engine.gradients import gradients
 from colotrain.engine.worker import StopRequest, connect, prepare
+from colotrain.events.log import EventReader, EventWriter
 from colotrain.models.seeding import seeded
-from colotrain.observe.events import EventReader, EventWriter
-from colotrain.plan import RunPlan
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout_
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from colotrain.plan import RunPlan
+from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples
 from colotrain.verify.reference import Trajectory
 

@@ -180,7 +180,7 @@ def samples(seed: int) -> list[dict[str, Tensor]]:
 
 def overrides_of(seed: int, *, precision: str = "fp32") -> list[str]:
     """A plan for the model: plugin, ranks, accumulation, freezing and more, drawn by the seed."""
-    from colotrain.plugins import ROWS
+    from colotrain.spec.plugins import ROWS
 
     draw = random.Random(-1 - seed)
     ranks, accumulation, micro = (
@@ -226,8 +226,8 @@ def outcomes(
 
     The models of one number of ranks share a launch; where that ends early, each has one.
     """
-    from colotrain.cli.resolving import plan_from
     from colotrain.errors import ColotrainError
+    from colotrain.runs.resolving import plan_from
 
     plans: dict[int, list[tuple[int, Any]]] = {}
     for seed in seeds:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colotrain.data.loader import BatchLoader, SampleOrder
+from colotrain.data.read.loader import BatchLoader, SampleOrder
 from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.worker import open_loader
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import build
-from colotrain.plan import ModelPlan, RunPlan
+from colotrain.spec.plan import ModelPlan, RunPlan
 from tests.dist.test_transport import run
 
 

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colotrain.cli.resolving import settle
 from colotrain.engine.accumulation import StepTotals, accumulate
-from colotrain.engine.common import hold_in_common
 from colotrain.engine.freezing import freeze_
-from colotrain.engine.gradients import clear_, watch
-from colotrain.engine.grouping import find_groups
-from colotrain.engine.reduction import Gradients, Reduction
-from colotrain.engine.sharding import make_mesh, materialise_, numel_of, shard_
-from colotrain.engine.transport import SharedAllGather, install
-from colotrain.estimate.communication import traffic
+from colotrain.engine.gradients.gradients import clear_, watch
+from colotrain.engine.sharding.grouping import find_groups
+from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, numel_of, shard_
+from colotrain.engine.shm.reduce_scatter import Gradients, Reduction
+from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.engine.shm.transport import SharedAllGather, install
 from colotrain.models.loading import build
-from colotrain.plan import RunPlan
+from colotrain.planner.communication import traffic
+from colotrain.runs.resolving import settle
+from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import run
 
 RANKS, STEPS = 4, 2

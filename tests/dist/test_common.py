@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colotrain.engine import shared_memory
-from colotrain.engine.common import Common, hold_in_common
-from colotrain.engine.fsdp_internals import put_shard
-from colotrain.engine.gradients import GradientState
-from colotrain.engine.sharding import Group, make_mesh, shard_
-from colotrain.engine.transport import install
-from colotrain.observe import probes
-from colotrain.observe.probes import highest_peak, memory_now
-from colotrain.plan import RunPlan
+from colotrain.engine import probes
+from colotrain.engine.gradients.gradients import GradientState
+from colotrain.engine.probes import highest_peak, memory_now
+from colotrain.engine.sharding.fsdp_internals import put_shard
+from colotrain.engine.sharding.sharded_model import Group, make_mesh, shard_
+from colotrain.engine.shm import shared_memory
+from colotrain.engine.shm.shared_parameters import Common, hold_in_common
+from colotrain.engine.shm.transport import install
+from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import assert_alike, make_sharded, plan_of, run, train
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from colotrain.engine.dcp_json import read_whole
-from colotrain.plugins import ROWS
+from colotrain.engine.checkpoint.dcp_json import read_whole
+from colotrain.spec.plugins import ROWS
 from tests.running import SMALL, Colotrain, losses
 
 CONSTANT = "optim.schedule.name=constant"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.cli.resolving import plan_from
-from colotrain.plan import RunPlan
-from colotrain.plugins import ROWS
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance
 from colotrain.verify.reference import Trajectory, run_reference

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from colotrain.cli.main import guarded
-from colotrain.data.loader import open_samples
-from colotrain.data.tokens import decode, prepare
-from colotrain.engine.dcp_json import read_whole
+from colotrain.data.prepare.tokens import decode, prepare
+from colotrain.data.read.loader import open_samples
+from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
 from tests.dist import hf

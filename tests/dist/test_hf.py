@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from colotrain.cli.resolving import plan_from
-from colotrain.engine.dcp_json import read_whole
+from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.export.write import Choice, export
 from colotrain.models.loading import build_whole
-from colotrain.plan import RunPlan
-from colotrain.plugins import ROWS
 from colotrain.rundir import RunDir
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.reference import Trajectory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.cli.resolving import plan_from
+from colotrain.runs.resolving import plan_from
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.runner import verify
 from tests.running import Colotrain, losses

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.engine.common import hold_in_common
-from colotrain.engine.sharding import local_shard, make_mesh, materialise_, rows_here, shard_
+from colotrain.engine.sharding.sharded_model import (
+    local_shard,
+    make_mesh,
+    materialise_,
+    rows_here,
+    shard_,
+)
+from colotrain.engine.shm.shared_parameters import hold_in_common
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
 from colotrain.models.loading import KEEPS_VALUES, begin_training_, build, build_whole
-from colotrain.plan import ModelPlan, RunPlan
+from colotrain.spec.plan import ModelPlan, RunPlan
 from tests.dist.test_transport import plan_of, run
 
 init = nn.init

@@ -16,8 +16,8 @@ MORE_MIB = 16
 TOKENISE = """
 import json, resource, sys, time
 from pathlib import Path
-from colotrain.data.tokens import prepare
-from colotrain.plan import DataPlan
+from colotrain.data.prepare.tokens import prepare
+from colotrain.spec.plan import DataPlan
 
 began = time.perf_counter()
 made = prepare(

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from colotrain.data.loader import SampleOrder, open_samples, stack
+from colotrain.data.read.loader import SampleOrder, open_samples, stack
 from colotrain.models.loading import build_whole
-from colotrain.plan import RunPlan
-from colotrain.plugins import ROWS
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.plugins import ROWS
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_run import losses
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.cli.resolving import plan_from
-from colotrain.engine.optim import schedule
+from colotrain.engine.optim.shard_optimizer import schedule
 from colotrain.errors import ConfigError
-from colotrain.plugins import ROWS
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plugins import ROWS
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.runner import verify
 from tests.dist.conftest import SMALL, Colotrain

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from colotrain.engine.accumulation import StepTotals, accumulate
-from colotrain.engine.common import hold_in_common
-from colotrain.engine.gradients import watch
-from colotrain.engine.sharding import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.engine.gradients.gradients import watch
+from colotrain.engine.sharding.sharded_model import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.engine.shm.shared_parameters import hold_in_common
 from colotrain.errors import ColotrainError
-from colotrain.plan import RunPlan
+from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import plan_of, run
 
 

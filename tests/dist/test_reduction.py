@@ -14,10 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine import reduction as reductions
-from colotrain.engine.common import hold_in_common
-from colotrain.engine.reduction import Reduction
-from colotrain.engine.sharding import (
+from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
     local_shard,
     make_mesh,
@@ -25,9 +22,12 @@ from colotrain.engine.sharding import (
     shard_,
     shard_range,
 )
-from colotrain.engine.shared_memory import PeerLost
+from colotrain.engine.shm import reduce_scatter as reductions
+from colotrain.engine.shm.reduce_scatter import Reduction
+from colotrain.engine.shm.shared_memory import PeerLost
+from colotrain.engine.shm.shared_parameters import hold_in_common
 from colotrain.launch.causes import OF_A_PEER
-from colotrain.plan import RunPlan
+from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import WITHIN_S, everyones, plan_of, run, world
 
 SHAPES = [[(1,)], [(7, 3), (2,), (1, 5)], [(403, 11), (96, 64), (5,), (64, 2, 3)]]

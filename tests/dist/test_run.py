@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.plugins import ROWS
+from colotrain.spec.plugins import ROWS
 from tests.running import SMALL, Colotrain, losses, pid_of, wait_for_step
 
 SAME_LOSS = 1e-4
@@ -154,7 +154,7 @@ def test_the_first_failing_rank_is_what_the_user_sees(colotrain: Colotrain) -> N
 def test_frozen_parameters_are_counted_and_never_change(colotrain: Colotrain) -> None:
     import torch
 
-    from colotrain.engine.dcp_json import read_whole
+    from colotrain.engine.checkpoint.dcp_json import read_whole
     from colotrain.models.loading import build_whole
 
     freeze = "freeze.patterns=[embed*,blocks.0.*]"

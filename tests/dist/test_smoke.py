@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from colotrain.observe.gradients import records
+from colotrain.events.gradients import records
 from colotrain.rundir import RunDir
 from tests.running import SMALL, Colotrain
 

@@ -22,23 +22,29 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from colotrain.engine import channel as channels
-from colotrain.engine import shared_memory, transport
 from colotrain.engine.accumulation import StepTotals, accumulate
-from colotrain.engine.channel import Channel
-from colotrain.engine.gradients import GradientState, watch
-from colotrain.engine.sharding import ShardedModel, local_shard, make_mesh, materialise_, shard_
-from colotrain.engine.shared_memory import PeerLost
-from colotrain.engine.transport import SharedAllGather, install
+from colotrain.engine.gradients.gradients import GradientState, watch
+from colotrain.engine.sharding.sharded_model import (
+    ShardedModel,
+    local_shard,
+    make_mesh,
+    materialise_,
+    shard_,
+)
+from colotrain.engine.shm import all_gather as channels
+from colotrain.engine.shm import shared_memory, transport
+from colotrain.engine.shm.all_gather import Channel
+from colotrain.engine.shm.shared_memory import PeerLost
+from colotrain.engine.shm.transport import SharedAllGather, install
 from colotrain.launch.causes import OF_A_PEER
-from colotrain.plan import RunPlan
+from colotrain.spec.plan import RunPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8)
 NUMELS = (0, 1, 7, 4099, 300_001)
 """Per rank. The last is too large for the buffer of these tests and for one piece of a window."""
 BUFFER_BYTES = 1 << 20
 CPU = torch.device("cpu")
-PRELOADED = ["torch.distributed.fsdp", "colotrain.engine.transport"]
+PRELOADED = ["torch.distributed.fsdp", "colotrain.engine.shm.transport"]
 WITHIN_S = 5.0
 
 
@@ -205,7 +211,7 @@ class Tiny(nn.Module):
 
 
 def plan_of(plugin: str, num_ranks: int, *overrides: str) -> RunPlan:
-    from colotrain.cli.resolving import plan_from  # ranks need none of what this imports
+    from colotrain.runs.resolving import plan_from  # ranks need none of what this imports
 
     more = [f"plugin={plugin}", f"cluster.procs_per_node={num_ranks}", *overrides]
     return plan_from(["recipe=llm-tiny", "train.global_batch=12", "train.micro_batch=1", *more])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from colotrain.cli.main import guarded
-from colotrain.plugins import ROWS
+from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.running import SMALL, Colotrain
 

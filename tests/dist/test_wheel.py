@@ -81,7 +81,7 @@ def test_the_wheel_holds_every_module_group_and_recipe(wheel: Path) -> None:
 
 
 def test_the_installed_code_is_the_wheels(environment: Path, empty: Path) -> None:
-    code = "import colotrain.plan as m; print(m.__file__)"
+    code = "import colotrain.spec.plan as m; print(m.__file__)"
     found = Path(call(environment / "python", "-c", code, cwd=empty).strip())
     assert found.is_relative_to(environment.parent)
     assert not found.is_relative_to(ROOT)

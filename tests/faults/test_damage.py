@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from colotrain.cli.checkpoints import list_checkpoints
-from colotrain.engine.checkpoint import choose
-from colotrain.engine.manifest import prune, tidy
+from colotrain.engine.checkpoint.checkpoint import choose
+from colotrain.engine.checkpoint.manifest import prune, tidy
 from colotrain.errors import ColotrainError
-from colotrain.observe.events import EventReader, EventWriter
+from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
+from colotrain.runs.checkpoints import list_checkpoints
 from tests.running import SMALL, Colotrain
 
 pytestmark = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from colotrain.engine.manifest import damage
+from colotrain.engine.checkpoint.manifest import damage
 from tests.faults.kills import ROOT
 from tests.running import COMMAND_TIMEOUT_S, SMALL, Colotrain, Result, losses, pid_of, wait_for_step
 

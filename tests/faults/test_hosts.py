@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.observe.events import Event
+from colotrain.events.log import Event
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_run import wait_for_step
 from tests.faults.hosts import Host, missing, network
@@ -94,10 +94,10 @@ def test_a_node_that_differs_is_refused_by_name(two_hosts: list[Host], tmp_path:
 
 
 def test_a_node_without_the_shared_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from colotrain.launch import attendance
-    from colotrain.launch.meeting import Meeting, MeetingError, Passport, Refused, listen
+    from colotrain.launch import membership
+    from colotrain.launch.node_registry import Meeting, MeetingError, Passport, Refused, listen
 
-    monkeypatch.setattr(attendance, "FOLDER_S", 0.5)
+    monkeypatch.setattr(membership, "FOLDER_S", 0.5)
     passport = Passport(node=0, host="a", instance="x", versions={}, plan={})
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -111,7 +111,7 @@ def test_a_node_without_the_shared_folder_is_refused(monkeypatch: pytest.MonkeyP
         open_store=lambda: 1,
     )
     with pytest.raises(MeetingError, match="one shared folder") as raised:
-        attendance.Attendance(
+        membership.Attendance(
             ("127.0.0.1", port), passport, secret=lambda: "other", lost_s=5
         ).next_round(timeout_s=20)
     assert not isinstance(raised.value, Refused)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from colotrain.engine.blocks import checkpoint_blocks_
-from colotrain.plan import Recompute
+from colotrain.spec.plan import Recompute
 from tests.unit.test_recompute import SEQ_LEN, WIDTH, Model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

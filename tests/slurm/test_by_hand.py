@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from colotrain.config.schema_cluster import Slurm
-from colotrain.launch.slurm import Job, render
+from colotrain.schedulers.slurm import Job, render
 from tests.slurm.lab import missing
 from tests.slurm.test_jobs import FAST, PLAN, WAIT_S, Site, _site
 

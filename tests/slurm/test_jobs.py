@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from colotrain.observe.events import Event, EventReader
+from colotrain.events.log import Event, EventReader
 from colotrain.rundir import RunDir
 from tests.running import Colotrain
 from tests.slurm.lab import Lab, missing, running

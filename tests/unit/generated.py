@@ -7,7 +7,7 @@ from typing import Any
 
 from test_view import MIB, launcher, step, worker
 
-from colotrain.observe.events import Event
+from colotrain.events.log import Event
 
 STATUSES = {
     "embed.weight": "frozen",

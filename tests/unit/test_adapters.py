@@ -15,11 +15,11 @@ from torch import nn
 
 from colotrain.config.adapter import check_adapter, plan_adapter
 from colotrain.config.schema import Adapter
-from colotrain.engine.grouping import find_groups
+from colotrain.engine.sharding.grouping import find_groups
 from colotrain.errors import ConfigError, Problem
 from colotrain.models import adapters
 from colotrain.models.loading import build, build_whole
-from colotrain.plan import AdapterPlan, ModelPlan
+from colotrain.spec.plan import AdapterPlan, ModelPlan
 
 LLM = {"vocab_size": 32, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_hidden": 24}
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from colotrain.cli.resolving import plan_from
-from colotrain.engine import checkpoint
+from colotrain.engine.checkpoint import checkpoint
 from colotrain.records import to_plain
+from colotrain.runs.resolving import plan_from
 
 
 class Reticent(nn.Module):

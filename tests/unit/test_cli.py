@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from colotrain import host
-from colotrain.cli import resolving
 from colotrain.cli.completion import complete
 from colotrain.cli.main import guarded, verbs
-from colotrain.cli.output import print_json, stdout_console
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError, DoesNotFit
-from colotrain.observe.terminal import is_live
-from colotrain.plan import ParameterInfo, RunPlan, Survey
-from colotrain.plugins import ROWS
 from colotrain.rundir import RunDir, write_atomically
-from colotrain.trust import write_down
+from colotrain.runs import resolving
+from colotrain.runs.trust import write_down
+from colotrain.show.console import print_json, stdout_console
+from colotrain.show.terminal import is_live
+from colotrain.spec.plan import ParameterInfo, RunPlan, Survey
+from colotrain.spec.plugins import ROWS
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -72,10 +72,10 @@ def _model(monkeypatch: pytest.MonkeyPatch) -> None:
         matched={"embed*": 1},
         flops_per_token=1.0,
     )
-    module = type(sys)("colotrain.estimate.survey")
+    module = type(sys)("colotrain.planner.traced.survey")
     module.survey = lambda *_: looked  # type: ignore[attr-defined]
     module.follow = lambda *_: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "colotrain.estimate.survey", module)
+    monkeypatch.setitem(sys.modules, "colotrain.planner.traced.survey", module)
 
 
 # Fast and light
@@ -320,7 +320,10 @@ def test_a_plan_that_does_not_fit_is_printed_with_exit_code_three(
 
 
 @pytest.mark.usefixtures("_model")
-def test_plan_shows_people_the_same_on_lines_that_can_be_searched(colotrain: Run) -> None:
+def test_plan_shows_people_the_same_on_lines_that_can_be_searched(
+    colotrain: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     code, out, err = colotrain("plan", "recipe=mine", "freeze.patterns=[embed*]", "plugin=zero2")
     assert (code, err) == (0, "")
     assert "64 = micro-batch 4 × accumulation 8 × 2 ranks; 8,192 tokens per step" in out
@@ -360,8 +363,8 @@ def test_resume_with_changes_takes_any_folder_and_refuses_what_does_not_fit(
     rundir.create()
     write_down(made.plan, rundir, made.config)
     trained: list[RunPlan] = []
-    monkeypatch.setattr("colotrain.cli.run.warm_up", lambda: None)
-    monkeypatch.setattr("colotrain.cli.run.train", lambda p, *_, **__: trained.append(p) or 0)
+    monkeypatch.setattr("colotrain.runs.start.warm_up", lambda: None)
+    monkeypatch.setattr("colotrain.runs.start.train", lambda p, *_, **__: trained.append(p) or 0)
     monkeypatch.chdir(folder / "josé, (old)")
     assert colotrain("resume", "one", "train.seed=9") == (0, "", "")
     assert (trained[0].train.seed, trained[0].name) == (9, "one")

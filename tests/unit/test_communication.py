@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from colotrain.estimate.communication import Traffic
-from colotrain.estimate.communication import traffic as traffic_of
-from colotrain.estimate.layout import layout_of
-from colotrain.plan import BatchPlan, OptimPlan, ParameterInfo, PluginPlan, Survey
-from colotrain.plugins import ROWS
+from colotrain.planner.communication import Traffic
+from colotrain.planner.communication import traffic as traffic_of
+from colotrain.planner.layout import layout_of
+from colotrain.spec.plan import BatchPlan, OptimPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.spec.plugins import ROWS
 
 BLOCKS = 4
 

@@ -15,8 +15,8 @@ from colotrain.config.compose import as_override, gather
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, Search, shipped
 from colotrain.errors import ConfigError
-from colotrain.plugins import ROWS
 from colotrain.records import from_plain, sections
+from colotrain.spec.plugins import ROWS
 
 Write = Callable[[str, str], Path]
 

@@ -24,17 +24,17 @@ from rich.console import Console
 from test_view import MIB, launcher, plan_of, step, view_of, worker, write_files
 
 from colotrain.cli.main import guarded
-from colotrain.observe.charts import SYMBOLS, chart, heat_lines, spark, stacked
-from colotrain.observe.dashboard import render
-from colotrain.observe.events import Event, EventReader
-from colotrain.observe.fold import Fold, fold
-from colotrain.observe.gradients import Cell, Heat
-from colotrain.observe.live import LiveDashboard, Screen, progress_for, replay
-from colotrain.observe.output import last_lines
-from colotrain.observe.progress import PlainProgress
-from colotrain.observe.scene import FOCI, Focus, Scene, stragglers, worst_parameters
-from colotrain.observe.view import RunView
+from colotrain.events.fold import Fold, fold
+from colotrain.events.gradients import Cell, Heat
+from colotrain.events.log import Event, EventReader
+from colotrain.events.view import RunView
 from colotrain.rundir import RunDir
+from colotrain.show.charts import SYMBOLS, chart, heat_lines, spark, stacked
+from colotrain.show.dashboard import render
+from colotrain.show.frame import FOCI, Focus, Scene, stragglers, worst_parameters
+from colotrain.show.live import LiveDashboard, Screen, progress_for, replay
+from colotrain.show.progress import PlainProgress
+from colotrain.show.worker_output import last_lines
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 EVIL = "\x1b[31mred\x1b[0m\r\nsecond [bold]line[/bold] \udcff"

@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from colotrain.data import cache as cache_module
-from colotrain.data.cache import cache_folder
-from colotrain.data.tokens import Prepared, prepare
+from colotrain.data.prepare import cache as cache_module
+from colotrain.data.prepare.cache import cache_folder
+from colotrain.data.prepare.tokens import Prepared, prepare
 from colotrain.errors import ColotrainError
-from colotrain.plan import DataPlan
+from colotrain.spec.plan import DataPlan
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
 import os, sys, time
-from colotrain.data.tokens import prepare
-from colotrain.plan import DataPlan
+from colotrain.data.prepare.tokens import prepare
+from colotrain.spec.plan import DataPlan
 plan = eval(sys.argv[1])
 """
 
@@ -326,7 +326,7 @@ def test_equal_data_under_two_paths_is_prepared_once(
     """The second waits for the first, and takes nothing away from it."""
     import threading
 
-    from colotrain.data import tokens
+    from colotrain.data.prepare import tokens
 
     twin = tmp_path / "twin"
     shutil.copytree(corpus, twin)

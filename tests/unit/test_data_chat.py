@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from colotrain.data.conversations import CHATML, Renderer, renderer_of
-from colotrain.data.loader import open_samples
-from colotrain.data.packing import IGNORE_INDEX
-from colotrain.data.records import BadRecord
-from colotrain.data.tokens import prepare
+from colotrain.data.prepare.conversations import CHATML, Renderer, renderer_of
+from colotrain.data.prepare.records import BadRecord
+from colotrain.data.prepare.tokens import prepare
+from colotrain.data.read.loader import open_samples
+from colotrain.data.read.packing import IGNORE_INDEX
 from colotrain.errors import ConfigError
-from colotrain.plan import DataPlan
+from colotrain.spec.plan import DataPlan
 
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}"

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from colotrain.data import corpora
-from colotrain.data.corpora import Span, is_validation, list_files, read_pieces, split, text_files
+from colotrain.data.prepare import corpora
+from colotrain.data.prepare.corpora import (
+    Span,
+    is_validation,
+    list_files,
+    read_pieces,
+    split,
+    text_files,
+)
 from colotrain.errors import ConfigError
-from colotrain.plan import DataPlan
+from colotrain.spec.plan import DataPlan
 
 
 def find_files(plan: DataPlan) -> list[Path]:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colotrain.data import formats, pool, records, tokenising
-from colotrain.data.loader import BatchLoader, open_samples, order_of
-from colotrain.data.prepared import Prepared
-from colotrain.data.tokens import decode, prepare, prepare_shards
+from colotrain.data.prepare import formats, pool, records, tokenising
+from colotrain.data.prepare.prepared import Prepared
+from colotrain.data.prepare.tokens import decode, prepare, prepare_shards
+from colotrain.data.read.loader import BatchLoader, open_samples, order_of
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.plan import BatchPlan, DataPlan
+from colotrain.spec.plan import BatchPlan, DataPlan
 from tests.formats import (
     WRITERS,
     random_texts,
@@ -268,8 +268,9 @@ def test_a_script_without_a_guard_and_without_a_file_may_prepare_data(tmp_path: 
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     plan = plan_of(tmp_path / "rows.jsonl", workers=2)
     code = (
-        "from colotrain.data import records; from colotrain.data.tokens import prepare\n"
-        "from colotrain.plan import BatchPlan, DataPlan\n"
+        "from colotrain.data.prepare import records\n"
+        "from colotrain.data.prepare.tokens import prepare\n"
+        "from colotrain.spec.plan import BatchPlan, DataPlan\n"
         f"records.BLOCK_BYTES = 100\nprint(prepare({plan!r}).num_train > 0)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

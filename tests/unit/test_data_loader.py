@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from colotrain.data.loader import (
+from colotrain.data.prepare.tokens import Prepared, prepare
+from colotrain.data.read.loader import (
     BatchLoader,
     SampleOrder,
     TokenSamples,
@@ -22,11 +23,10 @@ from colotrain.data.loader import (
     open_samples,
     order_of,
 )
-from colotrain.data.mixtures import Mixture
-from colotrain.data.samples import StreamSamples
-from colotrain.data.tokens import Prepared, prepare
+from colotrain.data.read.mixtures import Mixture
+from colotrain.data.read.samples import StreamSamples
 from colotrain.errors import ConfigError
-from colotrain.plan import BatchPlan, DataPlan
+from colotrain.spec.plan import BatchPlan, DataPlan
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from colotrain.data.loader import BatchLoader, open_samples, order_of
-from colotrain.data.mixtures import BLOCK, Mixture, MixtureOrder, block_counts
-from colotrain.data.packing import IGNORE_INDEX, Concatenation
+from colotrain.data.read.loader import BatchLoader, open_samples, order_of
+from colotrain.data.read.mixtures import BLOCK, Mixture, MixtureOrder, block_counts
+from colotrain.data.read.packing import IGNORE_INDEX, Concatenation
 from colotrain.errors import ConfigError
 from colotrain.models.llm import LLM, document_mask, positions_within
-from colotrain.plan import BatchPlan, DataPlan, PartPlan
+from colotrain.spec.plan import BatchPlan, DataPlan, PartPlan
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_positions_begin_anew_and_nothing_attends_ahead_or_across() -> None:
 
 
 def mixture_order(sizes: list[int], weights: list[float], **changes: Any) -> MixtureOrder:
-    from colotrain.data.loader import SampleOrder
+    from colotrain.data.read.loader import SampleOrder
 
     settings = {"seed": 3, "shuffle": True, "order": SampleOrder, **changes}
     return MixtureOrder(sizes, weights, **settings)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colotrain.data import corpora, token_files, tokens
-from colotrain.data.tokens import Prepared, check_tokenizer, decode, prepare, vocab_size_of
+from colotrain.data.prepare import corpora, token_files, tokens
+from colotrain.data.prepare.tokens import Prepared, check_tokenizer, decode, prepare, vocab_size_of
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.plan import DataPlan
+from colotrain.spec.plan import DataPlan
 
 WORDS = ["the", "cat", "naïve", "😀", "", "a\tb.", "12345", "\n", "\r\n", "日本語", "'ll", "<|x|>"]
 
@@ -113,8 +113,8 @@ def test_bpe_of_the_same_text_is_the_same_in_every_process(tmp_path: Path) -> No
     write_corpus(tmp_path / "text", 6, length=3000)
     plan = plan_of(tmp_path / "text", tokenizer="bpe-500")
     code = (
-        "import sys; from pathlib import Path; from colotrain.data.tokens import prepare;"
-        "from colotrain.plan import DataPlan;"
+        "import sys; from pathlib import Path; from colotrain.data.prepare.tokens import prepare;"
+        "from colotrain.spec.plan import DataPlan;"
         "made = prepare(eval(sys.argv[1]), cache=Path(sys.argv[2]));"
         "files = made.train.parent.iterdir();"
         "print(sorted((file.name, hash(file.read_bytes())) for file in files))"
@@ -321,8 +321,8 @@ def test_decoding_bytes_takes_prepared_data_or_the_name(tmp_path: Path) -> None:
 def test_neither_torch_nor_tokenizers_is_loaded_for_bytes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text\n" * 20)
     code = (
-        "import sys; from colotrain.data.tokens import prepare;"
-        "from colotrain.plan import DataPlan;"
+        "import sys; from colotrain.data.prepare.tokens import prepare;"
+        "from colotrain.spec.plan import DataPlan;"
         "prepare(eval(sys.argv[1])); print({'torch', 'tokenizers'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, repr(plan_of(tmp_path / "text.txt"))]

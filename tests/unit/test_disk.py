@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from colotrain.engine.disk import PAGE, DiskStore
+from colotrain.engine.offload.disk import PAGE, DiskStore
 from colotrain.errors import ColotrainError
 
 
@@ -83,7 +83,7 @@ def test_a_disk_without_space_is_known_when_it_is_asked_for(tmp_path: Path) -> N
 HOLDS_A_REGION = """
 import os, signal, sys
 from pathlib import Path
-from colotrain.engine.disk import DiskStore
+from colotrain.engine.offload.disk import DiskStore
 region = DiskStore(folder=Path(sys.argv[1]), limit=1 << 30).take(1 << 20)
 region.carve([1 << 18], [__import__("torch").float32])[0].fill_(1.0)
 assert not list(Path(sys.argv[1]).iterdir())

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from test_view import plan_of
 
-from colotrain.config.durations import evaluates_first, warn_of_durations
 from colotrain.config.sizes import format_seconds
-from colotrain.plan import Prediction
+from colotrain.planner.durations import evaluates_first, warn_of_durations
+from colotrain.spec.plan import Prediction
 
 PLAN = plan_of()  # an evaluation of one global batch
 BATCH = dataclasses.replace(

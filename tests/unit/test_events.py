@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.observe import events
-from colotrain.observe.events import Event, EventReader, EventWriter, read
+from colotrain.events import log
+from colotrain.events.log import Event, EventReader, EventWriter, read
 from colotrain.rundir import RunDir
 
 
@@ -223,8 +223,8 @@ def test_a_run_that_has_no_folder_yet_has_no_events(tmp_path: Path) -> None:
 def test_a_poll_is_bounded_and_says_when_there_is_more(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "LINE_LIMIT", 1000)
-    monkeypatch.setattr(events, "POLL_LIMIT", 1500)
+    monkeypatch.setattr(log, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(log, "POLL_LIMIT", 1500)
     for rank in range(3):
         writer = EventWriter(rank_file(rundir, rank))
         for step in range(100):
@@ -241,7 +241,7 @@ def test_a_poll_is_bounded_and_says_when_there_is_more(
 def test_a_line_longer_than_any_event_is_passed_over(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(log, "LINE_LIMIT", 1000)
     rank_file(rundir).write_bytes(b"x" * 5500 + b'\n{"t":1,"kind":"a"}\n')
     reader, found = EventReader(rundir), []
     for _ in range(8):
@@ -287,7 +287,7 @@ def test_an_outline_has_last_words_however_long(rundir: RunDir) -> None:
 def test_an_outline_of_many_files_is_followed_in_turn(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "FILES_PER_POLL", 4)
+    monkeypatch.setattr(log, "FILES_PER_POLL", 4)
     writers = [EventWriter(rank_file(rundir, rank)) for rank in range(20)]
     for writer in writers:
         writer.write("started", t=1.0)

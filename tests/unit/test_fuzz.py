@@ -17,9 +17,9 @@ from test_view import plan_of as run_plan
 from test_view import restarted_run, write_files
 
 from colotrain.config.compose import gather
-from colotrain.data.loader import BatchLoader, SampleOrder, open_samples
-from colotrain.engine.dcp_json import describe, join, read_index, read_whole
-from colotrain.engine.manifest import (
+from colotrain.data.read.loader import BatchLoader, SampleOrder, open_samples
+from colotrain.engine.checkpoint.dcp_json import describe, join, read_index, read_whole
+from colotrain.engine.checkpoint.manifest import (
     MANIFEST,
     SEAL,
     FileEntry,
@@ -30,16 +30,16 @@ from colotrain.engine.manifest import (
     seal,
     write_manifest,
 )
-from colotrain.engine.shard_file import Piece, write_pieces
+from colotrain.engine.checkpoint.shard_file import Piece, write_pieces
 from colotrain.errors import ColotrainError
-from colotrain.observe.dashboard import render
-from colotrain.observe.events import EventReader
-from colotrain.observe.fold import Fold
-from colotrain.observe.heartbeats import Heartbeat, read_beats
-from colotrain.observe.scene import Scene
-from colotrain.observe.view import summary
-from colotrain.plan import BatchPlan, DataPlan, RunPlan
+from colotrain.events.fold import Fold
+from colotrain.events.heartbeats import Heartbeat, read_beats
+from colotrain.events.log import EventReader
+from colotrain.events.view import summary
 from colotrain.rundir import RunDir
+from colotrain.show.dashboard import render
+from colotrain.show.frame import Scene
+from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 JUNK = (
     *(b"", b"null", b"[", b"]", b"{", b'"', b"-1", b"1e999", b"\\", b",", b"true", b"\0", b"\xff"),

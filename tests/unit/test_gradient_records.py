@@ -12,10 +12,10 @@ import pytest
 from generated import NAMES, STATUSES, gradients, parameters, rich_run
 from test_view import interleaved, step, view_of, worker, write_files
 
-from colotrain.observe.difference import compare
-from colotrain.observe.events import Event
-from colotrain.observe.fold import fold
-from colotrain.observe.gradients import MOST_COLUMNS, layer_of, losses, records
+from colotrain.events.comparison import compare
+from colotrain.events.fold import fold
+from colotrain.events.gradients import MOST_COLUMNS, layer_of, losses, records
+from colotrain.events.log import Event
 from colotrain.rundir import RunDir
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from colotrain.engine.checkpoint.shard_file import all_finite
 from colotrain.engine.guard import checksum, minority, sum_of_bits
-from colotrain.engine.shard_file import all_finite
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from colotrain.cli.main import guarded
-from colotrain.config.habits import KEYS, VALUES
+from colotrain.config.hints import KEYS, VALUES
 from colotrain.config.schema import Config
-from colotrain.plugins import ROWS
 from colotrain.records import leaves
+from colotrain.spec.plugins import ROWS
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from colotrain.cli.job import hardware_of
 from colotrain.cli.main import guarded
-from colotrain.cli.resolving import settle
 from colotrain.config.compose import gather
 from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError
-from colotrain.launch import queue
-from colotrain.launch.queue import NodeKind
 from colotrain.rundir import RunDir
+from colotrain.runs.job import hardware_of
+from colotrain.runs.resolving import settle
+from colotrain.schedulers import queue
+from colotrain.schedulers.queue import NodeKind
 from tests.running import SMALL
 
 SEVEN = ("recipe=llm-tiny", "train.global_batch=64", "train.micro_batch=1")

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from colotrain.config.resolve import _with_tokenizer
 from colotrain.config.schema import Config, Data, Model
-from colotrain.engine.grouping import find_groups
+from colotrain.engine.sharding.grouping import find_groups
 from colotrain.errors import ConfigError
-from colotrain.estimate.survey import survey
 from colotrain.models.huggingface import fingerprint
 from colotrain.models.loading import build, build_whole
-from colotrain.plan import FreezePlan, ModelPlan
+from colotrain.planner.resolve import _with_tokenizer
+from colotrain.planner.traced.survey import survey
+from colotrain.spec.plan import FreezePlan, ModelPlan
 from tests.dist import hf
 
 transformers = pytest.importorskip("transformers")

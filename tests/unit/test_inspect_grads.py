@@ -18,8 +18,8 @@ from test_view import launcher, plan_of, worker, write_files
 from colotrain.cli.inspect_grads import ask, for_one_step
 from colotrain.cli.main import guarded
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.observe import liveness
-from colotrain.observe.events import EventWriter
+from colotrain.events import liveness
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.engine import fsdp_internals
+from colotrain.engine.sharding import fsdp_internals
 from colotrain.errors import ColotrainError
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 
 DOORS = {
-    "colotrain/engine/fsdp_internals.py": "torch's fully_shard",
+    "colotrain/engine/sharding/fsdp_internals.py": "torch's fully_shard",
     "colotrain/torch_internals.py": "torch otherwise",
     "colotrain/config/compose.py": "hydra, of which it is the only importer",
     "colotrain/config/values.py": "omegaconf",

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from colotrain.errors import ConfigError, Problem
-from colotrain.estimate import cache
-from colotrain.estimate.dependencies import Dependencies, watched
-from colotrain.plan import ModelPlan
+from colotrain.planner import cache
+from colotrain.planner.dependencies import Dependencies, watched
 from colotrain.records import from_plain, to_plain
+from colotrain.spec.plan import ModelPlan
 
 LOOKER = """
 import json, multiprocessing, os, sys
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.launch.looking import Looker, NotForked
+from colotrain.launch.warm_calls import Looker, NotForked
 
 def attempt(look, *words):
     try:
@@ -114,7 +114,7 @@ PROJECT = {
 }
 LOOK = (
     "import json\n"
-    "from colotrain.estimate.dependencies import watched\n"
+    "from colotrain.planner.dependencies import watched\n"
     "from colotrain.records import to_plain\n"
     "print(json.dumps(to_plain(watched('package.model:build'))))\n"
 )
@@ -218,11 +218,7 @@ def test_the_key_holds_all_of_this_package_that_a_look_runs() -> None:
         "print(*[name for name in sys.modules if name.startswith('colotrain.')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    loaded = {
-        name
-        for name in done.stdout.split()
-        if (cache._source(name) or b"").strip()  # packages are empty
-    }
+    loaded = {name for name in done.stdout.split() if cache._source(name)}
     assert {"colotrain.engine.freezing", "colotrain.models.loading"} <= loaded
     assert loaded <= set(cache.sources(cache.LOOKING))
 
@@ -263,7 +259,7 @@ class Faulty:
 
 
 def test_a_bug_in_the_users_dataset_is_told_with_its_line() -> None:
-    from colotrain.data.loader import read_sample
+    from colotrain.data.read.loader import read_sample
 
     line = Path(__file__).read_text().partition('{"x": {0: 1}[index]}')[0].count("\n") + 1
     assert read_sample(Faulty(), 0) == {"x": 1}

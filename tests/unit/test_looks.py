@@ -15,10 +15,10 @@ from test_view import plan_of
 from colotrain.cli.export import own_dtype
 from colotrain.cli.inspect_grads import print_table
 from colotrain.cli.main import guarded
+from colotrain.events.gradients import GradientRecord, ParameterGradient
 from colotrain.launch.titles import name_process
-from colotrain.observe.charts import scale_of
-from colotrain.observe.gradients import GradientRecord, ParameterGradient
-from colotrain.plan import ModelPlan
+from colotrain.show.charts import scale_of
+from colotrain.spec.plan import ModelPlan
 from tests.running import SMALL
 
 

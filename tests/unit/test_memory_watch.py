@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from colotrain import host
-from colotrain.estimate import learned
-from colotrain.estimate.memory import Estimate, around
 from colotrain.launch import memory_watch
 from colotrain.launch.memory_watch import MemoryWatch, describe, held_bytes
 from colotrain.launch.watch import Watch
+from colotrain.planner import learned
+from colotrain.planner.memory import Estimate, around
 from colotrain.rundir import RunDir
 from colotrain.spec.memory import Ledger
 from tests.unit.test_view import plan_of

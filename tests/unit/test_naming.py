@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from colotrain.cli import naming
 from colotrain.cli.main import guarded
-from colotrain.cli.resolving import Setting, settle
-from colotrain.cli.sweeps import Element, table
 from colotrain.errors import UsageError
-from colotrain.launch import queue
-from colotrain.observe import liveness
-from colotrain.observe.events import EventWriter
+from colotrain.events import liveness
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
-from colotrain.trust import write_down
+from colotrain.runs import naming
+from colotrain.runs.resolving import Setting, settle
+from colotrain.runs.sweep import Element, table
+from colotrain.runs.trust import write_down
+from colotrain.schedulers import queue
 from tests.running import SMALL
 
 X = (*SMALL, "name=x", "plugin=zero2")

@@ -14,10 +14,10 @@ import pytest
 from test_resolve import lines, plan, with_values
 
 from colotrain.errors import ColotrainError
-from colotrain.launch import attendance, meeting
-from colotrain.launch.attendance import Attendance, Round
-from colotrain.launch.meeting import Meeting, MeetingError, Passport, Refused, Stopped
-from colotrain.resizing import reachable, resize
+from colotrain.launch import membership, node_registry
+from colotrain.launch.membership import Attendance, Round
+from colotrain.launch.node_registry import Meeting, MeetingError, Passport, Refused, Stopped
+from colotrain.spec.resizing import reachable, resize
 
 ELASTIC = (("cluster.nodes", 2), ("elastic.min_nodes", 1), ("elastic.max_nodes", 4))
 BATCH = (("train.global_batch", 32), ("train.micro_batch", 2), ("cluster.procs_per_node", 2))
@@ -67,7 +67,7 @@ class Hall:
     """A meeting and those who attend it, ended with the test."""
 
     def __init__(self) -> None:
-        self.listener = meeting.listen("127.0.0.1", 0)
+        self.listener = node_registry.listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.stores = 0
         self.guests: list[Attendance] = []
@@ -131,13 +131,13 @@ class Hall:
 @pytest.fixture
 def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
     for module, name, value in (
-        (meeting, "RETURN_S", 0.3),
-        (meeting, "LAST_CALL_S", 0.5),
-        (meeting, "GOODBYE_S", 1.0),
-        (attendance, "RETURN_S", 0.3),
-        (attendance, "FOLDER_S", 0.5),
-        (attendance, "GONE_S", 0.5),
-        (attendance, "BEAT_S", 0.1),
+        (node_registry, "RETURN_S", 0.3),
+        (node_registry, "LAST_CALL_S", 0.5),
+        (node_registry, "GOODBYE_S", 1.0),
+        (membership, "RETURN_S", 0.3),
+        (membership, "FOLDER_S", 0.5),
+        (membership, "GONE_S", 0.5),
+        (membership, "BEAT_S", 0.1),
     ):
         monkeypatch.setattr(module, name, value)
     made = Hall()
@@ -221,7 +221,7 @@ def test_a_second_launcher_of_a_node_is_not_let_in(hall: Hall) -> None:
 def test_the_wait_ends_with_the_name_of_who_is_missing(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attendance, "SAY_S", 0.2)
+    monkeypatch.setattr(membership, "SAY_S", 0.2)
     hall.open()
     said: list[str] = []
     with pytest.raises(MeetingError, match="node 1 did not come within 3 s"):
@@ -273,13 +273,15 @@ def test_a_member_that_sends_garbage_is_only_lost_itself(hall: Hall) -> None:
         nonce = json.loads(stream.readline())["nonce"]
         from dataclasses import asdict
 
-        meeting.send(stream, asdict(passport(1)) | {"proof": meeting.proof("secret", nonce)})
+        node_registry.send(
+            stream, asdict(passport(1)) | {"proof": node_registry.proof("secret", nonce)}
+        )
         assert json.loads(stream.readline())["refused"] == ""
-        meeting.send(stream, {"round": "seven", "waits": []})
+        node_registry.send(stream, {"round": "seven", "waits": []})
     assert hall.rounds(hall.join(0))[0].nodes == (0,)
 
 
 def test_loopback_stays_loopback(tmp_path: Path) -> None:
-    with meeting.listen("localhost", 0) as own, meeting.listen("10.1.2.3", 0) as shared:
+    with node_registry.listen("localhost", 0) as own, node_registry.listen("10.1.2.3", 0) as shared:
         assert own.getsockname()[0] == "127.0.0.1"
         assert shared.getsockname()[0] in ("::", "0.0.0.0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colotrain.engine.gradients import norms
+from colotrain.engine.gradients.gradients import norms
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colotrain.packing import MOST_GROUPS, Unit, choose_chunk_bytes, pack, padding
+from colotrain.spec.packing import MOST_GROUPS, Unit, choose_chunk_bytes, pack, padding
 
 MIB = 1 << 20
 

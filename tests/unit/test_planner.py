@@ -13,19 +13,20 @@ from torch import nn
 
 from colotrain.engine.freezing import freeze_
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.estimate.advise import Question, best, largest_micro_batch
-from colotrain.estimate.communication import traffic
-from colotrain.estimate.groups import Group, fetched_ahead, find
-from colotrain.estimate.hardware import Sheet, from_sheet
-from colotrain.estimate.heap import Heap
-from colotrain.estimate.layout import Layout
-from colotrain.estimate.memory import _Walk, model_state_bytes, predict
-from colotrain.estimate.survey import follow, one_sample, survey
-from colotrain.estimate.tally import OWN_PAGES_BYTES, SMALL_SHARE, Tally
-from colotrain.estimate.time import step_time
-from colotrain.estimate.tracing import REPEATED, read, record, trace
 from colotrain.models.loading import build_on_meta, build_whole
-from colotrain.plan import (
+from colotrain.planner.advise import Question, best, largest_micro_batch
+from colotrain.planner.communication import traffic
+from colotrain.planner.groups import Group, fetched_ahead, find
+from colotrain.planner.hardware import Sheet, from_sheet
+from colotrain.planner.heap import Heap
+from colotrain.planner.layout import Layout
+from colotrain.planner.memory import _Walk, model_state_bytes, predict
+from colotrain.planner.tally import OWN_PAGES_BYTES, SMALL_SHARE, Tally
+from colotrain.planner.time import step_time
+from colotrain.planner.traced.survey import follow, one_sample, survey
+from colotrain.planner.traced.tracing import REPEATED, read, record, trace
+from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.plan import (
     RECOMPUTE,
     DataPlan,
     FreezePlan,
@@ -36,8 +37,7 @@ from colotrain.plan import (
     Survey,
     Trace,
 )
-from colotrain.plugins import ROWS
-from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.plugins import ROWS
 from tests.traces import most_alive
 
 SEQ_LEN = 64

@@ -12,9 +12,9 @@ from test_runs import new_run
 from test_view import MIB, write_files
 
 from colotrain.cli.main import guarded
-from colotrain.observe.events import EventWriter
-from colotrain.observe.plots import draw, read_curves
+from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
+from colotrain.show.plots import draw, read_curves
 
 pytest.importorskip("matplotlib")
 

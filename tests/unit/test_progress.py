@@ -15,21 +15,21 @@ import torch
 from rich.console import Console
 from test_view import MIB, launcher, plan_of, restarted_run, step, worker
 
-from colotrain.observe import progress as module
-from colotrain.observe.events import Event
-from colotrain.observe.fold import Fold, fold
-from colotrain.observe.live import progress_for
-from colotrain.observe.probes import matmul_peak_flops, memory_now
-from colotrain.observe.progress import (
+from colotrain.engine.probes import matmul_peak_flops, memory_now
+from colotrain.events.fold import Fold, fold
+from colotrain.events.log import Event
+from colotrain.events.view import summary
+from colotrain.rundir import RunDir
+from colotrain.show import progress as module
+from colotrain.show.live import progress_for
+from colotrain.show.progress import (
     PlainProgress,
     format_bytes,
     format_duration,
     preparation,
     print_summary,
 )
-from colotrain.observe.view import summary
-from colotrain.plan import RunPlan
-from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 
 EVIL = "\x1b[31mred\x1b[0m\r\nsecond line [bold]markup[/bold] :smile: \udcff"
 
@@ -315,7 +315,7 @@ def test_memory_now_sees_what_is_allocated() -> None:
 
 def test_memory_is_measured_without_proc_too(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = memory_now()
-    monkeypatch.setattr("colotrain.observe.probes._from_status", lambda: None)
+    monkeypatch.setattr("colotrain.engine.probes._from_status", lambda: None)
     resident, peak = memory_now()
     assert resident == pytest.approx(expected, rel=0.2)
     assert peak >= resident

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from colotrain.estimate.layout import Layout
-from colotrain.estimate.memory import model_state_bytes, predict
-from colotrain.estimate.survey import survey
-from colotrain.estimate.tracing import trace
 from colotrain.models.loading import build_on_meta
-from colotrain.plan import FreezePlan, ModelPlan, OptimPlan, Recompute
-from colotrain.plugins import ROWS
+from colotrain.planner.layout import Layout
+from colotrain.planner.memory import model_state_bytes, predict
+from colotrain.planner.traced.survey import survey
+from colotrain.planner.traced.tracing import trace
+from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, Recompute
+from colotrain.spec.plugins import ROWS
 
 MIB, GIB = 1 << 20, 1 << 30
 ADAM = OptimPlan(

@@ -9,11 +9,11 @@ import pytest
 
 from colotrain.cli import measure
 from colotrain.cli.plan import describe
-from colotrain.cli.resolving import settle
 from colotrain.errors import ColotrainError
-from colotrain.estimate import rates
-from colotrain.estimate.measuring import LEAST, fit
-from colotrain.estimate.rates import Measurement
+from colotrain.planner import rates
+from colotrain.planner.rates import Measurement
+from colotrain.planner.traced.measuring import LEAST, fit
+from colotrain.runs.resolving import settle
 from tests.running import SMALL, Colotrain
 
 GUESS = {"a": 1e-9, "b": 1e-6, "c": 1e-3}

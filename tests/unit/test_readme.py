@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 
 from colotrain.cli.main import app, guarded, verbs
 from colotrain.config.schema import Config
-from colotrain.plugins import ROWS
 from colotrain.records import field_types, from_plain, sections
+from colotrain.spec.plugins import ROWS
 from tests.following import TAKES_LONG
 from tests.pages import PAGES, ROOT, blocks, code_in_text, commands, words
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colotrain.engine import blocks
 from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
-from colotrain.estimate.tracing import read, record, trace
 from colotrain.models.loading import build_on_meta, build_whole
-from colotrain.plan import RECOMPUTE, ModelPlan, Recompute, Trace
+from colotrain.planner.traced.tracing import read, record, trace
+from colotrain.spec.plan import RECOMPUTE, ModelPlan, Recompute, Trace
 from tests.traces import most_alive
 
 WIDTH, SEQ_LEN = 16, 8

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from test_resolve import LAPTOP, survey, with_values
 
-from colotrain.config.machine import Machine
-from colotrain.config.remedy import fix_hints
-from colotrain.config.resolve import investigate
-from colotrain.plan import FreezePlan, ModelPlan, RunPlan, Survey
+from colotrain.planner.fix_hints import fix_hints
+from colotrain.planner.machine import Machine
+from colotrain.planner.resolve import investigate
+from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan, Survey
 
 GEMINI = ("plugin.name", "gemini")
 NO_DISK = ("plugin.disk_path", "none")

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 from colotrain import host
-from colotrain.config import budget as budget_module
-from colotrain.config import machine as machine_module
-from colotrain.config.batch import Batch, Sizes, solve
-from colotrain.config.machine import Machine, this_machine
-from colotrain.config.resolve import investigate
 from colotrain.config.sizes import format_size, parse_size
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.estimate.layout import Layout
-from colotrain.estimate.memory import model_state_bytes
-from colotrain.plan import FreezePlan, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
-from colotrain.plugins import ROWS
+from colotrain.planner import budget as budget_module
+from colotrain.planner import machine as machine_module
+from colotrain.planner.layout import Layout
+from colotrain.planner.machine import Machine, this_machine
+from colotrain.planner.memory import model_state_bytes
+from colotrain.planner.resolve import investigate
 from colotrain.rundir import OFFLOAD
+from colotrain.spec.batch import Batch, Sizes, solve
 from colotrain.spec.memory import Ledger
+from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
+from colotrain.spec.plugins import ROWS
 from colotrain.verify.cases import Variant
 
 

@@ -20,14 +20,14 @@ import pytest
 from test_view import plan_of, restarted_run, write_files
 
 from colotrain.cli.main import guarded
-from colotrain.cli.runs import list_runs, row_of, stop
 from colotrain.errors import UsageError
-from colotrain.observe import liveness
-from colotrain.observe.events import EventWriter
-from colotrain.observe.fold import follow
-from colotrain.observe.liveness import claim, is_alive, launcher_of, release, state
-from colotrain.observe.view import summary
+from colotrain.events import liveness
+from colotrain.events.fold import follow
+from colotrain.events.liveness import claim, is_alive, launcher_of, release, state
+from colotrain.events.log import EventWriter
+from colotrain.events.view import summary
 from colotrain.rundir import RunDir
+from colotrain.runs.listing import list_runs, row_of, stop
 from tests.running import SMALL
 
 LONG_AGO = time.time() - 1000
@@ -544,7 +544,7 @@ def test_a_run_that_ends_while_its_data_is_prepared_has_ended(
     code: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("colotrain.cli.run.prepare_data", lambda *_: ending())
+    monkeypatch.setattr("colotrain.runs.start.prepare_data", lambda *_: ending())
     before = signal.getsignal(signal.SIGTERM)
     assert guarded(["run", *SMALL, "name=x"]) == code
     assert signal.getsignal(signal.SIGTERM) is before

@@ -12,8 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from colotrain.engine import shard_file
-from colotrain.engine.shard_file import (
+from colotrain.engine.checkpoint import shard_file
+from colotrain.engine.checkpoint.shard_file import (
     BLOCK,
     LARGE_BYTES,
     WINDOW_BYTES,

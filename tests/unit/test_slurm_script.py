@@ -13,7 +13,7 @@ from colotrain.config.checks import check
 from colotrain.config.schema import Config, Model
 from colotrain.config.schema_cluster import Cluster, Slurm
 from colotrain.errors import UsageError
-from colotrain.launch.slurm import Job, quote, render
+from colotrain.schedulers.slurm import Job, quote, render
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from colotrain.cli.main import guarded
-from colotrain.cli.resolving import plan_from, settle
+from colotrain.events.log import Event
 from colotrain.launch import smoke
-from colotrain.observe.events import Event
-from colotrain.plan import READ_BACK, RunPlan
 from colotrain.rundir import RunDir
+from colotrain.runs.resolving import plan_from, settle
+from colotrain.spec.plan import READ_BACK, RunPlan
 from tests.running import SMALL
 
 LONG = (

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from colotrain.engine.optimizers import make
+from colotrain.engine.optim.optimizers import make
 from colotrain.engine.precision import cast_dtype, dtype_of
-from colotrain.plan import OptimPlan
 from colotrain.spec.optimizers import OPTIMIZERS
+from colotrain.spec.plan import OptimPlan
 from colotrain.spec.precisions import PRECISIONS
 
 UNUSED_LAYOUT: Any = None

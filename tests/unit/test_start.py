@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from colotrain.engine import grouping
+from colotrain.engine.sharding import grouping
 from colotrain.launch import forkserver
 from colotrain.models.llm import LLM
 
@@ -38,7 +38,7 @@ def test_building_a_model_on_paper_does_not_load_the_compiler() -> None:
     code = (
         "import sys\n"
         "from colotrain.models.loading import build_on_meta\n"
-        "from colotrain.plan import ModelPlan\n"
+        "from colotrain.spec.plan import ModelPlan\n"
         "args = dict(vocab_size=32, d_model=64, num_layers=2, num_heads=1)\n"
         "plan = ModelPlan(target='colotrain.models.llm:LLM', args=args, hf=None, adapter=None)\n"
         "model = build_on_meta(plan)\n"

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.cli.job import asked_gpus
 from colotrain.cli.main import guarded
-from colotrain.cli.sweeps import elements_of
 from colotrain.config.compose import combinations
 from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import ConfigError, UsageError
-from colotrain.launch import queue
-from colotrain.launch.snapshot import take
-from colotrain.observe import liveness
-from colotrain.observe.logs import Lines, Source
+from colotrain.events import liveness
 from colotrain.rundir import RunDir
+from colotrain.runs.job import asked_gpus
+from colotrain.runs.snapshot import take
+from colotrain.runs.sweep import elements_of
+from colotrain.schedulers import queue
+from colotrain.show.logs import Lines, Source
 
 TINY = ("recipe=llm-tiny", "plugin=zero2", "cluster=slurm", "cluster.procs_per_node=1")
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.loader import targets_per_sample
-from colotrain.engine import gradients, loop
+from colotrain.data.read.loader import targets_per_sample
+from colotrain.engine import loop
 from colotrain.engine.accumulation import SHIFTS, weighted_loss
+from colotrain.engine.gradients import gradients
 from colotrain.engine.label_shift import is_in_question, shifts_labels
 from colotrain.engine.precision import cast_inputs
 from colotrain.errors import ColotrainError

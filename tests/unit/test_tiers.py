@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from colotrain.cli.main import guarded
-from colotrain.tiers import (
+from colotrain.spec.offload import (
     Budget,
     GroupBytes,
     Other,

@@ -16,11 +16,11 @@ from generated import gradients, parameters
 from test_view import launcher, plan_of, step, worker
 
 from colotrain.config.checks import TRACKERS as KNOWN
-from colotrain.observe import trackers as module
-from colotrain.observe.events import Event
-from colotrain.observe.trackers import TRACKERS, Trackers
-from colotrain.plan import RunPlan
+from colotrain.events.log import Event
 from colotrain.rundir import RunDir
+from colotrain.show import trackers as module
+from colotrain.show.trackers import TRACKERS, Trackers
+from colotrain.spec.plan import RunPlan
 
 
 class Notebook:

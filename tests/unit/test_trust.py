@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from colotrain import trust
 from colotrain.cli.main import guarded
-from colotrain.cli.resolving import settle
 from colotrain.errors import UsageError
 from colotrain.rundir import RunDir
-from colotrain.trust import write_down
+from colotrain.runs import trust
+from colotrain.runs.resolving import settle
+from colotrain.runs.trust import write_down
 
 TARGETS = (
     "model.target=tests.dist.difficult:make",

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from colotrain.observe.events import Event, EventWriter, json_safe
-from colotrain.observe.fold import Fold, fold, follow
-from colotrain.observe.progress import step_line, summary_rows
-from colotrain.observe.view import RunView, summary, unit
-from colotrain.plan import RunPlan
+from colotrain.events.fold import Fold, fold, follow
+from colotrain.events.log import Event, EventWriter, json_safe
+from colotrain.events.view import RunView, summary, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.show.progress import step_line, summary_rows
+from colotrain.spec.plan import RunPlan
 
 MIB = 1 << 20
 
@@ -410,8 +410,8 @@ def test_following_needs_no_plan(rundir: RunDir) -> None:
 def test_following_reads_past_the_limit_of_one_poll(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colotrain.observe.events.LINE_LIMIT", 600)
-    monkeypatch.setattr("colotrain.observe.events.POLL_LIMIT", 700)
+    monkeypatch.setattr("colotrain.events.log.LINE_LIMIT", 600)
+    monkeypatch.setattr("colotrain.events.log.POLL_LIMIT", 700)
     write_files(rundir, restarted_run())
     assert steps_of(follow(rundir).loss) == list(range(1, 9))
 

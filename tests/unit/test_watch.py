@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from test_view import plan_of
 
-from colotrain.engine.saving import Saver
+from colotrain.engine.checkpoint.saving import Saver
+from colotrain.events.heartbeats import Beat, Heartbeat, read_beats
+from colotrain.events.log import Event, EventReader, EventWriter
 from colotrain.launch.causes import Death, describe
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
 from colotrain.launch.watch import Silent, Watch, _stack
-from colotrain.observe.events import Event, EventReader, EventWriter
-from colotrain.observe.heartbeats import Beat, Heartbeat, read_beats
 from colotrain.rundir import RunDir
 
 DUMP = """Thread 0x01 (most recent call first):
@@ -32,7 +32,7 @@ Current thread 0x02 (most recent call first):
   File "/site/colotrain/engine/worker.py", line 50 in main
 """
 WAITS = '  File "/torch/distributed/distributed_c10d.py", line 9 in all_reduce'
-SHARED = '  File "/x/colotrain/engine/shared_memory.py", line 9 in _sleep'
+SHARED = '  File "/x/colotrain/engine/shm/shared_memory.py", line 9 in _sleep'
 WORKS = '  File "/home/user/model.py", line 12 in forward'
 
 

@@ -2,7 +2,8 @@
 
 import math
 
-from colotrain.engine import gradients, loop
+from colotrain.engine import loop
+from colotrain.engine.gradients import gradients
 from colotrain.verify import worker
 
 update = loop.update_

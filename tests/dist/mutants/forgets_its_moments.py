@@ -1,6 +1,6 @@
 """Every step begins with empty optimizer state."""
 
-from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.verify import worker
 
 step = ShardOptimizer.step

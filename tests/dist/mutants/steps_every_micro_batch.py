@@ -1,6 +1,6 @@
 """The optimizer steps once per micro-batch, each time with a share of the gradient."""
 
-from colotrain.engine.optim import ShardOptimizer
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.verify import worker
 
 step = ShardOptimizer.step

@@ -1,0 +1,1 @@
+"""From files to token files in the cache, without torch."""

@@ -1,0 +1,294 @@
+"""From records to text: plain text, prompt and completion, or chat messages. No torch here.
+
+Every record becomes one text and, where only answers are learned, the spans of it that are. For
+messages the text is the chat template's. Which part of it an answer is, the template says by
+`{% generation %}`, or it is found by rendering the conversation up to the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from colotrain.data.prepare.records import BadRecord
+from colotrain.data.prepare.vocabulary import settings_beside
+from colotrain.errors import ConfigError, Problem
+from colotrain.spec.plan import DataPlan
+
+MEANINGS = ("text", "prompt", "completion", "messages")
+NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Marks around what `{% generation %}` encloses: code points that Unicode keeps out of texts."""
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A record as text."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...] | None
+    """The spans that are learned, in characters; None: all of it."""
+    ends: bool
+    """Whether a separator token has to be added: a chat template ends its turns itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renderer:
+    """How the records of a plan become text. Plain data, so that it reaches other processes."""
+
+    columns: dict[str, str]
+    loss_on: str
+    template: str | None
+    tokens: dict[str, str] = field(default_factory=dict)
+    """bos_token and its like, which templates may use."""
+
+    def wanted(self) -> frozenset[str]:
+        """The columns that are read."""
+        own = {self.columns.get(meaning, meaning) for meaning in MEANINGS}
+        return frozenset(own | {"conversations", "tools"})
+
+    def render(self, record: Mapping[str, Any]) -> Rendered | None:
+        """The record as text; None where it is empty. Raises `BadRecord`."""
+        found = self._render(record)
+        if found is None or not found.text:
+            return None
+        try:
+            found.text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord(f"not valid Unicode ({error.reason})") from error
+        return found
+
+    def _render(self, record: Mapping[str, Any]) -> Rendered | None:
+        messages, prompt, completion, text = (
+            record.get(self.columns.get(meaning, meaning))
+            for meaning in ("messages", "prompt", "completion", "text")
+        )
+        messages = messages if messages is not None else record.get("conversations")
+        if messages is not None:
+            return self._chat(_messages(messages), record, learn_from=0)
+        if prompt is not None or completion is not None:
+            return self._completion(prompt, completion, record)
+        if isinstance(text, str):
+            return Rendered(text=text, answers=None, ends=True)
+        name = self.columns.get("text", "text")
+        if name in record:
+            raise BadRecord(f"{name}: expected text, not {_shown(text)}")
+        raise BadRecord(f"expected {self._expected()}; it has {', '.join(map(str, record)) or '-'}")
+
+    def _expected(self) -> str:
+        names = {meaning: self.columns.get(meaning, meaning) for meaning in MEANINGS}
+        return "{text}, or {prompt} and {completion}, or {messages}".format(**names)
+
+    def _completion(
+        self, prompt: Any, completion: Any, record: Mapping[str, Any]
+    ) -> Rendered | None:
+        """Two texts, or two lists of messages."""
+        if isinstance(prompt, list) and isinstance(completion, list):
+            before = _messages(prompt)
+            return self._chat([*before, *_messages(completion)], record, learn_from=len(before))
+        for meaning, value in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(value, str):
+                name = self.columns.get(meaning, meaning)
+                raise BadRecord(f"{name}: expected text, not {_shown(value)}")
+        if not completion:
+            raise BadRecord(f"{self.columns.get('completion', 'completion')}: it is empty")
+        text, begin = prompt + completion, len(prompt)
+        answers = None if self.loss_on == "all" else ((begin, len(text)),)
+        return Rendered(text=text, answers=answers, ends=True)
+
+    def _chat(
+        self, messages: list[dict[str, Any]], record: Mapping[str, Any], *, learn_from: int
+    ) -> Rendered:
+        if self.template is None:
+            raise no_template()
+        whole, marked = self._apply(messages, record)
+        if self.loss_on == "all":
+            return Rendered(text=whole, answers=None, ends=False)
+        asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= learn_from]
+        if not asked:
+            raise BadRecord("no message of the assistant: there is nothing to learn")
+        if self.loss_on == "last":
+            asked = asked[-1:]
+        if marked:
+            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            if len(marked) == len(turns):
+                spans = [span for turn, span in zip(turns, marked, strict=True) if turn in asked]
+                return Rendered(text=whole, answers=tuple(spans), ends=False)
+        spans = [self._span(messages, record, index, whole) for index in asked]
+        return Rendered(text=whole, answers=tuple(spans), ends=False)
+
+    def _span(
+        self, messages: list[dict[str, Any]], record: Mapping[str, Any], index: int, whole: str
+    ) -> tuple[int, int]:
+        """Where the answer `index` stands in `whole`, by rendering what comes before it."""
+        before, _ = self._apply(messages[:index], record, add_generation_prompt=True)
+        upto = whole
+        if index + 1 < len(messages):
+            upto, _ = self._apply(messages[: index + 1], record)
+        if not whole.startswith(before) or not whole.startswith(upto):
+            raise BadRecord(
+                f"the chat template renders message {index + 1} differently once others follow, "
+                "so its answer cannot be found (use data.loss_on=last, or a template with "
+                "{% generation %})"
+            )
+        return len(before), len(upto)
+
+    def _apply(
+        self,
+        messages: list[dict[str, Any]],
+        record: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The template's text, and the spans that it marks as generated."""
+        import jinja2
+
+        given = {**self.tokens, "messages": messages, "tools": record.get("tools")}
+        try:
+            text = _compiled(str(self.template)).render(
+                **given, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BadRecord(f"the chat template refuses it ({error})") from error
+        return _without_marks(text)
+
+
+def renderer_of(plan: DataPlan) -> Renderer:
+    """The plan's renderer: its columns, its chat template or the tokenizer's own."""
+    beside = settings_beside(plan.tokenizer)
+    tokens = {
+        name: value
+        for name, value in beside.items()
+        if name.endswith("_token") and isinstance(value, str)
+    }
+    return Renderer(
+        columns=dict(plan.columns),
+        loss_on=plan.loss_on,
+        template=_template(plan, beside),
+        tokens=tokens,
+    )
+
+
+def _template(plan: DataPlan, beside: Mapping[str, Any]) -> str | None:
+    if plan.chat_template == "chatml":
+        return CHATML
+    if plan.chat_template is not None:
+        return Path(plan.chat_template).read_text("utf-8")
+    found = beside.get("chat_template")
+    if isinstance(found, list):  # several by name
+        by_name = {entry.get("name"): entry.get("template") for entry in found}
+        found = by_name.get("default")
+    return found if isinstance(found, str) else None
+
+
+def no_template() -> ConfigError:
+    expected = "a template: the data has chat messages, and the tokenizer has no template"
+    fix = "set data.chat_template=chatml or to a Jinja file, or data.tokenizer to a folder with one"
+    return ConfigError([Problem(key="data.chat_template", expected=expected, fix=fix)])
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Messages as roles and contents; `from` and `value` are understood as well."""
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"messages: expected a list with messages in it, not {_shown(value)}")
+    found = []
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise BadRecord(f"message {index + 1}: expected role and content")
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if not isinstance(role, str):
+            raise BadRecord(f"message {index + 1}: expected a role, not {_shown(role)}")
+        if not isinstance(content, str) and not message.get("tool_calls"):
+            raise BadRecord(f"message {index + 1}: expected text as content, not {_shown(content)}")
+        if isinstance(content, str) and (OPEN in content or CLOSE in content):
+            raise BadRecord(f"message {index + 1}: holds a code point that Unicode keeps unused")
+        rest = {k: v for k, v in message.items() if k not in ("from", "value") and v is not None}
+        found.append({**rest, "role": NAMES.get(role, role), "content": content})
+    return found
+
+
+@cache
+def _compiled(template: str) -> Any:
+    """The template in a sandbox, with what the transformers library offers templates."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _no_clock
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        expected = f"a Jinja template (line {error.lineno}: {error.message})"
+        fix = "correct the template"
+        raise ConfigError(
+            [Problem(key="data.chat_template", expected=expected, fix=fix)]
+        ) from error
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _no_clock(_: str) -> str:
+    """Templates that write today's date get a fixed one: the same data gives the same tokens."""
+    return "1 January 2024"
+
+
+def _generation() -> type[Any]:
+    """The tag `{% generation %}…{% endgeneration %}`, whose contents are marked."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  jinja2's own way
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            mark = self.call_method("_mark")
+            return nodes.CallBlock(mark, [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{OPEN}{caller()}{CLOSE}"
+
+    return Generation
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    parts, spans, length = [], [], 0
+    first, *rest = text.split(OPEN)
+    parts.append(first)
+    length += len(first)
+    for piece in rest:
+        inside, _, after = piece.partition(CLOSE)
+        spans.append((length, length + len(inside)))
+        parts += [inside, after]
+        length += len(inside) + len(after)
+    return "".join(parts), spans
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,228 @@
+"""Corpora: which text files there are, how they are split, and how they are read. No torch here."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from colotrain.errors import ConfigError, Problem
+from colotrain.spec.plan import DataPlan
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+PIECE_BYTES = 1 << 18
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusFile:
+    """A file of the corpus; `name` is its POSIX path relative to what the user named."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The bytes `start` to `stop` of a file: one document of a split."""
+
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
+
+
+def list_files(plan: DataPlan) -> list[CorpusFile]:
+    """The files that may be text, found without opening any of them.
+
+    The standard library's files are sorted by relative POSIX path. Of `data.path`, each entry is a
+    folder (all files below it, hidden ones left out, sorted), a file, or a glob.
+    """
+    if plan.source == "corpus":
+        return _standard_library(plan)
+    return expand(plan.paths)
+
+
+def expand(paths: Sequence[str]) -> list[CorpusFile]:
+    """The files that the entries of `data.path` name, each once; none at all is an error."""
+    found = {file.path: file for path in paths for file in _expand(path)}
+    return list(found.values())
+
+
+def text_files(files: Sequence[CorpusFile]) -> list[CorpusFile]:
+    """Those of `files` that hold text: like git, a NUL near the start tells that one does not."""
+    found = [file for file in files if _is_text(file.path)]
+    if not found:
+        names = ", ".join(str(file.path) for file in files[:3])
+        raise wrong_path(names, "text files (these are binary files)", "convert them to UTF-8 text")
+    return found
+
+
+def is_validation(relative_name: str, fraction: float) -> bool:
+    """Whether a file belongs to validation: from a hash of its relative name, never of the seed."""
+    digest = hashlib.sha256(relative_name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def split(files: Sequence[CorpusFile], fraction: float) -> tuple[list[Span], list[Span]]:
+    """The documents of train and of validation. Empty files are no documents.
+
+    Split by file (`is_validation`); where that leaves one side empty, as with a single file, every
+    file is cut at its end instead.
+    """
+    sizes = [(file, file.path.stat().st_size) for file in files]
+    whole = [(file, Span(path=file.path, start=0, stop=size)) for file, size in sizes if size]
+    held = [span for file, span in whole if is_validation(file.name, fraction)]
+    kept = [span for file, span in whole if not is_validation(file.name, fraction)]
+    if (held and kept) or fraction == 0:
+        return kept, held
+    cuts = [(span, _cut(span, fraction)) for _, span in whole]
+    front = [Span(path=span.path, start=0, stop=cut) for span, cut in cuts]
+    back = [Span(path=span.path, start=cut, stop=span.stop) for span, cut in cuts]
+    return [span for span in front if span.size_bytes], [span for span in back if span.size_bytes]
+
+
+def read_pieces(span: Span) -> Iterator[str]:
+    """The text of a span, in pieces cut at line ends; a very long line is cut anyway.
+
+    Bytes that are not UTF-8 become U+FFFD; nothing else is changed (no newline translation).
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    held, left = "", span.size_bytes
+    with span.path.open("rb") as file:
+        file.seek(span.start)
+        while left:
+            data = file.read(min(PIECE_BYTES, left))
+            left = left - len(data) if data else 0
+            text = held + decoder.decode(data, final=left == 0)
+            end = text.rfind("\n") + 1 if left else len(text)
+            piece, held = (text[:end], text[end:]) if end else (text, "")
+            if piece:
+                yield piece
+
+
+def fingerprint(files: Sequence[CorpusFile], salt: str) -> str:
+    """A hash of names, paths, sizes and modification times: made without opening any file."""
+    digest = hashlib.sha256(salt.encode())
+    for file in files:
+        stat = file.path.stat()
+        line = f"{file.name}\0{file.path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def content_key(files: Sequence[CorpusFile], salt: str, report: Progress) -> str:
+    """A hash of names and contents, the same wherever the files lie."""
+    digest = hashlib.sha256(salt.encode())
+    total, done = sum(file.path.stat().st_size for file in files), 0
+    for file in files:
+        content = hashlib.sha256()
+        with file.path.open("rb") as source:
+            while data := source.read(1 << 20):
+                content.update(data)
+                done += len(data)
+                report("reading", done, total)
+        digest.update(f"{file.name}\0{content.hexdigest()}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _standard_library(plan: DataPlan) -> list[CorpusFile]:
+    if plan.corpus != "stdlib":
+        raise ConfigError([Problem(key="data.corpus", value=plan.corpus, expected="stdlib")])
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in _walk(root, left_out=LEFT_OUT) if file.name.endswith(".py")]
+    if not files:
+        problem = Problem(
+            key="data.corpus",
+            value="stdlib",
+            expected=f"Python sources under {root}",
+            fix="name text files of your own with data.path",
+        )
+        raise ConfigError([problem])
+    return files
+
+
+def _expand(path: str) -> list[CorpusFile]:
+    """The files one entry of `data.path` names, sorted; a glob's names are relative to its root."""
+    found: list[CorpusFile] = []
+    root = _root(path)
+    for match in map(Path, matches(path)):
+        if match.is_file():
+            found.append(CorpusFile(name=match.relative_to(root).as_posix(), path=match))
+        else:
+            found += [
+                CorpusFile(name=below.path.relative_to(root).as_posix(), path=below.path)
+                for below in _walk(match)
+            ]
+    if not found:
+        fix = f"correct the path (now in {Path.cwd()})"
+        raise wrong_path(path, "a folder, file or glob of text files that exist", fix)
+    return sorted(found, key=lambda file: file.name)
+
+
+def matches(path: str) -> list[str]:
+    """What one entry of `data.path` names: itself, or what the glob finds, sorted."""
+    literal = str(Path(path).expanduser())
+    if os.path.exists(literal):
+        return [literal]
+    return sorted(glob.glob(literal, recursive=True))
+
+
+def _root(path: str) -> Path:
+    """What names are relative to: the folder itself, the file's, or a glob's longest fixed part."""
+    literal = Path(path).expanduser()
+    if literal.is_dir():
+        return literal
+    root = literal.parent
+    while not literal.exists() and glob.has_magic(str(root)):
+        root = root.parent
+    return root
+
+
+def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> list[CorpusFile]:
+    """The files below `root`, sorted by relative POSIX path; hidden and `.bin` files left out."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and name != "__pycache__" and name not in left_out
+        ]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.suffix != ".bin" and path.is_file():
+                found.append(CorpusFile(name=path.relative_to(root).as_posix(), path=path))
+    return sorted(found, key=lambda file: file.name)
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(8192)
+
+
+def _cut(span: Span, fraction: float) -> int:
+    """Where to cut a file to leave about `fraction` of it: at a line's end, else a character's."""
+    target = span.stop - int(span.size_bytes * fraction)
+    with span.path.open("rb") as file:
+        file.seek(target)
+        data = file.read(PIECE_BYTES)
+    line_end = target + data.find(b"\n") + 1
+    if target < line_end < span.stop:
+        return line_end
+    inside = len(data[:3]) - len(data[:3].lstrip(bytes(range(0x80, 0xC0))))
+    return target + inside  # past the continuation bytes of a character
+
+
+def wrong_path(value: str, expected: str, fix: str) -> ConfigError:
+    """What is said of an entry of `data.path`."""
+    return ConfigError([Problem(key="data.path", value=value, expected=expected, fix=fix)])

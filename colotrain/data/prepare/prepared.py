@@ -1,0 +1,131 @@
+"""Prepared data: token files with what is known about them. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from colotrain.data.prepare.megatron_index import document_ends
+
+NUMPY_DTYPES = {"uint16": "<u2", "uint32": "<u4", "uint8": "u1", "int32": "<i4", "int64": "<i8"}
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Token files that are ready to be read, and what is in them."""
+
+    train: Path
+    validation: Path
+    """Raw little-endian numbers of type `dtype`; may be the same file as `train`."""
+    dtype: str
+    """A key of `NUMPY_DTYPES`; what colotrain writes is uint16 or uint32."""
+    vocab_size: int
+    """Every token is below this. For `bpe-SIZE` it is SIZE, however many were learned."""
+    num_train: int
+    num_validation: int
+    """Tokens of each split."""
+    train_start: int = 0
+    validation_start: int = 0
+    """Where in its file each split begins, in tokens."""
+    tokenizer: Path | None = None
+    """The tokenizer.json that made the tokens; None for bytes, or where it is not known."""
+    num_bytes_train: int | None = None
+    num_bytes_validation: int | None = None
+    """UTF-8 bytes of the text of each split; None for token files."""
+    separator: int | None = None
+    """The token that ends a document, where it is known."""
+    has_documents: bool = False
+    """Whether the ends of documents stand beside the tokens (`document_ends`)."""
+    has_targets: bool = False
+    """Whether a byte per token, beside the tokens, says which are learned (`targets`)."""
+    index: Path | None = None
+    """Megatron's `.idx`, which says where the documents of a token file end."""
+    num_bad: int = 0
+    """Records that were left out (`data.on_bad=skip`)."""
+    bad: tuple[str, ...] = ()
+    """The first of them: `FILE:LINE: what is wrong`."""
+
+    def count(self, split: Split) -> int:
+        return self.num_train if split == "train" else self.num_validation
+
+    def tokens(self, split: Split) -> np.ndarray[Any, Any]:
+        """The split's tokens, mapped from their file."""
+        is_train = split == "train"
+        path = self.train if is_train else self.validation
+        start = self.train_start if is_train else self.validation_start
+        return _map(path, NUMPY_DTYPES[self.dtype], start=start, count=self.count(split))
+
+    def document_ends(self, split: Split) -> np.ndarray[Any, Any] | None:
+        """Where in `tokens(split)` each document ends, ascending; None where that is not known."""
+        if self.index is not None:
+            start = self.train_start if split == "train" else self.validation_start
+            ends = document_ends(self.index) - start
+            return ends[(ends > 0) & (ends <= self.count(split))]
+        if not self.has_documents:
+            return None
+        path = beside(self.train if split == "train" else self.validation, "ends")
+        return _map(path, "<i8", start=0, count=path.stat().st_size // 8)
+
+    def count_longer(self, split: Split, seq_len: int) -> int:
+        """Documents of more than `seq_len` tokens; 0 where documents are not known."""
+        ends = self.document_ends(split)
+        return 0 if ends is None else int((np.diff(ends, prepend=0) > seq_len).sum())
+
+    def targets(self, split: Split) -> np.ndarray[Any, Any] | None:
+        """1 for every token that is learned, as a label, and 0 for the others; None: all are."""
+        if not self.has_targets:
+            return None
+        path = beside(self.train if split == "train" else self.validation, "targets")
+        return _map(path, "u1", start=0, count=self.count(split))
+
+
+def beside(tokens: Path, ending: str) -> Path:
+    """The file `ending` that belongs to a token file of colotrain's."""
+    return tokens.with_suffix(f".{ending}")
+
+
+def write_facts(folder: Path, facts: dict[str, Any]) -> None:
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    text = json.dumps({**facts, "has_tokenizer": has_tokenizer})
+    (folder / "prepared.json").write_text(text, "utf-8")
+
+
+def read_entry(entry: Path) -> Prepared | None:
+    """A finished entry of the cache; None where there is none, or its files are not whole."""
+    train, held = entry / "train.bin", entry / "validation.bin"
+    try:
+        facts = json.loads((entry / "prepared.json").read_text("utf-8"))
+        tokenizer = entry / "tokenizer.json" if facts.pop("has_tokenizer") else None
+        facts["bad"] = tuple(facts.pop("bad", ()))
+        found = Prepared(train=train, validation=held, tokenizer=tokenizer, **facts)
+        is_whole = all(_sizes(found))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if is_whole and (tokenizer is None or tokenizer.is_file()) else None
+
+
+def _sizes(found: Prepared) -> Iterator[bool]:
+    """Whether each file is as long as it should be."""
+    for path, count in ((found.train, found.num_train), (found.validation, found.num_validation)):
+        yield count_tokens(path, found.dtype) == count
+        if found.has_targets:
+            yield beside(path, "targets").stat().st_size == count
+        if found.has_documents:
+            yield beside(path, "ends").stat().st_size % 8 == 0
+
+
+def count_tokens(path: Path, dtype: str) -> int:
+    return path.stat().st_size // np.dtype(NUMPY_DTYPES[dtype]).itemsize
+
+
+def _map(path: Path, dtype: str, *, start: int, count: int) -> np.ndarray[Any, Any]:
+    if not count:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    offset = start * np.dtype(dtype).itemsize
+    return np.memmap(path, dtype, mode="r", offset=offset, shape=(count,))

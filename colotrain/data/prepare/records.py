@@ -1,0 +1,163 @@
+"""Records: JSON lines, Parquet and Arrow files, read block by block. No torch here.
+
+The process that reads passes blocks on as bytes; `parse` makes records of them in another one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from colotrain.data.prepare.formats import RecordFile
+from colotrain.errors import ColotrainError
+
+BLOCK_BYTES = 1 << 20
+BLOCK_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A few hundred records of one file, still as bytes."""
+
+    file: str
+    """The file as it is shown to people."""
+    name: str
+    """The file's name inside the corpus, which decides with the record's number on its split."""
+    split: str | None
+    kind: str
+    """lines, or arrow (an Arrow stream)."""
+    first: int
+    """Number of the first line or row, from 1."""
+    payload: bytes
+    done: int
+    """Bytes of the file that are read with this block."""
+
+
+class BadRecord(Exception):
+    """A record that cannot be used, and why."""
+
+
+def blocks(file: RecordFile, kind: str, columns: frozenset[str]) -> Iterator[Block]:
+    """The blocks of a file. Of Parquet and Arrow only `columns` are read, where they exist."""
+    pieces = _lines(file.path) if kind == "jsonl" else _rows(file.path, kind, columns)
+    for first, payload, done in pieces:
+        yield Block(
+            file=str(file.path),
+            name=file.name,
+            split=file.split,
+            kind="lines" if kind == "jsonl" else "arrow",
+            first=first,
+            payload=payload,
+            done=done,
+        )
+
+
+def parse(block: Block) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
+    """Each record of a block with its number; what is no record comes as a `BadRecord`."""
+    if block.kind == "arrow":
+        for number, row in enumerate(_from_arrow(block.payload), start=block.first):
+            yield number, row
+        return
+    for number, line in enumerate(block.payload.split(b"\n"), start=block.first):
+        if line.strip():
+            yield number, _from_line(line)
+
+
+def _from_line(line: bytes) -> dict[str, Any] | BadRecord:
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        return BadRecord("nested too deeply")
+    except UnicodeDecodeError as error:
+        return BadRecord(f"not UTF-8 ({error.reason} at byte {error.start})")
+    except ValueError as error:
+        return BadRecord(f"not JSON ({error})")
+    if not isinstance(found, dict):
+        return BadRecord(f"expected a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Whole lines, about `BLOCK_BYTES` at a time."""
+    with path.open("rb") as raw:
+        packed = path.suffix == ".gz"
+        source: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
+        number = 1
+        try:
+            while lines := source.readlines(BLOCK_BYTES):
+                yield number, b"".join(lines), raw.tell()
+                number += len(lines)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            problem = f"{path}: not a whole gzip file ({error})"
+            raise ColotrainError(problem, "copy it again") from error
+
+
+def _rows(path: Path, kind: str, columns: frozenset[str]) -> Iterator[tuple[int, bytes, int]]:
+    """Rows as Arrow streams; how far the file is read is estimated from the rows done."""
+    pa = import_pyarrow()
+    number, size = 1, path.stat().st_size
+    try:
+        source = _parquet_batches if kind == "parquet" else _arrow_batches
+        for batch, share in source(path, columns):
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            yield number, sink.getvalue().to_pybytes(), int(size * share)
+            number += batch.num_rows
+    except pa.ArrowException as error:
+        problem = f"{path}: cannot be read as {kind} ({' '.join(str(error).split())})"
+        raise ColotrainError(problem, "copy it again, or set data.format") from error
+
+
+def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, float]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        wanted = [name for name in file.schema_arrow.names if name in columns] or None
+        total, done = max(file.metadata.num_rows, 1), 0
+        for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=wanted):
+            done += batch.num_rows
+            yield batch, done / total
+
+
+def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, float]]:
+    """Batches of an Arrow stream (as the datasets library writes) or file, in small slices."""
+    pa = import_pyarrow()
+    with pa.memory_map(str(path)) as source:
+        for batch in _stored_batches(source):
+            wanted = [name for name in batch.schema.names if name in columns] or batch.schema.names
+            share = source.tell() / max(source.size(), 1)
+            for at in range(0, batch.num_rows, BLOCK_ROWS):
+                yield batch.select(wanted).slice(at, BLOCK_ROWS), share
+
+
+def _stored_batches(source: Any) -> Iterator[Any]:
+    pa = import_pyarrow()
+    if source.read(6) == b"ARROW1":
+        file = pa.ipc.open_file(source)
+        yield from (file.get_batch(index) for index in range(file.num_record_batches))
+        return
+    source.seek(0)
+    yield from pa.ipc.open_stream(source)
+
+
+def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
+    pa = import_pyarrow()
+    for batch in pa.ipc.open_stream(payload):
+        yield from batch.to_pylist()
+
+
+def import_pyarrow() -> Any:
+    """The pyarrow package, or an error that says how to get it."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        problem = "Parquet and Arrow files need the pyarrow package"
+        raise ColotrainError(problem, "pip install 'colotrain[data]'") from error
+    return pyarrow

@@ -1,0 +1,134 @@
+"""Token files that others made, used in place: nanoGPT's `.bin`, Megatron's `.bin` with `.idx`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from colotrain.data.prepare import corpora, megatron, vocabulary
+from colotrain.data.prepare.cache import Cache
+from colotrain.data.prepare.corpora import CorpusFile, Progress
+from colotrain.data.prepare.formats import BINS
+from colotrain.data.prepare.prepared import Prepared, count_tokens
+from colotrain.spec.plan import DataPlan
+
+SCAN_TOKENS = 1 << 21
+
+
+def open_token_files(
+    plan: DataPlan, kind: str, store: Cache, report: Progress, *, salt: str
+) -> list[Prepared]:
+    """The shards that `data.path` names, each with its splits.
+
+    Files whose names begin with `val` are validation; without any, every shard is cut at its end.
+    nanoGPT's two files become one shard with two splits.
+    """
+    files = megatron.files(plan) if kind == "megatron" else _nanogpt_files(plan)
+    held = [file for file in files if file.name.startswith("val")]
+    kept = [file for file in files if file not in held]
+    split_by_name = bool(held and kept)
+    found = []
+    for file in files:
+        shard = megatron.open_pair(file) if kind == "megatron" else _open_nanogpt(file)
+        highest = _highest_token(shard, store, report, salt)
+        shard = _with_tokenizer(plan, shard, highest)
+        if not split_by_name:
+            found.append(_cut(shard, plan.validation_fraction))
+        else:
+            found.append(_as_validation(shard) if file in held else shard)
+    if kind == "nanogpt" and split_by_name and len(found) == 2:
+        return _joined(found)
+    return found
+
+
+def _nanogpt_files(plan: DataPlan) -> list[Path]:
+    places = [Path(match) for path in plan.paths for match in corpora.matches(path)]
+    found = [file for place in places for file in (_bins_in(place) if place.is_dir() else [place])]
+    if not found:
+        expected = ".bin files of tokens that exist"
+        raise corpora.wrong_path(", ".join(plan.paths), expected, "correct the path")
+    return [file.absolute() for file in found]
+
+
+def _bins_in(folder: Path) -> list[Path]:
+    for ending in BINS:
+        pair = [folder / f"{split}{ending}" for split in ("train", "val")]
+        if all(file.is_file() for file in pair):
+            return pair
+    return sorted(folder.glob("*.bin"))
+
+
+def _open_nanogpt(file: Path) -> Prepared:
+    """A whole file as training tokens: 16 bits each, or 32 where its name says so."""
+    dtype = "uint32" if file.name.endswith(".u32.bin") else "uint16"
+    size, width = file.stat().st_size, np.dtype(dtype).itemsize
+    if size == 0 or size % width:
+        expected = f"a file of {dtype} tokens, a multiple of {width} bytes (it has {size})"
+        fix = "write the file again (32-bit tokens: name it NAME.u32.bin)"
+        raise corpora.wrong_path(str(file), expected, fix)
+    count = count_tokens(file, dtype)
+    return Prepared(
+        train=file, validation=file, dtype=dtype, vocab_size=0, num_train=count, num_validation=0
+    )
+
+
+def _with_tokenizer(plan: DataPlan, shard: Prepared, highest: int) -> Prepared:
+    """The shard with its vocabulary, and with the tokenizer that is said to have made it."""
+    file = vocabulary.tokenizer_file(plan.tokenizer)
+    size = max((vocabulary.vocab_size_of(plan.tokenizer) or 0) if file else 0, highest + 1)
+    separator = vocabulary.separator_of(plan.tokenizer, vocabulary.load(file)) if file else None
+    return dataclasses.replace(shard, vocab_size=size, tokenizer=file, separator=separator)
+
+
+def _cut(shard: Prepared, fraction: float) -> Prepared:
+    """The last tokens as validation; whole documents where it is known where they end."""
+    count = shard.num_train
+    start = count - int(count * fraction)
+    ends = shard.document_ends("train")
+    if ends is not None and start < count:
+        after = np.searchsorted(ends, start)
+        start = int(ends[after]) if after < len(ends) else count
+    return dataclasses.replace(
+        shard, num_train=start, num_validation=count - start, validation_start=start
+    )
+
+
+def _as_validation(shard: Prepared) -> Prepared:
+    return dataclasses.replace(shard, num_train=0, num_validation=shard.num_train)
+
+
+def _joined(shards: list[Prepared]) -> list[Prepared]:
+    """Two files of one type, train and validation, as the two splits of one."""
+    train, held = sorted(shards, key=lambda shard: shard.num_train == 0)
+    if train.dtype != held.dtype:
+        return [train, held]
+    size = max(train.vocab_size, held.vocab_size)
+    changes = {"validation": held.validation, "num_validation": held.num_validation}
+    return [dataclasses.replace(train, vocab_size=size, **changes)]  # type: ignore[arg-type]
+
+
+def _highest_token(shard: Prepared, store: Cache, report: Progress, salt: str) -> int:
+    """The highest token of a file: read once, then remembered in the cache's index."""
+    named = [CorpusFile(name=shard.train.name, path=shard.train)]
+    fingerprint = corpora.fingerprint(named, f"{salt} highest\n")
+    known = store.recall(fingerprint)
+    if known is None:
+        with store.lock(fingerprint, report):
+            known = store.recall(fingerprint) or {"highest": scan(shard, report)}
+            store.remember(fingerprint, known)
+    return int(known["highest"])
+
+
+def scan(shard: Prepared, report: Progress) -> int:
+    """The highest token; one below 0 is an error."""
+    tokens, highest = shard.tokens("train"), 0
+    for at in range(0, len(tokens), SCAN_TOKENS):
+        chunk = tokens[at : at + SCAN_TOKENS]
+        highest = max(highest, int(chunk.max()))
+        if int(chunk.min()) < 0:
+            where, fix = at + int(chunk.argmin()), "write the file again"
+            raise corpora.wrong_path(str(shard.train), f"tokens from 0 on (at {where})", fix)
+        report("checking tokens", at + len(chunk), len(tokens))
+    return highest

@@ -1,0 +1,262 @@
+"""Tokens: text made into token files once, and kept in the cache. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from colotrain.data.prepare import corpora, formats, tokenising, vocabulary
+from colotrain.data.prepare.cache import Cache
+from colotrain.data.prepare.conversations import renderer_of
+from colotrain.data.prepare.corpora import CorpusFile, Progress, Span
+from colotrain.data.prepare.prepared import NUMPY_DTYPES, Prepared, beside, read_entry, write_facts
+from colotrain.data.prepare.token_files import open_token_files
+from colotrain.data.prepare.vocabulary import Encoder, check_tokenizer, vocab_size_of
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.plan import DataPlan
+
+__all__ = [
+    "Prepared",
+    "Progress",
+    "check_tokenizer",
+    "decode",
+    "prepare",
+    "prepare_shards",
+    "vocab_size_of",
+]
+
+FORMAT = 2  # of cache entries: a change makes every entry anew
+BATCH_BYTES = 1 << 21
+
+Write = Callable[[Path], None]
+
+
+def parts_of(plan: DataPlan) -> list[DataPlan]:
+    """The plan of each part of a mixture; of anything else, the plan itself."""
+    return [
+        dataclasses.replace(
+            plan,
+            source="path",
+            mixture=(),
+            paths=part.paths,
+            format=part.format,
+            columns={**plan.columns, **part.columns},
+        )
+        for part in plan.mixture
+    ] or [plan]
+
+
+def prepare_all(
+    plan: DataPlan, *, progress: Progress | None = None, cache: Path | None = None
+) -> list[Prepared]:
+    """Every shard of every part of the plan's data, made now or found in the cache."""
+    return [
+        shard
+        for part in parts_of(plan)
+        for shard in prepare_shards(part, progress=progress, cache=cache)
+    ]
+
+
+def prepare(
+    plan: DataPlan, *, progress: Progress | None = None, cache: Path | None = None
+) -> Prepared:
+    """The only shard of the plan's data; raises `ValueError` where there are several."""
+    (shard,) = prepare_shards(plan, progress=progress, cache=cache)
+    return shard
+
+
+def prepare_shards(
+    plan: DataPlan, *, progress: Progress | None = None, cache: Path | None = None
+) -> list[Prepared]:
+    """The plan's data as token files, made now or found in the cache (`data.cache`).
+
+    Every process of a run may call it at once: one does the work and the others wait. Token files
+    are used in place, each a shard; everything else becomes one shard. Documents are ended by one
+    separator (a 0 byte for `bytes`); between text files it stands only between them.
+    Raises `ConfigError` for data that cannot be used; memory stays bounded.
+    """
+    store, report = Cache(cache), progress or (lambda what, done, total: None)
+    if wrong := check_tokenizer(plan.tokenizer):
+        expected = "bytes, bpe-SIZE, or the path of a tokenizer.json"
+        problem = Problem(key="data.tokenizer", value=plan.tokenizer, expected=expected, fix=wrong)
+        raise ConfigError([problem])
+    try:
+        kind = formats.recognise(plan)
+        if kind in ("nanogpt", "megatron"):
+            return open_token_files(plan, kind, store, report, salt=str(FORMAT))
+        if kind in formats.RECORD_FORMATS:
+            return [_prepare_records(plan, kind, store, report)]
+        return [_prepare_text(plan, store, report)]
+    except OSError as error:
+        fix = f"make the data readable and {store.path} writable (or set COLOTRAIN_CACHE)"
+        raise ColotrainError(f"the data cannot be prepared: {error}", fix) from error
+
+
+def decode(tokenizer: Prepared | Path | str, ids: Iterable[int]) -> str:
+    """Tokens as text, separators included. Takes what `prepare` gave, a file, or `bytes`."""
+    source = tokenizer.tokenizer or "bytes" if isinstance(tokenizer, Prepared) else tokenizer
+    numbers = [int(number) for number in ids]
+    if source != "bytes":
+        text: str = vocabulary.load(Path(source)).decode(numbers, skip_special_tokens=False)
+        return text
+    if max(numbers, default=0) > 255:
+        problem = "the tokens cannot be shown as text: their tokenizer is not known"
+        raise ColotrainError(problem, "set data.tokenizer to its tokenizer.json")
+    return bytes(numbers).decode("utf-8", errors="replace")
+
+
+def _prepare_text(plan: DataPlan, store: Cache, report: Progress) -> Prepared:
+    files = corpora.list_files(plan)
+
+    def write(work: Path) -> None:
+        _write_entry(work, plan, corpora.text_files(files), report)
+
+    own, salt = _own_files(plan)
+    return _prepare(files, corpora.text_files, own, salt, write, store, report)
+
+
+def _prepare_records(plan: DataPlan, kind: str, store: Cache, report: Progress) -> Prepared:
+    files = formats.record_files(plan, kind)
+
+    def write(work: Path) -> None:
+        tokenising.write_records(work, plan, files, kind, report)
+
+    own, salt = _own_files(plan)
+    salt += f"{kind} {renderer_of(plan)!r} {plan.on_bad}\n"
+    return _prepare(formats.as_corpus_files(files), list, own, salt, write, store, report)
+
+
+def _prepare(
+    files: Sequence[CorpusFile],
+    choose: Callable[[Sequence[CorpusFile]], list[CorpusFile]],
+    own: Sequence[CorpusFile],
+    salt: str,
+    write: Write,
+    store: Cache,
+    report: Progress,
+) -> Prepared:
+    """The cache's entry for `files`, written by `write` where there is none.
+
+    `choose` tells, by looking into them, which files count. `own` is the tokenizer's file.
+    """
+    fingerprint = corpora.fingerprint([*own, *files], salt)
+    if found := _find(store, fingerprint):
+        return found
+    with store.lock(fingerprint, report):
+        if found := _find(store, fingerprint):  # made while this process waited
+            return found
+        key = corpora.content_key([*own, *choose(files)], salt, report)
+        with store.lock(f"of-{key}", report):  # the same content may be prepared under another path
+            if not read_entry(store.entry(key)):
+                store.discard(key)
+                with store.publish(fingerprint, key, readers=readers_of(files)) as work:
+                    write(work)
+                    if corpora.fingerprint([*own, *files], salt) != fingerprint:
+                        problem = "the data files changed while they were being read"
+                        raise ColotrainError(problem, "start again when nothing writes to them")
+            made = read_entry(store.entry(key))
+        store.remember(fingerprint, {"key": key})
+    assert made is not None, f"{store.entry(key)} was not left whole"
+    return made
+
+
+def readers_of(files: Sequence[CorpusFile]) -> int:
+    """Who beside their owner may read all of the files: bits of a file's mode."""
+    readers = 0o044
+    for file in files:
+        readers &= file.path.stat().st_mode
+    return readers
+
+
+def _own_files(plan: DataPlan) -> tuple[list[CorpusFile], str]:
+    """The tokenizer's own file, and what else decides the outcome.
+
+    A tokenizer file counts by its content, not by where it lies.
+    """
+    own = vocabulary.tokenizer_file(plan.tokenizer)
+    spec = "file" if own else plan.tokenizer
+    ends = vocabulary.settings_beside(plan.tokenizer).get("eos_token")
+    named = [CorpusFile(name="tokenizer.json", path=own)] if own else []
+    return named, f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}\n"
+
+
+def _find(store: Cache, fingerprint: str) -> Prepared | None:
+    known = store.recall(fingerprint)
+    return read_entry(store.entry(str(known.get("key")))) if known else None
+
+
+def _write_entry(work: Path, plan: DataPlan, files: Sequence[CorpusFile], report: Progress) -> None:
+    train, held = corpora.split(files, plan.validation_fraction)
+    if not train:
+        fix = "these are empty: name other files with data.path"
+        raise ConfigError([Problem(key="data", expected="text to train on", fix=fix)])
+    file = work / "tokenizer.json"
+    encoder = vocabulary.make_encoder(plan.tokenizer, file, _training_text(train, report))
+    dtype = tokenising.dtype_of(encoder)
+    facts: dict[str, object] = {
+        "dtype": dtype,
+        "vocab_size": encoder.vocab_size,
+        "separator": encoder.separator,
+        "has_documents": True,
+    }
+    total, before = sum(span.size_bytes for span in (*train, *held)), 0
+    for split, spans in (("train", train), ("validation", held)):
+
+        def report_bytes(read: int, before: int = before) -> None:
+            report("tokenizing", min(before + read, total), total)
+
+        counts = _write_tokens(work / f"{split}.bin", spans, encoder, dtype, report_bytes)
+        facts[f"num_{split}"], facts[f"num_bytes_{split}"] = counts
+        before += sum(span.size_bytes for span in spans)
+    write_facts(work, facts)
+
+
+def _training_text(spans: Sequence[Span], report: Progress) -> Iterator[str]:
+    total, done = sum(span.size_bytes for span in spans), 0
+    for span in spans:
+        for piece in corpora.read_pieces(span):
+            done = min(done + len(piece.encode()), total)
+            report("training tokenizer", done, total)
+            yield piece
+
+
+def _write_tokens(
+    path: Path, spans: Sequence[Span], encoder: Encoder, dtype: str, report: Callable[[int], None]
+) -> tuple[int, int]:
+    """Write the documents' tokens and ends; returns their number, and the text's UTF-8 bytes."""
+    separator = [] if encoder.separator is None else [encoder.separator]
+    num_tokens, num_bytes = 0, 0
+    with path.open("wb") as out, beside(path, "ends").open("wb") as ends:
+        for batch in _batches(spans):
+            encoded = encoder.encode([text for text, _ in batch])
+            for (text, is_first), ids in zip(batch, encoded, strict=True):
+                begins_next = is_first and num_tokens > 0
+                if begins_next:  # the separator is the last token of the document before
+                    out.write(np.asarray(separator, dtype=NUMPY_DTYPES[dtype]).tobytes())
+                    num_tokens += len(separator)
+                    ends.write(np.asarray([num_tokens], "<i8").tobytes())
+                out.write(np.asarray(ids, dtype=NUMPY_DTYPES[dtype]).tobytes())
+                num_tokens += len(ids)
+                num_bytes += len(text.encode())
+            report(num_bytes)
+        if num_tokens:
+            ends.write(np.asarray([num_tokens], "<i8").tobytes())
+    return num_tokens, num_bytes
+
+
+def _batches(spans: Sequence[Span]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces of text, each with whether it begins a document, about `BATCH_BYTES` at a time."""
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for span in spans:
+        for index, piece in enumerate(corpora.read_pieces(span)):
+            batch.append((piece, index == 0))
+            size += len(piece)
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,1 @@
+"""From token files and users' datasets to batches."""

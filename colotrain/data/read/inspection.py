@@ -1,0 +1,175 @@
+"""A look at data before training: counts, lengths, and samples as the model will see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from colotrain.data.prepare import formats, vocabulary
+from colotrain.data.prepare.corpora import Progress
+from colotrain.data.prepare.prepared import Prepared, Split
+from colotrain.data.prepare.tokens import parts_of, prepare_shards
+from colotrain.data.read.loader import IGNORE_INDEX, Samples, open_samples, order_of
+from colotrain.data.read.packing import packing_of
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.plan import DataPlan
+
+SPLITS: tuple[Split, ...] = ("train", "validation")
+MOST_BINS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token of a sample, as text, and what becomes of it."""
+
+    text: str
+    learned: bool
+    """It is predicted by the one before it, and counts in the loss."""
+    document: int | None
+    """The number of its document in an isolated sample; -1 is padding."""
+
+
+def describe(plan: DataPlan, progress: Progress | None = None) -> dict[str, Any]:
+    """What there is: part by part, and the samples of each split. Prepares the data."""
+    if plan.source == "target":
+        return {"parts": [], "samples": _count_samples(plan), "seq_len": plan.seq_len}
+    parts = []
+    for index, part in enumerate(parts_of(plan)):
+        shards = prepare_shards(part, progress=progress)
+        weight = plan.mixture[index].weight if plan.mixture else None
+        parts.append(_describe_part(part, shards, weight))
+    return {"parts": parts, "samples": _count_samples(plan), "seq_len": plan.seq_len}
+
+
+def _count_samples(plan: DataPlan) -> dict[str, int]:
+    return {split: len(open_samples(plan, split)) for split in SPLITS}
+
+
+def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None) -> dict[str, Any]:
+    train = [shard for shard in shards if shard.num_train]
+    return {
+        "paths": list(plan.paths) or [plan.corpus],
+        "format": formats.recognise(plan),
+        "weight": weight,
+        "shards": len(shards),
+        "tokenizer": plan.tokenizer,
+        "vocab_size": max(shard.vocab_size for shard in shards),
+        "packing": packing_of(shards, plan),
+        "isolate": plan.isolate,
+        "tokens": {split: sum(shard.count(split) for shard in shards) for split in SPLITS},
+        "bytes": {split: _sum_bytes(shards, split) for split in SPLITS},
+        "documents": {split: _count_documents(shards, split) for split in SPLITS},
+        "learned": sum(_count_learned(shard) for shard in train),
+        "bad": {
+            "count": sum(s.num_bad for s in shards),
+            "first": [b for s in shards for b in s.bad],
+        },
+        "lengths": _histogram(train, plan.seq_len),
+    }
+
+
+def _sum_bytes(shards: list[Prepared], split: Split) -> int | None:
+    known = [s.num_bytes_train if split == "train" else s.num_bytes_validation for s in shards]
+    return None if None in known else sum(number or 0 for number in known)
+
+
+def _count_documents(shards: list[Prepared], split: Split) -> int | None:
+    ends = [shard.document_ends(split) for shard in shards]
+    return None if any(e is None for e in ends) else sum(len(e) for e in ends if e is not None)
+
+
+def _count_learned(shard: Prepared) -> int:
+    """Tokens of the train split that count in the loss."""
+    targets = shard.targets("train")
+    return shard.num_train if targets is None else int(np.count_nonzero(targets))
+
+
+def _histogram(shards: list[Prepared], seq_len: int) -> dict[str, Any] | None:
+    """How many documents of the train split have up to so many tokens (powers of two)."""
+    ends = [shard.document_ends("train") for shard in shards]
+    if not ends or any(e is None for e in ends):
+        return None
+    lengths = np.concatenate([np.diff(e, prepend=0) for e in ends if e is not None])
+    if not len(lengths):
+        return None
+    top = max(1, int(lengths.max()))
+    powers = [1 << k for k in range(top.bit_length() + 1)]
+    first = max(0, len(powers) - MOST_BINS)
+    edges = [0, *powers[first:]]
+    counts, _ = np.histogram(lengths, bins=[e + 1 for e in edges])
+    bins = [{"up_to": edge, "count": int(n)} for edge, n in zip(edges[1:], counts, strict=True)]
+    filled = [index for index, row in enumerate(bins) if row["count"]]
+    bins = bins[filled[0] : filled[-1] + 1]
+    return {
+        "min": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "mean": float(lengths.mean()),
+        "max": top,
+        "longer_than_seq_len": int((lengths > seq_len).sum()),
+        "bins": bins,
+    }
+
+
+def sample_tokens(
+    plan: DataPlan, number: int, *, seed: int, split: Split = "train"
+) -> tuple[int, list[Token]]:
+    """The sample that stands at position `number` of the run's order: its index, its tokens."""
+    samples = open_samples(plan, split)
+    if not 0 <= number < len(samples):
+        expected = f"a number from 0 to {len(samples) - 1} ({split} has {len(samples)} samples)"
+        raise ConfigError([Problem(key="--sample", value=number, expected=expected)])
+    index = order_of(samples, seed=seed, shuffle=plan.shuffle).sample_at(number)
+    sample = samples[index]
+    return index, list(_tokens(plan, samples, index, sample))
+
+
+def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterator[Token]:
+    if "input_ids" not in sample or "labels" not in sample:
+        names = ", ".join(map(str, sample))
+        problem = f"sample {index} has no input_ids and labels to show (it has {names})"
+        raise ColotrainError(problem, "name them so in your dataset")
+    ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+    learned = [False, *(label != IGNORE_INDEX for label in labels[:-1])]
+    if "document_ids" in sample:
+        documents = sample["document_ids"].tolist()
+    else:
+        documents = [None] * len(ids)
+        at = len(ids)
+        while at and ids[at - 1] == 0 and labels[at - 1] == IGNORE_INDEX and not learned[at - 1]:
+            at -= 1
+            documents[at] = -1
+    texts = token_texts(plan, ids)
+    for text, is_learned, document in zip(texts, learned, documents, strict=True):
+        yield Token(text=text, learned=is_learned, document=document)
+
+
+def token_texts(plan: DataPlan, ids: list[int]) -> list[str]:
+    """Each token as text; a character of several tokens stands at its last."""
+    if plan.source == "target":
+        file = vocabulary.tokenizer_file(plan.tokenizer)
+        if file is None and plan.tokenizer != "bytes":
+            return [f"{number} " for number in ids]
+    else:
+        file = prepare_shards(parts_of(plan)[0])[0].tokenizer
+    if file is None:
+        if max(ids, default=0) > 255:
+            return [f"{number} " for number in ids]
+        return _incremental(ids, lambda part: bytes(part).decode("utf-8", errors="replace"))
+    tokenizer = vocabulary.load(file)
+    return _incremental(ids, lambda part: tokenizer.decode(part, skip_special_tokens=False))
+
+
+def _incremental(ids: list[int], decode: Any) -> list[str]:
+    texts, begin, done = [], 0, ""
+    for stop in range(1, len(ids) + 1):
+        whole = decode(ids[begin:stop])
+        if whole.endswith("\ufffd") and stop - begin < 16:
+            texts.append("")
+            continue
+        texts.append(whole[len(done) :])
+        begin = max(begin, stop - 4)
+        done = decode(ids[begin:stop])
+    return texts

@@ -1,0 +1,204 @@
+"""Samples, the order they come in, and the micro-batches of a rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colotrain.data.prepare.prepared import Split
+from colotrain.data.prepare.tokens import parts_of, prepare_shards
+from colotrain.data.read.mixtures import Mixture, MixtureOrder
+from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
+from colotrain.data.read.samples import user_samples
+from colotrain.dotted import described
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.plan import BatchPlan, DataPlan
+
+__all__ = [
+    "IGNORE_INDEX",
+    "BatchLoader",
+    "SampleOrder",
+    "Samples",
+    "Split",
+    "TokenSamples",
+    "count_targets",
+    "open_samples",
+    "order_of",
+    "read_sample",
+    "refuse_empty",
+    "stack",
+    "targets_per_sample",
+]
+
+
+class Samples(Protocol):
+    """A map-style dataset of dicts of tensors."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> Samples:
+    """The samples of a split: of the plan's files, or what the user's `data.target` returns.
+
+    A split that holds nothing is empty, never an error here. An iterable-style dataset with
+    `state_dict` becomes `data.samples.StreamSamples`: its order is its own, and resuming reads
+    forward. `data.samples.user_samples` says how a user's dataset is split.
+    """
+    if plan.source == "target":
+        return user_samples(plan, split)
+    parts = parts_of(plan)
+    opened = [pack(prepare_shards(part, cache=cache), part, split) for part in parts]
+    if plan.source != "mixture":
+        return opened[0]
+    return Mixture(opened, [part.weight for part in plan.mixture])
+
+
+def order_of(samples: Samples, *, seed: int, shuffle: bool) -> SampleOrder | MixtureOrder:
+    """The order that samples come in; a `ConfigError` where there are none."""
+    refuse_empty(samples)
+    if isinstance(samples, Mixture):
+        return MixtureOrder(
+            samples.sizes, samples.weights, seed=seed, shuffle=shuffle, order=SampleOrder
+        )
+    return SampleOrder(len(samples), seed=seed, shuffle=shuffle)
+
+
+def refuse_empty(samples: Samples) -> None:
+    if len(samples) == 0:
+        fix = "give more data, or lower data.seq_len or data.validation_fraction"
+        raise ConfigError([Problem(key="data", expected="at least one sample", fix=fix)])
+
+
+class SampleOrder:
+    """Which sample stands at which position: a function of seed and position alone.
+
+    Epoch `position // num_samples` is a permutation of its own, made from (seed, epoch) by sorting
+    raw Philox numbers, whose stream numpy keeps the same in every version (NEP 19). Only the
+    current epoch's is held: 4 or 8 bytes per sample. A stream keeps its own order.
+    """
+
+    def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle and num_samples < sys.maxsize
+        self._epoch = -1
+        self._permutation = np.empty(0, np.uint32)
+
+    def sample_at(self, position: int) -> int:
+        epoch, index = divmod(position, self.num_samples)
+        if not self.shuffle:
+            return index
+        if epoch != self._epoch:
+            self._permutation, self._epoch = self._permute(epoch), epoch
+        return int(self._permutation[index])
+
+    def samples_at(self, positions: range) -> list[int]:
+        return [self.sample_at(position) for position in positions]
+
+    def _permute(self, epoch: int) -> np.ndarray[Any, Any]:
+        key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
+        numbers = np.random.Philox(key=key).random_raw(self.num_samples)
+        dtype = np.uint32 if self.num_samples < 2**32 else np.int64
+        return np.argsort(numbers, kind="stable").astype(dtype)
+
+
+class BatchLoader:
+    """The micro-batches of one rank.
+
+    Sample i of micro-batch j on rank r in step k stands at position `k*G + (j*W + r)*m + i` of the
+    order (G the global batch, W the data-parallel size, m the micro-batch; steps count from 0), so
+    the samples of a step are the same for every split of the same global batch.
+    """
+
+    def __init__(
+        self, samples: Samples, order: SampleOrder | MixtureOrder, batch: BatchPlan, rank: int
+    ) -> None:
+        refuse_empty(samples)
+        self.samples = samples
+        self.order = order
+        self.batch = batch
+        self.rank = rank
+
+    def ids(self, step: int, micro_batch_index: int) -> list[int]:
+        """The samples of a micro-batch of this rank."""
+        batch = self.batch
+        block = micro_batch_index * batch.data_parallel + self.rank
+        start = step * batch.global_batch + block * batch.micro_batch
+        return self.order.samples_at(range(start, start + batch.micro_batch))
+
+    def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
+        """The stacked samples: each value is `[micro_batch, ...]`."""
+        ids = self.ids(step, micro_batch_index)
+        return stack({index: read_sample(self.samples, index) for index in ids}, ids)
+
+
+def read_sample(samples: Samples, index: int) -> Any:
+    """A sample; what the user's dataset raises is a `ConfigError` that names its line.
+
+    It would come again at every restart, unless a disk or a network is the reason.
+    """
+    try:
+        return samples[index]
+    except (OSError, ColotrainError):
+        raise
+    except Exception as error:
+        expected = f"samples that can be read (sample {index} raised {described(error)})"
+        raise _wrong(expected, "correct the dataset") from error
+
+
+def stack(samples: Mapping[int, Any], ids: list[int]) -> dict[str, Tensor]:
+    """Samples by id as one batch, in the order of `ids`; unequal ones are a `ConfigError`."""
+    tensors = {index: _tensors(index, sample) for index, sample in samples.items()}
+    first = tensors[ids[0]]
+    shapes = {name: tensor.shape for name, tensor in first.items()}
+    for index, sample in tensors.items():
+        found = {name: tensor.shape for name, tensor in sample.items()}
+        if found != shapes:
+            got = f"sample {index} is {_show(found)}, sample {ids[0]} is {_show(shapes)}"
+            raise _wrong(f"samples of one shape ({got})", "pad them (labels with -100) or cut them")
+    return {name: torch.stack([tensors[index][name] for index in ids]) for name in first}
+
+
+def count_targets(batch: Mapping[str, Tensor], *, shifted: bool = False) -> int | None:
+    """How many labels are not -100; None for a batch without labels.
+
+    With `shifted` the first label of each row is none: the model compares each logit with the
+    label after it.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        return None
+    return int(((labels[:, 1:] if shifted else labels) != IGNORE_INDEX).sum())
+
+
+def targets_per_sample(batch: Mapping[str, Tensor]) -> int:
+    """How many targets a sample of this batch has when none is masked: at least 1."""
+    labels = batch.get("labels")
+    return 1 if labels is None else max(1, labels[0].numel())
+
+
+def _tensors(index: int, sample: Any) -> dict[str, Tensor]:
+    if not isinstance(sample, Mapping) or not sample:
+        expected = f"samples that are dicts of tensors (sample {index} is {type(sample).__name__})"
+        raise _wrong(expected, 'return {"input_ids": ..., "labels": ...} from the dataset')
+    try:
+        return {str(name): torch.as_tensor(value) for name, value in sample.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        expected = f"samples that are dicts of tensors (sample {index}: {error})"
+        raise _wrong(expected, "return tensors from the dataset") from error
+
+
+def _show(shapes: Mapping[str, torch.Size]) -> str:
+    return ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+
+
+def _wrong(expected: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(key="data.target", expected=expected, fix=fix)])

@@ -1,0 +1,192 @@
+"""From prepared tokens to samples: windows of a stream, whole documents, or one document each.
+
+Sample i is `{"input_ids": int64[seq_len], "labels": int64[seq_len]}`; with `isolate` also
+`"document_ids"`, which number the documents of a sample from 0 (padding is -1). Labels are
+already shifted: a model does not shift them again. Everything is read from memory maps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colotrain.data.prepare.prepared import Prepared, Split
+from colotrain.errors import ConfigError, Problem
+from colotrain.spec.plan import DataPlan
+
+IGNORE_INDEX = -100
+
+
+class TokenSamples:
+    """Windows of `seq_len` tokens, side by side, each with the next tokens as labels.
+
+    With `isolate` the label of a document's last token is none, as it cannot be predicted.
+    """
+
+    def __init__(
+        self, prepared: Prepared, split: Split, seq_len: int, *, isolate: bool = False
+    ) -> None:
+        self.seq_len, self.isolate = seq_len, isolate
+        self._tokens = prepared.tokens(split)
+        self._targets = prepared.targets(split)
+        self._ends = prepared.document_ends(split) if isolate else None
+        self._separator = prepared.separator
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens) - 1) // self.seq_len)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.seq_len
+        stop = start + self.seq_len + 1
+        window = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
+        labels = window[1:]
+        if self._targets is not None:
+            learned = torch.from_numpy(self._targets[start + 1 : stop].astype(bool))
+            labels = torch.where(learned, labels, IGNORE_INDEX)
+        if not self.isolate:
+            return {"input_ids": window[:-1], "labels": labels}
+        documents = self._documents(start, stop)
+        same = documents[1:] == documents[:-1]
+        return {
+            "input_ids": window[:-1],
+            "labels": torch.where(same, labels, IGNORE_INDEX),
+            "document_ids": documents[:-1],
+        }
+
+    def _documents(self, start: int, stop: int) -> Tensor:
+        """The number of each token's document, from 0 in this window."""
+        if self._ends is not None:
+            found = np.searchsorted(self._ends, np.arange(start, stop), side="right")
+        else:
+            is_end = self._tokens[start : stop - 1] == self._separator
+            found = np.concatenate([[0], np.cumsum(is_end)])
+        return torch.from_numpy((found - found[0]).astype(np.int64))
+
+
+class DocumentSamples:
+    """Whole documents, one (`most=1`) or as many as fit in a sample, in their order, then padding.
+
+    A document longer than `seq_len` is cut at its end. The label of a document's last token is
+    none: what comes after it is another document, or nothing.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        split: Split,
+        seq_len: int,
+        *,
+        isolate: bool = False,
+        most: int | None = None,
+    ) -> None:
+        ends = prepared.document_ends(split)
+        if ends is None:
+            raise _no_documents("whole documents")
+        self.seq_len, self.isolate = seq_len, isolate
+        self._tokens, self._targets = prepared.tokens(split), prepared.targets(split)
+        self._ends = ends
+        self._first = _rows(ends, seq_len, most)
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        inputs = torch.zeros(self.seq_len, dtype=torch.int64)
+        labels = torch.full((self.seq_len,), IGNORE_INDEX)
+        documents = torch.full((self.seq_len,), -1)
+        at = 0
+        first = int(self._first[index])
+        for document in range(first, int(self._first[index + 1])):
+            ids, targets = self._document(document)
+            stop = at + len(ids)
+            inputs[at:stop] = ids
+            labels[at : stop - 1] = torch.where(targets[1:], ids[1:], IGNORE_INDEX)
+            documents[at:stop] = document - first
+            at = stop
+        sample = {"input_ids": inputs, "labels": labels}
+        return {**sample, "document_ids": documents} if self.isolate else sample
+
+    def _document(self, index: int) -> tuple[Tensor, Tensor]:
+        """The tokens of a document, as many as fit, and which of them are learned."""
+        start = int(self._ends[index - 1]) if index else 0
+        stop = min(int(self._ends[index]), start + self.seq_len)
+        ids = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
+        if self._targets is None:
+            return ids, torch.ones(len(ids), dtype=torch.bool)
+        return ids, torch.from_numpy(self._targets[start:stop].astype(bool))
+
+
+class Concatenation:
+    """Several datasets as one, their samples in order."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = [part for part in parts if len(part)]
+        self._starts = [0]
+        for part in self.parts:
+            self._starts.append(self._starts[-1] + len(part))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = bisect_right(self._starts, index) - 1
+        return self.parts[part][index - self._starts[part]]
+
+
+def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
+    """The samples of a split, as `data.packing` and `data.isolate` say."""
+    packing = packing_of(shards, plan)
+    if plan.isolate and packing == "stream":
+        for shard in shards:
+            if not shard.has_documents and shard.index is None and shard.separator is None:
+                raise _no_documents("documents that are told apart")
+    parts = [_pack_one(shard, plan, split, packing) for shard in shards if shard.count(split)]
+    return parts[0] if len(parts) == 1 else Concatenation(parts)
+
+
+def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
+    """`data.packing`, with `auto` decided: answers are learned from whole documents."""
+    if plan.packing != "auto":
+        return plan.packing
+    return "none" if any(shard.has_targets for shard in shards) else "stream"
+
+
+def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> Any:
+    if packing == "stream":
+        return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate)
+    most = 1 if packing == "none" else None
+    return DocumentSamples(shard, split, plan.seq_len, isolate=plan.isolate, most=most)
+
+
+def _lengths(ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.diff(ends, prepend=0)
+
+
+def _rows(ends: np.ndarray[Any, Any], seq_len: int, most: int | None) -> np.ndarray[Any, Any]:
+    """The first document of each sample, and at the end the number of documents."""
+    if most == 1:
+        return np.arange(len(ends) + 1)
+    first, room = [0], seq_len
+    for index, length in enumerate(np.minimum(_lengths(ends), seq_len).tolist()):
+        if length > room:
+            first.append(index)
+            room = seq_len
+        room -= length
+    return np.array([*first, len(ends)] if len(ends) else [0])
+
+
+def _no_documents(what: str) -> ConfigError:
+    expected = f"{what} (these token files do not say where documents end)"
+    fix = "set data.tokenizer to the one that made them, or data.packing=stream data.isolate=false"
+    return ConfigError([Problem(key="data.packing", expected=expected, fix=fix)])

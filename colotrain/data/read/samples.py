@@ -1,0 +1,180 @@
+"""The user's own dataset: what `data.target` names, map-style or a stream."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Subset
+
+from colotrain.dotted import described, import_target
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.plan import DataPlan
+
+
+def user_samples(plan: DataPlan, split: str) -> Any:
+    """The split `train` or `validation` of the dataset that `data.target` returns for `data.args`.
+
+    A callable with a `split` parameter is given it (unless `data.args` sets it). Otherwise the
+    dataset's last samples, `validation_fraction` of them rounded down, are the validation split; a
+    stream has no end, and so no validation. A wrong path, arguments or result are `ConfigError`.
+    """
+    target = str(plan.target)
+    make = import_target("data.target", target)
+    takes_split = _takes_split(make) and "split" not in plan.args
+    args = {**plan.args, "split": split} if takes_split else dict(plan.args)
+    before = _generators()
+    dataset = _call(make, target, args)
+    if _is_stream(dataset):
+
+        def again() -> Any:
+            with _drawing_from(before):
+                return _call(make, target, args)
+
+        return StreamSamples(dataset, again) if takes_split or split == "train" else []
+    if not _is_map(dataset):
+        expected = "a callable that returns a map-style dataset (`__len__` and `__getitem__`), or "
+        expected += f"an iterable one with `state_dict` (it returned {type(dataset).__name__})"
+        raise _wrong("data.target", target, expected, "return a list, or a torch Dataset")
+    if takes_split:
+        return dataset
+    count = len(dataset)
+    cut = count - int(count * plan.validation_fraction)
+    return Subset(dataset, range(cut) if split == "train" else range(cut, count))
+
+
+BEAT_EVERY = 64
+"""Samples between two signs of life."""
+
+
+class StreamSamples:
+    """An iterable dataset as samples: position p of the stream is sample p.
+
+    The order is then the stream's own, never shuffled: every rank reads the stream from the front
+    and skips what other ranks use, and resuming reads forward to where the run was. Asking for an
+    earlier sample starts the stream again: from the `state_dict` it had at first where it has
+    `load_state_dict`, else as another that `remake()` returns. A stream that ends begins again.
+    `len` is `sys.maxsize`: no end is known.
+    """
+
+    def __init__(self, stream: Any, remake: Callable[[], Any]) -> None:
+        self.stream = stream
+        self.remake = remake
+        self._first_state = copy.deepcopy(stream.state_dict())
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0
+        self.beat: Callable[[], None] = lambda: None
+        """Called again and again while samples are passed over, as after a resume: it may take
+        long, and is no hang."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self.stream)
+        elif index < self._next:
+            self._iterator, self._next = self._from_the_first(), 0
+        for passed in range(index - self._next):
+            if passed % BEAT_EVERY == 0:
+                self.beat()
+            self._read()
+        return self._read()
+
+    def _read(self) -> Any:
+        for begin in (self._as_it_is, self._another_time, self._from_the_first):
+            self._iterator = begin()
+            with suppress(StopIteration):
+                sample = next(self._iterator)
+                self._next += 1
+                return sample
+        raise ConfigError([Problem(key="data.target", expected="a stream with a sample in it")])
+
+    def _as_it_is(self) -> Iterator[Any]:
+        assert self._iterator is not None
+        return self._iterator
+
+    def _another_time(self) -> Iterator[Any]:
+        """After its end; an iterator of its own has nothing more then."""
+        return self._from_the_first() if self._can_load else iter(self.stream)
+
+    def _from_the_first(self) -> Iterator[Any]:
+        if self._can_load:
+            self.stream.load_state_dict(copy.deepcopy(self._first_state))
+        else:
+            self.stream = self.remake()
+        return iter(self.stream)
+
+    @property
+    def _can_load(self) -> bool:
+        return hasattr(self.stream, "load_state_dict")
+
+
+@contextmanager
+def _drawing_from(states: tuple[Any, ...]) -> Iterator[None]:
+    """The generators of random numbers are inside where they were when `states` was taken."""
+    before = _generators()
+    _set_generators(states)
+    try:
+        yield
+    finally:
+        _set_generators(before)
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:
+    try:
+        inspect.signature(make).bind(**args)
+    except TypeError as error:
+        expected = f"the arguments of {target} ({error})"
+        raise _wrong("data.args", args, expected, f"it takes {inspect.signature(make)}") from error
+    except ValueError:  # a builtin tells no signature
+        pass
+    try:
+        return make(**args)
+    except (OSError, ColotrainError):
+        raise
+    except Exception as error:
+        expected = f"a dataset that can be made ({described(error)})"
+        raise _wrong("data.target", target, expected, "correct data.args, or the code") from error
+
+
+def _takes_split(make: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(make).parameters.get("split")
+    except ValueError:
+        return False
+    return parameter is not None and parameter.kind in (
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+
+
+def _is_stream(dataset: Any) -> bool:
+    iterable = isinstance(dataset, IterableDataset) or not _is_map(dataset)
+    return iterable and hasattr(dataset, "__iter__") and hasattr(dataset, "state_dict")
+
+
+def _is_map(dataset: Any) -> bool:
+    is_sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return is_sized and not isinstance(dataset, Mapping | str | bytes | IterableDataset)
+
+
+def _wrong(key: str, value: Any, expected: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])

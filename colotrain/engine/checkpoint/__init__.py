@@ -1,0 +1,1 @@
+"""Checkpoints: pieces, files, manifest, saving and restoring."""

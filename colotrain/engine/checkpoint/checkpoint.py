@@ -1,0 +1,378 @@
+"""What is in a checkpoint, and how a run takes it up again, under any plugin and world size.
+
+Tensors are addressed by parameter name; everything else is in the manifest, as JSON.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import zlib
+from collections.abc import Collection, Iterator, Set
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine import generators
+from colotrain.engine.checkpoint import plain_state
+from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.checkpoint.manifest import MANIFEST, Manifest, complete, damage, read_manifest
+from colotrain.engine.checkpoint.plain_state import PLAIN
+from colotrain.engine.checkpoint.shard_file import Piece
+from colotrain.engine.freezing import thawed_later
+from colotrain.engine.guard import checksum
+from colotrain.engine.run_state import Run
+from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard, reshard, shard_range
+from colotrain.errors import ColotrainError
+from colotrain.events.log import EventWriter
+from colotrain.models import huggingface
+from colotrain.records import to_plain
+from colotrain.torch_internals import is_persistent
+
+
+def save(run: Run) -> None:
+    """Begin to write a checkpoint of the steps done so far, once.
+
+    The end of a smoke run is not saved: its first step was, and that was read back.
+    """
+    if not run.plan.checkpoint.enabled or run.saved_step == run.step:
+        return
+    if run.plan.smoke and run.step == run.plan.train.max_steps:
+        return
+    run.at("checkpoint")
+    # what rests on disk is not copied to memory: it is written before training goes on
+    background = run.tiers is None or not run.tiers.placement.streams
+    run.saver.begin(pieces(run), manifest_of(run), background=background)
+    run.saved_step = run.step
+
+
+def try_saving(run: Run) -> None:
+    """Find what cannot be saved right after the first update, rather than at the first save.
+
+    All ranks must call.
+    """
+    if not run.plan.checkpoint.enabled or run.can_be_saved:
+        return
+    run.optimizer.refuse_other_state()
+    _tensors(run)
+    run.can_be_saved = True
+
+
+def finish_saving(run: Run) -> None:
+    """Wait until the last checkpoint is written. All ranks must call.
+
+    That it could not be is an error here: the run ends, and would be taken for saved.
+    """
+    run.at("checkpoint")
+    error = run.saver.wait()
+    dist.barrier()  # rank 0, which keeps the store, stays until all know
+    if error is not None:
+        raise unsaved(run, run.saved_step, error)
+
+
+def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
+    """The run ends, and its last checkpoint could not be written."""
+    return ColotrainError(
+        f"checkpoint of step {step}: {problem}",
+        f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
+    )
+
+
+def pieces(run: Run) -> list[Piece]:
+    """This rank's part of the state after `run.step` steps; together the ranks hold all of it.
+
+    What several ranks hold alike is written by one of them, chosen by name. All ranks must call.
+    """
+    trained = {f"model.{name}" for name in run.optimizer.shards}
+    tensors = _tensors(run, unchanged(run))
+    found = [
+        Piece(name=own_name(run, name), local=tensors[name], shape=tuple(tensors[name].shape))
+        for name in _differing_buffers(run, tensors)
+    ]
+    buffers = _buffers(run, tensors)
+    for name, tensor in tensors.items():
+        piece = Piece(
+            name=name,
+            local=tensor,
+            shape=tuple(tensor.shape),
+            must_be_finite=name in trained or name.startswith("optim."),
+            lasts=name not in buffers and not name.startswith("rng."),
+        )
+        if not isinstance(tensor, DTensor):
+            if name.startswith("rng.") or run.rank == 0:
+                found.append(piece)
+            continue
+        mesh, local = tensor.device_mesh, local_shard(tensor)
+        replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
+        if local.numel() and zlib.crc32(name.encode()) % replicas == replica:
+            found.append(replace(piece, local=local, first_row=shard_range(tensor)[0]))
+    return found
+
+
+def own_name(run: Run, name: str) -> str:
+    """The name of what this rank holds otherwise than rank 0, which has the plain name."""
+    return f"rank.{run.rank}.{name}"
+
+
+def _buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
+    parameters = {f"model.{name}" for name, _ in run.sharded.module.named_parameters()}
+    kept = ("model.", f"{PLAIN}model.")
+    return [n for n in tensors if n.startswith(kept) and n not in parameters]
+
+
+def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
+    """Buffers that are not what they are on rank 0, as running means of each rank's own batches."""
+    names = _buffers(run, tensors)
+    if not names:
+        return []
+    mine = torch.tensor([checksum(tensors[name]) for name in names])
+    of_first = mine.clone()
+    dist.broadcast(of_first, 0)
+    return [n for n, a, b in zip(names, mine.tolist(), of_first.tolist(), strict=True) if a != b]
+
+
+def manifest_of(run: Run) -> Manifest:
+    """Everything beside the tensors, as it is after `run.step` steps."""
+    spared = tuple(sorted(unchanged(run)))
+    return Manifest(
+        step=run.step,
+        optimizer_steps=run.optimizer.steps,
+        micro_batches=run.micro_batches,
+        loss_scale=run.loss_scale.scale if run.loss_scale.dynamic else None,
+        clean_steps=run.loss_scale.clean_steps,
+        world_size=dist.get_world_size(),
+        plugin=run.plan.plugin.name,
+        global_batch=run.plan.batch.global_batch,
+        skipped_batches=run.skipped_batches,
+        rollbacks=run.rollbacks,
+        frozen=dict(run.gradients.frozen),
+        plan=to_plain(run.plan),
+        versions=_versions(),
+        left_out=spared,
+        began_with=_began_with(run) if spared else {},
+        written_at=time.time(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": torch.__version__, "numpy": np.__version__}
+    try:
+        found["colotrain"] = metadata.version("colotrain")
+    except metadata.PackageNotFoundError:  # run from its sources
+        found["colotrain"] = "unknown"
+    return found | {"python": platform.python_version()}
+
+
+def step_of(path: Path | None) -> int:
+    """Steps done in a checkpoint; 0 without one."""
+    return read_manifest(path).step if path else 0
+
+
+def left_out(path: Path) -> tuple[str, ...]:
+    """Parameters that a checkpoint does not hold: they are what the run began with."""
+    return read_manifest(path).left_out
+
+
+def restore(run: Run, path: Path) -> None:
+    """Read a checkpoint into `run`. All ranks must call.
+
+    Optimizer state that it does not hold is left to the optimizer, which begins it at the
+    parameter's next update; a model parameter that is missing is an error.
+    """
+    manifest = read_manifest(path)
+    if manifest.global_batch != run.plan.batch.global_batch:
+        raise ColotrainError(
+            f"train.global_batch={run.plan.batch.global_batch}: {path} was made with "
+            f"{manifest.global_batch}, so samples would be skipped or repeated",
+            f"set train.global_batch={manifest.global_batch}",
+        )
+    if run.rank == 0 and (changed := _other_samples(run, manifest)):
+        text = (
+            f"warning: {path.name} was made with another {', '.join(changed)}: the order of "
+            f"samples changes at step {manifest.step + 1}; some may come twice or not at all"
+        )
+        run.events.write("note", text=text)
+    stored = read_index(path).state_dict_metadata
+    _prepare_optimizer_(run, stored)
+    wanted = _tensors(run) | plain_state.as_stored(stored)
+    wanted = _less_what_is_left_out(run, path, wanted)
+    missing = [
+        name.removeprefix(PLAIN).removeprefix("model.")
+        for name in wanted
+        if name.removeprefix(PLAIN).startswith("model.") and name not in stored
+    ]
+    if missing:
+        raise ColotrainError(
+            f"{path}: holds no {missing[0]} ({len(missing)} missing)",
+            "resume with the model that the checkpoint was made from",
+        )
+    run.restored |= {name.removeprefix("model.") for name in wanted if name.startswith("model.")}
+    wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
+    base = {}
+    if manifest.world_size == dist.get_world_size():
+        own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
+        base = {own_: name for name, own_ in own.items()}
+        sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
+        wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
+    _load(wanted, path)
+    loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
+    same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
+    plain_state.take(run, loaded, path, same_optimizer=same_optimizer)
+    if manifest.world_size == dist.get_world_size():
+        prefix = f"rng.{run.rank}"
+        states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
+        generators.set_states(run.device, states)
+    _take_progress(run, manifest)
+    if path.parent == run.rundir.checkpoints:  # another run's checkpoint is none of this run's
+        run.saved_step = run.step
+    if run.rank == 0:
+        run.events.write("resumed", step=run.step, path=str(path))
+
+
+def _other_samples(run: Run, manifest: Manifest) -> list[str]:
+    """Settings that decide which sample stands where, and are not those of the checkpoint."""
+    now, then = to_plain(run.plan), manifest.plan
+    keys = [("train", "seed"), *(("data", key) for key in (*now["data"], *then.get("data", {})))]
+    return [
+        f"{section}.{key}"
+        for section, key in dict.fromkeys(keys)
+        if key != "workers" and now[section].get(key) != then.get(section, {}).get(key)
+    ]
+
+
+def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
+    """Make state to be read for what the checkpoint has it of, and forget that of all others.
+
+    Zeros would not do for these: not every optimizer begins with them. State of which a part is
+    missing is another optimizer's.
+    """
+    optimizer = run.optimizer
+    names = [n.removeprefix(PLAIN) for n in stored]
+    told = {n.removeprefix("optim.").rpartition(".")[0] for n in names if n.startswith("optim.")}
+    optimizer.forget_state_(name for name in optimizer.parameters if name not in told)
+    optimizer.prepare_state_(told)
+    states, plain = optimizer.state(), optimizer.plain_state()
+    foreign = [
+        name
+        for name, state in states.items()
+        if any(f"optim.{name}.{key}" not in stored for key in state)
+        or any(f"{PLAIN}optim.{name}.{key}" not in stored for key in plain[name])
+    ]
+    optimizer.forget_state_(foreign)
+    if foreign and run.rank == 0:
+        text = (
+            f"warning: the checkpoint has no state of optim.name={run.plan.optim.name} for "
+            f"{foreign[0]} ({len(foreign)} in all): it begins anew"
+        )
+        run.events.write("note", text=text)
+
+
+def unchanged(run: Run) -> set[str]:
+    """Parameters that the plan leaves out of checkpoints: those that never train.
+
+    What an earlier checkpoint held is kept, for it may have trained before it was frozen.
+    """
+    if run.plan.checkpoint.content == "all":
+        return set()
+    later = thawed_later(run.sharded.module, run.plan.freeze)
+    return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored - later
+
+
+def _began_with(run: Run) -> dict[str, Any]:
+    """What decides the values of parameters that never trained."""
+    model = run.plan.model
+    files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
+    seed = None if model.hf else run.plan.train.seed
+    return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
+
+
+def _less_what_is_left_out(run: Run, path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`wanted` without the parameters that are what this run began with, as the saved one did."""
+    manifest = read_manifest(path)
+    spared = {f"model.{name}" for name in manifest.left_out}
+    if spared and manifest.began_with != _began_with(run):
+        raise ColotrainError(
+            f"{path}: holds only what trained, of a run that began with another model",
+            "resume with the model, its arguments and the seed that it was made from",
+        )
+    return {name: tensor for name, tensor in wanted.items() if name not in spared}
+
+
+def _load(state: dict[str, Tensor], path: Path) -> None:
+    try:
+        dcp.load(state, storage_reader=JsonIndexReader(path))
+    except dcp.api.CheckpointException as error:  # a BaseException, which would pass for a kill
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ColotrainError(f"{path}: rank {rank}: {cause}", "see the run's logs") from error
+
+
+def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
+    """Flat name → tensor: parameters, persistent buffers, optimizer state, generator states."""
+    state = {f"model.{n}": t for n, t in _of_model(run.sharded) if n not in skipped}
+    for name, values in run.optimizer.state().items():
+        state |= {f"optim.{name}.{key}": value for key, value in values.items()}
+    state |= plain_state.encoded(run)
+    return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
+
+
+def _of_model(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
+    reshard(sharded)
+    for name, parameter in sharded.module.named_parameters():
+        yield name, parameter.detach()
+    for path, module in sharded.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_persistent(module, name):
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _take_progress(run: Run, manifest: Manifest) -> None:
+    run.step = manifest.step
+    run.optimizer.steps = manifest.optimizer_steps
+    run.micro_batches = manifest.micro_batches
+    run.skipped_batches = manifest.skipped_batches
+    run.rollbacks = max(run.rollbacks, manifest.rollbacks)
+    if run.loss_scale.dynamic and manifest.loss_scale is not None:
+        run.loss_scale.scale = manifest.loss_scale
+        run.loss_scale.clean_steps = manifest.clean_steps
+
+
+def choose(folder: Path, events: EventWriter) -> Path | None:
+    """The newest intact checkpoint in `folder` (which may be one itself), or None without any.
+
+    All ranks must call and get the same; each checks a part of the files. That there are some and
+    none is intact is an error.
+    """
+    candidates = _candidates(folder)
+    for path in candidates:
+        found = damage(path, part=dist.get_rank(), parts=dist.get_world_size())
+        bad = torch.tensor(float(found is not None))
+        dist.all_reduce(bad)
+        if bad.item() == 0:
+            return path
+        if found is not None:
+            events.write("note", text=f"warning: checkpoint {path.name} passed over: {found}")
+    if candidates:
+        raise ColotrainError(
+            f"{folder}: none of {len(candidates)} checkpoints is intact ({damage(candidates[0])})",
+            "start again with another name, or give checkpoint.resume=PATH of an older one",
+        )
+    return None
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """The same list on every rank: rank 0 looks, the others are told."""
+    names: list[Any] = [None]
+    if dist.get_rank() == 0:
+        is_one = (folder / MANIFEST).is_file()
+        names = [[str(folder)] if is_one else [str(path) for path in complete(folder)]]
+    dist.broadcast_object_list(names)
+    return [Path(name) for name in names[0]]

@@ -1,0 +1,187 @@
+"""torch.distributed.checkpoint storage without pickles: raw tensor bytes and an index in JSON.
+
+DCP's own storage pickles its index and wraps each tensor in an archive. Here nothing that is read
+names code to run, and a rank reads only the rows that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader, load
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.futures import Future
+
+from colotrain.engine.checkpoint.shard_file import Piece, Written
+from colotrain.errors import ColotrainError
+
+INDEX = "index.json"
+SCHEMA = 2
+
+
+def describe(pieces: list[Piece], written: Written, file: str) -> dict[str, Any]:
+    """What one rank wrote, as a part of the index."""
+    tensors = {}
+    for piece, start in zip(pieces, written.starts, strict=True):
+        box = {"offsets": piece.offsets, "sizes": list(piece.local.shape)}
+        place = {"file": file, "start": start, "length": piece.local.nbytes}
+        dtype = str(piece.local.dtype).removeprefix("torch.")
+        tensors[piece.name] = {"dtype": dtype, "shape": list(piece.shape), "chunks": [box | place]}
+    return tensors
+
+
+def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The index of all ranks' parts."""
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        for name, entry in part.items():
+            if name in tensors:
+                tensors[name]["chunks"] += entry["chunks"]
+            else:
+                tensors[name] = entry
+    return {"schema": SCHEMA, "tensors": tensors}
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of a checkpoint; a `ColotrainError` where it is none."""
+    path = folder / INDEX
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {document['schema']!r}, not {SCHEMA}")
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        stored: dict[MetadataIndex, Any] = {}
+        for name, entry in document["tensors"].items():
+            tensors[name] = _read_entry(folder, name, entry, stored)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ColotrainError(
+            f"{path}: not an index of a checkpoint ({what})", "use another checkpoint"
+        ) from error
+    return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def _read_entry(
+    folder: Path, name: str, entry: dict[str, Any], stored: dict[MetadataIndex, Any]
+) -> TensorStorageMetadata:
+    dtype, shape = getattr(torch, entry["dtype"]), _sizes(entry["shape"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{entry['dtype']} is no dtype")
+    chunks, covered = [], 0
+    for chunk in entry["chunks"]:
+        offsets, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
+        start, length = _sizes([chunk["start"], chunk["length"]])
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            first + size <= whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        path = folder / Path(chunk["file"]).name
+        if not inside or length != math.prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{name}: a part of it cannot be so")
+        if start + length > path.stat().st_size:
+            raise ValueError(f"{name}: it lies beyond the end of {path.name}")
+        covered += math.prod(sizes)
+        chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
+        index = MetadataIndex(name, torch.Size(offsets))
+        if index in stored:
+            raise ValueError(f"{name}: a part of it is there twice")
+        stored[index] = (path, start, tuple(sizes), dtype)
+    if covered != math.prod(shape):
+        raise ValueError(f"{name}: {covered} of its {math.prod(shape)} values are there")
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype), size=torch.Size(shape), chunks=chunks
+    )
+
+
+def _sizes(values: Any) -> list[int]:
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 1 << 62 for v in values):
+        raise ValueError(f"{values!r} are no sizes")
+    return values
+
+
+class JsonIndexReader(StorageReader):
+    """Reads a checkpoint for `torch.distributed.checkpoint.load`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stored: dict[MetadataIndex, Any] = {}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_index(self.path)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self.stored = metadata.storage_data or {}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self._read(item).view(target.shape))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item: ReadItem) -> Tensor:
+        """The box that `item` asks for; of dimension 0 only its rows are read."""
+        path, start, sizes, dtype = self.stored[item.storage_index]
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        row = math.prod(sizes[1:]) * dtype.itemsize
+        first, rows = (offsets[0], lengths[0]) if sizes else (0, 1)
+        data = bytearray(rows * row)
+        with path.open("rb", buffering=0) as file:
+            file.seek(start + first * row)
+            got = _read_fully(file, memoryview(data))
+        if got != len(data):
+            raise OSError(f"{path}: ended after {got} of {len(data)} bytes")
+        if not data:
+            return torch.empty(lengths, dtype=dtype)
+        read = torch.frombuffer(data, dtype=dtype).view((rows, *sizes[1:]) if sizes else ())
+        for axis in range(1, len(sizes)):
+            read = read.narrow(axis, offsets[axis], lengths[axis])
+        return read
+
+
+def _read_fully(file: Any, into: memoryview) -> int:
+    done = 0
+    while done < len(into) and (got := file.readinto(into[done:])):
+        done += got
+    return done
+
+
+def read_whole(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole, in this process. Needs no process group."""
+    index = read_index(folder)
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(state, storage_reader=JsonIndexReader(folder), no_dist=True)
+    return state

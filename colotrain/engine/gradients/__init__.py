@@ -1,0 +1,1 @@
+"""Reading gradients by name, and what they tell."""

@@ -1,0 +1,261 @@
+"""Gradients, readable by name under every plugin.
+
+`read(model)` yields one `GradView` per parameter from the last backward of a step until the next
+step's first backward. Values are those of the accumulated, averaged, unscaled gradient before
+clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine.freezing import names_of
+from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
+from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard, shard_range
+from colotrain.errors import ColotrainError
+from colotrain.torch_internals import norms_of
+
+Status = Literal["trained", "frozen", "unused", "zero", "nonfinite"]
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientState:
+    """What reading needs to know beside the gradients themselves."""
+
+    sharded: ShardedModel
+    frozen: dict[str, str]
+    """Frozen parameter → the pattern that froze it."""
+    factor: float = 1.0
+    """Stored gradient × factor = the gradient of the step."""
+    norm: float = 0.0
+    """Global norm before clipping."""
+    clip_ratio: float = 1.0
+    """What clipping multiplied the gradients with."""
+    names: tuple[str, ...] = ()
+    """Every parameter, in the order of the model."""
+    used_here: set[str] = field(default_factory=set)
+    """Parameters that a backward of this step reached on this rank."""
+    used: set[str] = field(default_factory=set)
+    """Parameters that a backward of this step reached on any rank."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """Parameter → norm of its whole gradient."""
+    watched: set[str] = field(default_factory=set)
+    """Parameters whose use is being noted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradView:
+    """The gradient of one parameter in the step that was just made."""
+
+    name: str
+    aliases: tuple[str, ...]
+    """Other names of the same (tied) parameter."""
+    shape: tuple[int, ...]
+    """Of the whole gradient."""
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    """First row of dimension 0 that this rank holds."""
+    status: Status
+    reason: str | None
+    """The pattern that froze it, or what is the matter with it; None when it is trained."""
+    norm: float
+    """Of the whole gradient."""
+    _stored: Tensor | None
+    _factor: float
+
+    @property
+    def local(self) -> Tensor | None:
+        """This rank's rows of the gradient; None where there is no gradient."""
+        return None if self._stored is None else local_shard(self._stored) * self._factor
+
+    def full(self) -> Tensor:
+        """The whole gradient, on every rank (collective: all ranks must call, in one order).
+
+        Zeros for a parameter that has none.
+        """
+        if self._stored is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        stored = self._stored
+        whole = stored.full_tensor() if isinstance(stored, DTensor) else stored
+        return whole * self._factor
+
+
+_STATE = "_colotrain_gradients"
+"""Attribute of a model that holds its GradientState."""
+
+
+def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
+    """Make the gradients of `sharded` readable by `read(sharded.module)`."""
+    names = tuple(name for name, _ in sharded.module.named_parameters())
+    state = GradientState(sharded=sharded, frozen=frozen, names=names)
+    sharded.module.__dict__[_STATE] = state
+    return state
+
+
+def read(model: nn.Module) -> Iterator[GradView]:
+    """One view per parameter, in the order of the model; tied parameters once."""
+    state = model.__dict__.get(_STATE)
+    if state is None:
+        raise ColotrainError(
+            "gradients can be read of a model that colotrain shards only", "use on_gradients"
+        )
+    known_as = names_of(model)
+    for name, parameter in model.named_parameters():
+        yield GradView(
+            name=name,
+            aliases=tuple(known_as[parameter][1:]),
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            device=parameter.device,
+            offset=shard_range(parameter)[0] if isinstance(parameter, DTensor) else 0,
+            status=(verdict := _verdict(name, state))[0],
+            reason=verdict[1],
+            norm=state.norms.get(name, 0.0),
+            _stored=parameter.grad,
+            _factor=state.factor,
+        )
+
+
+def _verdict(name: str, state: GradientState) -> tuple[Status, str | None]:
+    norm = state.norms.get(name, 0.0)
+    if name in state.frozen:
+        return "frozen", state.frozen[name]
+    if name not in state.used:
+        return "unused", "no path from the loss"
+    if not math.isfinite(norm):
+        return "nonfinite", f"its norm is {norm}"
+    if norm == 0.0:
+        return "zero", "every element is zero"
+    return "trained", None
+
+
+def note_use(state: GradientState) -> None:
+    """Have each trainable parameter noted in `used_here` when a backward reaches it.
+
+    To be called between each forward and its backward: the whole parameters, on which autograd
+    works, exist from a group's first forward on.
+    """
+    if len(state.watched) + len(state.frozen) >= len(state.names):
+        return
+    for name, parameter in whole_parameters(state):
+        if name not in state.watched:
+            _note(state, name, parameter)
+
+
+def whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
+    """The trainable tensors on which autograd works, as far as they exist yet."""
+    found = {
+        name: parameter
+        for name, parameter in state.sharded.module.named_parameters()
+        if not isinstance(parameter, DTensor)
+    }
+    for param in state.sharded.fsdp_params():
+        if (whole := whole_of(param)) is not None:
+            found[name_of(param)] = whole
+    yield from ((name, whole) for name, whole in found.items() if whole.requires_grad)
+
+
+def _note(state: GradientState, name: str, parameter: Tensor) -> None:
+    parameter.register_post_accumulate_grad_hook(lambda _: state.used_here.add(name))
+    state.watched.add(name)
+
+
+def local_facts(state: GradientState) -> Tensor:
+    """Σ g² of each parameter's shard as stored, then whether each was used: float64 [2 · names].
+
+    Summed over all ranks it describes the whole gradients: ranks that hold replicas give zeros.
+    """
+    squares = torch.zeros(len(state.names), dtype=torch.float64)
+    shards = {
+        i: shard
+        for i, p in enumerate(_parameters(state))
+        if (shard := counted(state, p, p.grad)) is not None
+    }
+    known = state.sharded.norms
+    norms_of = {i: known[state.names[i]] for i in shards if state.names[i] in known}
+    rest = [i for i in shards if i not in norms_of]
+    if rest:
+        norms_of |= zip(rest, norms([shards[i] for i in rest]), strict=True)
+    if shards:
+        device = norms_of[next(iter(shards))].device
+        found = [norms_of[i].to(device).double() for i in shards]
+        squares[list(shards)] = torch.stack(found).cpu().square()
+    used = torch.tensor([float(name in state.used_here) for name in state.names])
+    return torch.cat((squares, used.double()))
+
+
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each; of 16-bit and smaller floats in fp32, or sums of squares overflow."""
+    found: list[Tensor] = [torch.empty(0)] * len(tensors)
+    for narrow in (False, True):
+        chosen = [i for i, t in enumerate(tensors) if (t.dtype.itemsize < 4) == narrow]
+        dtype = torch.float32 if narrow else None
+        if chosen:
+            measured = norms_of([tensors[i] for i in chosen], dtype=dtype)
+            for index, norm in zip(chosen, measured, strict=True):
+                found[index] = norm
+    return found
+
+
+def _parameters(state: GradientState) -> list[nn.Parameter]:
+    return list(state.sharded.module.parameters())
+
+
+def counted(state: GradientState, parameter: nn.Parameter, value: Tensor | None) -> Tensor | None:
+    """This rank's part of `value` (laid out like `parameter`) in a sum over all ranks.
+
+    None where it has none: replicas count once, and what every rank holds whole on rank 0.
+    """
+    if value is None:
+        return None
+    if isinstance(parameter, DTensor):
+        shard = local_shard(value)
+        return shard if shard.numel() and state.sharded.counts_here else None
+    return value if value.numel() and dist.get_rank() == 0 else None
+
+
+def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:
+    """Store what `local_facts` summed over all ranks says; `factor` as in `GradientState`.
+
+    A parameter that no backward reached on any rank has no gradient, here as in plain torch.
+    """
+    squares, used = summed.cpu().chunk(2)
+    state.factor, state.clip_ratio = factor, 1.0
+    state.norms = {
+        name: math.sqrt(square) * factor if square >= 0 else math.nan
+        for name, square in zip(state.names, squares.tolist(), strict=True)
+    }
+    state.used = {name for name, n in zip(state.names, used.tolist(), strict=True) if n}
+    total = squares.sum().item()
+    state.norm = math.sqrt(total) * factor if total >= 0 else math.nan
+    drop_unused_(state)
+
+
+def drop_unused_(state: GradientState) -> None:
+    """Forget gradients that no backward of the step made: collectives fill them with zeros."""
+    for name, parameter in state.sharded.module.named_parameters():
+        if name not in state.used:
+            parameter.grad = None
+    state.used_here.clear()
+
+
+def clip_ratio(norm: float, limit: float | None) -> float:
+    """What to multiply gradients of global norm `norm` with so that it is at most `limit`."""
+    if limit is None or norm <= limit or norm == 0.0:
+        return 1.0
+    return limit / norm
+
+
+def clear_(model: nn.Module) -> None:
+    """Drop the gradients of the last step."""
+    for parameter in model.parameters():
+        parameter.grad = None

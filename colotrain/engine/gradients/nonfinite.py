@@ -1,0 +1,178 @@
+"""Where a loss or gradient stopped being finite: the step is run again with checks on.
+
+The weights are still those of the step, its samples are a function of its number, and the
+generator is set back, so that the second pass meets what the first met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colotrain.engine.accumulation import Batch, StepTotals, accumulate
+from colotrain.engine.gradients.gradients import GradientState, whole_parameters
+from colotrain.engine.sharding.sharded_model import local_shard
+
+PHASES = ("forward", "backward", "reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where it began."""
+
+    step: int
+    rank: int
+    micro_batch: int
+    """Of the step, from 1."""
+    phase: str
+    module: str | None
+    parameter: str | None
+    samples: tuple[int, ...]
+    """Samples of that micro-batch with values that are not finite, or else all of them."""
+
+    def __str__(self) -> str:
+        where = f"{self.phase} of micro-batch {self.micro_batch} on rank {self.rank}"
+        names = [f"module {self.module or '(the model itself)'}"] if self.phase != "reduce" else []
+        names += [f"parameter {self.parameter}"] if self.parameter else []
+        return ", ".join([where, *names, f"samples {list(self.samples)[:8]}"])
+
+
+class Watch:
+    """Notes the first value that is not finite in this rank's forward and backward passes."""
+
+    def __init__(self, state: GradientState) -> None:
+        self.state, self.micro_batch = state, 0
+        self.found: tuple[int, str, str | None, str | None] | None = None
+
+    def note(self, phase: str, module: str | None, parameter: str | None = None) -> None:
+        if self.found is None:
+            self.found = (self.micro_batch, phase, module, parameter)
+
+    def count(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.micro_batch += 1
+            yield batch
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Hooks on every module's output and on every whole parameter's gradient."""
+        model = self.state.sharded.module
+        handles = [
+            module.register_forward_hook(self._after_forward(name))
+            for name, module in model.named_modules()
+        ]
+        for name, whole in whole_parameters(self.state):
+            handles.append(whole.register_hook(self._on_gradient(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _after_forward(self, name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if any(not is_finite(tensor) for tensor in _tensors(output)):
+                self.note("forward", name)
+
+        return hook
+
+    def _on_gradient(self, name: str) -> Any:
+        def hook(grad: Tensor) -> None:
+            if not is_finite(grad):
+                self.note("backward", name.rpartition(".")[0], name)
+
+        return hook
+
+
+def locate(
+    state: GradientState,
+    batches: Iterable[Batch],
+    ids: list[list[int]],
+    *,
+    step: int,
+    nominal: float,
+) -> Origin | None:
+    """Run the step's micro-batches again and say where the first bad value came up.
+
+    All ranks must call and get the same; None where the second pass was clean (a transient
+    fault). `ids` are this rank's samples by micro-batch, `step` counts from 1.
+    """
+    watch, seen = Watch(state), []
+
+    def noted() -> Iterator[Batch]:
+        for batch in batches:
+            seen.append(_bad_rows(batch))
+            yield batch
+
+    with watch.on():
+        totals = StepTotals(nominal=nominal)
+        accumulate(state, watch.count(noted()), num=len(ids), totals=totals)
+    mine = None
+    if watch.found is not None:
+        micro_batch, phase, module, parameter = watch.found
+        rows, of_batch = seen[micro_batch - 1], ids[micro_batch - 1]
+        mine = Origin(
+            step=step,
+            rank=dist.get_rank(),
+            micro_batch=micro_batch,
+            phase=phase,
+            module=module,
+            parameter=parameter,
+            samples=tuple(of_batch[row] for row in rows) or tuple(of_batch),
+        )
+    return _first_of_all_ranks(mine) or _after_reduction(state, ids, step)
+
+
+def _first_of_all_ranks(mine: Origin | None) -> Origin | None:
+    everyone: list[dict[str, Any] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if mine is None else asdict(mine))
+    found = [Origin(**origin) for origin in everyone if origin is not None]
+    return min(found, key=lambda o: (o.micro_batch, PHASES.index(o.phase), o.rank), default=None)
+
+
+def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> Origin | None:
+    """Gradients that were finite on every rank and overflowed when they were summed."""
+    bad = [
+        name
+        for name, parameter in state.sharded.module.named_parameters()
+        if parameter.grad is not None and not is_finite(local_shard(parameter.grad))
+    ]
+    if not bad:
+        return _first_of_all_ranks(None)
+    own = Origin(
+        step=step,
+        rank=dist.get_rank(),
+        micro_batch=len(ids),
+        phase="reduce",
+        module=bad[0].rpartition(".")[0],
+        parameter=bad[0],
+        samples=tuple(i for batch in ids for i in batch),
+    )
+    return _first_of_all_ranks(own)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (t for item in value.values() for t in _tensors(item))
+    elif isinstance(value, list | tuple):
+        yield from (t for item in value for t in _tensors(item))
+    elif hasattr(value, "__dict__"):
+        yield from (t for item in vars(value).values() for t in _tensors(item))
+
+
+def _bad_rows(batch: Batch) -> list[int]:
+    floating = [t.flatten(1) for t in batch.values() if t.is_floating_point() and t.ndim > 1]
+    bad = [torch.nonzero(~torch.isfinite(t).all(1)).flatten().tolist() for t in floating]
+    return sorted({row for rows in bad for row in rows})

@@ -1,0 +1,1 @@
+"""Where model data rests: device, host or disk."""

@@ -1,0 +1,400 @@
+"""Where parameters, gradients and optimizer state rest: device, host or disk, group by group.
+
+The decision is `tiers.place`, the same on every rank; here it is carried out. What rests on disk
+is mapped memory (`disk.Region`) under the very tensors that training works on, so that nothing else
+needs to know of it; pages are fetched before they are used, written back and dropped afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.gradients.gradients import norms
+from colotrain.engine.offload.disk import (
+    ALIGNMENT,
+    DiskStore,
+    fetch,
+    return_free_memory,
+    whole_pages,
+    write,
+)
+from colotrain.engine.offload.group_storage import Home
+from colotrain.engine.probes import memory_now, reset_peak
+from colotrain.engine.sharding.fsdp_internals import is_being_gathered, is_gathered_alone, local_of
+from colotrain.engine.sharding.sharded_model import ShardedModel
+from colotrain.engine.shm.shared_parameters import Common
+from colotrain.errors import ColotrainError
+from colotrain.rundir import RunDir
+from colotrain.spec.offload import (
+    GroupBytes,
+    Kind,
+    Other,
+    Placement,
+    Tier,
+    bytes_by_tier,
+    lowest,
+    moved_bytes,
+    place,
+    with_parameters_of,
+)
+from colotrain.spec.plan import RunPlan
+
+TENSORS_OF_STATE = 3
+"""Space for alignment is kept for so many tensors of optimizer state per parameter."""
+MARGIN = 0.1
+"""Added to what is measured: the next step's peak is not exactly this one's."""
+
+
+class Tiers:
+    """The tiers of a sharded model. Everything here is decided alike on every rank."""
+
+    def __init__(
+        self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], guess: Other
+    ) -> None:
+        assert plan.plugin.budget is not None
+        self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
+        self.rundir = rundir
+        self.device = plan.cluster.device
+        self.top: Tier = "host" if self.device == "cpu" else "device"
+        self.other = guess
+        self.placement = self._decide(guess)
+        self.homes: list[Home] = []
+        self.common: Common | None = None
+        self.norms: dict[str, Tensor] = {}
+        """Parameter name → norm of the local gradient, where that has gone to disk."""
+        self.store: DiskStore | None = None
+        self.settled, self.exhausted = False, False
+        self.crowded = self.begun_empty = True
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="tiers-read")
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
+        self.writing: Future[None] | None = None
+        self.lane = torch.cuda.Stream() if self.device == "cuda" else None
+        self.order: dict[tuple[int, int], int] = {}
+        """Two groups gathered one after the other → the one that came next, the last time."""
+        self.gathered = (-1, -1)
+
+    # -- deciding
+
+    def _decide(self, other: Other) -> Placement:
+        return place(self.sizes, self.budget, other, device=self.device)
+
+    def begin_step(self) -> None:
+        """Measure from here. With room for everything free memory is kept: new pages cost time."""
+        self.trim()
+        self.begun_empty = self.crowded or self.placement.streams or memory_now()[0] > self._limit
+        if self.begun_empty:
+            return_free_memory()
+        reset_peak()
+
+    def offloads(self, index: int) -> bool:
+        """Whether a group's parameters begin outside the device (CUDA alone has another)."""
+        return self.device != "cpu" and self.placement.groups[index].parameters != self.top
+
+    def is_short(self) -> bool:
+        """Whether this rank used more memory than it may, not counting what was free and kept."""
+        if self.exhausted:
+            return False
+        self.crowded = not self.settled or memory_now()[1] > self._limit
+        return self.crowded and self.begun_empty
+
+    @property
+    def _limit(self) -> int:
+        return self.budget.host_bytes if self.device == "cpu" else self.budget.device_bytes
+
+    def settle(self, optimizer: Any) -> bool:
+        """Place anew by what the last forward and backward needed. All ranks must call.
+
+        The first time anything may move either way; later only down. Returns whether anything
+        changed.
+        """
+        now, peak = memory_now()
+        if self.device != "cpu":
+            now = torch.cuda.memory_allocated()
+        model = self._resident(optimizer)
+        mine = torch.tensor([peak - model, now - model], dtype=torch.int64)
+        mine = mine.to(self.device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        compute, update = (int(max(n, 0) * (1 + MARGIN)) for n in mine.tolist())
+        self.other = Other(compute=compute, update=update)
+        wanted = self._decide(self.other)
+        if self.common is not None:
+            leaving = [h.group for h in self.homes if wanted.groups[h.index].parameters != self.top]
+            compute += self.common.gather_bytes(leaving)
+            self.other = Other(compute=compute, update=update)
+            wanted = self._decide(self.other)
+        if self.settled:
+            wanted = lowest(wanted, self.placement)
+        if self.device != "cpu":  # `fully_shard` has to know from the beginning
+            wanted = with_parameters_of(wanted, self.placement)
+        changed = wanted.groups != self.placement.groups
+        self._reserve(wanted)
+        self.exhausted = self.settled and not changed
+        self.settled = True
+        self._move(optimizer)
+        return changed
+
+    def _reserve(self, wanted: Placement) -> None:
+        """Take `wanted` over with the space it needs on disk, on every rank or on none."""
+        before, self.placement, problem = self.placement, wanted, None
+        try:
+            if wanted.uses_disk:
+                self._open_store()
+        except ColotrainError as error:
+            problem = error
+        failed = torch.tensor(float(problem is not None), device=self.device)
+        dist.all_reduce(failed)
+        if failed.item():
+            self.placement = before
+            raise problem or ColotrainError("another rank finds no space on disk", "see its log")
+
+    def _resident(self, optimizer: Any) -> int:
+        """Bytes of model data that are in the uppermost tier now."""
+        has_state = optimizer.steps > 0
+        return sum(
+            (size.parameters if placed.parameters == self.top else 0)
+            + (size.gradients if placed.gradients == self.top else 0)
+            + (size.optimizer if placed.optimizer == self.top and has_state else 0)
+            for size, placed in zip(self.sizes, self.placement.groups, strict=True)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The `tiers` event."""
+        moved = moved_bytes(
+            self.sizes,
+            self.placement,
+            micro_batches=self.plan.batch.accumulation_steps,
+        )
+        budget = {k: v for k, v in asdict(self.budget).items() if k.endswith("_bytes")}
+        return {
+            "bytes": bytes_by_tier(self.sizes, self.placement),
+            "need": dict(self.placement.need),
+            "other": asdict(self.other),
+            "moved_bytes": moved,
+            "fits": self.placement.fits,
+            "budget": budget,
+        }
+
+    # -- carrying out
+
+    def attach(self, sharded: ShardedModel, common: Common | None) -> None:
+        """Take the groups of `sharded` over, and the space on disk. Before they have storage."""
+        self.common = common
+        names = {id(p): name for name, p in sharded.module.named_parameters()}
+        for index, group in enumerate(sharded.groups):
+            own = {names[id(param.sharded_param)]: param for param in group.params}
+            home = Home(
+                index=index,
+                group=group,
+                names=own,
+                parameters=self.top,
+                pinned=self.device != "cpu",
+            )
+            self.homes.append(home)
+        self.norms = sharded.norms
+        if self.placement.uses_disk:
+            self._open_store()
+
+    def _open_store(self) -> None:
+        if self.store is None:
+            assert self.budget.disk_path is not None
+            folder = self.rundir.tier_folder(self.budget.disk_path)
+            self.store = DiskStore(folder=folder, limit=self.budget.disk_bytes)
+        need = sum(map(self._on_disk_bytes, self.homes)) - self.store.taken
+        self.store.reserve(need)
+
+    def _on_disk_bytes(self, home: Home) -> int:
+        """Space that a group's regions take, with room for alignment."""
+        size, placed = self.sizes[home.index], self.placement.groups[home.index]
+        kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
+        found = [getattr(size, k) for k in kinds if getattr(placed, k) == "disk"]
+        gaps = ALIGNMENT * len(home.names) * TENSORS_OF_STATE
+        return sum(whole_pages(n + gaps) for n in found if n)
+
+    def house_parameters(self, fresh: bool) -> None:
+        """Bring each group's parameters where they belong; `fresh` ones have no values yet."""
+        wanted = [placed.parameters for placed in self.placement.groups]
+        moving = [h for h in self.homes if h.names and h.parameters != wanted[h.index]]
+        for home in moving:
+            home.move_parameters(wanted[home.index], self.store, fresh=fresh)
+            self._write_back(home, "parameters")
+        if self.common is not None:
+            self.common.give_up(home.group for home in moving)
+        for home in moving:
+            for fsdp_group in home.group.fsdp_groups:
+                self._watch_gathers(home.index, fsdp_group)
+
+    def release(self, parameter: Tensor) -> None:
+        """Write back and drop a parameter that was just filled."""
+        for home in self.homes:
+            if home.parameters == "disk" and home.holds(parameter):
+                self._write_back(home, "parameters")
+
+    def trim(self) -> None:
+        """Take every page that rests on disk out of this process's memory."""
+        for home in self.homes:
+            for region in home.pages("parameters", "gradients", "optimizer"):
+                region.drop()
+
+    def _move(self, optimizer: Any) -> None:
+        """Parameters move now, optimizer state at its next visit, gradients when next reduced."""
+        self.house_parameters(fresh=False)
+        for home in self.homes:
+            for name, param in home.names.items():
+                if name in optimizer.shards:
+                    optimizer.shards[name].data = local_of(param.sharded_param)
+        self.watch_gradients()
+
+    def _write_back(self, home: Home, *kinds: Kind) -> None:
+        """Start writing now; at most one group's pages are on their way at a time."""
+        regions = home.pages(*kinds)
+        if not regions:
+            return
+        if self.writing is not None:
+            self.writing.result()
+        self.writing = self.writer.submit(write, regions)
+
+    # -- parameters, around each gather
+
+    def _watch_gathers(self, index: int, fsdp_group: Any) -> None:
+        """After every all-gather of the group drop its pages and fetch those of the next."""
+        if hasattr(fsdp_group, "_colotrain_gather"):
+            return
+        alone = is_gathered_alone(fsdp_group)  # then waiting copies
+        name = "wait_for_unshard" if alone else "unshard"
+        gather = fsdp_group._colotrain_gather = getattr(fsdp_group, name)
+
+        @functools.wraps(gather)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            pending = is_being_gathered(fsdp_group)
+            reads = pending if alone else not (pending or fsdp_group.is_unsharded)
+            result = gather(*args, **kwargs)
+            if reads:
+                self._gathered(index)
+            return result
+
+        setattr(fsdp_group, name, watched)
+
+    def _gathered(self, index: int) -> None:
+        self.order[self.gathered], self.gathered = index, (self.gathered[1], index)
+        if self.homes[index].parameters == "disk":
+            for region in self.homes[index].pages("parameters"):
+                region.drop()
+        following = self.homes[self.order.get(self.gathered, index)]
+        if following.parameters == "disk" and following.index != index:
+            self.reader.submit(fetch, following.pages("parameters"), [])
+
+    # -- gradients
+
+    def watch_gradients(self) -> None:
+        """Have the gradients of groups that keep them on disk go there as they are reduced."""
+        if not any(placed.gradients == "disk" for placed in self.placement.groups):
+            return
+        for home in self.homes:
+            for name, param in home.names.items():
+                leaf = param.sharded_param
+                if leaf.requires_grad:
+                    home.last_trained = name
+                if leaf.requires_grad and not hasattr(leaf, "_colotrain_watched"):
+                    leaf._colotrain_watched = True
+                    hook = functools.partial(self._gradient, home, name)
+                    leaf.register_post_accumulate_grad_hook(hook)
+
+    def _gradient(self, home: Home, name: str, leaf: Tensor) -> None:
+        """Called when a sharded gradient is complete or has been added to."""
+        self.norms.pop(name, None)
+        if self.placement.groups[home.index].gradients != "disk" or leaf.grad is None:
+            return
+        own = home.keep_gradient(name, leaf, self.store)
+        if own.numel():
+            self.norms[name] = norms([own])[0]
+        if name == home.last_trained:
+            self._write_back(home, "gradients")
+
+    # -- the optimizer
+
+    def visit(self, optimizer: Any) -> Iterator[list[str]]:
+        """Names of the parameters to update, group by group, their state at hand meanwhile.
+
+        While one group is updated the next one's pages are fetched, or its state is copied to the
+        device.
+        """
+        return_free_memory()
+        housed = {name for home in self.homes for name in home.names}
+        alone = [name for name in optimizer.shards if name not in housed]
+        if alone:
+            yield alone
+        busy = [(h, n) for h in self.homes if (n := [x for x in h.names if x in optimizer.shards])]
+        ahead: Future[None] | None = None
+        for number, (home, names) in enumerate(busy):
+            if ahead is not None:
+                ahead.result()
+            if number == 0 or self.lane is None:
+                self._raise(home, names, optimizer)
+            self._join()
+            for following, others in busy[number + 1 : number + 2]:
+                changed = following.pages("optimizer", "parameters")
+                ahead = self.reader.submit(fetch, following.pages("gradients"), changed)
+                if self.lane is not None:
+                    self._raise(following, others, optimizer)
+            yield names
+            self._lower(home, names, optimizer)
+        self._finish()
+
+    def _raise(self, home: Home, names: list[str], optimizer: Any) -> None:
+        to_stay = self.placement.groups[home.index].optimizer == self.top
+        with self._copying(after_update=False):
+            home.raise_state(names, optimizer, to_stay=to_stay)
+
+    def _lower(self, home: Home, names: list[str], optimizer: Any) -> None:
+        for region in home.pages("gradients"):
+            region.drop()
+        tier = self.placement.groups[home.index].optimizer
+        if tier == self.top:
+            self._write_back(home, "parameters")
+            return
+        known = len(home.kept)
+        with self._copying(after_update=True):
+            home.lower_state(names, optimizer, tier, self.store)
+        if len(home.kept) > known:  # what the optimizer itself allocated is free again
+            return_free_memory()
+        if self.lane is not None and home.pages("optimizer"):
+            self.lane.synchronize()  # its pages can be written only when they are there
+        self._write_back(home, "parameters", "optimizer")
+
+    @contextmanager
+    def _copying(self, *, after_update: bool) -> Iterator[None]:
+        """On CUDA: copies on a stream of their own, beside the update of another group."""
+        if self.lane is None:
+            yield
+            return
+        if after_update:
+            self.lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.lane):
+            yield
+
+    def _join(self) -> None:
+        """Let the update wait for the copies made so far."""
+        if self.lane is not None:
+            torch.cuda.current_stream().wait_stream(self.lane)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Optimizer state of `names` is not wanted any more."""
+        for name in names:
+            for home in self.homes:
+                home.kept.pop(name, None)
+
+    def _finish(self) -> None:
+        if self.lane is not None:
+            self.lane.synchronize()
+        if self.writing is not None:
+            self.writing.result()
+            self.writing = None

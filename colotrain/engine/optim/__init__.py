@@ -1,0 +1,1 @@
+"""The optimizers, and their step over shards."""

@@ -1,0 +1,379 @@
+"""The optimizer: torch's own, over this rank's shards, addressed by parameter name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine.offload.tiers import Tiers
+from colotrain.engine.optim.optimizers import is_hidden_matrix, make, settled
+from colotrain.engine.sharding.sharded_model import local_shard, shard_range
+from colotrain.errors import ColotrainError
+from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
+from colotrain.spec.plan import OptimPlan
+from colotrain.torch_internals import multiply, multiply_
+
+
+class Watch(Protocol):
+    """Sees the shards of some parameters just before and just after their update."""
+
+    def before_update(self, names: list[str]) -> None: ...
+
+    def after_update(self, names: list[str]) -> None: ...
+
+
+class ShardOptimizer:
+    """Steps every trainable parameter once per step.
+
+    Where updates are elementwise, a shard's update is the shard of the update, and the optimizer
+    sees plain local tensors; `engine.optim.optimizers` says what the others see. `steps` counts
+    what the optimizer itself did. With `tiers` whose placement streams, parameters are updated
+    group by group while their state is at hand.
+    """
+
+    def __init__(self, plan: OptimPlan, *, max_steps: int, tiers: Tiers | None = None) -> None:
+        self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
+        self._calls = 0
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.shards: dict[str, nn.Parameter] = {}
+        self.stepped: dict[str, nn.Parameter] = {}
+        """Name → what torch's optimizer holds: the shard, or the sharded parameter itself."""
+        self._names: dict[nn.Parameter, str] = {}
+        self.torch: torch.optim.Optimizer | None = None
+        self._given: list[dict[str, Any]] = []
+        """Settings of each parameter group of the user's own optimizer before any step."""
+
+    def add(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Begin to train `parameters` (name → sharded parameter)."""
+        fresh = {n: nn.Parameter(local_shard(p.detach())) for n, p in parameters.items()}
+        of_shards = self.plan.name in OPTIMIZERS
+        self.parameters.update(parameters)
+        self.shards.update(fresh)
+        self.stepped.update(fresh if of_shards else parameters)
+        self._names |= {self.stepped[name]: name for name in fresh}
+        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+        for name in fresh:
+            key = settings_of(name, parameters[name].ndim, self.plan)
+            groups.setdefault(key, []).append(self.stepped[name])
+        for (lr_scale, weight_decay, muon), chosen in groups.items():
+            group = {"params": chosen, "weight_decay": weight_decay, "lr_scale": lr_scale}
+            group |= {"muon": muon} if self.plan.name == "muon" else {}
+            if self.torch is None:
+                self.torch = make(self.plan, [group], self)
+                self.torch.register_step_post_hook(self._count)
+            else:
+                self.torch.add_param_group(group)
+        for made in self.torch.param_groups[len(self._given) :] if self.torch else ():
+            self._given.append({k: _copy(v) for k, v in made.items() if k != "params"})
+        if self.tiers is not None:
+            self.tiers.watch_gradients()
+
+    def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+        """`value`, laid out like `shard`, of every rank put together (collective)."""
+        found = _like(self.parameters[self._names[shard]], value)
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
+        parameter = self.parameters[self._names[shard]]
+        if not isinstance(parameter, DTensor):
+            return whole
+        start, rows = shard_range(parameter)
+        return whole[start : start + rows]
+
+    def num_rows(self, shard: nn.Parameter) -> int | None:
+        """Rows of the whole parameter; None where this rank has all of it."""
+        parameter = self.parameters[self._names[shard]]
+        return parameter.shape[0] if isinstance(parameter, DTensor) else None
+
+    def sum_(self, values: Tensor) -> None:
+        """Add up `values` over the ranks that share one copy of the model (collective)."""
+        sharded = next(p for p in self.parameters.values() if isinstance(p, DTensor))
+        dist.all_reduce(values, group=sharded.device_mesh.get_group(-1))
+
+    @property
+    def streams(self) -> bool:
+        """Whether the update goes group by group. Stored gradients are not scaled then."""
+        return self.tiers is not None and self.tiers.placement.streams
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Cease to train parameters, and forget their state."""
+        assert self.torch is not None
+        names = list(names)
+        self.forget_state_(names)
+        for name in names:
+            del self.shards[name], self.parameters[name]
+        dropped = {self.stepped.pop(name) for name in names}
+        for group in self.torch.param_groups:
+            group["params"] = [shard for shard in group["params"] if shard not in dropped]
+
+    def step(self, *, factor: float, watch: Watch | None = None) -> float:
+        """One update with the gradients times `factor`; returns the learning rate used."""
+        assert self.torch is not None
+        if self.streams and self.plan.name not in OPTIMIZERS:
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: its state cannot be streamed from host or disk",
+                f"give plugin.budget more room, or choose one of {', '.join(OPTIMIZERS)}",
+            )
+        lr = self.plan.lr * schedule(self.plan, self.steps, self.max_steps)
+        for group in self.torch.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        self._calls, visits = 0, 0
+        for names in self._visits():
+            visits += 1
+            if watch is not None:
+                watch.before_update(names)
+            self._update(names, factor)
+            if watch is not None:
+                watch.after_update(names)
+        self.steps += self._calls // max(visits, 1)
+        return lr
+
+    def _visits(self) -> Iterable[list[str]]:
+        """All names at once, or as their groups come by."""
+        if self.tiers is not None and self.streams:
+            return self.tiers.visit(self)
+        return [list(self.shards)]
+
+    def _update(self, names: list[str], factor: float) -> None:
+        """Step `names` alone: torch's optimizers pass over parameters without a gradient."""
+        assert self.torch is not None
+        grads = {n: local_shard(g) for n in names if (g := self.parameters[n].grad) is not None}
+        if not self.streams:
+            scale_(list(grads.values()), factor)
+        elif factor != 1.0 and grads:  # what was stored below stays as it is there
+            scaled = multiply(list(grads.values()), factor)
+            grads = dict(zip(grads, scaled, strict=True))
+        for name, grad in grads.items():
+            if self.plan.name in OPTIMIZERS:  # elsewhere it is the parameter's own, scaled above
+                self.stepped[name].grad = grad
+        try:
+            self.torch.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if self.plan.name in OPTIMIZERS:
+                raise
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: it cannot update sharded parameters ({error})",
+                f"use operations that DTensors have, or one of {', '.join(OPTIMIZERS)}",
+            ) from error
+        for name in grads:
+            if self.plan.name in OPTIMIZERS:
+                self.stepped[name].grad = None
+
+    def _count(self, *_: object) -> None:
+        self._calls += 1
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Name → state tensors; those of the parameter's shape are DTensors laid out like it.
+
+        Raises `ColotrainError` for a layout that could not be saved. All ranks must call.
+        """
+        return {
+            name: {k: self._tensor(name, k, v) for k, v in state.items() if isinstance(v, Tensor)}
+            for name, state in self._states()
+        }
+
+    def plain_state(self) -> dict[str, dict[str, Any]]:
+        """Name → state that is no tensor, as a step that is an int."""
+        return {
+            name: {k: v for k, v in state.items() if v is not None and not isinstance(v, Tensor)}
+            for name, state in self._states()
+        }
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        assert self.torch is not None
+        for name, stepped in self.stepped.items():
+            if stepped in self.torch.state:
+                yield name, self.torch.state[stepped]
+
+    def set_plain_state(self, name: str, key: str, value: Any) -> None:
+        """Not where the parameter begins its state anew."""
+        state = next((state for known, state in self._states() if known == name), None)
+        if state:
+            state[key] = value
+
+    def plain_groups(self) -> dict[str, dict[str, Any]]:
+        """What the user's own optimizer changed in its parameter groups, by the group's number."""
+        if self.torch is None or self.plan.name in OPTIMIZERS:
+            return {}
+        changed = {}
+        for number, (group, given) in enumerate(
+            zip(self.torch.param_groups, self._given, strict=True)
+        ):
+            own = {k: v for k, v in group.items() if k not in ("params", "lr")}
+            changed[str(number)] = {
+                k: v for k, v in own.items() if k not in given or _differs(v, given[k])
+            }
+        return changed
+
+    def set_plain_group(self, number: int, key: str, value: Any) -> None:
+        """Not where there are fewer groups than there were."""
+        assert self.torch is not None
+        if number < len(self.torch.param_groups):
+            self.torch.param_groups[number][key] = value
+
+    def refuse_other_state(self) -> None:
+        """A `ColotrainError` for state that belongs to no parameter: it would not be saved."""
+        assert self.torch is not None
+        own = set(self.stepped.values())
+        foreign = [key for key in self.torch.state if key not in own]
+        if foreign:
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: its state has a key of type "
+                f"{type(foreign[0]).__name__}, which no checkpoint can hold",
+                "keep state by parameter or in parameter groups, or set checkpoint.every=0",
+            )
+
+    def _tensor(self, name: str, key: str, value: Tensor) -> Tensor:
+        of_shards = self.plan.name in OPTIMIZERS
+        shared = key == "col_var" and value.ndim == 2  # adafactor's sums over all rows
+        parameter = self.parameters[name]
+        found = _like(parameter, value) if of_shards and not shared else settled(value)
+        if found is None:
+            raise ColotrainError(
+                f"optim.name={self.plan.name}: its state {key!r} of {name} is a "
+                f"{type(value).__name__} that no checkpoint can hold",
+                "keep tensors of the parameter's shape, or whole ones, or set checkpoint.every=0",
+            )
+        return found
+
+    @property
+    def begins_with_zeros(self) -> bool:
+        """Whether zeroed state is what a first step would begin with; unknown of the user's own."""
+        return optimizer_of(self.plan.name).begins_with_zeros
+
+    def prepare_state_(self, names: Set[str] | None = None) -> None:
+        """Make zeroed state for `names` (all by default), so that a checkpoint can be read into it.
+
+        State that is there already stays as it is.
+        """
+        assert self.torch is not None
+        for name in (name for visited in self._visits() for name in visited):
+            stepped = self.stepped[name]
+            if (names is None or name in names) and not self.torch.state[stepped]:
+                muon = settings_of(name, self.parameters[name].ndim, self.plan)[2]
+                blank = _blank_state(self.plan, stepped, muon=muon)
+                self.torch.state[stepped] = blank
+
+    def forget_state_(self, names: Iterable[str]) -> None:
+        """Leave the state of `names` to their next update, which begins as a first one does."""
+        assert self.torch is not None
+        names = list(names)
+        if self.tiers is not None:
+            self.tiers.forget(names)
+        for name in names:
+            self.torch.state.pop(self.stepped[name], None)
+
+
+def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bool]:
+    """(scale of the learning rate, weight decay, whether it is muon's) of a parameter.
+
+    Matrices decay and vectors do not, unless a rule says otherwise; of several rules that match,
+    each adds to or replaces what those before it say.
+    """
+    lr_scale, weight_decay = 1.0, plan.weight_decay if ndim >= 2 else 0.0
+    for rule in plan.rules:
+        if fnmatchcase(name, rule.match):
+            lr_scale = lr_scale if rule.lr_scale is None else rule.lr_scale
+            weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
+    return lr_scale, weight_decay, plan.name == "muon" and is_hidden_matrix(name, ndim)
+
+
+class _Alone:
+    """The layout of a parameter that is whole."""
+
+    def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+        return value
+
+    def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:
+        return whole
+
+    def num_rows(self, shard: nn.Parameter) -> int | None:
+        return None
+
+    def sum_(self, values: Tensor) -> None:
+        raise AssertionError("nothing is shared")
+
+
+def state_ratio(plan: OptimPlan) -> float:
+    """Bytes of optimizer state per byte of parameter, as one step on a small matrix shows."""
+    matrix = nn.Parameter(torch.zeros(64, 64))
+    matrix.grad = torch.zeros_like(matrix)
+    small = make(plan, [{"params": [matrix]}], _Alone())
+    small.step()
+    tensors = [t for t in small.state[matrix].values() if isinstance(t, Tensor) and t.ndim]
+    return sum(t.numel() * t.itemsize for t in tensors) / (matrix.numel() * matrix.itemsize)
+
+
+def _blank_state(plan: OptimPlan, like: nn.Parameter, *, muon: bool) -> dict[str, Any]:
+    """The state that a first step makes for a parameter like this one, its tensors zeroed."""
+    twin = nn.Parameter(torch.zeros_like(like.detach()))
+    twin.grad = torch.zeros_like(twin)
+    group = {"params": [twin], "weight_decay": 0.0} | ({"muon": muon} if muon else {})
+    optimizer = make(plan, [group], _Alone())
+    optimizer.step()
+    state = dict(optimizer.state[twin])
+    for value in state.values():
+        if isinstance(value, Tensor):
+            value.zero_()
+    return state
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(before, Tensor):
+        return not torch.equal(value, before)
+    return type(value) is not type(before) or bool(value != before)
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value` as a DTensor where its rows are those of this rank's shard of `parameter`."""
+    if not isinstance(parameter, DTensor) or value.ndim != parameter.ndim:
+        return value
+    if value.shape[0] != parameter.to_local().shape[0]:
+        return value
+    shape = torch.Size((parameter.shape[0], *value.shape[1:]))
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def scale_(tensors: list[Tensor], factor: float) -> None:
+    """Multiply all in place; nothing is touched when the factor is one."""
+    if factor != 1.0 and tensors:
+        multiply_(tensors, factor)
+
+
+def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:
+    """Share of the peak learning rate in `step` (0 is the first): warm-up, then the shape.
+
+    cosine: SGDR's half cosine (Loshchilov and Hutter 2017), down to `final_ratio`. wsd: constant,
+    then a straight line down over the last `decay_steps` (Hu et al. 2024).
+    """
+    if step < plan.warmup_steps:
+        return (step + 1) / plan.warmup_steps
+    if plan.schedule == "constant":
+        return 1.0
+    span = max(max_steps - 1 - plan.warmup_steps, 1)
+    progress = min((step - plan.warmup_steps) / span, 1.0)
+    if plan.schedule == "wsd":
+        decay = min(plan.decay_steps or max(max_steps // 5, 1), max_steps)
+        progress = min(max(step - (max_steps - 1 - decay), 0) / decay, 1.0)
+    if plan.schedule in ("linear", "wsd"):
+        return 1.0 - (1.0 - plan.final_ratio) * progress
+    return plan.final_ratio + (1.0 - plan.final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))

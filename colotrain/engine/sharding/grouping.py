@@ -1,0 +1,240 @@
+"""Which parameters are gathered and reduced together.
+
+A group is gathered when its module is called, by all ranks together. So a module may be a group
+only if every rank calls it exactly once in every forward: a trial forward shows which are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.engine.freezing import thawed_later
+from colotrain.engine.passing import CHANGES_INPUTS, when_inputs_change
+from colotrain.errors import ConfigError, Problem
+from colotrain.spec.packing import Unit, pack
+from colotrain.spec.plan import FreezePlan, ModelPlan
+from colotrain.torch_internals import FakeTensorMode
+
+Block = tuple[str, nn.Module]
+Group = tuple[str, list[nn.Module]]
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LARGEST_REAL_TRIAL_BYTES = 2 << 30
+
+
+def find_groups(
+    model: nn.Module,
+    *,
+    chunk_bytes: int | None,
+    batch: dict[str, Tensor] | None,
+    kind: Callable[[str], Any] = lambda name: None,
+    split: bool = False,
+) -> list[Group]:
+    """The groups of `model`: name of the first module, and the modules.
+
+    Each repeated block that the trial forward with `batch` calls once is a group; what is in none
+    is left to the root. With `chunk_bytes`, neighbours of one `kind(name)` are packed until a
+    group reaches that size, and with `split` larger blocks are cut into modules that are called
+    once. They are in the model's order, but for modules inside others, which come before those.
+    """
+    blocks = find_blocks(model)
+    if chunk_bytes is None:
+        callable_ = {name for name, _ in blocks}
+        if batch is not None:
+            callable_ = called_once(model, blocks, batch)
+        return [(name, [module]) for name, module in blocks if name in callable_]
+    inside = [part for block in blocks for part in _parts(*block)] if split else []
+    callable_ = {name for name, _ in (*blocks, *inside)}
+    if batch is not None:
+        callable_ = called_once(model, [*blocks, *inside], batch)
+    units = [_unit(*block, callable_, split=split) for block in blocks if block[0] in callable_]
+    return [
+        (chunk.names[0], [model.get_submodule(name) for name in chunk.names])
+        for chunk in pack(units, chunk_bytes, kind)
+    ]
+
+
+def _parts(name: str, module: nn.Module) -> Iterator[Block]:
+    """Modules inside a block that hold parameters which nothing else in it holds."""
+    owners = Counter(p for child in module.children() for p in set(child.parameters()))
+    owners.update(p for p in module._parameters.values() if p is not None)
+    for key, child in module.named_children():
+        own = set(child.parameters())
+        if own and all(owners[p] == 1 for p in own):
+            yield f"{name}.{key}", child
+            yield from _parts(f"{name}.{key}", child)
+
+
+def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> Unit:
+    """A block as `pack` takes it; parts that cannot be groups are left to what is around them."""
+
+    def parts(name: str, module: nn.Module) -> Iterator[Unit]:
+        for part, child in _parts(name, module):
+            if part.count(".") != name.count(".") + 1:
+                continue  # inside another part
+            if part in callable_:
+                yield _unit(part, child, callable_, split=True)
+            else:
+                yield from parts(part, child)
+
+    return Unit(
+        name=name,
+        num_bytes=parameter_bytes(module),
+        trained=any(p.requires_grad for p in module.parameters()),
+        dtypes=frozenset(p.dtype for p in sharded_parameters(module)),
+        parts=tuple(parts(name, module)) if split else (),
+    )
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The outermost members of the model's lists of like modules, in the model's order.
+
+    A block that shares a parameter with anything outside it is left out: a parameter can live in
+    one group only.
+    """
+    candidates = list(_outermost(model, prefix=""))
+    owners: dict[nn.Parameter, set[int]] = {}
+    inside = {name: index for index, (name, _) in enumerate(candidates)}
+    for path, module in model.named_modules(remove_duplicate=False):  # a module may be in two
+        parts = path.split(".")
+        known_as = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        index = next((inside[name] for name in known_as if name in inside), -1)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(index)
+    shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
+    return [block for index, block in enumerate(candidates) if index not in shared]
+
+
+def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
+            if parameter_bytes(child) and _is_repeated(child, module):
+                yield path, child
+        else:
+            yield from _outermost(child, f"{path}.")
+
+
+def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
+    return sum(type(other) is type(child) for other in container.children()) > 1
+
+
+def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that a group can hold; scalar and empty ones are whole on every rank."""
+    return [p for p in module.parameters() if p.ndim and p.numel()]
+
+
+def check_dtypes(
+    model: nn.Module, groups: list[Group], plan: ModelPlan, freeze: FreezePlan
+) -> None:
+    """Refuse a group in which parameters of two dtypes ever train: they are reduced together."""
+    names, later = {p: n for n, p in model.named_parameters()}, thawed_later(model, freeze)
+    seen: set[nn.Parameter] = set()
+    for _, modules in (*groups, ("", [model])):  # those inside others come before these
+        inside = [p for m in modules for p in sharded_parameters(m) if p not in seen]
+        seen.update(inside)
+        trained = [p for p in inside if p.requires_grad or names[p] in later]
+        first = {p.dtype: names[p] for p in reversed(trained)}
+        if len(first) > 1:
+            told = ", ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in first.items())
+            expected = f"one dtype among the parameters that train of a block ({told})"
+            fix = "convert the model with .to(dtype), or freeze the parameters of one dtype"
+            problem = Problem(key=plan.key, value=plan.value, expected=expected, fix=fix)
+            raise ConfigError([problem])
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]) -> set[str]:
+    """Names of the blocks that a forward calls exactly once.
+
+    The trial runs on a copy without storage: on the meta device, and where that does not work with
+    fake tensors, which transformers knows and spares its looks at values. A model whose forward
+    must look at values can run as neither: a real copy is tried with one sample, and then a block
+    counts only if its neighbours of the same kind get inputs of the same shape (experts that share
+    out the tokens do not). Where nothing runs, no block counts.
+    """
+    modes = (lambda: torch.device("meta"), lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    for make in modes:  # the second loads torch's compiler, and is rarely needed
+        calls = _trial(_without_storage, model, blocks, batch, mode=make())
+        if calls is not None:
+            return {name for name, shapes in calls.items() if len(shapes) == 1}
+    real = all(not p.is_meta for p in model.parameters())
+    if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
+        return set()
+    one = {name: tensor[:1].clone() for name, tensor in batch.items()}
+    calls = _trial(copy.deepcopy, model, blocks, one, mode=torch.device("cpu"))
+    return _regular(blocks, calls) if calls is not None else set()
+
+
+def _regular(blocks: list[Block], calls: dict[str, list[Any]]) -> set[str]:
+    kinds = {name: (name.rpartition(".")[0], type(module)) for name, module in blocks}
+    shapes: dict[Any, set[Any]] = {}
+    for name, seen in calls.items():
+        shapes.setdefault(kinds[name], set()).update(seen)
+    alone = Counter(kinds[name] for name, seen in calls.items() if len(seen) == 1)
+    size = Counter(kinds.values())
+    good = {kind for kind in size if alone[kind] == size[kind] and len(shapes[kind]) == 1}
+    return {name for name, kind in kinds.items() if kind in good}
+
+
+def _without_storage(thing: Any) -> Any:
+    """A model's structure, or a batch, with empty tensors as the mode around makes them."""
+    if isinstance(thing, dict):
+        return {name: _empty_like(tensor) for name, tensor in thing.items()}
+    memo: dict[int, Any] = {}
+    for parameter in thing.parameters():
+        memo[id(parameter)] = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
+    for buffer in thing.buffers():
+        memo[id(buffer)] = _empty_like(buffer)
+    return copy.deepcopy(thing, memo)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _trial(
+    make_copy: Callable[[Any], Any],
+    model: nn.Module,
+    blocks: list[Block],
+    batch: dict[str, Tensor],
+    *,
+    mode: Any,
+) -> dict[str, list[Any]] | None:
+    """Block name → shape of the first input of each call; None where the forward does not run.
+
+    Blocks that change what they are given are marked with CHANGES_INPUTS.
+    """
+    calls: dict[str, list[Any]] = {name: [] for name, _ in blocks}
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            first = args[0] if args else None
+            calls[name].append(tuple(first.shape) if isinstance(first, Tensor) else None)
+
+        return hook
+
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad(), mode:
+            trial, inputs = make_copy(model), make_copy(batch)
+            for name, module in blocks:
+                block = trial.get_submodule(name)
+                block.register_forward_pre_hook(note(name))
+                when_inputs_change(block, partial(setattr, module, CHANGES_INPUTS, True))
+            trial(**inputs)
+    except Exception:  # whatever a user's forward raises: it will be met again in training
+        return None
+    finally:
+        torch.set_rng_state(state)
+    return calls

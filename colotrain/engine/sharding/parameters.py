@@ -1,0 +1,233 @@
+"""What users' code attaches to parameters, and what its forward does to them.
+
+`fully_shard` replaces every parameter twice: by the shard that a rank keeps, and by the whole
+parameter that a forward computes with. Hooks and attributes of the user's parameter are moved to
+these; what cannot be moved is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.plan import ModelPlan
+from colotrain.torch_internals import forget_hooks, hooks_after_gradient_of, hooks_of
+
+Hook = Callable[[Tensor], Tensor | None]
+NOT_THE_USERS = ("_fsdp", "_is_param")
+"""Beginnings of the attributes that torch itself sets on parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """What the user's code attached to one parameter."""
+
+    attributes: dict[str, Any]
+    hooks: Mapping[int, Hook]
+    """As `register_hook` keeps them: a hook that is removed later is gone from here, too."""
+    dtype: torch.dtype
+    """The parameter's own, in which its hooks expect gradients."""
+
+    def set_attributes(self, parameter: Tensor) -> None:
+        parameter.__dict__.update(self.attributes)
+
+    def register(self, parameter: Tensor, *, ranks: int) -> None:
+        """Have `parameter`, which computes for the user's, call the user's hooks."""
+        self.set_attributes(parameter)
+        if not self.hooks:
+            return
+        forget_hooks(parameter)  # a parameter that is not sharded has them already
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later
+        parameter.register_hook(lambda grad: self._call(grad, ranks))
+        parameter.requires_grad_(trains)
+
+    def _call(self, grad: Tensor, ranks: int) -> Tensor:
+        """The gradient as the hooks leave it.
+
+        Hooks see what they would see under DDP, where a rank's gradient is not yet divided by the
+        number of ranks, in the parameter's dtype. They may change it in place.
+        """
+        seen = grad.to(self.dtype)
+        seen = seen * ranks if ranks > 1 else seen
+        for hook in list(self.hooks.values()):
+            changed = hook(seen)
+            seen = seen if changed is None else changed
+        seen = seen / ranks if ranks > 1 else seen
+        return seen.to(grad.dtype)
+
+
+def attached_to(model: nn.Module) -> dict[str, Attached]:
+    """Parameter name → what is attached to it, before `model` is sharded."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        attributes = {
+            key: value
+            for key, value in vars(parameter).items()
+            if not key.startswith(NOT_THE_USERS)
+        }
+        hooks = hooks_of(parameter)
+        if attributes or hooks:
+            found[name] = Attached(attributes=attributes, hooks=hooks, dtype=parameter.dtype)
+    return found
+
+
+def check_parameters(model: nn.Module, plan: ModelPlan) -> None:
+    """Refuse what sharding would lose: `ConfigError` with all of it."""
+    if problems := [Problem(key=plan.key, value=plan.value, **found) for found in _lost(model)]:
+        raise ConfigError(problems)
+
+
+def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
+    """What is expected instead, and how to have that."""
+    for name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse and module.weight.requires_grad:
+            yield {
+                "expected": f"gradients that can be reduced over ranks ({name}.weight has sparse "
+                "ones)",
+                "fix": "make the embedding with sparse=False",
+            }
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            yield {
+                "expected": f"parameters with a shape ({name} has none yet: a lazy module)",
+                "fix": "give the module its sizes, or run a forward before the model is returned",
+            }
+        elif hooks_after_gradient_of(parameter):
+            yield {
+                "expected": f"no hook of register_post_accumulate_grad_hook ({name} has one, which "
+                "would see neither the whole gradient nor the whole parameter)",
+                "fix": "use register_hook to change its gradient, and optim to update it",
+            }
+
+
+def attach_(
+    model: nn.Module, fsdp_params: Iterator[Any], attached: Mapping[str, Attached], *, ranks: int
+) -> None:
+    """Move what `attached_to` found to the shards, and to the whole parameters once they exist.
+
+    `fsdp_params` are torch's own records of the model's sharded parameters.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for param in fsdp_params:
+        found = attached.get(names[param.sharded_param])
+        if found is not None:
+            found.set_attributes(param.sharded_param)
+            when_whole(param, partial(found.register, ranks=ranks))
+
+
+def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
+    """Call `act` once, with the whole parameter that torch makes at the first use of `param`.
+
+    It makes one object, whose memory comes and goes.
+    """
+    before = param.to_unsharded
+
+    def to_unsharded() -> None:
+        param.to_unsharded = before
+        whole = whole_of(param)
+        assert whole is not None
+        act(whole)
+        before()
+
+    param.to_unsharded = to_unsharded
+
+
+class Whole(nn.Parameter):
+    """A whole parameter whose `.data` is noted while a forward runs.
+
+    What is changed through `.data` does not count in the parameter's own version.
+    """
+
+    _watch: ForwardWatch
+    _name: str
+
+    @property
+    def data(self) -> Tensor:
+        alias: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if self._watch.running:
+            self._watch.aliases.append((self._name, alias))
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if self._watch.running:
+            raise changed_in_place(self._name)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, eq=False)
+class ForwardWatch:
+    """Ends the run when a forward changes a sharded parameter in place.
+
+    The change would be lost where parameters are gathered, and made by every rank on one memory
+    where they are shared. torch counts changes in a tensor's version.
+    """
+
+    params: list[Any]
+    """torch's own records."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Index of the parameter → its version when the forward began."""
+    aliases: list[tuple[str, Tensor]] = field(default_factory=list)
+    running: bool = False
+
+    def install(self, root: nn.Module, groups: Iterable[Any]) -> None:
+        """Watch the forwards of `root`; `groups` are torch's own records of its groups."""
+        for group in groups:
+            group.pre_backward = partial(self._pre_backward, group.pre_backward)
+        for index, param in enumerate(self.params):
+            when_whole(param, partial(self._adopt, index))
+        root.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+        root.register_forward_hook(lambda *_: self._end())
+
+    def _adopt(self, index: int, whole: nn.Parameter) -> None:
+        if type(whole) is nn.Parameter:
+            whole.__class__ = Whole
+            whole._watch, whole._name = self, name_of(self.params[index])  # type: ignore[attr-defined]
+        self.versions[index] = whole._version
+
+    def _pre_backward(self, torchs_own: Callable[..., None], *args: Any) -> None:
+        """Backward frees what it reaches, of which the forward that runs still has need."""
+        if self.running:
+            raise ColotrainError(
+                "model: forward calls backward or autograd.grad through a block of the model",
+                "return all terms of the loss, and let colotrain call backward; a penalty on "
+                "gradients needs a model without repeated blocks",
+            )
+        torchs_own(*args)
+
+    def _begin(self) -> None:
+        for index in self.versions:
+            self.versions[index] = self._version(index)
+        self.aliases.clear()
+        self.running = True
+
+    def _end(self) -> None:
+        self.running = False
+        aliases, self.aliases = self.aliases, []
+        for name, alias in aliases:
+            if alias._version:
+                raise changed_in_place(name)
+        for index, version in self.versions.items():
+            if self._version(index) != version:
+                raise changed_in_place(name_of(self.params[index]))
+
+    def _version(self, index: int) -> int:
+        whole = whole_of(self.params[index])
+        assert whole is not None  # it was adopted
+        return whole._version
+
+
+def changed_in_place(name: str) -> ColotrainError:
+    return ColotrainError(
+        f"model: forward changes {name} in place (as max_norm and clamps do)",
+        "compute with a changed copy, or change it in train.on_gradients",
+    )

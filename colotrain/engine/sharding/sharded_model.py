@@ -1,0 +1,364 @@
+"""Sharding a model: one engine (`fully_shard`), a plugin's row of settings.
+
+Group by group: what is gathered and reduced together is one `fully_shard` call; what no group
+holds stays with the root. Gradients are summed, never averaged, by the collectives: the one place
+that divides is `accumulation`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine.passing import watch_tensors
+from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
+from colotrain.engine.sharding.fsdp_internals import (
+    groups_of,
+    initialise_lazily,
+    look_at_dtypes,
+    reduce_unused_,
+    size_of,
+)
+from colotrain.engine.sharding.parameters import (
+    Attached,
+    ForwardWatch,
+    attach_,
+    attached_to,
+    check_parameters,
+)
+from colotrain.models.filling import Shards
+from colotrain.models.loading import allocate_, fill_
+from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
+from colotrain.spec.plugins import expand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that are gathered and reduced together."""
+
+    name: str
+    handle: FSDPModule
+    stays_gathered: bool
+    """Whole from the first forward of a step to its last backward."""
+
+    @property
+    def fsdp_groups(self) -> list[Any]:
+        """torch's own record of the group (FSDPParamGroup); none where it has no parameters."""
+        return groups_of(self.handle)
+
+    @property
+    def params(self) -> list[Any]:
+        """torch's own records of the group's parameters (FSDPParam)."""
+        return [param for group in self.fsdp_groups for param in group.fsdp_params]
+
+    @property
+    def in_common(self) -> bool:
+        """Nobody gathers it, for the ranks of a host hold one copy
+        (`engine.shm.shared_parameters`)."""
+        return any(hasattr(param, "_colotrain_whole") for param in self.params)
+
+    def copy_out(self) -> None:
+        """Let go of the buffer that holds the group, if the last backward fetched it in vain.
+
+        It does so with the frozen group before the first trained one, which the next forward uses.
+        """
+        for params in self.fsdp_groups:
+            params.wait_for_unshard()
+
+    def refresh_dtypes(self) -> None:
+        """Let the group see which of its parameters train now; it looks only once by itself."""
+        for params in self.fsdp_groups:
+            look_at_dtypes(params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """A model after `shard_`, with its groups in the order of the model; the root comes last."""
+
+    module: nn.Module
+    source: ModelPlan
+    groups: tuple[Group, ...]
+    plugin: PluginPlan
+    mesh: DeviceMesh
+    attached: dict[str, Attached] = field(default_factory=dict)
+    """Parameter name → hooks and attributes that the user's code gave it."""
+
+    calls: list[int] = field(default_factory=list)
+    """Indices of the groups in the order in which this step's forwards called them."""
+
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    """Parameter name → norm of its sharded gradient, where that was measured when it came."""
+
+    def order_of_calls(self) -> int:
+        """A number that differs (almost surely) when the order does.
+
+        Of 12 bits, so that squares summed over a thousand ranks are exact in float64.
+        """
+        return zlib.crc32(repr(self.calls).encode()) >> 20
+
+    def fsdp_params(self) -> Iterator[Any]:
+        for group in self.groups:
+            yield from group.params
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this rank's shards count in sums over all ranks (replicas count once)."""
+        return len(self.plugin.mesh) == 1 or self.mesh.get_coordinate()[0] == 0  # type: ignore[index]
+
+
+def make_mesh(plugin: PluginPlan, device: str) -> DeviceMesh:
+    """The device mesh of a plugin. All ranks must call."""
+    names = ("shard",) if len(plugin.mesh) == 1 else ("replicate", "shard")
+    return init_device_mesh(device, plugin.mesh, mesh_dim_names=names)
+
+
+def shard_(
+    model: nn.Module,
+    plan: RunPlan,
+    mesh: DeviceMesh,
+    modules_of: list[tuple[str, list[nn.Module]]],
+    *,
+    offloads: Callable[[int], bool] = lambda index: False,
+) -> ShardedModel:
+    """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
+
+    All ranks must call. Freeze beforehand. Parameters, gradients and updates of the groups that
+    `offloads(index)` names (the root's index is the last) are on the host, beside a GPU.
+    """
+    check_parameters(model, plan.model)
+    attached = attached_to(model)
+    for parameter in model.parameters():  # fully_shard takes no other
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    compute = cast_dtype(plan.train.precision)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32 if compute else None
+    )
+    # fully_shard takes neither; they stay whole on every rank (see `reduce_replicated_`)
+    options = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "ignored_params": {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0},
+    }
+    groups = []
+    for index, (name, modules) in enumerate(modules_of):
+        policy_of = _offload(offloads(index))
+        stays = stays_gathered(name, plan.plugin)
+        target = modules[0] if len(modules) == 1 else modules
+        fully_shard(target, reshard_after_forward=not stays, **options, **policy_of)  # type: ignore[call-overload]
+        groups.append(Group(name=name, handle=modules[0], stays_gathered=stays))  # type: ignore[arg-type]
+    root = _offload(offloads(len(modules_of)))
+    of_root = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
+    fully_shard(model, reshard_after_forward=False, **of_root, **root)  # type: ignore[call-overload]
+    if compute is not None:
+        keep_statistics_exact_(model)
+        model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
+    stays = plan.plugin.parameters_live == "step"
+    groups.append(Group(name="", handle=model, stays_gathered=stays))  # type: ignore[arg-type]
+    for group in groups:
+        group.handle.set_gradient_divide_factor(1.0)
+        # gloo has no PREMUL_SUM, which a divide factor would ask for
+        group.handle.set_force_sum_reduction_for_comms(True)
+    sharded = ShardedModel(
+        module=model,
+        source=plan.model,
+        groups=tuple(groups),
+        plugin=plan.plugin,
+        mesh=mesh,
+        attached=attached,
+    )
+    attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
+    fsdp_groups = [params for group in groups for params in group.fsdp_groups]
+    reduce_unused_(model, fsdp_groups)
+    ForwardWatch(list(sharded.fsdp_params())).install(model, fsdp_groups)
+    for module in (*(m for _, modules in modules_of for m in modules), model):
+        watch_tensors(module)
+    for index, group in enumerate(groups):
+        module = cast(nn.Module, group.handle)
+        module.register_forward_pre_hook(lambda *_, i=index: sharded.calls.append(i))
+    return sharded
+
+
+def _cast_activations(
+    dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], batch: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch in the compute dtype, but for what the outcome is compared with."""
+    return inputs, {n: t.to(dtype) if cast_of(n, t, dtype) else t for n, t in batch.items()}
+
+
+def _offload(wanted: bool) -> dict[str, CPUOffloadPolicy]:
+    """Not pinned by torch: the memory that the tiers give it is, where that is possible."""
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if wanted else {}
+
+
+def stays_gathered(name: str, plugin: PluginPlan) -> bool:
+    """Whether a group is kept whole; a part of a block is told by the block's name as well."""
+    parts = name.split(".")
+    known_as = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
+    for pattern, reshard in plugin.reshard_overrides.items():
+        if any(fnmatchcase(own, glob) for own in known_as for glob in expand(pattern)):
+            return not reshard
+    return plugin.parameters_live == "step"
+
+
+def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
+    """Tell every group what to reduce and what to free in the micro-batch that follows.
+
+    On the last one of a step everything is reduced and freed; a group left whole across the
+    optimizer's step would go on with stale weights.
+    """
+    reduce_now = last or sharded.plugin.gradients == "sharded"
+    for group in sharded.groups:
+        group.handle.set_requires_gradient_sync(reduce_now, recurse=False)
+        group.handle.set_requires_all_reduce(last, recurse=False)
+        group.handle.set_reshard_after_backward(last or not group.stays_gathered, recurse=False)
+        if sharded.mesh.device_type == "cpu":
+            group.copy_out()
+    sharded.groups[-1].handle.set_is_last_backward(last)
+    if last and sharded.plugin.gradients == "whole":
+        _even_out_accumulated(sharded)
+
+
+def _even_out_accumulated(sharded: ShardedModel) -> None:
+    """Zeros for parameters that no micro-batch has used yet, in the dtype of the others' sums.
+
+    In mixed precision a group's sums are in the reduce dtype, and a gradient that first comes in
+    the last micro-batch is not: a group must be reduced in one dtype.
+    """
+    for group in sharded.groups:
+        if all(param.unsharded_accumulated_grad is None for param in group.params):
+            continue
+        for param in group.params:
+            if param.sharded_param.requires_grad and param.unsharded_accumulated_grad is None:
+                whole = torch.zeros(size_of(param), dtype=param.reduce_dtype)
+                param.unsharded_accumulated_grad = whole.to(param.sharded_param.device)
+
+
+def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
+    """Scalar and empty parameters, which every rank holds whole."""
+    return [p for p in sharded.module.parameters() if not isinstance(p, DTensor)]
+
+
+def reduce_replicated_(sharded: ShardedModel) -> None:
+    """Sum replicated parameters' gradients over all ranks, once a step. All ranks must call."""
+    parameters = [p for p in replicated(sharded) if p.requires_grad and p.numel()]
+    if not parameters:
+        return
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    summed = torch.stack([grad.double() for grad in grads])
+    dist.all_reduce(summed)
+    for parameter, total in zip(parameters, summed, strict=True):
+        parameter.grad = total.to(parameter.dtype)
+
+
+def reshard(sharded: ShardedModel) -> None:
+    """Free every whole parameter. Needed after a forward that no backward follows (evaluation)."""
+    for group in sharded.groups:
+        group.handle.reshard()
+
+
+def materialise_(
+    sharded: ShardedModel,
+    *,
+    device: str,
+    seed: int,
+    house: Callable[[bool], None] = lambda fresh: None,
+    release: Callable[[Tensor], None] = lambda tensor: None,
+) -> None:
+    """Give a model on the meta device its storage and initial weights. All ranks must call.
+
+    `house(fresh)` may move the parameters' storage before it is filled (fresh) or after;
+    `release(parameter)` is called whenever one was filled or looked through.
+    """
+    model = sharded.module
+    for parameter in replicated(sharded):  # fully_shard moves only what it shards
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(sharded.mesh.device_type)
+    if any(p.is_meta for p in model.parameters()):
+        allocate_(model, device=device)
+        house(True)
+        shards = Shards(write=write_shard, read=gather_rows, release=release)
+        fill_(model, sharded.source, seed=seed, shards=shards, rows=rows_here)
+        _move_buffers_(model, device)
+    else:
+        house(False)
+    for name, parameter in model.named_parameters():
+        if name in sharded.attached and not isinstance(parameter, DTensor):
+            sharded.attached[name].register(parameter, ranks=sharded.mesh.size())
+    initialise_lazily(sharded.groups[-1].handle)
+
+
+def rows_here(tensor: Tensor) -> tuple[int, int] | None:
+    """First row and number of rows that this rank holds; None for what every rank holds whole."""
+    return shard_range(tensor) if isinstance(tensor, DTensor) else None
+
+
+def shard_range(parameter: DTensor) -> tuple[int, int]:
+    """First row and number of rows of dimension 0 that this rank holds of `parameter`.
+
+    `fully_shard` cuts dimension 0 as `torch.chunk` does: later ranks may hold fewer rows or none.
+    """
+    mesh = parameter.device_mesh
+    shard_dim = mesh.ndim - 1
+    size, rank = mesh.size(shard_dim), mesh.get_local_rank(shard_dim)
+    rows = parameter.shape[0] if parameter.ndim else 1
+    step = -(-rows // size)
+    start = min(rank * step, rows)
+    return start, min(step, rows - start)
+
+
+def numel_of(param: Any) -> int:
+    """Elements of a rank's shard, padding included."""
+    return int(param.padded_sharded_param_size.numel())
+
+
+def write_shard(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's rows of `whole` into `parameter` (a DTensor, or not sharded at all)."""
+    if isinstance(parameter, DTensor):
+        start, rows = shard_range(parameter)
+        parameter.to_local().copy_(whole[start : start + rows])
+    else:
+        parameter.copy_(whole)
+
+
+def gather_rows(parameter: Tensor) -> Tensor:
+    """The whole of `parameter` on the CPU. All ranks of its shard group must call."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().cpu()
+    mesh = parameter.device_mesh
+    size, rows = mesh.size(mesh.ndim - 1), parameter.shape[0]
+    own = parameter.to_local().detach().cpu()
+    padded = own.new_zeros((-(-rows // size), *parameter.shape[1:]))
+    padded[: own.shape[0]] = own
+    parts = [torch.empty_like(padded).view(torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded.view(torch.uint8), group=mesh.get_group(mesh.ndim - 1))
+    return torch.cat([part.view(padded.dtype) for part in parts])[:rows]
+
+
+def _move_buffers_(model: nn.Module, device: str) -> None:
+    """To `device` what `init_weights()` made elsewhere."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """This rank's rows of `parameter`, sharing its memory."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,1 @@
+"""Collectives and parameters in memory that the ranks of a host share."""

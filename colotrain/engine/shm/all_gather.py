@@ -1,0 +1,152 @@
+"""All-gather between the ranks of one host, through shared memory.
+
+The buffer of an all-gather is itself shared where it can be: all ranks get the same one, and each
+has filled its own part of it, so that meeting is all there is to do. Tensors that lie elsewhere
+(too large, or the buffer is in use) go through a window of fixed size, piece by piece. Which of the
+two a call takes, the ranks agree on when they meet.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
+
+WINDOW_BYTES = 4 << 20
+"""Of each rank, in two halves: one is filled while the other is read."""
+PATIENCE_S = 0.5
+"""How long to wait for others to let go of a buffer before taking another one."""
+MEET, RELEASED, NUM_BELLS = 0, 1, 2  # what bells are rung for
+CALL_FIELDS = 3
+
+
+class Buffer:
+    """The part of the shared memory that is lent, to one tensor at a time."""
+
+    def __init__(self, channel: Channel, start: int, num_bytes: int) -> None:
+        self.channel, self.start, self.num_bytes = channel, start, num_bytes
+        self.lent: weakref.ref[Any] | None = None
+        self.shared = False
+        """The tensor it is lent to took part in a collective."""
+        self.owed: Counter[int] = Counter()
+        """How often each other rank has yet to ring: it may read here until it does."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A tensor in this buffer; None where it does not fit or someone still uses it."""
+        num_bytes = numel * dtype.itemsize
+        if self.lent is not None or not 0 < num_bytes <= self.num_bytes or not self._is_free():
+            return None
+        lent = self.channel.memory.lend(self.start, num_bytes)
+        self.lent, self.shared = weakref.ref(lent, self._returned), False
+        return torch.frombuffer(lent, dtype=dtype, count=numel)
+
+    def _is_free(self) -> bool:
+        memory = self.channel.memory
+        for rank in self.owed.elements():
+            if not memory.heard(RELEASED, rank, within_s=PATIENCE_S):
+                return False
+            self.owed[rank] -= 1
+        return True
+
+    def holds(self, tensor: Tensor) -> bool:
+        first = self.channel.address + self.start
+        return self.lent is not None and tensor.data_ptr() == first
+
+    def _returned(self, _: object) -> None:
+        self.lent = None
+        if self.shared and os.getpid() == self.channel.pid:
+            for peer in self.channel.peers:
+                self.channel.memory.ring(RELEASED, peer)
+
+
+class Channel:
+    """The all-gathers of one process group, whose ranks run on one host, through shared memory.
+
+    All ranks of `group` must make it together, and gather in the same order, from one thread at a
+    time. `buffer_bytes` is the largest output to share. Raises `Unavailable` on all ranks or on
+    none; the all-gathers raise `PeerLost`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, buffer_bytes: int) -> None:
+        self.group, self.rank, self.size, self.pid = group, group.rank(), group.size(), os.getpid()
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        buffer_bytes = round_up(buffer_bytes, PAGE)
+        calls_bytes = round_up(2 * self.size * CALL_FIELDS * 8, PAGE)
+        self.half_bytes = WINDOW_BYTES // 2
+        common = calls_bytes + buffer_bytes
+        self.memory = SharedMemory(group, common + self.size * WINDOW_BYTES, num_bells=NUM_BELLS)
+        self.address = self.memory.bytes(0, 1).data_ptr()
+        self.calls = self.memory.bytes(0, calls_bytes).view(torch.int64)
+        self.buffer = Buffer(self, calls_bytes, buffer_bytes)
+        self.windows = [common + rank * WINDOW_BYTES for rank in range(self.size)]
+        self.num_meetings = self.num_rounds = 0
+
+    def barrier(self) -> None:
+        self.memory.meet(MEET, "all-gather")
+
+    def meet(self, call: tuple[int, int, int]) -> list[list[int]]:
+        """Wait for all ranks, each with what it gathers: bytes, dtype, whether in the buffer.
+
+        Raises `ValueError` where ranks differ in the first two.
+        """
+        self.num_meetings += 1
+        calls = self.calls[: 2 * self.size * CALL_FIELDS].view(2, self.size, CALL_FIELDS)
+        calls = calls[self.num_meetings % 2]  # a rank may be one meeting ahead, not two
+        calls[self.rank] = torch.tensor(call)
+        self.barrier()
+        found = cast(list[list[int]], calls.tolist())
+        for rank, other in enumerate(found):
+            if other[:2] != list(call[:2]):
+                raise ValueError(
+                    f"all-gather: rank {self.memory.ranks[rank]} has {other[:2]} where rank "
+                    f"{self.memory.ranks[self.rank]} has {list(call[:2])} (bytes, dtype): all "
+                    "ranks must call the same collectives in the same order"
+                )
+        return found
+
+    @torch.no_grad()
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """`output` [size · n] becomes the `input` [n] of every rank."""
+        buffer = self.buffer
+        direct = buffer.holds(output)
+        own = output.chunk(self.size)[self.rank] if output.numel() else output
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+        found = self.meet((own.nbytes, _code(own.dtype), int(direct)))
+        if direct:  # else the buffer may still be lent, and others count on its return
+            buffer.shared = True
+        buffer.owed.update(peer for peer in self.peers if found[peer][2])
+        if all(other[2] for other in found):
+            return
+        parts = _bytes(output).view(self.size, -1)
+        for first in range(0, own.nbytes, self.half_bytes):
+            last = min(first + self.half_bytes, own.nbytes)
+            windows = self._halves(last - first)
+            windows[self.rank].copy_(parts[self.rank, first:last])
+            self.barrier()
+            for peer in self.peers:
+                parts[peer, first:last] = windows[peer]
+
+    def _halves(self, num_bytes: int) -> list[Tensor]:
+        """The half of each rank's window that is next; who is there has read the one before."""
+        self.num_rounds += 1
+        offset = self.num_rounds % 2 * self.half_bytes
+        return [self.memory.bytes(start + offset, num_bytes) for start in self.windows]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+_DTYPES = sorted((v for v in vars(torch).values() if isinstance(v, torch.dtype)), key=str)
+
+
+def _code(dtype: torch.dtype) -> int:
+    return _DTYPES.index(dtype)

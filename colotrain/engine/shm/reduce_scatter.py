@@ -1,0 +1,353 @@
+"""Gradients of ranks that share memory: each tells the others just what they need, and waits late.
+
+Stands in for the reduce-scatters of `fully_shard`'s groups. When backward has a group's gradients,
+a rank copies the rows that its peers hold into shared memory, and rings. Its own rows it sums when
+the next group's gradients have come: by then its peers have rung, too, for they are rarely a whole
+group behind. Sums are in the order of the ranks, whoever came first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.sharding.fsdp_internals import (
+    DDPMeshInfo,
+    dtype_of,
+    local_of,
+    reduce_dtype_of,
+    replicas_of,
+    whole_of,
+    zero_gradient,
+)
+from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
+from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
+from colotrain.torch_internals import call_after_backward, hooks_after_gradient_of
+
+NUM_SLOTS = 2
+"""One is filled while the other is read."""
+MOST_WRITTEN_BYTES = 32 << 20
+"""What a rank has for all others in all slots; groups that are larger go in pieces."""
+SUM_BYTES = 256 << 10
+"""Sums are made in pieces that stay in a core's cache."""
+WRITTEN, READ, NUM_BELLS = 0, 1, 2  # what bells are rung for
+
+
+@dataclass(slots=True)
+class Gradient:
+    """A parameter's gradient of one backward."""
+
+    param: Any
+    """torch's own record (FSDPParam)."""
+    whole: Tensor
+    """This rank's, flat."""
+    sums: Tensor | None = None
+    """This rank's rows of the sum over ranks, flat."""
+    onto: bool = False
+    """They are added to what is there."""
+
+    def rows(self, rank: int, first: int, last: int) -> Tensor:
+        """Elements `first` to `last` of the shard of `rank`, without padding."""
+        start = rank * numel_of(self.param)
+        return self.whole[start + first : start + last]
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Those of a group in one backward."""
+
+    index: int
+    """Of the group."""
+    params: Any
+    """torch's own record (FSDPParamGroup)."""
+    each: list[Gradient]
+    dtype: torch.dtype
+    """What they are exchanged in."""
+    flat: Tensor | None = None
+    """The sums, where replicas have to add theirs."""
+
+    @property
+    def replicated(self) -> bool:
+        return isinstance(self.params.mesh_info, DDPMeshInfo)
+
+
+@dataclass(slots=True)
+class Message:
+    """As much of a group's gradients as goes to the other ranks at once."""
+
+    gradients: Gradients
+    parts: list[tuple[Gradient, int, int]] = field(default_factory=list)
+    """Gradient, first and last element of its shards."""
+    num_bytes: int = 0
+    slot: int = 0
+    is_last: bool = False
+
+
+class Reduction:
+    """Sums the gradients of a sharded model over its shard group, whose ranks run on one host.
+
+    All ranks must make it together. Raises `Unavailable` on all of them or on none; backward raises
+    `PeerLost`, and `ValueError` where ranks reduce different groups.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+        self.rank, self.size = group.rank(), group.size()
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
+        self.part_bytes = part_bytes(sharded)
+        self.said_bytes = round_up(self.size * NUM_SLOTS * 16, PAGE)
+        num_parts = NUM_SLOTS * self.size * (self.size - 1)
+        num_bytes = self.said_bytes + num_parts * self.part_bytes
+        self.memory = SharedMemory(group, num_bytes, num_bells=NUM_BELLS)
+        said = self.memory.bytes(0, self.size * NUM_SLOTS * 16).view(torch.int64)
+        self.said = said.view(NUM_SLOTS, self.size, 2)
+        """What a rank has written: the group's index, and bytes."""
+        self.written: deque[Message] = deque()
+        """What others have been told, and this rank has not summed yet."""
+        self.count = 0
+        self.partial: dict[int, Tensor] = {}
+        """Group → the sums of this host, which replicas do not know yet."""
+
+    def install(self) -> None:
+        """Take the place of `fully_shard`'s own reduce-scatters. All ranks must call."""
+        for index, params in enumerate(self.groups):
+            params.post_backward = partial(self._post_backward, index, params)
+
+    def close(self) -> None:
+        """Go back to `fully_shard`'s own. All ranks must call, between two steps."""
+        for params in self.groups:
+            del params.post_backward
+        self.memory.close()
+
+    def _post_backward(self, index: int, params: Any, *_: object) -> None:
+        if each := taken_from(params):
+            dtype = reduce_dtype_of(params) or each[0].whole.dtype
+            self.reduce(Gradients(index, params, each, dtype))
+
+    def reduce(self, gradients: Gradients) -> None:
+        """Tell the others of a group's gradients, and sum the group before. All ranks must call."""
+        if not self.written:
+            call_after_backward(self.finish)
+        for message in self._messages(gradients):
+            self._write(message)
+            if len(self.written) == NUM_SLOTS:
+                self._sum(self.written.popleft())
+
+    def finish(self) -> None:
+        """Sum what has been told so far: the end of every backward."""
+        while self.written:
+            self._sum(self.written.popleft())
+
+    def _messages(self, gradients: Gradients) -> Iterator[Message]:
+        itemsize = gradients.dtype.itemsize
+        message = Message(gradients)
+        for gradient in gradients.each:
+            first, numel = 0, numel_of(gradient.param)
+            while first < numel:
+                if message.num_bytes + itemsize > self.part_bytes:
+                    yield message
+                    message = Message(gradients)
+                room = (self.part_bytes - message.num_bytes) // itemsize
+                last = min(numel, first + room)
+                message.parts.append((gradient, first, last))
+                message.num_bytes += (last - first) * itemsize
+                first = last
+        message.is_last = True
+        yield message
+
+    def _write(self, message: Message) -> None:
+        message.slot = self.count % NUM_SLOTS
+        if self.count >= NUM_SLOTS:
+            for peer in self.peers:
+                self.memory.wait(READ, peer, what="reduce-scatter")
+        self.count += 1
+        said = torch.tensor((message.gradients.index, message.num_bytes))
+        self.said[message.slot, self.rank] = said
+        for peer in self.peers:
+            parts = self._parts(message, self.rank, peer)
+            for part, (gradient, first, last) in zip(parts, message.parts, strict=True):
+                rows = gradient.rows(peer, first, last)
+                part[: rows.numel()] = rows
+            self.memory.ring(WRITTEN, peer)
+        self.written.append(message)
+
+    def _parts(self, message: Message, writer: int, reader: int) -> Sequence[Tensor]:
+        """The shared memory for what one rank has for another, flat, part by part."""
+        place = (message.slot * self.size + writer) * (self.size - 1) + reader - (reader > writer)
+        at = self.said_bytes + place * self.part_bytes
+        flat = self.memory.bytes(at, message.num_bytes).view(message.gradients.dtype)
+        return flat.split([last - first for _, first, last in message.parts])
+
+    def _sum(self, message: Message) -> None:
+        gradients = message.gradients
+        for peer in self.peers:
+            self.memory.wait(WRITTEN, peer, what="reduce-scatter")
+        said = self.said[message.slot].tolist()
+        if any(other != said[self.rank] for other in said):
+            raise ValueError(
+                f"reduce-scatter: the ranks reduce different groups (index, bytes: {said}): all "
+                "ranks must run the same modules in the same order"
+            )
+        if gradients.each[0].sums is None:
+            self._begin(gradients)
+        theirs = [self._parts(message, peer, self.rank) for peer in self.peers]
+        for (gradient, first, last), *others in zip(message.parts, *theirs, strict=True):
+            own = gradient.rows(self.rank, first, last)
+            summands = [other[: own.numel()] for other in others]
+            summands.insert(self.rank, own)
+            assert gradient.sums is not None
+            sum_in_order(summands, gradient.sums[first : first + own.numel()], onto=gradient.onto)
+        for peer in self.peers:
+            self.memory.ring(READ, peer)
+        if message.is_last:
+            self._end(gradients)
+
+    def _begin(self, gradients: Gradients) -> None:
+        """Say where the sums go: to what earlier micro-batches came to, or to new memory."""
+        if gradients.replicated:  # their sums become gradients when all micro-batches are in them
+            known = self.partial.pop(gradients.index, None)
+            gradients.flat = _lay(gradients.each, gradients.dtype, onto=known)
+            return
+        fresh = []
+        for gradient in gradients.each:
+            if (grad := gradient.param.sharded_param.grad) is None:
+                fresh.append(gradient)
+            else:
+                gradient.sums, gradient.onto = local_of(grad).view(-1), True
+        _lay(fresh, dtype_of(gradients.params) or gradients.dtype)
+
+    def _end(self, gradients: Gradients) -> None:
+        """Hand the sums over, once replicas have added theirs."""
+        params = gradients.params
+        if gradients.replicated:
+            assert gradients.flat is not None
+            if not params.all_reduce_grads:
+                self.partial[gradients.index] = gradients.flat
+                return
+            dist.all_reduce(gradients.flat, group=replicas_of(params))
+        for gradient in gradients.each:
+            assert gradient.sums is not None
+            is_there = gradient.onto and not gradients.replicated
+            hand_over(params, gradient, gradient.sums, is_there=is_there)
+
+
+class Alone:
+    """Gradients of a rank that is alone: nothing is to be summed, so nothing is copied.
+
+    `fully_shard` copies each group's gradients twice even then, to be reduced and to be divided.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
+
+    def install(self) -> None:
+        """Take the place of `fully_shard`'s own reduce-scatters."""
+        for params in self.groups:
+            params.post_backward = partial(self._post_backward, params)
+
+    def _post_backward(self, params: Any, *_: object) -> None:
+        for gradient in taken_from(params):
+            hand_over(params, gradient, gradient.whole, is_there=False)
+
+
+def taken_from(params: Any) -> list[Gradient]:
+    """A group's gradients, when backward has them all; `fully_shard` finds none to reduce.
+
+    Its own `post_backward` (torch 2.13) still runs: it frees the parameters.
+    """
+    torchs_own = type(params).post_backward
+    if not params.reduce_grads:
+        torchs_own(params)
+        return []
+    even = params.reduce_scatter_unused_params
+    each = [taken for param in params.fsdp_params if (taken := _take(param, even)) is not None]
+    try:
+        params.reduce_scatter_unused_params = False
+        torchs_own(params)
+    finally:
+        params.reduce_scatter_unused_params = even
+    return each
+
+
+def hand_over(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) -> None:
+    """Let `sums` be the sharded parameter's gradient, or be added to it; then run its hooks.
+
+    `is_there`: they were added to it already.
+    """
+    param, leaf = gradient.param, gradient.param.sharded_param
+    if not is_there:
+        shape, stride = param.sharded_size, param.contiguous_sharded_stride
+        rows = sums.as_strided(shape, stride, sums.storage_offset())
+        rows = param.to_sharded_dtensor(rows.to(dtype_of(params) or rows.dtype))
+        leaf.grad = rows if leaf.grad is None else leaf.grad.add_(rows)
+    for hook in hooks_after_gradient_of(leaf).values():
+        hook(leaf)
+
+
+def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = None) -> Tensor:
+    """Let the sums lie one after the other in new memory, or in what is there already."""
+    sizes = [numel_of(gradient.param) for gradient in each]
+    flat = torch.empty(sum(sizes), dtype=dtype) if onto is None else onto
+    for gradient, sums in zip(each, flat.split(sizes), strict=True):
+        gradient.sums, gradient.onto = sums, onto is not None
+    return flat
+
+
+def _take(param: Any, even: bool) -> Gradient | None:
+    """The gradient of `param`, which loses it; zeros where it trains and was not used (`even`)."""
+    if whole_of(param) is None:
+        return None
+    param.accumulate_unsharded_grad_if_needed()
+    if param.unsharded_accumulated_grad is not None:
+        whole, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
+    elif param.unsharded_param.grad is not None:
+        whole, param.unsharded_param.grad = param.unsharded_grad_data, None
+    elif even and param.unsharded_param.requires_grad:
+        whole = zero_gradient(param)
+    else:
+        return None
+    return Gradient(param, whole.contiguous().view(-1))
+
+
+def sum_in_order(parts: Sequence[Tensor], out: Tensor, *, onto: bool = False) -> None:
+    """`out` = parts[0] + parts[1] + …, in this order, or `out` += that sum (`onto`).
+
+    16-bit floats add up in fp32.
+    """
+    narrow = out.is_floating_point() and out.dtype.itemsize < 4
+    dtype = torch.float32 if narrow else out.dtype
+    step = SUM_BYTES // dtype.itemsize
+    scratch = torch.empty(min(step, out.numel()), dtype=dtype)
+    for first in range(0, out.numel(), step):
+        piece = out[first : first + step]
+        total = scratch[: piece.numel()]
+        total.copy_(parts[0][first : first + step])
+        for part in parts[1:]:
+            total += part[first : first + step]
+        if onto:
+            piece += total
+        else:
+            piece.copy_(total)
+
+
+def part_bytes(sharded: ShardedModel) -> int:
+    """The most bytes that a rank has for another at once."""
+    largest = 0
+    for group in sharded.groups:
+        total = 0
+        for param in group.params:
+            policy = param.mp_policy
+            dtype = policy.reduce_dtype or policy.param_dtype or param.sharded_param.dtype
+            total += numel_of(param) * dtype.itemsize
+        largest = max(largest, total)
+    size = sharded.mesh.size(sharded.mesh.ndim - 1)
+    most = MOST_WRITTEN_BYTES // (NUM_SLOTS * (size - 1))
+    return round_up(min(largest, most), PAGE)

@@ -1,0 +1,202 @@
+"""Parameters in common: the ranks of a host hold one copy, so that nobody has to gather it.
+
+Each rank's shards lie in memory that all ranks of the shard group map, those of a parameter one
+after the other, in the order of the ranks: together they are the whole parameter. Every rank
+updates its own rows, and computes with the whole. A meeting before the first use of a step says
+that all have updated theirs; that all have done with a step is agreed on before its update anyway.
+
+On CPU alone, and where computing is in the dtype of the parameters: a cast is a copy. A rank that
+is alone in its shard group holds its parameters whole as it is, and needs no other's memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from colotrain.engine.probes import leave_out
+from colotrain.engine.sharding.fsdp_internals import (
+    flat_shard,
+    free_storage,
+    put_shard,
+    register_whole,
+    set_whole,
+    view_whole,
+    whole_of,
+)
+from colotrain.engine.sharding.sharded_model import Group, ShardedModel, numel_of
+from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, Unavailable, round_up
+
+MADV_POPULATE_WRITE = 23
+"""Linux 5.14, mman.h; elsewhere every page is read."""
+ALIGNMENT = 64
+SHARE_OF_FREE_MEMORY = 0.9
+"""The ranks' own parts would need it, too."""
+MEETING = 0  # what the only bell is rung for
+
+
+class Common:
+    """The parameters that the ranks of a shard group hold in common.
+
+    All ranks must make it together, after `shard_`, and then `house` together. Raises `Unavailable`
+    on all ranks of the group or on none.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self.sharded = sharded
+        group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+        self.rank, self.size = group.rank(), group.size()
+        self.ranges: dict[str, tuple[int, int]] = {}
+        """Group → where its memory begins, and its bytes: pages, which can be given back alone."""
+        end = 0
+        for part in sharded.groups:
+            self.ranges[part.name] = end, round_up(sum(self._sizes(part)), PAGE)
+            end += self.ranges[part.name][1]
+        self.memory = None
+        if self.size > 1 and end:
+            self.memory = SharedMemory(group, end, num_bells=1, share_of_free=SHARE_OF_FREE_MEMORY)
+        self.parts: dict[str, Group] = {}
+        """Name → what is held in common now."""
+
+    def _sizes(self, part: Group) -> list[int]:
+        """Bytes of each parameter, whole and padded."""
+        return [
+            round_up(self.size * numel_of(param) * param.sharded_param.dtype.itemsize, ALIGNMENT)
+            for param in part.params
+        ]
+
+    def house(self, fresh: bool) -> None:
+        """Let the sharded parameters lie in the common memory; `fresh` ones have no values yet."""
+        for part in self.sharded.groups:
+            at, _ = self.ranges[part.name]
+            for param, num_bytes in zip(part.params, self._sizes(part), strict=True):
+                numel, whole = numel_of(param), flat_shard(param).detach()
+                if self.memory is not None:
+                    whole = self.memory.bytes(at, num_bytes).view(param.sharded_param.dtype)
+                    own = whole[self.rank * numel : (self.rank + 1) * numel]
+                    put_shard(param, own, fresh=fresh)
+                param._colotrain_whole = whole
+                at += num_bytes
+            for params in part.fsdp_groups:
+                InPlace(params).replace_gathers()
+            self.parts[part.name] = part
+        root = self.sharded.module
+        root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
+
+    def _meet(self) -> None:
+        """Before a forward: wait for the others' updates, unless parameters are in use already.
+
+        Which the root's tell, for every rank runs it in every forward.
+        """
+        root = self.sharded.groups[-1].fsdp_groups
+        in_use = root and all(params.is_unsharded for params in root)
+        if self.memory is not None and not in_use:
+            self.memory.meet(MEETING, "the parameters' update")
+
+    def populate(self) -> None:
+        """Touch what is in common, so that from here on it counts: a rank's own share of it."""
+        if self.memory is None:
+            return
+        for name in self.parts:
+            try:
+                self.memory.advise(MADV_POPULATE_WRITE, *self.ranges[name])
+            except OSError:
+                self.memory.bytes(*self.ranges[name])[::PAGE].sum()
+        self._count()
+
+    def _count(self) -> None:
+        held = sum(self.ranges[name][1] for name in self.parts)
+        leave_out(held * (self.size - 1) // self.size)
+
+    def gather_bytes(self, groups: Iterable[Group]) -> int:
+        """What it takes to gather those of `groups` that are in common: two of them at once."""
+        sizes = sorted(self.ranges[part.name][1] for part in groups if part.name in self.parts)
+        return sum(sizes[-2:])
+
+    def give_up(self, groups: Iterable[Group]) -> None:
+        """Groups whose parameters lie elsewhere now are gathered again, and their memory is freed.
+
+        All ranks of the shard group must call with the same groups, between two steps.
+        """
+        gone = [part for part in groups if self.parts.pop(part.name, None)]
+        if not gone:
+            return
+        for part in gone:
+            for params in part.fsdp_groups:
+                InPlace.restore_gathers(params, self.size)
+        if self.memory is None:
+            return
+        self.memory.meet(MEETING, "giving parameters up")
+        if self.rank == 0:
+            for part in gone:
+                with suppress(OSError):  # where pages cannot be given back, they stay
+                    self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
+        self.memory.meet(MEETING, "giving parameters up")  # it counts no more when it is gone
+        self._count()
+
+
+class InPlace:
+    """Stands in for the all-gathers of one of `fully_shard`'s groups: all is there already."""
+
+    def __init__(self, params: Any) -> None:
+        self.params, self.asked = params, False
+
+    def replace_gathers(self) -> None:
+        self.params.unshard, self.params.wait_for_unshard = self.unshard, self.wait_for_unshard
+
+    @staticmethod
+    def restore_gathers(params: Any, size: int) -> None:
+        """From here on the whole parameters, which others know, are what `size` ranks gather."""
+        del params.unshard, params.wait_for_unshard
+        for param in params.fsdp_params:
+            del param._colotrain_whole
+            if (whole := whole_of(param)) is None:
+                continue
+            param.init_all_gather_outputs([numel_of(param)], [whole.dtype], size, params.device)
+            flat = param.all_gather_outputs[0]
+            whole.data = view_whole(param, flat)
+            free_storage(flat)
+
+    def unshard(self, async_op: bool = False) -> None:
+        self.asked = not self.params.is_unsharded
+
+    def wait_for_unshard(self) -> None:
+        if not self.asked:
+            return
+        self.asked = False
+        for param in self.params.fsdp_params:
+            if whole_of(param) is None:
+                whole = view_whole(param, param._colotrain_whole)
+                trains = param.sharded_param.requires_grad
+                set_whole(param, nn.Parameter(whole, requires_grad=trains))
+        register_whole(self.params)
+
+
+def hold_in_common(sharded: ShardedModel) -> Common | None:
+    """A place for the parameters of `sharded` that its ranks have in common; None where not.
+
+    All ranks must call. Not where parameters are cast or on another device, where a shard group
+    spans hosts, and where there is no memory for it.
+    """
+    leave_out(0)
+    cast = any(p.mp_policy.param_dtype is not None for p in sharded.fsdp_params())
+    if sharded.mesh.device_type != "cpu" or cast:
+        return None
+    common, problem = None, ""
+    try:
+        common = Common(sharded)
+    except Unavailable as error:
+        problem = str(error)
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if not any(problems):
+        return common
+    if dist.get_rank() == 0:
+        print(f"parameters are not held in common: {max(problems)}", file=sys.stderr)
+    return None

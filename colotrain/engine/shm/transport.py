@@ -1,0 +1,150 @@
+"""Shared memory under the collectives of `fully_shard`, for ranks of one host on CPU.
+
+`fully_shard` asks for the buffer of an all-gather (`allocate`), fills it, calls the collective and
+reads the result; both take part here, so that most data is never sent at all. Reduce-scatters are
+replaced as a whole (`engine.shm.reduce_scatter`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.sharding.fsdp_internals import (
+    AllGather,
+    DefaultAllGather,
+    forget_gathered,
+    modules_of,
+    state_of,
+)
+from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
+from colotrain.engine.shm.all_gather import Channel
+from colotrain.engine.shm.reduce_scatter import Alone, Reduction
+from colotrain.engine.shm.shared_memory import Unavailable
+
+LARGEST_BUFFER_BYTES = 64 << 20
+"""Larger groups go through the window, so that little memory is kept between their uses."""
+
+
+class SharedAllGather(AllGather):
+    """`fully_shard`'s all-gather over a channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        numel = math.prod(int(n) for n in size)
+        taken = self.channel.buffer.take(numel, dtype) if device.type == "cpu" else None
+        return torch.empty(*size, dtype=dtype, device=device) if taken is None else taken
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """All ranks of the channel's group must call; done on return."""
+        if output_tensor.device.type != "cpu":
+            return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
+        assert group == self.channel.group, "an all-gather over another group than its buffer's"
+        self.channel.all_gather(output_tensor, input_tensor)
+        return Done() if async_op else None
+
+
+class Done(dist.Work):
+    """Work that was finished when it was handed out."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Transport:
+    """The shared memory of a sharded model's collectives."""
+
+    def __init__(self, sharded: ShardedModel, channel: Channel, reduction: Reduction) -> None:
+        self.sharded, self.channel, self.reduction = sharded, channel, reduction
+
+    @property
+    def num_bytes(self) -> int:
+        """Shared memory on the host, for all ranks of the shard group together."""
+        return self.channel.memory.num_bytes + self.reduction.memory.num_bytes
+
+    def close(self) -> None:
+        """Go back to the process group. All ranks must call, between two steps."""
+        _use(self.sharded, DefaultAllGather())
+        self.reduction.close()
+        self.channel.memory.close()
+
+
+def install(sharded: ShardedModel) -> Transport | None:
+    """Let the collectives of `sharded` go through shared memory where its shard group is one host.
+
+    All ranks must call, after `shard_`. Returns None on all ranks, and rank 0 says why on stderr,
+    where the process group is to be used: several hosts in a shard group, or no memory for it.
+    """
+    group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+    if sharded.mesh.device_type != "cpu":
+        return None
+    if sharded.mesh.size() == 1:
+        Alone(sharded).install()
+    if group.size() == 1:
+        return None
+    channel, reduction, problem = None, None, None
+    try:
+        channel = Channel(group, buffer_bytes=buffer_bytes(sharded))
+        reduction = Reduction(sharded)
+    except Unavailable as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    known = [text for text in problems if text]
+    if channel is None or reduction is None or known:
+        if dist.get_rank() == 0:
+            print(f"shared memory is not used between ranks: {known[0]}", file=sys.stderr)
+        return None
+    _use(sharded, SharedAllGather(channel))
+    reduction.install()
+    for sharded_group in sharded.groups:
+        state = state_of(sharded_group.handle)
+        for module in modules_of(state):
+            module.register_forward_pre_hook(partial(_let_go, state))
+    return Transport(sharded, channel, reduction)
+
+
+def _let_go(state: Any, *_: object) -> None:
+    """Drop what a group was gathered in; `fully_shard` holds it until the next group is there.
+
+    A GPU's stream may still copy from it; a CPU has done so when the group's forward begins.
+    """
+    forget_gathered(state)
+
+
+def buffer_bytes(sharded: ShardedModel) -> int:
+    """The largest all-gather's buffer that is worth sharing."""
+    size, largest = sharded.mesh.size(sharded.mesh.ndim - 1), 0
+    for group in sharded.groups:
+        num_bytes = sum(
+            numel_of(p) * size * (p.mp_policy.param_dtype or p.sharded_param.dtype).itemsize
+            for p in group.params
+        )
+        if num_bytes <= LARGEST_BUFFER_BYTES:
+            largest = max(largest, num_bytes)
+    return largest
+
+
+def _use(sharded: ShardedModel, gather: AllGather) -> None:
+    for group in sharded.groups:
+        group.handle.set_custom_all_gather(gather)

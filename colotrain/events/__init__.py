@@ -1,0 +1,1 @@
+"""A run's events as they are written, read and added up."""

@@ -1,0 +1,226 @@
+"""What the fold keeps of each attempt, and the history of those steps that survived."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from colotrain.events.gradients import Cell, GradientHistory, Heat
+from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, Step, StepProgress
+from colotrain.events.log import Event
+from colotrain.events.view import SMOOTHING_STEPS, RankView
+from colotrain.spec.memory import Ledger
+
+SMOOTHING = 0.2
+"""Weight of a rank's newest step in its smoothed time."""
+SAVES_KEPT = 64
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """What the workers of one attempt have written so far."""
+
+    number: int
+    started: dict[int, Event] = field(default_factory=dict)
+    steps: dict[int, Step] = field(default_factory=dict)
+    evals: dict[int, float] = field(default_factory=dict)
+    peaks: dict[int, int] = field(default_factory=dict)
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    """What each rank held at its peak."""
+    ranks: dict[int, RankView] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    gradients: GradientHistory = field(default_factory=GradientHistory)
+    nonfinite: Nonfinite | None = None
+    """The first."""
+    saves: deque[Checkpoint] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
+    latest: dict[str, Event] = field(default_factory=dict)
+    """Rank 0's last event of every other kind."""
+    progress: StepProgress | None = None
+    """How far the step, or the evaluation, that takes long is; None where none does."""
+    ready_at: float = -math.inf
+    """When a rank last started or did a step."""
+
+    def add(self, event: Event, rank: int) -> None:
+        if event.kind in ("started", "step"):
+            self.ready_at = max(self.ready_at, event.t)
+        if rank == 0 and event.kind in ("step", "eval", "progress"):
+            self.progress = StepProgress.of(event) if event.kind == "progress" else None
+        match event.kind:
+            case "started":
+                self.started[rank] = event
+            case "failed":
+                self.failures.append(Failure.of(event))
+            case "nonfinite" if rank == 0:
+                self.nonfinite = self.nonfinite or Nonfinite.of(event)
+            case "step":
+                self._add_step(event, rank)
+            case "eval" if rank == 0 and (loss := event.number("loss")) is not None:
+                self.evals[event.count("step")] = loss
+            case "resumed" if rank == 0:
+                self.latest[event.kind] = event
+                self._forget(event.count("step"))
+            case "memory":
+                names = [field.name for field in dataclasses.fields(Ledger)]
+                self.ledgers[rank] = Ledger(**{name: event.count(name) for name in names})
+            case "parameters" | "gradients" if rank == 0:
+                self.gradients.add(event)
+            case _ if rank == 0:
+                self.latest[event.kind] = event
+                if event.kind == "checkpoint":
+                    self.saves.append(Checkpoint.of(event))
+
+    def _forget(self, step: int) -> None:
+        """A rollback: what came after `step` is done again."""
+        self.steps = {n: done for n, done in self.steps.items() if n <= step}
+        self.evals = {n: loss for n, loss in self.evals.items() if n <= step}
+
+    def saving(self) -> tuple[int, float] | None:
+        """(step, since when) of the checkpoint that is being written."""
+        started = self.latest.get("checkpoint_started")
+        ended = [e.t for k in ("checkpoint", "checkpoint_failed") if (e := self.latest.get(k))]
+        if started is None or max(ended, default=-math.inf) >= started.t:
+            return None
+        return started.count("step"), started.t
+
+    def save_failure(self) -> str | None:
+        """Why the last save failed; None where it did not."""
+        failed, saved = self.latest.get("checkpoint_failed"), self.latest.get("checkpoint")
+        if failed is None or (saved is not None and saved.t > failed.t):
+            return None
+        return f"checkpoint of step {failed.count('step')} failed: {failed.text('error')}"
+
+    def _add_step(self, event: Event, rank: int) -> None:
+        self.peaks[rank] = max(self.peaks.get(rank, 0), event.count("peak"))
+        before = self.ranks.get(rank)
+        busy_s = _busy_s(event)
+        if before is not None and math.isfinite(before.busy_s):
+            busy_s = before.busy_s + SMOOTHING * (busy_s - before.busy_s)
+        self.ranks[rank] = RankView(
+            rank=rank,
+            step=event.count("step"),
+            t=event.t,
+            rss=event.count("rss"),
+            peak=self.peaks[rank],
+            busy_s=busy_s,
+        )
+        if rank == 0 and event.count("step") > 0:
+            self.steps[event.count("step")] = Step.of(event)
+
+    def base(self) -> int | None:
+        """Steps done before this attempt, or None while that is not known."""
+        if self.started:
+            return self.started[min(self.started)].count("step")
+        if "resumed" in self.latest:
+            return self.latest["resumed"].count("step")
+        return min(self.steps) - 1 if self.steps else None
+
+
+def _busy_s(event: Event) -> float:
+    """What the rank itself needed: with `compute_s`, without the wait for the others."""
+    compute_s = event.number("compute_s")
+    if compute_s is None:
+        return event.number("step_s") or 0.0
+    return compute_s + (event.number("data_s") or 0.0)
+
+
+@dataclass(slots=True)
+class History:
+    """The surviving steps of all attempts, as columns."""
+
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    grad_norms: list[tuple[int, float]] = field(default_factory=list)
+    throughput: list[tuple[int, float]] = field(default_factory=list)
+    step_times: list[tuple[int, float]] = field(default_factory=list)
+    recent: deque[Step] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
+    """The last steps of the attempt that did the very last one."""
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """(from, to): times between the last surviving step of an attempt and the next's first."""
+    last: Step | None = None
+    skipped: int = 0
+
+    def append(self, step: Step) -> None:
+        warm = self.last is not None and self.last.attempt == step.attempt
+        if not warm:
+            self.recent.clear()
+        if self.last is not None and not warm:
+            self.gaps.append((self.last.t, step.t))
+        if step.loss is not None:
+            self.loss.append((step.step, step.loss))
+        if step.grad_norm is not None:
+            self.grad_norms.append((step.step, step.grad_norm))
+        if step.tokens_per_s is not None and warm:
+            self.throughput.append((step.step, step.tokens_per_s))
+        if step.step_s is not None and warm:
+            self.step_times.append((step.step, step.step_s))
+        self.skipped += step.skipped
+        self.recent.append(step)
+        self.last = step
+
+    def speed(self) -> float | None:
+        values = [step.tokens_per_s for step in self.recent if step.tokens_per_s is not None]
+        return statistics.fmean(values) if values else None
+
+    def pace_s(self) -> float | None:
+        if len(self.recent) < 2:
+            return self.last.step_s if self.last else None
+        return max(0.0, (self.recent[-1].t - self.recent[0].t) / (len(self.recent) - 1))
+
+    def lost_s(self, launches: Sequence[Event]) -> float:
+        """Time lost to restarts; a run that was ended and launched again has not lost it."""
+        lost = [
+            end - start
+            for start, end in self.gaps
+            if not any(start <= launch.t <= end for launch in launches)
+        ]
+        return max(0.0, sum(lost))
+
+    def times(self, saves: Iterable[Checkpoint]) -> tuple[tuple[str, float], ...]:
+        """(what, mean seconds) of the last steps, from the end of one to the end of the next."""
+        if self.last is None:
+            return ()
+        steps = list(self.recent)[1:] or [self.last]
+        data, reduce_, optimizer = (
+            sum(value or 0.0 for value in column)
+            for column in zip(*((s.data_s, s.reduce_s, s.optimizer_s) for s in steps), strict=True)
+        )
+        whole = sum(step.step_s or 0.0 for step in steps)
+        start = self.recent[0].t
+        saving = sum(save.stall_s or 0.0 for save in saves if start < save.t <= self.last.t)
+        between = max(0.0, (self.pace_s() or 0.0) * len(steps) - whole - saving)
+        seconds = {
+            "data": data,
+            "compute": max(0.0, whole - data - reduce_ - optimizer),
+            "wait": reduce_,
+            "optimizer": optimizer,
+            "saving": saving,
+            "between": between,
+        }
+        return tuple((name, value / len(steps)) for name, value in seconds.items())
+
+
+def merge(attempts: Iterable[Attempt], part: Callable[[Attempt], dict[int, T]]) -> dict[int, T]:
+    """`part` of every attempt by step: each keeps its past only up to the step it resumed from."""
+    merged: dict[int, T] = {}
+    for attempt in attempts:
+        base = attempt.base()
+        kept = {step: item for step, item in merged.items() if base is None or step <= base}
+        merged = kept | part(attempt)
+    return dict(sorted(merged.items()))
+
+
+def heat_of(attempts: Sequence[Attempt]) -> Heat:
+    """The heat map of the layers that the newest records have."""
+    known = [attempt for attempt in attempts if attempt.gradients.columns]
+    if not known:
+        return Heat()
+    layers = tuple(known[-1].gradients.layers)
+    same = [attempt for attempt in attempts if tuple(attempt.gradients.layers) in ((), layers)]
+    columns: dict[int, tuple[Cell, ...]] = merge(same, lambda attempt: attempt.gradients.columns)
+    return Heat(layers=layers, steps=tuple(columns), cells=tuple(columns.values()))

@@ -1,0 +1,255 @@
+"""Fold: events in, RunView out.
+
+The fold is a pure function of the events: the order in which files are read does not matter, only
+the order of the lines inside each file. After a restart steps repeat; the later attempt's record
+of a step replaces the earlier, and steps above the one it resumed from are forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from colotrain.errors import ColotrainError
+from colotrain.events.attempt import Attempt, History, heat_of, merge
+from colotrain.events.gradients import GradientRecord
+from colotrain.events.kinds import Checkpoint, Failure
+from colotrain.events.log import Event, EventReader
+from colotrain.events.view import ENDED, RunView
+from colotrain.rundir import RunDir
+
+
+class Fold:
+    """Accumulates events; `view()` is the picture so far."""
+
+    def __init__(self, *, max_steps: int = 0) -> None:
+        """Without `max_steps` (0) there is no `eta_s`."""
+        self._max_steps = max_steps
+        self._attempts: dict[int, Attempt] = {}
+        self._launches: list[Event] = []
+        self._restarts: list[Event] = []
+        self._done: Event | None = None
+        self._history: History | None = History()
+        """None: has to be merged again from the attempts."""
+        self._first_steps: dict[int, float] = {}
+        """Attempt → when its first step was done."""
+        self._last_event_at = -math.inf
+
+    def add(self, events: Iterable[Event]) -> Fold:
+        for event in events:
+            self._last_event_at = max(event.t, self._last_event_at)
+            if event.rank is None or event.attempt is None:
+                self._add_launcher(event)
+            else:
+                self._add_worker(event, event.rank, event.attempt)
+        return self
+
+    def _add_launcher(self, event: Event) -> None:
+        if event.kind == "launch":
+            self._launches.append(event)
+            self._done = None
+        elif event.kind == "restart":
+            self._restarts.append(event)
+        elif event.kind == "done":
+            self._done = event
+
+    def _add_worker(self, event: Event, rank: int, number: int) -> None:
+        attempt = self._attempts.setdefault(number, Attempt(number=number))
+        attempt.add(event, rank)
+        if event.kind in ("started", "resumed"):
+            self._history = None
+        elif event.kind == "step" and rank == 0:
+            self._first_steps[number] = min(event.t, self._first_steps.get(number, math.inf))
+            self._extend(attempt, event.count("step"))
+
+    def _extend(self, attempt: Attempt, step: int) -> None:
+        """Append to the history where the step follows its last; otherwise merge it anew."""
+        last = self._history.last if self._history else None
+        follows = last is None or (last.attempt == attempt.number and last.step < step)
+        latest = attempt.number == max(self._attempts)
+        if self._history is not None and follows and latest and step in attempt.steps:
+            self._history.append(attempt.steps[step])
+        else:
+            self._history = None
+
+    def view(self) -> RunView:
+        if self._history is None:
+            self._history = History()
+            for step in merge(self._ordered(), lambda attempt: attempt.steps).values():
+                self._history.append(step)
+        attempts, history, done = self._ordered(), self._history, self._done
+        newest, working = attempts[-1:], [a for a in attempts if a.ranks][-1:]
+        last, status = history.last, self._status()
+        base = (attempts[-1].base() if attempts else None) or 0
+        steps = max(base, last.step if last else 0)
+        lost_s = history.lost_s(self._launches)
+        failures = attempts[-1].failures if attempts else []
+        failure = min(failures, key=lambda f: (f.t, f.rank), default=None)
+        launched_at = self._launches[0].t if self._launches else math.inf
+        to_go = self._max_steps - steps if self._max_steps > 0 and done is None else None
+        progress = next((a.progress for a in newest if done is None), None)
+        pace_s = history.pace_s()
+        if pace_s is None and progress is not None and progress.what == "step":
+            pace_s = progress.whole_s
+        peak_flops = _latest(attempts, "peak_flops")
+        return RunView(
+            status=status,
+            cause=None if status == "finished" else self._cause(failure),
+            failure=failure,
+            exit_code=done.count("exit_code") if done else None,
+            world_size=self._world_size(),
+            attempt=attempts[-1].number if attempts else None,
+            steps=steps,
+            max_steps=self._max_steps,
+            progress=progress,
+            optimizer_steps=last.optimizer_steps if last else 0,
+            micro_batches=last.micro_batches if last else 0,
+            skipped_steps=history.skipped,
+            loss=tuple(history.loss),
+            evals=tuple(merge(attempts, lambda attempt: attempt.evals).items()),
+            grad_norms=tuple(history.grad_norms),
+            throughput=tuple(history.throughput),
+            step_times=tuple(history.step_times),
+            tokens_per_step=last.tokens if last else None,
+            tokens_per_s=last.tokens_per_s if last else None,
+            tokens_per_s_smooth=history.speed(),
+            step_s=last.step_s if last else None,
+            data_s=last.data_s if last else None,
+            pace_s=history.pace_s(),
+            lost_s=lost_s,
+            eta_s=eta_s(pace_s, lost_s, steps, to_go),
+            times=history.times(save for a in newest for save in a.saves),
+            grad_norm=last.grad_norm if last else None,
+            clip_ratio=last.clip_ratio if last else None,
+            lr=last.lr if last else None,
+            peak_by_rank=_by_rank([a.peaks for a in attempts]),
+            rss_by_rank=_by_rank([{r: v.rss for r, v in a.ranks.items()} for a in working]),
+            tiers=_tiers(_latest(attempts, "tiers")),
+            ledgers={r: ledger for a in working for r, ledger in sorted(a.ledgers.items())},
+            ranks=tuple(a.ranks[rank] for a in working for rank in sorted(a.ranks)),
+            gradients=_last_record(attempts),
+            heat=heat_of(attempts),
+            nonfinite=next((a.nonfinite for a in newest), None),
+            restarts=len(self._restarts),
+            restart_causes=tuple(event.text("cause") for event in self._restarts),
+            resumed=tuple(
+                a.latest["resumed"].count("step") for a in attempts if "resumed" in a.latest
+            ),
+            checkpoint=_last_checkpoint(attempts),
+            saving=next((a.saving() for a in newest if done is None), None),
+            save_failure=next((a.save_failure() for a in newest), None),
+            launched_at=_finite(launched_at),
+            first_step_at=min(self._first_steps.values(), default=None),
+            last_event_at=_finite(self._last_event_at),
+            ended_at=done.t if done else None,
+            time_to_first_step_s=self._time_to_first_step_s(),
+            peak_flops_per_s=peak_flops.number("flops_per_s") if peak_flops else None,
+            peak_flops_what=peak_flops.text("what") if peak_flops else "",
+        )
+
+    def _time_to_first_step_s(self) -> float | None:
+        """From the start of the newest command that made a step to its first one."""
+        for launch in sorted(self._launches, key=lambda event: event.t, reverse=True):
+            began_at = launch.number("began_at") or launch.t
+            first_at = min((t for t in self._first_steps.values() if t >= began_at), default=None)
+            if first_at is not None:
+                return first_at - began_at
+        return None
+
+    def _ordered(self) -> list[Attempt]:
+        return [self._attempts[number] for number in sorted(self._attempts)]
+
+    def _status(self) -> str:
+        if self._done is not None:
+            status = self._done.text("status")
+            return status if status in ENDED else "failed"
+        since = max((event.t for event in self._launches + self._restarts), default=-math.inf)
+        ready_at = max((attempt.ready_at for attempt in self._ordered()), default=-math.inf)
+        return "running" if ready_at > since else "starting"
+
+    def _cause(self, failure: Failure | None) -> str | None:
+        stopped = _latest(self._ordered()[-1:], "stopped") if self._done else None
+        given = self._done.text("cause") if self._done else ""
+        reason = stopped.text("reason") if stopped else ""
+        return given or reason or (str(failure) if failure else None)
+
+    def _world_size(self) -> int:
+        for attempt in reversed(self._ordered()):
+            if attempt.started:
+                return max(event.count("world_size") for event in attempt.started.values())
+        return self._launches[-1].count("world_size") if self._launches else 0
+
+
+def fold(events: Iterable[Event], *, max_steps: int = 0) -> RunView:
+    """The view that `events` give, in any interleaving of their files."""
+    return Fold(max_steps=max_steps).add(events).view()
+
+
+def follow(rundir: RunDir, *, ranks: Collection[int] | None = None) -> RunView:
+    """Read everything a run has written until now; `ranks` limits whose files are read."""
+    try:
+        max_steps = rundir.plan().train.max_steps
+    except ColotrainError:
+        max_steps = 0
+    reader = EventReader(rundir, ranks=ranks)
+    found = Fold(max_steps=max_steps).add(reader.poll())
+    while reader.behind:
+        found.add(reader.poll())
+    return found.view()
+
+
+def eta_s(pace_s: float | None, lost_s: float, steps: int, steps_to_go: int | None) -> float | None:
+    """Time for the steps to go, with restarts as often and as long as they were so far."""
+    if pace_s is None or steps_to_go is None:
+        return None
+    return (pace_s + lost_s / max(steps, 1)) * max(0, steps_to_go)
+
+
+def _last_record(attempts: list[Attempt]) -> GradientRecord | None:
+    """The newest record that a restart has not forgotten."""
+    base: float = math.inf
+    for attempt in reversed(attempts):
+        record = attempt.gradients.record()
+        if record is not None and record.step <= base:
+            return record
+        begun = attempt.base()
+        base = base if begun is None else min(base, begun)
+    return None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _by_rank(attempts: Iterable[dict[int, int]]) -> tuple[int, ...]:
+    """The highest value of each rank; 0 for a rank that has said nothing."""
+    highest: dict[int, int] = {}
+    for values in attempts:
+        for rank, value in values.items():
+            highest[rank] = max(value, highest.get(rank, 0))
+    return tuple(highest.get(rank, 0) for rank in range(max(highest, default=-1) + 1))
+
+
+def _tiers(event: Event | None) -> dict[str, dict[str, int]]:
+    """Kind → tier → bytes; what is not such a table is left out."""
+    table = event.fields.get("bytes") if event else None
+    if not isinstance(table, dict):
+        return {}
+    return {
+        str(kind): {str(t): n for t, n in tiers.items() if isinstance(n, int)}
+        for kind, tiers in table.items()
+        if isinstance(tiers, dict)
+    }
+
+
+def _latest(attempts: list[Attempt], kind: str) -> Event | None:
+    found = [attempt.latest[kind] for attempt in attempts if kind in attempt.latest]
+    return found[-1] if found else None
+
+
+def _last_checkpoint(attempts: list[Attempt]) -> Checkpoint | None:
+    for attempt in reversed(attempts):
+        event = attempt.latest.get("checkpoint") or attempt.latest.get("resumed")
+        if event is not None:
+            return Checkpoint.of(event)
+    return None

@@ -1,0 +1,180 @@
+"""What single events say, as records: failures, checkpoints, steps, numbers that are not finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from colotrain.events.log import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one rank failed (`failed`)."""
+
+    rank: int
+    attempt: int
+    t: float
+    phase: str
+    step: int
+    error: str
+    traceback: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.phase or 'unknown phase'}, step {self.step}: {self.error}"
+
+    @staticmethod
+    def of(event: Event) -> Failure:
+        return Failure(
+            rank=event.rank or 0,
+            attempt=event.attempt or 0,
+            t=event.t,
+            phase=event.text("phase"),
+            step=event.count("step"),
+            error=event.text("error"),
+            traceback=event.text("traceback"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was saved (`checkpoint`) or resumed from (`resumed`)."""
+
+    step: int
+    path: str
+    seconds: float | None
+    """Time it took to save; None where it was only resumed from."""
+    stall_s: float | None = None
+    """Of it, the time that training stood still."""
+    t: float
+    """Unix seconds: when it was saved or resumed from."""
+
+    @staticmethod
+    def of(event: Event) -> Checkpoint:
+        step, path = event.count("step"), event.text("path")
+        seconds, stall_s = event.number("seconds"), event.number("stall_s")
+        stall_s = seconds if stall_s is None else stall_s
+        return Checkpoint(step=step, path=path, seconds=seconds, stall_s=stall_s, t=event.t)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgress:
+    """How far a step, or an evaluation, that takes long is (`progress`)."""
+
+    step: int
+    """The step that is being computed, or after which is evaluated."""
+    what: str
+    """step or evaluation."""
+    micro_batch: int
+    """The one that is being computed, from 1."""
+    micro_batches: int
+    done: float
+    """Share that is done, between 0 and 1."""
+    seconds: float
+    """Since it began."""
+    t: float
+    """Unix seconds: when this was so."""
+
+    @property
+    def whole_s(self) -> float | None:
+        """How long it takes as a whole, at the rate so far; None where that cannot be told yet."""
+        return self.seconds / self.done if self.done > 0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """How long it takes from then on."""
+        return None if self.whole_s is None else max(0.0, self.whole_s - self.seconds)
+
+    @staticmethod
+    def of(event: Event) -> StepProgress:
+        return StepProgress(
+            step=event.count("step"),
+            what=event.text("what") or "step",
+            micro_batch=event.count("micro_batch"),
+            micro_batches=event.count("micro_batches"),
+            done=min(max(event.number("done") or 0.0, 0.0), 1.0),
+            seconds=event.number("seconds") or 0.0,
+            t=event.t,
+        )
+
+
+class Step(NamedTuple):
+    """What rank 0 recorded of one step (`step`)."""
+
+    attempt: int
+    step: int
+    t: float
+    loss: float | None
+    tokens: float | None
+    """Targets of all ranks: tokens, samples, or what the model counts."""
+    tokens_per_s: float | None
+    grad_norm: float | None
+    clip_ratio: float | None
+    lr: float | None
+    step_s: float | None
+    data_s: float | None
+    compute_s: float | None
+    """Forward and backward, with what of the collectives is inside them."""
+    reduce_s: float | None
+    """The wait for the other ranks."""
+    optimizer_s: float | None
+    optimizer_steps: int
+    micro_batches: int
+    skipped: bool
+
+    @staticmethod
+    def of(event: Event) -> Step:
+        return Step(
+            attempt=event.attempt or 0,
+            step=event.count("step"),
+            t=event.t,
+            loss=event.number("loss"),
+            tokens=event.number("tokens"),
+            tokens_per_s=event.number("tokens_per_s"),
+            grad_norm=event.number("grad_norm"),
+            clip_ratio=event.number("clip_ratio"),
+            lr=event.number("lr"),
+            step_s=event.number("step_s"),
+            data_s=event.number("data_s"),
+            compute_s=event.number("compute_s"),
+            reduce_s=event.number("reduce_s"),
+            optimizer_s=event.number("optimizer_s"),
+            optimizer_steps=event.count("optimizer_steps"),
+            micro_batches=event.count("total_micro_batches"),
+            skipped=event.fields.get("skipped") is True,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nonfinite:
+    """Where numbers that are not finite began (`nonfinite`)."""
+
+    parameter: str | None
+    module: str | None
+    rank: int | None
+    """None: a second pass over the step was clean."""
+    step: int
+    micro_batch: int | None
+    """Of the step, from 1."""
+    phase: str
+
+    @staticmethod
+    def of(event: Event) -> Nonfinite:
+        return Nonfinite(
+            parameter=event.text("parameter") or None,
+            module=event.text("module") or None,
+            rank=event.count("rank") if event.number("rank") is not None else None,
+            step=event.count("step"),
+            micro_batch=event.count("micro_batch") or None,
+            phase=event.text("phase"),
+        )
+
+    def __str__(self) -> str:
+        """`blocks.1.mlp in backward of step 5, rank 1, micro-batch 3`."""
+        if self.rank is None:
+            return f"step {self.step}, in which a second pass met nothing"
+        what = self.module or self.parameter or "the model itself"
+        return f"{what} in {self.phase} of step {self.step}, rank {self.rank}{self._batch()}"
+
+    def _batch(self) -> str:
+        return f", micro-batch {self.micro_batch}" if self.micro_batch else ""

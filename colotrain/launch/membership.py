@@ -1,0 +1,248 @@
+"""A node's side of the meeting: it reports, learns of rounds, and finds the head again.
+
+`Alone` stands in for it where a run has one node: nothing listens and nothing waits.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from io import BufferedRWPair
+from typing import Any
+
+from colotrain.launch.node_registry import (
+    RETURN_S,
+    SILENT_S,
+    MeetingError,
+    Passport,
+    Refused,
+    Stopped,
+    is_loopback,
+    plain_address,
+    proof,
+    read,
+    send,
+)
+
+BEAT_S = 1.0
+EAGER_BEAT_S = 0.1
+"""While a round is waited for."""
+SAY_S = 5.0
+"""After so long a wait for other nodes it is said who is missing."""
+GONE_S = 10.0
+"""How long a head whose host answers that nobody listens, or has no such name, is tried again."""
+FOLDER_S = 60.0
+"""How long a network filesystem may take to show what the head has written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One attempt: the nodes in it, and where its store is."""
+
+    number: int
+    nodes: tuple[int, ...]
+    address: str
+    port: int
+
+
+def _silent(text: str) -> None: ...
+
+
+class Alone:
+    """The meeting of a run on one node."""
+
+    def __init__(self, open_store: Callable[[], int]) -> None:
+        self.open_store, self.rounds = open_store, 0
+
+    def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
+        self.rounds += 1
+        port = self.open_store()
+        return Round(number=self.rounds, nodes=(0,), address="127.0.0.1", port=port)
+
+    def regroup(self) -> str:
+        return ""
+
+    def is_orderly(self) -> bool:
+        return True
+
+    def end(self, cause: str = "") -> None: ...
+
+
+class Attendance:
+    """Reports to the head from a thread of its own, until `end`."""
+
+    def __init__(
+        self,
+        head: tuple[str, int],
+        passport: Passport,
+        *,
+        secret: Callable[[], str],
+        lost_s: float,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`secret` reads the secret from the run's folder. `lost_s` is how long the head may be
+        out of reach. `stop` ends the wait for a round with `Stopped`."""
+        self.head, self.passport, self.secret, self.lost_s = head, passport, secret, lost_s
+        self.stop = stop
+        self.waits, self.round = False, 0
+        """Whether it waits for a round; the last one it was in."""
+        self.state: dict[str, Any] = {}
+        self.error: MeetingError | None = None
+        self.trouble = ""
+        """What went wrong when the head was last tried."""
+        self.address = ""
+        self._cause, self._ending, self._arrived = "", False, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True)
+        self._thread.start()
+
+    def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
+        """Wait until a new round has begun with this node in it; `say` who keeps it waiting."""
+        deadline = time.monotonic() + timeout_s
+        say_at: float | None = time.monotonic() + SAY_S
+        with self._changed:
+            self.waits = True
+            self._changed.notify_all()
+            while self.waits:
+                self._check_end()
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise MeetingError(self._what_is_missing(timeout_s))
+                self._changed.wait(min(left_s, 0.5))
+                if say_at is not None and time.monotonic() > say_at and self.waits:
+                    say_at = None
+                    say(f"waiting for {self._whom()}")
+            state = self.state
+        nodes = tuple(int(node) for node in state["nodes"])
+        address = plain_address(str(state["address"])) or self._address_of_head()
+        return Round(number=self.round, nodes=nodes, address=address, port=int(state["port"]))
+
+    def _address_of_head(self) -> str:
+        return "127.0.0.1" if is_loopback(self.head[0]) else self.address or self.head[0]
+
+    def _check_end(self) -> None:
+        if self.stop():
+            raise Stopped("asked to stop while waiting for other nodes")
+        if self.error is not None:
+            raise self.error
+        closed = self.state.get("closed")
+        if closed is not None:
+            kind = Refused if self.state.get("refused") else MeetingError
+            raise kind(closed or "the run has ended on the other nodes")
+
+    def _whom(self) -> str:
+        if not self.state:
+            return f"node 0 at {self.head[0]}:{self.head[1]} ({self.trouble or 'no answer yet'})"
+        return f"node {self.state.get('missing') or 'of the last round, which ends'}"
+
+    def _what_is_missing(self, waited_s: float) -> str:
+        host, port = self.head
+        if not self.state:
+            why = f" ({self.trouble})" if self.trouble else ""
+            return f"node 0 at {host}:{port} did not answer for {waited_s:.0f} s{why}"
+        return (
+            f"node {self.state.get('missing') or 'unknown'} did not come within {waited_s:.0f} s; "
+            f"start it with the same settings and its own cluster.rank, or see `colotrain doctor`"
+        )
+
+    def regroup(self) -> str:
+        """Why this node has to leave its round for another; empty while it goes on."""
+        with self._changed:
+            if self.error is not None:
+                return str(self.error)
+            closed = str(self.state.get("closed") or "")
+            return closed or (str(self.state["why"]) if self.state.get("regroup") else "")
+
+    def is_orderly(self) -> bool:
+        """Whether all of the round are still there, and can save before they leave it."""
+        with self._changed:
+            return bool(self.state.get("orderly")) and self.error is None
+
+    def end(self, cause: str = "") -> None:
+        """Leave; with a `cause`, end the run for all nodes. Returns within seconds."""
+        with self._changed:
+            self._ending, self._cause = True, cause
+            self._changed.notify_all()
+        self._thread.join(timeout=5)
+
+    def _attend(self) -> None:
+        since: float | None = None
+        while not self._ending and self.error is None:
+            try:
+                with socket.create_connection(self.head, timeout=SILENT_S) as connection:
+                    self.address = plain_address(connection.getpeername()[0])
+                    with connection.makefile("rwb") as stream:
+                        self._introduce(stream)
+                        since, self._arrived, self.trouble = None, True, ""
+                        self._report(stream)
+                        return
+            except MeetingError as error:
+                self._fail(error)
+            except (OSError, ValueError, KeyError) as error:
+                since = since or time.monotonic()
+                self._lose(error, time.monotonic() - since)
+                time.sleep(0.2)
+
+    def _lose(self, error: Exception, silent_s: float) -> None:
+        """The head is out of reach: regroup, and give up when it has been for too long."""
+        self.trouble = str(error) or type(error).__name__
+        host, port = self.head
+        with self._changed:
+            if self._arrived and silent_s > RETURN_S:
+                self.state = self.state | {"regroup": True, "why": "node 0 is out of reach"}
+        limit_s = self.lost_s
+        if isinstance(error, _NotYet):
+            limit_s = FOLDER_S
+        elif isinstance(error, socket.gaierror) or (
+            self._arrived and isinstance(error, ConnectionRefusedError)
+        ):
+            limit_s = GONE_S
+        if silent_s > limit_s:
+            what = "refuses this node" if isinstance(error, _NotYet) else "is out of reach"
+            self._fail(MeetingError(f"node 0 at {host}:{port} {what}: {self.trouble}"))
+
+    def _fail(self, error: MeetingError) -> None:
+        with self._changed:
+            self.error = error
+            self._changed.notify_all()
+
+    def _introduce(self, stream: BufferedRWPair) -> None:
+        nonce = str(read(stream)["nonce"])
+        send(stream, asdict(self.passport) | {"proof": proof(self.secret(), nonce)})
+        answer = read(stream)
+        if answer["refused"] and answer["final"]:
+            raise Refused(str(answer["refused"]))
+        if answer["refused"]:
+            raise _NotYet(str(answer["refused"]))
+
+    def _report(self, stream: BufferedRWPair) -> None:
+        while True:
+            with self._changed:
+                ending, cause = self._ending, self._cause
+                report: dict[str, Any] = {"round": self.round, "waits": self.waits}
+            if ending and cause:
+                send(stream, report | {"close": cause})
+                read(stream)
+            if ending:
+                send(stream, {"leave": True})
+                return
+            send(stream, report)
+            state = read(stream)
+            with self._changed:
+                if self.waits == report["waits"]:
+                    self._take(state)
+                self._changed.wait(EAGER_BEAT_S if self.waits else BEAT_S)
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self.state = state
+        if self.waits and int(state["round"]) > self.round:
+            self.waits, self.round = False, int(state["round"])
+            self.state = state | {"regroup": False}
+        self._changed.notify_all()
+
+
+class _NotYet(ConnectionError):
+    """The head does not let this node in, and may do so later."""

@@ -1,0 +1,175 @@
+"""Calling functions that need torch, or the user's code, in a process forked from the warm server.
+
+The launcher need not import torch first, what the user's code prints does not reach the launcher's
+stdout, and what that code changes is gone with the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+from colotrain.errors import ColotrainError
+from colotrain.parent_process import end_with
+
+LIMIT_S = 600.0
+"""How long a call may take: as long as a rank may be silent until its first step."""
+
+
+class NotForked(Exception):
+    """There is no server to fork a process from."""
+
+
+class Looker:
+    """Calls functions in one other process, which is forked when the first call comes.
+
+    `meanwhile` runs here while that first call is awaited. On leaving the `with` block the process
+    is killed; a later call forks another one, for that call alone.
+    """
+
+    def __init__(self, *, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self._meanwhile = meanwhile
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        self._forking: threading.Thread | None = None
+        self._stays = False
+
+    def __enter__(self) -> Self:
+        self._stays = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stays = False
+        self.close()
+
+    def __call__(self, function: str, *args: Any) -> Any:
+        """The result of `package.module:function` for `args`, or the `ColotrainError` it raised.
+
+        Raises `NotForked` where no process can be forked.
+        """
+        try:
+            return self._ask(function, args)
+        finally:
+            if not self._stays:
+                self.close()
+
+    def _ask(self, function: str, args: tuple[Any, ...]) -> Any:
+        pipe = self._pipe or self._open()
+        try:
+            pipe.send((function, args))
+            self._meanwhile()
+            self._meanwhile = lambda: None
+            if not pipe.poll(LIMIT_S):
+                self.close()
+                raise ColotrainError(
+                    f"the user's code was still being looked at after {LIMIT_S:.0f} s",
+                    "see whether it waits for something: `py-spy dump --pid` tells where",
+                )
+            outcome, found = pipe.recv()
+        except (EOFError, OSError) as error:
+            lost = self._lost()
+            self.close()
+            raise lost from error
+        if outcome == "refused":
+            raise found
+        if outcome == "broken":
+            raise RuntimeError(f"in the process that looked at the model:\n{found}")
+        return found
+
+    def _open(self) -> Connection:
+        try:
+            context = multiprocessing.get_context("forkserver")
+        except ValueError as error:  # not on this platform
+            raise NotForked from error
+        self._pipe, theirs = context.Pipe()
+        about = (theirs, os.getpid(), os.getcwd(), dict(os.environ))
+        self._process = context.Process(target=answer, args=about, daemon=True)
+        self._forking = threading.Thread(target=_fork, args=(self._process, theirs), daemon=True)
+        self._forking.start()  # the server is ready when it has imported torch
+        return self._pipe
+
+    def _lost(self) -> Exception:
+        """Why there is no answer."""
+        assert self._forking is not None
+        self._forking.join(1)
+        if self._process.pid is None:
+            return NotForked()
+        self._process.join(1)
+        code = self._process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
+        return ColotrainError(
+            f"the process that looked at the user's code {how} without an answer",
+            "see what it printed, and whether it needs more memory than there is",
+        )
+
+    def close(self) -> None:
+        """End the process; it has nothing to lose."""
+        if self._pipe is not None:
+            self._pipe.close()  # where it is not forked yet, it will find this end closed
+            self._pipe = None
+        if self._process is not None and self._process.pid is not None:
+            self._process.kill()
+            self._process.join(1)
+        self._process = None
+
+
+def _fork(process: Any, theirs: Connection) -> None:
+    """Runs on a thread."""
+    with suppress(Exception):  # the other end of the pipe tells
+        process.start()
+    theirs.close()
+
+
+def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[str, str]) -> None:
+    """Body of the process: call what is asked for until nobody asks any more.
+
+    `launcher` is a process id; `folder` and `environment` are the launcher's.
+    """
+    end_with(launcher)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as the launcher's end sends it
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with stdout_to_stderr(), suppress(EOFError, OSError):
+        while True:
+            function, args = pipe.recv()
+            pipe.send(_outcome(function, args))
+    os._exit(0)
+
+
+def _outcome(function: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+    module, _, name = function.partition(":")
+    try:
+        return "found", getattr(importlib.import_module(module), name)(*args)
+    except (ColotrainError, OSError) as error:  # both are told in a line
+        return "refused", error
+    except BaseException:
+        return "broken", traceback.format_exc()
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What is printed meanwhile, by whatever code, goes to stderr: stdout is for documents."""
+    before = sys.stdout
+    if before is None:  # closed
+        yield
+        return
+    before.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,139 @@
+"""Which plugin, micro-batch and checkpointing to take: all that fit, the fastest first.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from colotrain.errors import UsageError
+from colotrain.planner.hardware import Hardware
+from colotrain.planner.layout import Layout
+from colotrain.planner.memory import predict
+from colotrain.planner.time import step_time
+from colotrain.spec.memory import Ledger, PeakRange, Verdict
+from colotrain.spec.plan import Prediction, Recompute, Survey, Trace
+
+MOST_SAMPLES = 1024
+"""Larger micro-batches are not looked for."""
+TIE = 1.01
+"""Predictions this near are alike: then what exchanges less, or needs less, is taken."""
+
+Traces = Callable[[Recompute, int], Trace | None]
+"""The trace of a micro-batch, with what is computed again in backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A way to carry a plan out, with what it needs."""
+
+    plugin: str
+    layout: Layout
+    checkpointing: Recompute
+    memory: Ledger
+    peak: PeakRange
+    time: Prediction
+    verdict: Verdict
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run may start: all but what certainly exceeds the memory."""
+        return self.verdict != "no"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What does not change between the options."""
+
+    survey: Survey
+    """With everything training that ever will."""
+    traces: Traces
+    hardware: Callable[[Layout], Hardware] | None
+    capacity: int
+    global_batch: int
+    tokens_per_step: int
+    world_size: int
+
+    def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
+        trace = self.traces(checkpointing, layout.micro_batch)
+        need = predict(layout, self.survey, trace)
+        time = Prediction()
+        if trace is not None and self.hardware is not None:
+            time = step_time(
+                layout,
+                self.survey,
+                trace,
+                self.hardware(layout),
+                tokens_per_step=self.tokens_per_step,
+                flops_per_token=self.survey.flops_per_token,
+                world_size=self.world_size,
+            )
+        return Option(
+            plugin=plugin,
+            layout=layout,
+            checkpointing=checkpointing,
+            memory=need.ledger,
+            peak=need.peak,
+            time=time,
+            verdict=need.peak.verdict(self.capacity),
+        )
+
+    def every(
+        self, layouts: Iterable[tuple[str, Layout]], *, checkpointing: Iterable[Recompute]
+    ) -> Iterator[Option]:
+        """Each layout with each micro-batch that divides the global batch, in all those ways."""
+        ways = [recompute for recompute in checkpointing if self.can(recompute)]
+        for plugin, layout in layouts:
+            for size in self.micro_batches():
+                steps = self.global_batch // (self.world_size * size)
+                sized = replace(layout, micro_batch=size, accumulation_steps=steps)
+                for recompute in ways:
+                    yield self.option(plugin, sized, checkpointing=recompute)
+
+    def can(self, recompute: Recompute) -> bool:
+        """Whether the model can be trained and followed so."""
+        try:
+            return self.traces(recompute, 1) is not None
+        except UsageError:
+            return False
+
+    def micro_batches(self) -> list[int]:
+        share = self.global_batch // self.world_size
+        sizes = [size for size in range(1, share + 1) if share % size == 0]
+        return [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
+
+
+def rank(options: Iterable[Option]) -> list[Option]:
+    """Those that surely fit, the fastest first; without times in the order they came."""
+    return sorted((o for o in options if o.verdict == "yes"), key=lambda option: option.time.step_s)
+
+
+def best(options: Sequence[Option]) -> Option | None:
+    """The fastest that surely fits; of those that are as fast, the first.
+
+    Where none does, the one that perhaps fits and needs least.
+    """
+    fitting = [option for option in options if option.verdict == "yes"]
+    if not fitting:
+        perhaps = [option for option in options if option.verdict == "tight"]
+        return min(perhaps, key=lambda option: option.memory.total, default=None)
+    limit = TIE * min(option.time.step_s for option in fitting)
+    return next(option for option in fitting if option.time.step_s <= limit)
+
+
+def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: Recompute) -> int:
+    """The largest power of two that fits as micro-batch, whatever the global batch is; or 0."""
+
+    def has_room(size: int) -> bool:
+        trace = question.traces(checkpointing, size)
+        need = predict(replace(layout, micro_batch=size), question.survey, trace)
+        return need.peak.verdict(question.capacity) == "yes"
+
+    if question.traces(checkpointing, 1) is None or not has_room(1):
+        return 0
+    size = 1
+    while size < MOST_SAMPLES and has_room(2 * size):
+        size = 2 * size
+    return size

@@ -1,0 +1,183 @@
+"""gemini's budgets: how many bytes of each tier a rank may use, and whether the disk will do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from colotrain.config.schema import Plugin
+from colotrain.config.sizes import check_size, format_size, parse_size
+from colotrain.errors import Problem
+from colotrain.planner.machine import Machine
+from colotrain.planner.scale import Scale
+from colotrain.rundir import OFFLOAD, RUNS
+from colotrain.spec.offload import Budget
+
+AUTOMATIC_SHARE = 0.9
+"""Share of the free memory that a budget of `auto` may use."""
+AUTOMATIC_DISK_SHARE = 0.5
+"""Share of the free space that the disk tier may use in the run's own folder, which also holds the
+run's checkpoints."""
+LAUNCHER_BYTES = 512 << 20
+"""What the launcher and the server that workers are forked from take of the host, at most."""
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+REMOTE = ("nfs*", "cifs", "smb*", "9p", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse.*")
+"""File systems that are too slow to compute from unasked."""
+LEAST_SPACE_BYTES = 1 << 30
+"""With less free space than this there is no automatic disk tier."""
+
+
+def names_folder(asked: Plugin) -> bool:
+    """Whether the user has named a folder for the disk tier."""
+    return asked.disk_path not in (None, "none", "auto")
+
+
+def find_budget(
+    asked: Plugin, scale: Scale, machine: Machine, *, with_disk: bool = False
+) -> Budget | None:
+    """The budget of a plugin that `check_budget` accepts; None where nothing can be lowered.
+
+    On CPU that is so unless a folder or a limit is given: device and host are one memory there.
+    `with_disk`: where no folder is named, the disk tier is in the run's own folder.
+    """
+    budget = asked.budget
+    is_named, is_limited = names_folder(asked), (budget.host, budget.disk) != ("auto", "auto")
+    if scale.device == "cpu" and not (is_named or is_limited or with_disk):
+        return None
+    if scale.device != "cpu" and not scale.memory_bytes and budget.device == "auto":
+        return None  # not known how much to leave on the device
+    with_disk = with_disk or (asked.disk_path == "auto" and budget.disk != "auto")
+    whole = host_bytes(scale, machine)
+    free = machine.host_free_bytes or whole * scale.procs_per_node
+    free = min(whole, max(0, free - LAUNCHER_BYTES) // scale.procs_per_node)
+    folder, room = None, 0
+    if is_named:
+        folder = str(Path(str(asked.disk_path)).expanduser().absolute())
+        room = int(_free_bytes(Path(folder)) * AUTOMATIC_SHARE) // scale.procs_per_node
+    elif with_disk:
+        folder = OFFLOAD
+        room = int(_free_bytes(RUNS.absolute()) * AUTOMATIC_DISK_SHARE) // scale.procs_per_node
+    device = 0
+    if scale.device != "cpu":
+        device = _size(budget.device, scale.memory_bytes, int(scale.memory_bytes * AUTOMATIC_SHARE))
+    return Budget(
+        device_bytes=device,
+        host_bytes=_size(budget.host, whole, int(free * AUTOMATIC_SHARE)),
+        disk_bytes=_size(budget.disk, room, room) if folder else 0,
+        disk_path=folder,
+    )
+
+
+def why_no_disk(asked: Plugin) -> str:
+    """Why there can be no automatic disk tier; empty where there can be one."""
+    if names_folder(asked):
+        return ""
+    if asked.disk_path != "auto":
+        return "plugin.disk_path=none"
+    where = existing(RUNS.absolute())
+    kind = file_system(where)
+    if kind in IN_MEMORY or any(fnmatchcase(kind, remote) for remote in REMOTE):
+        return f"{where} is on {kind}, which is no local disk"
+    if not os.access(where, os.W_OK):
+        return f"{where} cannot be written"
+    free = _free_bytes(where)
+    return f"{where} has {format_size(free)} free" if free < LEAST_SPACE_BYTES else ""
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(existing(folder)).free
+
+
+def _size(asked: float | str, whole: int, automatic: int) -> int:
+    return automatic if asked == "auto" else parse_size(asked, whole=whole)
+
+
+def host_bytes(scale: Scale, machine: Machine) -> int:
+    """One rank's part of the host's memory."""
+    if scale.device == "cpu":
+        return scale.memory_bytes
+    return machine.host_memory_bytes // scale.procs_per_node
+
+
+def check_budget(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:
+    """What is wrong with budgets and folder, before the model is looked at."""
+    budget = asked.budget
+    if budget.device != "auto" and scale.device == "cpu":
+        fix = "set plugin.budget.host"
+        expected = "auto: on CPU the device's memory is the host's"
+        yield Problem(key="plugin.budget.device", value=budget.device, expected=expected, fix=fix)
+    elif budget.device != "auto":
+        yield from check_size("plugin.budget.device", budget.device, scale.memory_bytes)
+    if budget.host != "auto":
+        yield from check_size("plugin.budget.host", budget.host, host_bytes(scale, machine))
+    if budget.disk != "auto":
+        if asked.disk_path in (None, "none"):
+            fix = "name a folder in plugin.disk_path"
+            expected = "auto without plugin.disk_path"
+            yield Problem(key="plugin.budget.disk", value=budget.disk, expected=expected, fix=fix)
+        else:
+            yield from check_size("plugin.budget.disk", budget.disk, 1 << 40)
+    if names_folder(asked):
+        yield from _check_folder(str(asked.disk_path))
+
+
+def _check_folder(text: str) -> Iterator[Problem]:
+    key, fix = "plugin.disk_path", "name a folder on a local disk"
+    folder = Path(text).expanduser().absolute()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not nearest.is_dir():
+        yield Problem(key=key, value=text, expected="a folder", fix=fix)
+        return
+    where = existing(folder)
+    kind = file_system(where)
+    if kind in IN_MEMORY:
+        expected = f"a file system on disk ({where} is {kind}, which is memory itself)"
+        yield Problem(key=key, value=text, expected=expected, fix=fix)
+        return
+    try:
+        with tempfile.TemporaryFile(dir=where):
+            pass
+    except OSError as error:
+        expected = f"a folder that can be written ({where}: {error.strerror})"
+        yield Problem(key=key, value=text, expected=expected, fix=fix)
+
+
+def existing(folder: Path) -> Path:
+    """`folder`, or the nearest above it that exists."""
+    return next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
+
+
+def file_system(place: Path) -> str:
+    """The type of the file system that `place` is on; empty where the system does not tell."""
+    try:
+        device = place.stat().st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    rows = [line.partition(" - ") for line in lines]
+    found = [after.split()[0] for before, _, after in rows if before.split()[2] == wanted]
+    return found[-1] if found else ""
+
+
+def check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
+    """Whether what the plan puts on disk fits there, and within its budget."""
+    if budget.disk_path is None or need == 0:
+        return
+    if need > budget.disk_bytes:
+        expected = f"at least {need:,} bytes per rank for what plugin.budget.host cannot hold"
+        fix = "raise either"
+        yield Problem(key="plugin.budget.disk", value=budget.disk_bytes, expected=expected, fix=fix)
+        return
+    free = _free_bytes(RUNS.absolute() / budget.disk_path)
+    whole = need * scale.procs_per_node
+    if whole > free:
+        expected = (
+            f"a folder with {whole:,} bytes free for {scale.procs_per_node} ranks, not {free:,}"
+        )
+        fix = "free some space, name another folder, or raise plugin.budget.host"
+        yield Problem(key="plugin.disk_path", value=budget.disk_path, expected=expected, fix=fix)

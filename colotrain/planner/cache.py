@@ -1,0 +1,104 @@
+"""What was learned of models, kept between commands: then no plan waits for torch.
+
+What a look depends on beside its arguments is in the key (this package's code, torch and whatever
+else is installed) or beside the result (the user's files), and compared before a result is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from colotrain.data.prepare.cache import cache_folder
+from colotrain.dotted import PACKAGE
+from colotrain.errors import ConfigError
+from colotrain.planner.dependencies import Dependencies, installation
+from colotrain.records import from_plain, to_plain
+from colotrain.rundir import write_atomically
+from colotrain.spec.plan import ModelPlan
+
+LOOKING = "colotrain.planner.traced.survey"
+MOST_KEPT = 500
+
+T = TypeVar("T")
+
+
+def kept(
+    cls: type[T],
+    model: ModelPlan,
+    about: tuple[Any, ...],
+    look: Callable[[], tuple[T, Dependencies | None]],
+) -> T:
+    """The result of `look()`, or of an earlier one that depended on nothing that has changed.
+
+    `look` returns what it found and what that depended on; None: do not keep it.
+    """
+    modules = (LOOKING, model.target.partition(":")[0])
+    known = [cls.__name__, to_plain(model), to_plain(about), os.getcwd(), *_version(modules)]
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+    file = cache_folder() / "estimates" / f"{digest}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+        document = json.loads(file.read_text("utf-8"))
+        if from_plain(Dependencies, document["dependencies"]).are_unchanged():
+            return from_plain(cls, document["found"])
+    found, dependencies = look()
+    if dependencies is not None:
+        document = {"dependencies": to_plain(dependencies), "found": to_plain(found)}
+        with suppress(OSError):  # a cache that cannot be written is no reason to fail
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_room(file.parent)
+            write_atomically(file, json.dumps(document))
+    return found
+
+
+@functools.cache
+def _version(modules: tuple[str, ...]) -> list[Any]:
+    """What a look by these modules of this package depends on, whatever the user's own code."""
+    digest = hashlib.sha256()
+    for _, text in sorted(sources(*modules).items()):
+        digest.update(text)
+    return [metadata.version("torch"), sys.version, digest.hexdigest(), installation()]
+
+
+IMPORT = re.compile(rb"^ *(?:from|import) +(colotrain[\w.]*)(?: +import +(\([^)]*\)|.*))?", re.M)
+
+
+def sources(*modules: str) -> dict[str, bytes]:
+    """Name → source of `modules` and of what they import of this package; nothing is imported."""
+    found: dict[str, bytes] = {}
+    wanted = set(modules)
+    while wanted:
+        name = wanted.pop()
+        text = None if name in found else _source(name)
+        if text is None:
+            continue
+        found[name] = text
+        wanted.add(name.rpartition(".")[0])  # the package is imported before its module
+        for imported, names in IMPORT.findall(text):
+            inside = (f"{imported.decode()}.{each.decode()}" for each in re.findall(rb"\w+", names))
+            wanted |= {imported.decode(), *inside}
+    return found
+
+
+def _source(module: str) -> bytes | None:
+    package, *inner = module.split(".")
+    path = Path(PACKAGE, *inner)
+    for file in (path.with_suffix(".py"), path / "__init__.py") if package == "colotrain" else ():
+        with suppress(OSError):
+            return file.read_bytes()
+    return None
+
+
+def _make_room(folder: Path) -> None:
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for file in files[: max(0, len(files) - MOST_KEPT)]:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,81 @@
+"""What a plan sends in a step. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from colotrain.planner.groups import Group, fetched_ahead, find, reached_by_backward
+from colotrain.planner.layout import Layout
+from colotrain.spec.plan import Survey, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Collectives of one step. Bytes are what one rank sends, with ring algorithms."""
+
+    gathers: int
+    reductions: int
+    reduced: str
+    """`once a step` or `every micro-batch`."""
+    gathered_bytes: float
+    """Sent in all-gathers."""
+    reduced_bytes: float
+    """Sent in reduce-scatters."""
+    replicated_bytes: float
+    """Sent in all-reduces between replicas."""
+    calls: int
+    """How often groups are gathered and reduced, also by a rank that is alone."""
+    gathered_whole: float
+    """Bytes that arrive in all-gathers, a rank's own among them: they are copied twice."""
+    reduced_whole: float
+
+    @property
+    def bytes_per_step(self) -> int:
+        return round(self.gathered_bytes + self.reduced_bytes + self.replicated_bytes)
+
+
+def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traffic:
+    """Collectives and bytes of a step.
+
+    A ring of n ranks sends (n - 1) / n of the whole per all-gather or reduce-scatter, and twice
+    that per all-reduce (Patarasuk and Yuan 2009). Kept parameters are gathered once a step; freed
+    ones for each forward and again for each backward that reaches them, but for the root's, which
+    stay in between.
+    """
+    groups = find(survey, trace, layout)
+    steps, ring = layout.accumulation_steps, (layout.shard - 1) / layout.shard
+    reductions = steps if layout.gradients == "sharded" else 1
+    uses = dict(_uses(groups, trace, steps))
+    pieces = {name: group.pieces for name, group in groups.items()}
+    calls = sum(num * pieces[name] for name, num in uses.items())
+    reduced = reductions * sum(g.trained_pieces for g in groups.values() if g.reduced_bytes)
+    replicas = layout.replicas
+    whole = sum(g.reduced_bytes for g in groups.values())
+    gathered = sum(uses[name] * group.gathered_bytes for name, group in groups.items())
+    return Traffic(
+        gathers=calls if layout.shard > 1 else 0,
+        reductions=reduced if layout.shard > 1 else 0,
+        reduced="every micro-batch" if layout.gradients == "sharded" else "once a step",
+        gathered_bytes=ring * gathered,
+        reduced_bytes=ring * reductions * whole,
+        replicated_bytes=2 * (replicas - 1) / replicas * whole / layout.shard,
+        calls=calls + reduced,
+        gathered_whole=float(gathered),
+        reduced_whole=float(reductions * whole),
+    )
+
+
+def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator[tuple[str, int]]:
+    """(group, all-gathers in a step)."""
+    reached = reached_by_backward(trace)
+    fetched = fetched_ahead(groups, trace)
+    for name, group in groups.items():
+        if not group.gathered_bytes:
+            yield name, 0
+        elif group.stays:
+            yield name, 1
+        else:
+            again = reached is None or bool(reached & set(group.blocks))
+            ahead = 1 if name and name == fetched else 0  # the next micro-batch finds it there
+            yield name, steps * (2 if name and again else 1) + ahead

@@ -1,0 +1,51 @@
+"""What a plan says beforehand of steps and evaluations that take minutes or hours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from colotrain.config.sizes import format_seconds
+from colotrain.spec.plan import BatchPlan, Prediction, TrainPlan
+
+LONG_STEP_S = 60.0
+"""A step that takes this long gets a warning."""
+LONG_EVALUATION_S = 300.0
+"""An evaluation that takes this long gets one, too, and is left out before the first step."""
+FORWARD_SHARE = 1 / 3
+"""Of a step's forward and backward passes: backward takes twice as long as forward."""
+
+
+def evaluation_s(train: TrainPlan, time: Prediction) -> float:
+    """Predicted seconds of an evaluation; 0.0 where nothing is known."""
+    return train.eval_steps * time.step_s * FORWARD_SHARE
+
+
+def evaluates_first(train: TrainPlan, time: Prediction) -> bool:
+    """Whether there is an evaluation before the first step: not where it would take long."""
+    return evaluation_s(train, time) < LONG_EVALUATION_S
+
+
+def warn_of_durations(train: TrainPlan, batch: BatchPlan, time: Prediction) -> Iterator[str]:
+    """What takes long, and what would make it shorter."""
+    if time.step_s >= LONG_STEP_S:
+        yield f"a step is predicted to take {format_seconds(time.step_s)}{_shorter(batch, time)}"
+    if not evaluates_first(train, time):
+        whole_s = evaluation_s(train, time)
+        yield (
+            f"train.eval_steps={train.eval_steps}: an evaluation is predicted to take "
+            f"{format_seconds(whole_s)}, and is left out before the first step; "
+            f"train.eval_steps=1 makes it {format_seconds(whole_s / train.eval_steps)}, 0 turns "
+            "evaluations off"
+        )
+
+
+def _shorter(batch: BatchPlan, time: Prediction) -> str:
+    """How few samples a step can have, and how long it takes then."""
+    steps, micro = batch.accumulation_steps, batch.micro_batch
+    still = "shorter samples (data.seq_len), a smaller model or more ranks shorten it"
+    if steps == 1 and micro == 1:
+        return f"; {still}"
+    micro_batch_s = time.step_s / steps
+    what = f" ({steps} micro-batches of {format_seconds(micro_batch_s)})" if steps > 1 else ""
+    least = f"train.global_batch={batch.data_parallel} train.micro_batch=1"
+    return f"{what}; {least} makes it {format_seconds(micro_batch_s / micro)}, and {still} further"

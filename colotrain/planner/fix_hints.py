@@ -1,0 +1,139 @@
+"""What a plan's memory gives reason to warn of, and what would make it fit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from colotrain.config.sizes import format_size
+from colotrain.errors import ColotrainError
+from colotrain.planner.advise import largest_micro_batch
+from colotrain.planner.layout import Layout
+from colotrain.planner.plugin import Situation
+from colotrain.rundir import OFFLOAD
+from colotrain.spec.memory import Verdict
+from colotrain.spec.plan import RECOMPUTE, RunPlan
+from colotrain.spec.plugins import ROWS
+
+Changes = dict[str, Any]
+"""Settings by dotted key."""
+
+MOST_HINTS = 3
+LEAST: Changes = {
+    "plugin.name": "zero3",
+    "train.micro_batch": 1,
+    "train.activation_checkpointing": "blocks",
+}
+"""What needs the least memory without a lower tier."""
+
+
+def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
+    """What may not fit, and what rests on disk because memory might not suffice."""
+    capacity, peak, budget = plan.cluster.memory_bytes, plan.peak, plan.plugin.budget
+    if budget is not None and budget.disk_path == OFFLOAD:
+        room, space = format_size(budget.host_bytes), format_size(budget.disk_bytes)
+        yield (
+            f"memory: what {room} per rank cannot hold rests on disk, in the run's own folder "
+            f"({OFFLOAD}/, at most {space} per rank); plugin.disk_path=none forbids it"
+        )
+    range_ = f"{format_size(peak.low)} to {format_size(peak.high)}"
+    if peak.verdict(capacity) == "tight":
+        yield (
+            f"memory: {plan.plugin.name} needs {range_} per rank, of {format_size(capacity)}, and "
+            "may not fit: a run that nears the limit ends by itself. To be sure, "
+            f"{fix_hints(situation, plan)}"
+        )
+        return
+    free, procs = situation.machine.host_free_bytes, plan.cluster.procs_per_node
+    is_here = capacity == situation.machine.host_memory_bytes // procs
+    if plan.cluster.device == "cpu" and is_here and free and peak.high * procs > free:
+        yield (
+            f"memory: {procs} ranks need {range_} each, and {format_size(free)} of this machine "
+            "are free now; end other programs, or the run may have to end by itself"
+        )
+
+
+def fix_hints(situation: Situation, plan: RunPlan) -> str:
+    """The nearest changes that make `plan` fit, as settings, or what it would take at least.
+
+    Every change was planned on the same machine, and fits there.
+    """
+    found: list[Changes] = []
+    for changes in _changes(situation, plan):
+        is_new = not any(known.keys() <= changes.keys() for known in found)
+        if len(found) < MOST_HINTS and is_new and situation.verdict(changes) == "yes":
+            found.append(changes)
+    if found:
+        return "set " + " or ".join(map(_shown, found))
+    for nodes in (plan.cluster.nodes << n for n in range(1, 11)):
+        procs = plan.cluster.procs_per_node
+        more: Changes = {"cluster.nodes": nodes, "cluster.procs_per_node": procs} | LEAST
+        if ROWS[plan.plugin.name].packed:
+            more["plugin.name"] = plan.plugin.name
+        if plan.batch.global_batch < nodes * procs:
+            more["train.global_batch"] = nodes * procs
+        if situation.verdict(more) == "yes":
+            return f"nothing makes it fit here; {nodes} such machines would do: {_shown(more)}"
+    option = situation.question.option(
+        "zero3", _one(situation.layout(situation.lay_out("zero3"))), checkpointing="blocks"
+    )
+    need = format_size(option.memory.total)
+    least = f"even plugin=zero3 with micro-batches of 1 needs {need} per rank"
+    return f"use a smaller model or more memory: {least}"
+
+
+def verdicts(
+    config: dict[str, Any], plan: Callable[[dict[str, Any]], tuple[RunPlan, Situation]]
+) -> Callable[[Changes], Verdict | None]:
+    """Plans `config` with changes, and says whether that fits; None where it is no plan."""
+
+    def verdict(changes: Changes) -> Verdict | None:
+        changed = copy.deepcopy(config)
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            changed[section] = {**(changed.get(section) or {}), name: value}
+        try:
+            made, _ = plan(changed)
+        except ColotrainError:
+            return None
+        return made.peak.verdict(made.cluster.memory_bytes)
+
+    return verdict
+
+
+def _shown(changes: Changes) -> str:
+    text = " ".join(f"{key.removesuffix('.name')}={value}" for key, value in changes.items())
+    return f"{text} (accumulation keeps the global batch)" if "train.micro_batch" in text else text
+
+
+def _changes(situation: Situation, plan: RunPlan) -> Iterator[Changes]:
+    """What may help on this machine, the least first."""
+    question, recompute = situation.question, plan.train.activation_checkpointing
+    size = largest_micro_batch(question, situation.layout(plan.plugin), checkpointing=recompute)
+    share = question.global_batch // question.world_size
+    if size:
+        yield {"train.micro_batch": max(n for n in range(1, size + 1) if share % n == 0)}
+    for more in RECOMPUTE[RECOMPUTE.index(recompute) + 1 :]:
+        if question.can(more):
+            yield {"train.activation_checkpointing": more}
+    others = [name for name in ("zero2", "zero3", "gemini") if name != plan.plugin.name]
+    yield from ({"plugin.name": name} for name in others)
+    if plan.train.precision == "fp32":
+        yield {"train.precision": "bf16"}
+    gemini, budget = {"plugin.name": "gemini"}, plan.plugin.budget
+    if ROWS[plan.plugin.name].packed and not (budget and budget.disk_path):
+        gemini |= {"plugin.disk_path": "auto"}
+        yield gemini
+    for least in (LEAST, LEAST | gemini):
+        yield least
+        if plan.train.precision == "fp32":
+            yield least | {"train.precision": "bf16"}
+    if plan.cluster.device == "cpu" and plan.cluster.procs_per_node > 1:
+        yield LEAST | gemini | {"cluster.procs_per_node": 1}
+
+
+def _one(layout: Layout) -> Layout:
+    steps = layout.accumulation_steps * layout.micro_batch
+    return dataclasses.replace(layout, micro_batch=1, accumulation_steps=steps)

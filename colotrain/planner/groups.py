@@ -1,0 +1,164 @@
+"""The groups that the engine will make of a model, with their bytes. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from colotrain.planner.layout import Layout
+from colotrain.spec.packing import pack, units_of
+from colotrain.spec.plan import ParameterInfo, Survey, Trace
+from colotrain.spec.plugins import expand
+from colotrain.spec.precisions import PRECISIONS
+
+REDUCE_BYTES = 4
+"""Gradients are reduced in fp32 whenever computing is in half precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that are gathered and reduced together, as `engine.sharding.grouping` finds
+    them."""
+
+    name: str
+    blocks: tuple[str, ...]
+    stays: bool
+    """Whole from the first forward of a step to its last backward."""
+    shard_bytes: int
+    """Of a rank, as stored."""
+    gathered_sizes: tuple[int, ...]
+    """Whole and padded parameters in the dtype that is computed in, each in bytes; none where
+    ranks hold parameters in common, so that nothing is gathered."""
+    reduced_bytes: int
+    """Whole and padded gradients in the dtype they are reduced in; 0 where nothing trains."""
+    trained_bytes: int
+    """Whole gradients as they are accumulated."""
+    trained_shard_bytes: int
+    trained_shard_numel: int
+    pieces: int = 1
+    """Of a block that is cut up: the groups it really is, which come and go one after another."""
+    trained_pieces: int = 1
+
+    @property
+    def gathered_bytes(self) -> int:
+        return sum(self.gathered_sizes)
+
+
+def find(survey: Survey, trace: Trace | None, layout: Layout) -> dict[str, Group]:
+    """Name → group, in the model's order, with the root's (empty name) last."""
+    known = list(dict.fromkeys(p.group for p in survey.parameters if p.group))
+    if trace is not None:
+        calls = Counter(s.block for s in trace.segments if s.phase == "forward")
+        known = [block for block in known if calls[block] == 1]
+    found, cut = {}, _cut_up(known, survey, layout)
+    for blocks in _packed(known, survey, layout):
+        whole = _group(blocks[0], blocks, survey, layout, set(known))
+        pieces, trained = cut.get(blocks[0], (1, 1))
+        found[blocks[0]] = replace(whole, pieces=pieces, trained_pieces=trained)
+    found[""] = _group("", (), survey, layout, set(known))
+    return found
+
+
+def _packed(blocks: list[str], survey: Survey, layout: Layout) -> list[tuple[str, ...]]:
+    """As `engine.sharding.grouping`, but for blocks that are cut up: their parts come and go
+    together."""
+    if layout.chunk_bytes is None:
+        return [(block,) for block in blocks]
+    units = [unit for unit in units_of(survey.parameters, split=False) if unit.name in blocks]
+    chunks = pack(units, layout.chunk_bytes, kind=lambda name: _stays(name, layout))
+    return [chunk.names for chunk in chunks]
+
+
+def _cut_up(blocks: list[str], survey: Survey, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Block → the groups that it is cut into, and those of them that train."""
+    if layout.chunk_bytes is None or not layout.split_blocks:
+        return {}
+    units = [unit for unit in units_of(survey.parameters, split=True) if unit.name in blocks]
+    found = {}
+    for unit in units:
+        owners = {
+            n: chunk.names[0] for chunk in pack([unit], layout.chunk_bytes) for n in chunk.names
+        }
+        trained = {
+            owners[_longest(p.name, owners)]
+            for p in survey.parameters
+            if p.group == unit.name and p.frozen_by is None and p.numel
+        }
+        found[unit.name] = (len(set(owners.values())), len(trained))
+    return {name: pair for name, pair in found.items() if pair[0] > 1}
+
+
+def _longest(parameter: str, modules: Iterable[str]) -> str:
+    """The innermost of `modules` that `parameter` is in."""
+    return max((m for m in modules if parameter.startswith(f"{m}.")), key=len)
+
+
+def _stays(name: str, layout: Layout) -> bool:
+    for pattern, reshard in layout.reshard_overrides.items():
+        if any(fnmatchcase(name, glob) for glob in expand(pattern)):
+            return not reshard
+    return layout.parameters_live == "step"
+
+
+def _group(
+    name: str, blocks: tuple[str, ...], survey: Survey, layout: Layout, known: set[str]
+) -> Group:
+    def is_in(parameter: ParameterInfo) -> bool:
+        return parameter.group in blocks if blocks else parameter.group not in known
+
+    members = [p for p in survey.parameters if is_in(p)]
+    trained = [p for p in members if p.frozen_by is None]
+    precision = PRECISIONS[layout.precision]
+    compute = precision.num_bytes if precision.is_cast else None
+    reduce = REDUCE_BYTES if compute else None
+    shard = layout.shard
+    padded = {p.name: _padded(p, shard) for p in members}
+    return Group(
+        name=name,
+        blocks=blocks,
+        stays=_stays(name, layout) if name else layout.parameters_live == "step",
+        shard_bytes=sum(shard_numel(p, shard) * p.itemsize for p in members),
+        gathered_sizes=tuple(
+            padded[p.name] * (compute or p.itemsize)
+            for p in members
+            if padded[p.name] and not layout.in_common
+        ),
+        reduced_bytes=sum(padded[p.name] * (reduce or p.itemsize) for p in trained),
+        trained_bytes=sum(p.numel * (reduce or p.itemsize) for p in trained),
+        trained_shard_bytes=sum(shard_numel(p, shard) * p.itemsize for p in trained),
+        trained_shard_numel=sum(shard_numel(p, shard) for p in trained),
+    )
+
+
+def shard_numel(parameter: ParameterInfo, shard: int) -> int:
+    """Elements of the first shard; `fully_shard` cuts dimension 0 and rounds up."""
+    if not parameter.shape:
+        return parameter.numel
+    rows = parameter.shape[0]
+    return math.ceil(rows / shard) * (parameter.numel // max(1, rows))
+
+
+def _padded(parameter: ParameterInfo, shard: int) -> int:
+    """Elements that are exchanged: every rank's part is as large as the largest."""
+    return shard_numel(parameter, shard) * shard if parameter.shape else 0
+
+
+def reached_by_backward(trace: Trace | None) -> set[str] | None:
+    """The blocks that backward runs through; None where no trace tells."""
+    return None if trace is None else {s.block for s in trace.segments if s.phase == "backward"}
+
+
+def fetched_ahead(groups: Mapping[str, Group], trace: Trace | None) -> str:
+    """The frozen group before the first that backward reaches, which it fetches, too; or nothing.
+
+    `fully_shard` always fetches the group that ran before the present one.
+    """
+    reached, found = reached_by_backward(trace), ""
+    for name, group in groups.items():
+        if reached is None or not name or reached & set(group.blocks):
+            break
+        found = name
+    return found

@@ -1,0 +1,142 @@
+"""What hardware does per second, from published figures. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from colotrain.planner.layout import Layout
+
+MATMUL_SHARE = 0.70
+"""Of the dense peak: what large matrices reach on GPUs (NVIDIA's matmul guide; 0.65 to 0.8)."""
+ATTENTION_SHARE = 0.45
+"""Flash attention 2, forward and backward together (Dao 2023, figures 4 to 6)."""
+MEMORY_SHARE = 0.80
+LINK_SHARE = 0.80
+"""Of link bandwidth, by NCCL's rings (bus bandwidth of nccl-tests on large messages)."""
+LAUNCH_S, REPEAT_S = 6e-6, 24e-6
+"""The host's part of an operation, and of repeating one; it runs ahead of a GPU kept busy."""
+LATENCY_S, NODE_LATENCY_S = 3e-6, 6e-6
+"""Per step of a ring inside a node, and between nodes."""
+ADAM_BYTES = 28
+"""Read and written per element: parameter, two moments, and the gradient (all fp32)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds that one rank needs per unit of each kind of work."""
+
+    flop_s: float
+    attention_flop_s: float
+    byte_s: float
+    """Read or written by operations that are not matrix products."""
+    op_s: float
+    repeated_op_s: float
+    """Beside carrying it out, of an operation that checkpointed blocks repeat in backward."""
+    gathered_byte_s: float
+    """Of an all-gather, per byte that a ring would send."""
+    reduced_byte_s: float
+    replicated_byte_s: float
+    collective_s: float
+    """Of each, whatever its size; on CPU with all that the engine does for it."""
+    element_s: float
+    """The optimizer's, per element of the shard."""
+    step_s: float = 0.0
+    """What a step takes beside all that."""
+    gathered_whole_s: float = 0.0
+    """Of an all-gather on CPU, per byte that arrives: in shared memory nothing is sent."""
+    reduced_whole_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The hardware of one rank."""
+
+    name: str
+    costs: Costs
+    peak_flops: float
+    """Dense, in the precision of the plan; what MFU is a share of."""
+    overlaps: bool
+    """Collectives run beside computing (GPUs); on CPU they take turns."""
+    measured: bool = True
+    """Or published; False where the figures are only typical ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """A data sheet: published figures per device, in the units of the schema's `Hardware`."""
+
+    name: str
+    peak_flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    node_bytes_per_s: float
+
+
+def from_sheet(sheet: Sheet, layout: Layout, *, procs_per_node: int) -> Hardware:
+    """Hardware as published, in the place that `layout` gives it.
+
+    A ring that leaves the node is as fast as its slowest link; its latency grows with its length.
+    Replicas exchange between nodes, all ranks of a node at once.
+    """
+    inside = layout.shard <= procs_per_node
+    link = sheet.link_bytes_per_s if inside else min(sheet.link_bytes_per_s, sheet.node_bytes_per_s)
+    between = sheet.node_bytes_per_s / min(procs_per_node, layout.shard)
+    memory_s = 1 / (sheet.memory_bytes_per_s * MEMORY_SHARE)
+    nodes = max(1, layout.shard // procs_per_node)
+    latency_s = (layout.shard - nodes) * LATENCY_S + (nodes - 1) * NODE_LATENCY_S
+    copies_s = 2 * memory_s  # into the buffer of a collective or out of it
+    return Hardware(
+        name=sheet.name,
+        costs=Costs(
+            flop_s=1 / (sheet.peak_flops * MATMUL_SHARE),
+            attention_flop_s=1 / (sheet.peak_flops * ATTENTION_SHARE),
+            byte_s=memory_s,
+            op_s=LAUNCH_S,
+            repeated_op_s=REPEAT_S,
+            gathered_byte_s=1 / (link * LINK_SHARE) + copies_s,
+            reduced_byte_s=1 / (link * LINK_SHARE) + copies_s,
+            replicated_byte_s=1 / (between * LINK_SHARE),
+            collective_s=latency_s,
+            element_s=ADAM_BYTES * memory_s,
+            step_s=2e-3,
+        ),
+        peak_flops=sheet.peak_flops,
+        overlaps=True,
+    )
+
+
+TYPICAL_CORE = Costs(
+    flop_s=1 / 40e9,
+    attention_flop_s=1 / 15e9,
+    byte_s=1 / 4e9,
+    op_s=8e-6,
+    repeated_op_s=REPEAT_S,
+    gathered_byte_s=0.0,
+    reduced_byte_s=0.0,
+    replicated_byte_s=1 / 0.5e9,
+    collective_s=2e-4,
+    element_s=4e-9,
+    step_s=4e-3,
+    gathered_whole_s=1 / 3e9,
+    reduced_whole_s=1 / 3e9,
+)
+"""One core of a server of about 2020, in fp32."""
+
+
+def typical_cpu(*, threads: int, precision: str) -> Hardware:
+    """Cores of a CPU. Half precision is slower where it has no instructions for it."""
+    slower = 1.0 if precision == "fp32" else 2.0
+    core = TYPICAL_CORE
+    costs = replace(
+        core,
+        flop_s=slower * core.flop_s / threads,
+        attention_flop_s=slower * core.attention_flop_s / threads,
+        byte_s=core.byte_s / min(threads, 4),
+    )
+    return Hardware(
+        name="typical CPU cores",
+        costs=costs,
+        peak_flops=60e9 * threads,
+        overlaps=False,
+        measured=False,
+    )

@@ -1,0 +1,106 @@
+"""What decides how much memory and time a plan needs. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from colotrain.spec.optimizers import optimizer_of
+from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
+from colotrain.spec.plugins import Gradients, ParametersLive
+
+STATE_BYTES = 4
+"""Optimizer state is kept in fp32."""
+CPU_BASELINE_BYTES = 281 << 20
+"""Of torch 2.13 for CPU: 264 to 272 MiB when everything is built, less the model; and 8 to 15 MiB
+of its libraries' pages that are first touched in training."""
+CUDA_BASELINE_BYTES = 800 << 20
+"""A context of about 0.5 GiB, and NCCL's channels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Everything about a plan that decides how much memory a rank needs."""
+
+    parameters_live: ParametersLive
+    gradients: Gradients
+    shard: int
+    """Ranks that share a copy of the model."""
+    replicas: int = 1
+    accumulation_steps: int = 1
+    micro_batch: int = 1
+    precision: str = "fp32"
+    optim: OptimPlan
+    device: str = "cpu"
+    shared_memory: bool = False
+    """The ranks of a shard group exchange through shared memory (CPU, one host)."""
+    chunk_bytes: int | None = None
+    split_blocks: bool = False
+    reshard_overrides: dict[str, bool] = field(default_factory=dict)
+    records_gradients: bool = False
+    """Statistics of every gradient are recorded now and then, from copies of the shards."""
+    baseline: int = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """A single rank on the CPU: its gradients are not copied, as in
+        `engine.shm.reduce_scatter`."""
+        return self.device == "cpu" and self.shard == self.replicas == 1
+
+    @property
+    def in_common(self) -> bool:
+        """The ranks of a host hold one copy of the parameters, as `engine.shm.shared_parameters`
+        does it."""
+        return self.shared_memory and self.precision == "fp32"
+
+
+def layout_of(
+    plugin: PluginPlan,
+    batch: BatchPlan,
+    *,
+    optim: OptimPlan,
+    precision: str = "fp32",
+    device: str = "cpu",
+    procs_per_node: int = 1,
+    records_gradients: bool = False,
+) -> Layout:
+    """The layout of a plugin that is decided, on ranks that are known."""
+    shard = plugin.mesh[-1]
+    return Layout(
+        parameters_live=plugin.parameters_live,
+        gradients=plugin.gradients,
+        shard=shard,
+        replicas=plugin.mesh[0] if len(plugin.mesh) > 1 else 1,
+        accumulation_steps=batch.accumulation_steps,
+        micro_batch=batch.micro_batch,
+        precision=precision,
+        optim=optim,
+        device=device,
+        shared_memory=device == "cpu" and procs_per_node % shard == 0,
+        chunk_bytes=plugin.chunk_bytes,
+        split_blocks=plugin.split_blocks,
+        reshard_overrides=plugin.reshard_overrides,
+        records_gradients=records_gradients,
+        baseline=baseline_bytes(device, world=shard),
+    )
+
+
+def state_bytes(optim: OptimPlan) -> int:
+    """Optimizer state per trainable element: Adam keeps two moments, SGD one if it has momentum."""
+    known = optimizer_of(optim.name)
+    if known.momentum_is_optional and not (optim.betas and optim.betas[0]):
+        return 0
+    return known.state_tensors * STATE_BYTES
+
+
+def counter_bytes(optim: OptimPlan) -> int:
+    """Per trained parameter, whatever its size: AdamW counts its steps in a tensor of each."""
+    return 4 if optimizer_of(optim.name).counts_steps else 0
+
+
+def baseline_bytes(device: str, *, world: int) -> int:
+    """What a worker holds before there is a model.
+
+    On CPU: the interpreter with torch, most of it inherited from the server that workers are forked
+    from, and the pages of libraries that training touches. On CUDA: the context and NCCL's buffers.
+    """
+    return CUDA_BASELINE_BYTES if device == "cuda" else CPU_BASELINE_BYTES

@@ -1,0 +1,66 @@
+"""Peaks of finished runs, kept for later plans of the same shape. Standard library only.
+
+What malloc adds to the live tensors depends on the order of a model's allocations, so it is
+estimated the first time and known from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from colotrain.data.prepare.cache import cache_folder
+from colotrain.planner.layout import Layout
+from colotrain.planner.memory import Estimate, around
+from colotrain.records import to_plain
+from colotrain.rundir import write_atomically
+from colotrain.spec.offload import Budget
+from colotrain.spec.plan import Survey, Trace
+
+RANGE = 0.05
+"""Peaks of equal runs differ by less than this share."""
+
+
+def shape_of(layout: Layout, survey: Survey, trace: Trace | None, budget: Budget | None) -> str:
+    """A digest of everything in a plan that decides its peak."""
+    micro_batch = None if trace is None else (trace.storages, trace.input_bytes, trace.buffer_bytes)
+    tiers = None if budget is None else (budget.device_bytes, budget.host_bytes)
+    about = [to_plain(layout), to_plain(survey.parameters), micro_batch, tiers]
+    known = json.dumps([*about, metadata.version("torch")], sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()[:32]
+
+
+def remember(shape: str, measured_bytes: int) -> None:
+    """Keep the peak of the rank that peaked."""
+    with suppress(OSError):  # a cache that cannot be written is no reason to fail
+        file = _file(shape)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(file, json.dumps({"peak_bytes": measured_bytes}))
+
+
+def recall(shape: str) -> int | None:
+    """The peak that a run of this shape had, in bytes; None where none is known."""
+    try:
+        found = json.loads(_file(shape).read_text("utf-8"))["peak_bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def corrected(estimate: Estimate, measured_bytes: int) -> Estimate:
+    """The estimate with a peak that was measured; what passes in a step takes up the difference."""
+    ledger, missing = estimate.ledger, measured_bytes - estimate.ledger.total
+    for name in ("buffers", "activations", "gathered", "baseline"):
+        change = max(missing, -getattr(ledger, name))
+        ledger = replace(ledger, **{name: getattr(ledger, name) + change})
+        missing -= change
+    exact = min(estimate.peak.exact, measured_bytes)
+    return Estimate(ledger=ledger, peak=around(ledger.total, exact=exact, share=RANGE))
+
+
+def _file(shape: str) -> Path:
+    return cache_folder() / "peaks" / f"{shape}.json"

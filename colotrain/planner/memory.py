@@ -1,0 +1,358 @@
+"""What a plan needs, in bytes per rank. Standard library only; `plan`'s shapes go in and out.
+
+A step is walked through allocation by allocation, as the engine carries it out on `fully_shard`
+(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py of torch 2.13).
+The tensors' peak is the highest moment of it; what malloc keeps beside them is `tally`'s to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
+from colotrain.planner.layout import Layout, counter_bytes, state_bytes
+from colotrain.planner.tally import RANGE, Tally
+from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.plan import ParameterInfo, Segment, Survey, Trace
+
+LARGEST_SHARED_BYTES = 64 << 20
+"""As in `engine.shm.transport`: larger groups are gathered through a window."""
+WINDOW_BYTES = 4 << 20
+"""As in `engine.shm.all_gather`."""
+MOST_WRITTEN_BYTES, NUM_SLOTS = 32 << 20, 2
+"""As in `engine.shm.reduce_scatter`: what a rank has for all others, in all slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a plan needs of a rank's memory: a breakdown of its peak, and the range around it."""
+
+    ledger: Ledger
+    peak: PeakRange
+
+
+def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
+    """What the largest rank needs at its peak.
+
+    `survey` with everything training that ever will. Without a trace, activations are left out,
+    and as much again as everything else may be needed for them.
+    """
+    if trace is None:
+        ledger = dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
+        total = ledger.total
+        return Estimate(ledger=ledger, peak=PeakRange(exact=total, low=total, high=2 * total))
+    tally = Tally(on_cpu=layout.device == "cpu")
+    _Walk(layout, survey, trace, tally).run()
+    accumulates = layout.accumulation_steps > 1
+    kept = tally.resident(accumulates=accumulates) - tally.fullest
+    at = {**tally.at_fullest, "buffers": tally.at_fullest["buffers"] + kept}
+    ledger = dataclasses.replace(Ledger(**at), baseline=layout.baseline)
+    return Estimate(ledger=ledger, peak=around(ledger.total, exact=tally.fullest + layout.baseline))
+
+
+def around(num_bytes: int, *, exact: int, share: float = RANGE) -> PeakRange:
+    """The range of a peak that is estimated as `num_bytes`, `exact` of them certain."""
+    low, high = round(num_bytes * (1 - share)), round(num_bytes * (1 + share))
+    return PeakRange(exact=exact, low=max(exact, low), high=high)
+
+
+def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int:
+    """The most bytes of activations that are alive at once, whatever else is."""
+    if trace is None:
+        return 0
+    tally = Tally(on_cpu=False)
+    _Walk(layout, survey, trace, tally).run()
+    return tally.most["activations"]
+
+
+class _Walk:
+    """Two steps of a rank, as a sequence of allocations."""
+
+    def __init__(self, layout: Layout, survey: Survey, trace: Trace, tally: Tally) -> None:
+        self.layout, self.survey, self.trace, self.tally = layout, survey, trace, tally
+        self.groups = find(survey, trace, layout)
+        self.root = self.groups[""]
+        self.of_block = {block: g for g in self.groups.values() for block in g.blocks}
+        self.sizes = trace.storages
+        self.gathered: set[str] = set()
+        self.kept_gradients: dict[str, list[object]] = {}
+        """Group → whole gradients that wait for the last micro-batch."""
+        self.unreduced: dict[str, list[object]] = {}
+        """Group → whole gradients of this backward."""
+        self.handed_over: dict[str, list[object]] = {}
+        """Group → whole gradients of a single rank, which are its sharded ones as they are."""
+        self.told: tuple[Group, list[object]] | None = None
+        """The group whose gradients are summed when the next have come (shared memory)."""
+        self.forward = [s for s in trace.segments if s.phase == "forward"]
+        self.backward = [s for s in trace.segments if s.phase == "backward"]
+        self.count = 0
+
+    def run(self) -> None:
+        self.build()
+        for _ in range(2):
+            self.step()
+
+    def build(self) -> None:
+        """What lasts. Models that cannot be built on the meta device are whole at first."""
+        layout, tally, groups = self.layout, self.tally, list(self.groups.values())
+        parameters = self.survey.parameters
+        whole = sum(p.numel * p.itemsize for p in parameters)
+        largest = max((p.numel * p.itemsize for p in parameters), default=0)
+        shards = sum(g.shard_bytes for g in groups)
+        if self.survey.built_whole:
+            tally.begin("whole", "parameters", max(0, whole - shards), lasts=True)
+        tally.begin("shards", "parameters", shards, lasts=True)
+        tally.begin("initial", "buffers", largest, lasts=True)
+        tally.end("initial")
+        tally.end("whole")
+        moments = sum(g.trained_shard_numel for g in groups) * state_bytes(layout.optim)
+        trained = sum(p.frozen_by is None for p in parameters)
+        moments += trained * counter_bytes(layout.optim)
+        tally.begin("moments", "optimizer", moments, lasts=True)
+        tally.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
+        tally.begin("shared", "buffers", self.shared_bytes(), lasts=True)
+
+    def shared_bytes(self) -> int:
+        """Pages of shared memory that a rank touches: buffers, its part of its peers', windows."""
+        size = self.layout.shard
+        if not self.layout.shared_memory or size == 1:
+            return 0
+        gathers = [g.gathered_bytes for g in self.groups.values()]
+        gather = max((n for n in gathers if n <= LARGEST_SHARED_BYTES), default=0)
+        windows = size * WINDOW_BYTES if max(gathers) > LARGEST_SHARED_BYTES else 0
+        part = max(g.reduced_bytes for g in self.groups.values()) // size
+        written = min(part * (size - 1) * NUM_SLOTS, MOST_WRITTEN_BYTES)
+        return gather + windows + 2 * written  # and as much is read
+
+    def _private(self, num_bytes: int) -> int:
+        """A collective's buffer, where it is not shared memory."""
+        shared = self.layout.shared_memory and num_bytes <= LARGEST_SHARED_BYTES
+        return 0 if shared else num_bytes
+
+    def step(self) -> None:
+        num = self.layout.accumulation_steps
+        for group in self.groups.values():  # the gradients of the step before
+            self.tally.end(("gradients", group.name))
+            for key in self.handed_over.pop(group.name, []):
+                self.tally.end(key)
+        for index in sorted({0, min(1, num - 1), num - 1}):
+            self.micro_batch(last=index == num - 1)
+        if self.layout.records_gradients:
+            self._record()
+
+    def _record(self) -> None:
+        """Statistics: copies of the shards before the update, and one difference at a time."""
+        trained = [p for p in self.survey.parameters if p.frozen_by is None]
+        sizes = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
+        for index, num_bytes in enumerate(sizes):
+            self.tally.begin(("copy", index), "buffers", num_bytes, in_place_of="activations")
+        largest = max(sizes, default=0)
+        self.tally.begin("difference", "buffers", largest, in_place_of="activations")
+        for key in ["difference", *(("copy", index) for index in range(len(sizes)))]:
+            self.tally.end(key)
+
+    def micro_batch(self, *, last: bool) -> None:
+        self.count += 1
+        self.tally.begin("inputs", "activations", self.trace.input_bytes)
+        self._fetch(self.root)
+        self._arrive(self.root)
+        for index, segment in enumerate(self.forward):
+            group = self.of_block.get(segment.block)
+            if group is not None and group.name not in self.gathered:
+                self._fetch(group)
+                self._arrive(group, frees=False)
+            self._play(segment)
+            rest = {s.block for s in self.forward[index + 1 :]}
+            if group is not None and not group.stays and not rest & set(group.blocks):
+                self._free(group)
+        for name in self.groups:
+            self.tally.end(("received", name))
+        self._backward(last=last)
+        self.tally.end("inputs")
+
+    def _play(self, segment: Segment) -> None:
+        """What autograd and the model's own code allocate in a segment."""
+        tally, gradients = self.tally, self.trace.gradients
+        tally.in_backward = segment.phase == "backward"
+        for event in segment.events:
+            number = event if event >= 0 else -1 - event
+            owner = gradients.get(number)
+            if event < 0:
+                if owner is None:
+                    tally.end(number)
+            elif owner is None:
+                tally.begin(number, "activations", self.sizes[number])
+            else:
+                self._gradient(number, self.of_block.get(owner, self.root))
+        tally.in_backward = False
+
+    def _gradient(self, number: int, group: Group) -> None:
+        """A gradient comes to be; one that is kept already takes it up."""
+        kept = self.kept_gradients.get(group.name)
+        if kept and self.layout.precision == "fp32":
+            self.tally.begin("added", "activations", self.sizes[number])
+            self.tally.end("added")
+            return
+        key = ("gradient", number, self.count)
+        self.tally.begin(key, "activations", self.sizes[number])
+        self.unreduced.setdefault(group.name, []).append(key)
+
+    def _fetch(self, group: Group) -> None:
+        """An all-gather into a buffer, private ones held until the parameters are copied out."""
+        if self.layout.shard > 1 and group.name not in self.gathered:
+            self.tally.begin(
+                ("received", group.name), "buffers", self._private(group.gathered_bytes)
+            )
+
+    def _arrive(self, group: Group, *, frees: bool = True) -> None:
+        """Copy out. In forward `fully_shard` holds the buffer until the next group arrives, unless
+        ranks share memory."""
+        if group.name in self.gathered:
+            return
+        if not frees:
+            for name in self.groups:
+                if name != group.name:
+                    self.tally.end(("received", name))
+        for index, num_bytes in enumerate(group.gathered_sizes):
+            self.tally.begin(("whole", group.name, index), "gathered", num_bytes)
+        self.gathered.add(group.name)
+        if self.layout.shared_memory or (frees and group is not self.root):
+            self.tally.end(("received", group.name))
+
+    def _free(self, group: Group) -> None:
+        for index in range(len(group.gathered_sizes)):
+            self.tally.end(("whole", group.name, index))
+        self.gathered.discard(group.name)
+
+    def _backward(self, *, last: bool) -> None:
+        blocks = [s.block for s in self.backward if s.block in self.of_block]
+        order = [self.groups[n] for n in dict.fromkeys(self.of_block[b].name for b in blocks)]
+        ahead = fetched_ahead(self.groups, self.trace)
+        order += [self.groups[ahead]] if ahead else []
+        late: list[Group] = []
+        for group in order[:1]:
+            self._fetch(group)
+        for index, segment in enumerate(self.backward):
+            found = self.of_block.get(segment.block)
+            if found is not None and found.name not in self.gathered:
+                self._arrive(found)
+            if found is not None:
+                at = order.index(found)
+                for group in order[at + 1 : at + 2]:
+                    if ("received", group.name) not in self.tally.alive:
+                        self._fetch(group)
+            self._play(segment)
+            rest = {s.block for s in self.backward[index + 1 :]}
+            if found is None or rest & set(found.blocks):
+                continue
+            if segment.reduced:
+                self._finish(found, last=last)
+            else:
+                late.append(found)
+        for group in (self.root, *late):
+            self._finish(group, last=last)
+        for name in self.groups:
+            self.tally.end(("received", name))
+            self.tally.end(("reduced", name))
+        if self.told is not None:
+            self._sum(*self.told)
+            self.told = None
+        for name in set(self.gathered):
+            if last or not self.groups[name].stays:
+                self._free(self.groups[name])
+
+    def _finish(self, group: Group, *, last: bool) -> None:
+        """What `fully_shard` does when the backward of a group is over: free, reduce, keep."""
+        fresh = self.unreduced.pop(group.name, [])
+        for key in fresh:
+            self.tally.become(key, "gradients")
+        if last or not group.stays:
+            self._free(group)
+        if not group.reduced_bytes:
+            return
+        if not (last or self.layout.gradients == "sharded"):
+            self._keep(group, fresh)
+            return
+        whole = [*fresh, *self.kept_gradients.pop(group.name, [])]
+        if self.layout.is_alone and self.layout.precision == "fp32":
+            if group.name not in self.handed_over:
+                self.handed_over[group.name] = whole
+                return
+            for key in whole:  # added to those of the first micro-batch
+                self.tally.end(key)
+            return
+        if self.layout.shared_memory and self.layout.shard > 1:
+            before, self.told = self.told, (group, whole)
+            if before is not None:
+                self._sum(*before)
+            return
+        for name in self.groups:  # at most one buffer of a reduction is held
+            self.tally.end(("reduced", name))
+        self.tally.begin(("reduced", group.name), "buffers", group.reduced_bytes)
+        for key in whole:
+            self.tally.end(key)
+        sharded = ("gradients", group.name)
+        place: object = sharded if sharded not in self.tally.alive else "sum"
+        self.tally.begin(place, "gradients", group.reduced_bytes // self.layout.shard)
+        if self.layout.shard == 1:  # the divided copy
+            self.tally.begin("divided", "buffers", group.reduced_bytes)
+            self.tally.end("divided")
+        self.tally.end("sum")
+
+    def _sum(self, group: Group, whole: list[object]) -> None:
+        """What `engine.shm.reduce_scatter` does: the sums are new, or added to what is there."""
+        sharded = ("gradients", group.name)
+        if sharded not in self.tally.alive:
+            num_bytes, pieces = group.reduced_bytes // self.layout.shard, group.trained_pieces
+            self.tally.begin(sharded, "gradients", num_bytes, pieces=pieces)
+        for key in whole:
+            self.tally.end(key)
+
+    def _keep(self, group: Group, fresh: list[object]) -> None:
+        """Whole gradients stay as they are, or are added up in the dtype they are reduced in."""
+        if self.layout.precision == "fp32":
+            self.kept_gradients.setdefault(group.name, []).extend(fresh)
+            return
+        if group.name not in self.kept_gradients:
+            key = ("summed", group.name, self.count)
+            self.tally.begin(key, "gradients", group.trained_bytes)
+            self.kept_gradients[group.name] = [key]
+        for made in fresh:
+            self.tally.end(made)
+
+
+def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
+    """Parameters, gradients, optimizer state and gathered parameters on the largest rank.
+
+    Frozen parameters have no gradient and no optimizer state. Activations and buffers are not in
+    it. Gradients are as they are while accumulating.
+    """
+    parameters, shard = survey.parameters, layout.shard
+    trainable = [p for p in parameters if p.frozen_by is None]
+    gradients_over = 1 if layout.gradients == "whole" else shard
+    return Ledger(
+        parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
+        gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
+        optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim)
+        + len(trainable) * counter_bytes(layout.optim),
+        gathered=_gathered_bytes(layout, parameters),
+    )
+
+
+def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
+    """Whole parameters that live beside the shards.
+
+    Kept through the step: all of them. Freed after use: what no block holds, and the two largest
+    blocks (the one in use and the one being fetched).
+    """
+    if layout.in_common:
+        return 0
+    groups: dict[str, int] = {}
+    for p in parameters:
+        groups[p.group] = groups.get(p.group, 0) + p.numel * p.itemsize
+    if layout.parameters_live == "step":
+        return sum(groups.values())
+    outside = groups.pop("", 0)
+    return outside + sum(sorted(groups.values())[-2:])

@@ -1,0 +1,146 @@
+"""A look at the model: what freezing does to it, and whether data and model agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+
+from colotrain.config.data import holds_tokens
+from colotrain.config.schema import Config, Data, Freeze, Optim
+from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
+from colotrain.planner.scale import touches
+from colotrain.spec.plan import FreezePlan, ModelPlan, ParameterCounts, Survey
+
+SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
+
+
+def look(
+    model: ModelPlan,
+    freeze: FreezePlan,
+    settings: Config,
+    survey: SurveyModel,
+    problems: list[Problem],
+) -> Survey | None:
+    """What the survey finds, unless the model cannot be built; freezing is checked against it."""
+    if not model.value or touches(problems, ("model", "adapter", "data.seq_len")):
+        return None
+    try:
+        found = survey(model, freeze, settings.data.seq_len)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    except ColotrainError as error:
+        problems.append(_wrong_model(model, f"can be built ({error.problem})", error.fix))
+        return None
+    if not found.parameters:
+        problems.append(_wrong_model(model, "has parameters", "register them on the module"))
+    if not touches(problems, ("freeze",)):
+        problems += _check_freeze(settings.freeze, found)
+    problems += _check_rules(settings.optim, found)
+    if not touches(problems, ("data",)):
+        problems += _check_vocabulary(settings.data, found)
+        problems += _check_isolation(settings, found)
+        problems += _check_length(settings.data, found)
+    return found
+
+
+def _wrong_model(model: ModelPlan, which: str, fix: str) -> Problem:
+    expected = f"a model that {which}"
+    return Problem(key=model.key, value=model.value, expected=expected, fix=fix)
+
+
+def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
+    """Patterns that match nothing, and freezing everything."""
+    written = {"freeze.patterns": freeze.patterns, "freeze.except": freeze.except_}
+    written |= {f"freeze.unfreeze.{step}": globs for step, globs in freeze.unfreeze.items()}
+    names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
+    for key, glob in ((key, glob) for key, globs in written.items() for glob in globs):
+        if not survey.matched.get(glob):
+            expected, fix = "a glob that matches a parameter's name", _nearest(glob, names)
+            yield Problem(key=key, value=glob, expected=expected, fix=fix)
+    if names and all(p.frozen_by is not None for p in survey.parameters):
+        expected = "at least one parameter that trains from the first step (all are frozen)"
+        value, fix = ", ".join(freeze.patterns) or None, "name some in freeze.except"
+        yield Problem(key="freeze.patterns", value=value, expected=expected, fix=fix)
+
+
+def _check_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
+    names = [parameter.name for parameter in survey.parameters]
+    for index, rule in enumerate(optim.rules):
+        if not any(fnmatchcase(name, rule.match) for name in names):
+            key, expected = f"optim.rules[{index}].match", "a glob that matches a parameter's name"
+            yield Problem(
+                key=key, value=rule.match, expected=expected, fix=_nearest(rule.match, names)
+            )
+
+
+def _nearest(glob: str, names: list[str]) -> str:
+    """The nearest names or `module.*`; without any, the model's outermost ones."""
+    split = [name.split(".") for name in names]
+    outermost = [f"{parts[0]}.*" if len(parts) > 1 else parts[0] for parts in split]
+    modules = [".".join(p[:depth]) + ".*" for p in split for depth in range(1, len(p))]
+    hint = suggest(glob.strip("*.?"), {*names, *modules})
+    return hint if hint.startswith("did you mean") else suggest("", set(outermost))
+
+
+def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:
+    """Token files bring their own vocabulary, which is checked when they are read."""
+    if data.target is not None or survey.vocab_size is None or holds_tokens(data):
+        return
+    from colotrain.data.prepare.tokens import vocab_size_of
+
+    size = vocab_size_of(data.tokenizer)
+    if size is not None and size > survey.vocab_size:
+        expected = f"at most model.args.vocab_size={survey.vocab_size} tokens, not {size}"
+        fix = f"set model.args.vocab_size={size}, or another data.tokenizer"
+        yield Problem(key="data.tokenizer", value=data.tokenizer, expected=expected, fix=fix)
+
+
+def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
+    if settings.data.isolate and settings.data.target is None and not survey.isolates:
+        model = settings.model.hf or settings.model.target
+        expected = f"a model that takes document_ids ({model} does not)"
+        fix = "let its forward take document_ids, or set data.isolate=false"
+        yield Problem(key="data.isolate", value=True, expected=expected, fix=fix)
+
+
+def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:
+    """Positions that the model has no row for: its forward would fail at "index out of range"."""
+    if survey.learned_positions and _is_too_long(data, survey):
+        most = survey.num_positions
+        expected = f"at most {most}, the model's max_position_embeddings"
+        fix = f"set data.seq_len={most}"
+        yield Problem(key="data.seq_len", value=data.seq_len, expected=expected, fix=fix)
+
+
+def warn_of_length(data: Data, survey: Survey) -> Iterator[str]:
+    """Positions that are computed, and that the model was never made for."""
+    if not survey.learned_positions and _is_too_long(data, survey):
+        yield (
+            f"data.seq_len={data.seq_len}: the model is made for {survey.num_positions} tokens "
+            "(max_position_embeddings), and may not make sense of those after them"
+        )
+
+
+def _is_too_long(data: Data, survey: Survey) -> bool:
+    most = survey.num_positions
+    return most is not None and data.target is None and data.seq_len > most
+
+
+def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:
+    """The survey when every scheduled parameter trains: then the most memory is needed."""
+    globs = [glob for globs in freeze.unfreeze.values() for glob in globs]
+    parameters = [
+        dataclasses.replace(p, frozen_by=None)
+        if any(fnmatchcase(name, glob) for name in (p.name, *p.aliases) for glob in globs)
+        else p
+        for p in survey.parameters
+    ]
+    return dataclasses.replace(survey, parameters=tuple(parameters))
+
+
+def count(survey: Survey) -> ParameterCounts:
+    total = sum(p.numel for p in survey.parameters)
+    frozen = sum(p.numel for p in survey.parameters if p.frozen_by is not None)
+    return ParameterCounts(total=total, trainable=total - frozen, frozen=frozen)

@@ -1,0 +1,163 @@
+"""What gemini's groups weigh and where they would rest, before a run. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from colotrain.planner.groups import shard_numel
+from colotrain.planner.layout import state_bytes
+from colotrain.planner.memory import Estimate, around
+from colotrain.spec.memory import Ledger
+from colotrain.spec.offload import (
+    Budget,
+    GroupBytes,
+    Other,
+    Placement,
+    bytes_by_tier,
+    moved_bytes,
+    place,
+    streaming_bytes,
+)
+from colotrain.spec.packing import Chunk, pack, padding, units_of
+from colotrain.spec.plan import OptimPlan, ParameterInfo, PluginPlan, Survey
+
+PROCESS_BYTES = 350 << 20
+"""A worker on CPU with torch loaded, before it has a model."""
+
+
+def chunks_of(plugin: PluginPlan, survey: Survey) -> list[Chunk]:
+    """The groups that `plugin` packs, were every module called once in each forward."""
+    assert plugin.chunk_bytes is not None
+    return pack(units_of(survey.parameters, split=plugin.split_blocks), plugin.chunk_bytes)
+
+
+def members(chunks: Sequence[Chunk], survey: Survey) -> list[list[ParameterInfo]]:
+    """The parameters of each chunk, and last of the root, which holds the rest."""
+    owner = {name: index for index, chunk in enumerate(chunks) for name in chunk.names}
+    found: list[list[ParameterInfo]] = [[] for _ in range(len(chunks) + 1)]
+    for parameter in survey.parameters:
+        parts = parameter.name.split(".")
+        above = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
+        index = next((owner[name] for name in above if name in owner), len(chunks))
+        found[index if parameter.group else len(chunks)].append(parameter)
+    return found
+
+
+def weigh(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
+    """What each group weighs on a rank, the root's last; padding included."""
+    ranks, chunks = plugin.mesh[-1], chunks_of(plugin, survey)
+    names = [chunk.names[0] for chunk in chunks] + [""]
+    sizes = []
+    for name, inside in zip(names, members(chunks, survey), strict=True):
+        trained = [p for p in inside if p.frozen_by is None]
+        gradients = sum(shard_numel(p, ranks) * p.itemsize for p in trained)
+        state = sum(shard_numel(p, ranks) for p in trained) * state_bytes(optim)
+        parameters = sum(shard_numel(p, ranks) * p.itemsize for p in inside)
+        sizes.append(
+            GroupBytes(name=name, parameters=parameters, gradients=gradients, optimizer=state)
+        )
+    return sizes
+
+
+def predict(
+    plugin: PluginPlan,
+    survey: Survey,
+    optim: OptimPlan,
+    device: str,
+    *,
+    activations: int,
+    safety: float = 1.0,
+) -> tuple[list[GroupBytes], Placement, Other]:
+    """The placement that a run settles on, as far as it can be told; it begins with `SAFETY`."""
+    assert plugin.budget is not None
+    sizes = weigh(plugin, survey, optim)
+    process = PROCESS_BYTES if device == "cpu" else 0
+    passing = int(safety * passing_bytes(sizes, plugin)) + activations
+    other = Other(compute=process + passing, update=process)
+    return sizes, place(sizes, plugin.budget, other, device=device), other
+
+
+def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
+    """Beside the model's own and activations: parameters gathered, gradients not yet reduced.
+
+    Gathered are the root (with the output of the gather) and two groups; of one group there are
+    the whole gradient, the part of it being added, and the input of its reduction. The root's are
+    made bit by bit, and counted with the activations.
+    """
+    ranks = plugin.mesh[-1]
+    blocks = sorted(size.parameters for size in sizes[:-1])
+    gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
+    reduced = 3 * ranks * max((size.gradients for size in sizes[:-1]), default=0)
+    return gathered + reduced
+
+
+def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
+    """Less than this cannot do: the root and the largest group whole, and one group's update."""
+    whole = max((size.parameters for size in sizes[:-1]), default=0) + sizes[-1].parameters
+    update = max(size.parameters + size.gradients + size.optimizer for size in sizes)
+    return max(plugin.mesh[-1] * whole, update)
+
+
+def tiered(
+    plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, *, activations: int
+) -> Estimate | None:
+    """What the placement needs of the upper tier; None where the budget holds everything there.
+
+    Either what passes in forward and backward, or the window of the update, whatever is more: they
+    are not there at once. Certain is only what no lower tier can take: the placement is decided
+    anew by what a run measures.
+    """
+    sizes, placement, other = predict(plugin, survey, optim, device, activations=activations)
+    if not placement.streams:
+        return None
+    top, here = placement.top, bytes_by_tier(sizes, placement)
+    resting = {kind: tiers.get(top, 0) for kind, tiers in here.items()}
+    window = streaming_bytes(sizes, placement.groups, top)
+    if other.update + window > other.compute:
+        ledger = Ledger(**resting, buffers=window, baseline=other.update)
+    else:
+        gathered = other.compute - other.update - activations
+        passing = {"gathered": gathered, "activations": activations}
+        ledger = Ledger(**resting, **passing, baseline=other.update)
+    exact = min(ledger.total, other.update + max(activations, least_bytes(sizes, plugin)))
+    return Estimate(ledger=ledger, peak=around(ledger.total, exact=exact))
+
+
+def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:
+    """The groups in bytes of whole parameters, and what padding they need."""
+    chunks, ranks = chunks_of(plugin, survey), plugin.mesh[-1]
+    *inside, rest = members(chunks, survey)
+    sizes = [sum(p.numel * p.itemsize for p in group) for group in inside]
+    padded = sum(shard_numel(p, ranks) * ranks * p.itemsize for p in survey.parameters)
+    return {
+        "chunk_bytes": plugin.chunk_bytes,
+        "count": len(chunks),
+        "smallest": min(sizes, default=0),
+        "largest": max(sizes, default=0),
+        "rest": sum(p.numel * p.itemsize for p in rest),
+        "unused_share": padding(sizes),
+        "padding": padded - sum(p.numel * p.itemsize for p in survey.parameters),
+        "members": [list(chunk.names) for chunk in chunks],
+        "bytes": sizes,
+    }
+
+
+def describe_tiers(
+    plugin: PluginPlan,
+    survey: Survey,
+    optim: OptimPlan,
+    device: str,
+    *,
+    activations: int,
+    micro_batches: int,
+) -> dict[str, Any]:
+    """Bytes per tier, and those that a step moves; all on the device where there is no budget."""
+    sizes = weigh(plugin, survey, optim)
+    if plugin.budget is None:
+        unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
+        placement = place(sizes, unlimited, Other(compute=0, update=0), device=device)
+    else:
+        _, placement, _ = predict(plugin, survey, optim, device, activations=activations)
+    moved = moved_bytes(sizes, placement, micro_batches=micro_batches)
+    return {"bytes": bytes_by_tier(sizes, placement), "moved_bytes": moved}

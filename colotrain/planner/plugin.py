@@ -1,0 +1,316 @@
+"""The plugin's row with everything decided: mesh, chunks, exceptions per module, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from colotrain.config.schema import Plugin
+from colotrain.config.sizes import check_size, format_seconds, format_size, parse_size
+from colotrain.errors import Problem, suggest
+from colotrain.planner import learned
+from colotrain.planner.advise import TIE, Option, Question, best
+from colotrain.planner.budget import (
+    check_budget,
+    check_space,
+    find_budget,
+    names_folder,
+    why_no_disk,
+)
+from colotrain.planner.layout import Layout, layout_of
+from colotrain.planner.machine import Machine
+from colotrain.planner.memory import Estimate, most_activations
+from colotrain.planner.offload import least_bytes, predict, tiered
+from colotrain.planner.scale import Scale
+from colotrain.spec.memory import Verdict
+from colotrain.spec.offload import SAFETY
+from colotrain.spec.packing import choose_chunk_bytes, units_of
+from colotrain.spec.plan import BatchPlan, ObservePlan, OptimPlan, PluginPlan, Survey, TrainPlan
+from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
+
+MOST_BLOCKS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a plugin is decided for."""
+
+    scale: Scale
+    question: Question
+    batch: BatchPlan
+    train: TrainPlan
+    optim: OptimPlan
+    observe: ObservePlan
+    machine: Machine
+    verdict: Callable[[dict[str, Any]], Verdict | None] = lambda changes: None
+    """Whether the plan fits with some settings changed (dotted keys); None: that is no plan."""
+
+    def option(self, plugin: PluginPlan) -> Option:
+        """What `plugin` needs, everything else as planned; less what rests in lower tiers."""
+        layout = self.layout(plugin)
+        recompute = self.train.activation_checkpointing
+        option = self.question.option(plugin.name, layout, checkpointing=recompute)
+        survey, device = self.question.survey, self.scale.device
+        trace = self.question.traces(recompute, layout.micro_batch)
+        need = Estimate(ledger=option.memory, peak=option.peak)
+        if plugin.budget is not None:
+            kept = most_activations(layout, survey, trace)
+            need = tiered(plugin, survey, self.optim, device, activations=kept) or need
+        measured = learned.recall(self.shape(plugin))
+        if measured is not None:
+            need = learned.corrected(need, measured)
+        verdict = need.peak.verdict(self.question.capacity)
+        return dataclasses.replace(option, memory=need.ledger, peak=need.peak, verdict=verdict)
+
+    def shape(self, plugin: PluginPlan) -> str:
+        """The name under which the peak of a finished run is kept for later plans."""
+        layout, question = self.layout(plugin), self.question
+        trace = question.traces(self.train.activation_checkpointing, layout.micro_batch)
+        return learned.shape_of(layout, question.survey, trace, plugin.budget)
+
+    def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
+        """The plan of the plugin `name`, with its own defaults or what was asked for.
+
+        gemini gets a disk tier in the run's own folder where memory might not do without one, and
+        where that has room for everything that memory does not hold.
+        """
+        asked = asked or Plugin()
+        survey, split = self.question.survey, can_split(self.train)
+        plan = _lay_out(name, asked, self.scale, survey, self.machine, reason=reason, split=split)
+        if not ROWS[name].packed or why_no_disk(asked) or names_folder(asked):
+            return plan
+        if asked.budget.host == "auto" and self.option(plan).verdict == "yes":
+            return plan
+        budget = find_budget(asked, self.scale, self.machine, with_disk=True)
+        lowered = dataclasses.replace(plan, budget=budget)
+        _, placement, _ = predict(lowered, survey, self.optim, self.scale.device, activations=0)
+        has_room = budget is None or placement.need["disk"] <= budget.disk_bytes
+        return lowered if has_room else plan
+
+    def layout(self, plugin: PluginPlan) -> Layout:
+        every, steps = self.observe.grads_every, self.train.max_steps
+        return layout_of(
+            plugin,
+            self.batch,
+            optim=self.optim,
+            precision=self.train.precision,
+            device=self.scale.device,
+            procs_per_node=self.scale.procs_per_node,
+            records_gradients=0 < every <= steps,
+        )
+
+
+def can_split(train: TrainPlan) -> bool:
+    """Whether blocks may be cut up: not where a block's forward is replaced as a whole."""
+    return train.activation_checkpointing == "none" and not train.compile
+
+
+def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
+    """The plan of a plugin that `check_plugin` accepts, and what it needs.
+
+    `auto` is the fastest that fits; where times are not known, the first that fits.
+    """
+    scale = situation.scale
+    if asked.name != "auto":
+        plugin = situation.lay_out(asked.name, asked, reason="asked for")
+        return plugin, situation.option(plugin)
+    names = [n for n in AUTO_ORDER if not ROWS[n].hybrid or scale.nodes > 1]
+    plugins = {name: situation.lay_out(name, asked) for name in names}
+    options = [situation.option(plugins[name]) for name in names]
+    if not situation.question.capacity:
+        least = min(reversed(options), key=lambda option: option.memory.total)
+        reason = "the memory of a rank is not known: what needs least of it"
+        return dataclasses.replace(plugins[least.plugin], reason=reason), least
+    plain = [o for o in options if o.verdict == "yes" and not ROWS[o.plugin].packed]
+    chosen = best(plain or options)  # gemini only where nothing simpler fits
+    reason = explain(chosen, options, situation.question.capacity)
+    chosen = chosen or min(reversed(options), key=lambda option: option.memory.total)
+    return dataclasses.replace(plugins[chosen.plugin], reason=reason), chosen
+
+
+def explain(chosen: Option | None, options: list[Option], capacity: int) -> str:
+    """Why `auto` takes what it takes, in one sentence."""
+    room = format_size(capacity)
+    if chosen is None:
+        least = min(reversed(options), key=lambda option: option.memory.total)
+        need = format_size(least.memory.total)
+        return f"none fits: even {least.plugin} needs {need} per rank, of {room}"
+    need, timed = format_size(chosen.memory.total), chosen.time.step_s > 0
+    beside = [_beside(o, chosen) for o in options if o is not chosen]
+    others = f" ({'; '.join(beside)})" if beside else ""
+    if chosen.verdict == "tight":
+        return f"none surely fits; this one needs least: {need} per rank, of {room}{others}"
+    if timed and sum(option.verdict == "yes" for option in options) > 1:
+        step = format_seconds(chosen.time.step_s)
+        return f"the fastest that fits: {step} a step, {need} per rank of {room}{others}"
+    return f"the first that fits: {need} per rank, of {room}{others}"
+
+
+def _beside(option: Option, chosen: Option) -> str:
+    if option.verdict != "yes":
+        return f"{option.plugin} needs {format_size(option.memory.total)}"
+    if option.time.step_s <= TIE * chosen.time.step_s:
+        return f"{option.plugin} is as fast"
+    return f"{option.plugin} takes {format_seconds(option.time.step_s)}"
+
+
+def _row(name: str, reshard: bool | None) -> Row:
+    if reshard is None:
+        return ROWS[name]
+    return dataclasses.replace(ROWS[name], parameters_live="use" if reshard else "step")
+
+
+def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
+    if not ROWS[name].hybrid:
+        return (scale.world,)
+    shard = asked.shard_size or scale.procs_per_node
+    return (scale.world // shard, shard)
+
+
+def _lay_out(
+    name: str,
+    asked: Plugin,
+    scale: Scale,
+    survey: Survey,
+    machine: Machine,
+    *,
+    reason: str,
+    split: bool,
+) -> PluginPlan:
+    row = _row(name, asked.reshard)
+    overrides = {module: bool(o["reshard"]) for module, o in asked.overrides.items()}
+    chunk_bytes = None
+    if row.packed:
+        if asked.chunk_size == "auto":
+            units = units_of(survey.parameters, split=split)
+            chunk_bytes = choose_chunk_bytes(units, state_bytes=_state_bytes(survey, scale))
+        else:
+            chunk_bytes = parse_size(asked.chunk_size, whole=scale.memory_bytes)
+    return PluginPlan(
+        name=name,
+        reason=reason,
+        parameters_live=row.parameters_live,
+        gradients=row.gradients,
+        mesh=_mesh(name, asked, scale),
+        chunk_bytes=chunk_bytes,
+        split_blocks=row.packed and split,
+        reshard_overrides=overrides,
+        budget=find_budget(asked, scale, machine) if row.packed else None,
+    )
+
+
+def _state_bytes(survey: Survey, scale: Scale) -> int:
+    """Of a rank: its part of parameters, and of gradients and Adam's moments of what trains."""
+    sizes = (p.numel * p.itemsize * (4 if p.frozen_by is None else 1) for p in survey.parameters)
+    return sum(sizes) // scale.world
+
+
+def check_plugin(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:
+    """What is wrong with the plugin's settings, before the model is looked at."""
+    row = ROWS.get(asked.name)
+    if row is None and asked.name != "auto":
+        fix = suggest(asked.name, (*ROWS, "auto"))
+        expected = "one of " + ", ".join((*ROWS, "auto"))
+        yield Problem(key="plugin.name", value=asked.name, expected=expected, fix=fix)
+        return
+    if asked.shard_size is not None and not (row and row.hybrid):
+        yield _only_for("plugin.shard_size", asked.shard_size, "fsdp-hybrid")
+    elif asked.shard_size is not None and asked.shard_size > 0 and scale.world % asked.shard_size:
+        sizes = ", ".join(str(n) for n in range(1, scale.world + 1) if scale.world % n == 0)
+        key, value = "plugin.shard_size", asked.shard_size
+        expected = f"a divisor of the world size {scale.world}"
+        yield Problem(key=key, value=value, expected=expected, fix=f"one of {sizes}")
+    if asked.chunk_size != "auto":
+        if not (row and row.packed):
+            yield _only_for("plugin.chunk_size", asked.chunk_size, "gemini")
+        else:
+            yield from check_size("plugin.chunk_size", asked.chunk_size, scale.memory_bytes)
+    yield from _check_tiers(asked, row, scale, machine)
+    for module, override in asked.overrides.items():
+        yield from _check_override(module, override)
+
+
+def _check_tiers(
+    asked: Plugin, row: Row | None, scale: Scale, machine: Machine
+) -> Iterator[Problem]:
+    written = {
+        f"plugin.budget.{f.name}": getattr(asked.budget, f.name)
+        for f in dataclasses.fields(asked.budget)
+    }
+    given = {key: value for key, value in written.items() if value != "auto"}
+    if asked.disk_path not in (None, "auto"):
+        given["plugin.disk_path"] = asked.disk_path
+    if row is None or row.packed:  # `auto` may end at gemini
+        yield from check_budget(asked, scale, machine)
+    else:
+        yield from (_only_for(key, value, "gemini") for key, value in given.items())
+
+
+def check_room(
+    asked: Plugin, plugin: PluginPlan, survey: Survey, optim: OptimPlan, scale: Scale
+) -> Iterator[Problem]:
+    """Whether budgets that were set can hold one group at work, and a folder what is left to it.
+
+    Of budgets that nobody has set the plan's verdict tells.
+    """
+    if plugin.budget is None:
+        return
+    sizes, placement, _ = predict(plugin, survey, optim, scale.device, activations=0, safety=SAFETY)
+    top = "host" if scale.device == "cpu" else "device"
+    room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
+    least = least_bytes(sizes, plugin)
+    if room < least and getattr(asked.budget, top) != "auto":
+        expected = f"at least {format_size(least)} for the largest group at work"
+        fix = f"raise plugin.budget.{top}, or lower plugin.chunk_size"
+        yield Problem(
+            key=f"plugin.budget.{top}", value=format_size(room), expected=expected, fix=fix
+        )
+    if names_folder(asked) or asked.budget.disk != "auto":
+        yield from check_space(plugin.budget, placement.need["disk"], scale)
+
+
+def _only_for(key: str, value: Any, plugin: str) -> Problem:
+    fix = f"remove it, or choose plugin={plugin}"
+    return Problem(key=key, value=value, expected=f"nothing but under plugin={plugin}", fix=fix)
+
+
+def _check_override(module: str, override: dict[str, Any]) -> Iterator[Problem]:
+    key = f"plugin.overrides.{module}"
+    for name in override:
+        if name != "reshard":
+            fix = suggest(name, ["reshard"])
+            yield Problem(key=f"{key}.{name}", expected="reshard, the only known key", fix=fix)
+    if not isinstance(override.get("reshard"), bool):
+        fix = f"write plugin.overrides={{{module}:{{reshard:false}}}}"
+        value = override.get("reshard")
+        yield Problem(key=f"{key}.reshard", value=value, expected="true or false", fix=fix)
+    found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", module)
+    if found and not 0 <= int(found[3]) - int(found[2]) < MOST_BLOCKS:
+        fix = f"as in {found[1] or ''}0-3"
+        yield Problem(key=key, expected="a range from low to high", fix=fix)
+
+
+def check_override_names(asked: Plugin, survey: Survey) -> Iterator[Problem]:
+    """Overrides that name no block of the model. Only blocks are gathered by themselves."""
+    blocks = list(dict.fromkeys(_blocks(survey)))
+    for module in asked.overrides:
+        if not any(fnmatchcase(block, glob) for block in blocks for glob in expand(module)):
+            expected = "a block of the model, like blocks.0 or blocks.0-3"
+            key = f"plugin.overrides.{module}"
+            yield Problem(key=key, expected=expected, fix=suggest(module, blocks))
+
+
+def _blocks(survey: Survey) -> Iterator[str]:
+    """`blocks.0` of `blocks.0.attn.qkv.weight`; the module itself where nothing is numbered."""
+    names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
+    numbered = [found[0] for name in names if (found := re.match(r"(?:.*?\.)?\d+(?=\.)", name))]
+    modules = [
+        ".".join(parts[:depth])
+        for parts in (name.split(".") for name in names)
+        for depth in range(1, len(parts))
+    ]
+    yield from numbered or modules

@@ -1,0 +1,112 @@
+"""What this machine does per second, as it was measured once; kept in the cache folder.
+
+A measurement belongs to a host, its cores, torch's version, a number of ranks on the host and a
+precision: another of these is another measurement. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from colotrain.data.prepare.cache import cache_folder
+from colotrain.errors import ConfigError
+from colotrain.planner.hardware import Costs, Hardware, typical_cpu
+from colotrain.records import from_plain, to_plain
+from colotrain.rundir import write_atomically
+
+VERSION = 10
+"""Of the cases and of what is made of them; a measurement of another version does not count."""
+
+SHAPES: Sequence[tuple[str, dict[str, int], dict[str, int]]] = (
+    ("zero1", {"d_model": 64, "num_layers": 4}, {"seq_len": 32, "micro_batch": 1}),
+    ("zero3", {"d_model": 64, "num_layers": 8}, {"seq_len": 32, "micro_batch": 1}),
+    ("zero1", {"d_model": 320, "num_layers": 3}, {"seq_len": 160, "micro_batch": 3}),
+    ("zero1", {"d_model": 128, "num_layers": 3}, {"seq_len": 512, "micro_batch": 1}),
+    ("zero1", {"d_model": 128, "num_layers": 3}, {"seq_len": 64, "micro_batch": 12}),
+    ("zero3", {"d_model": 768, "num_layers": 2}, {"seq_len": 16, "micro_batch": 1}),
+    ("zero1", {"d_model": 768, "num_layers": 2}, {"seq_len": 48, "micro_batch": 1}),
+    ("zero3", {"d_model": 320, "num_layers": 4}, {"seq_len": 96, "micro_batch": 1}),
+    ("zero1", {"d_model": 64, "num_layers": 6}, {"seq_len": 48, "micro_batch": 1}),
+)
+"""Models whose steps are timed: plugin, model, data. What each has more of than the others tells
+what that costs: operations, collectives, attention, elementwise work, bytes, matrix products. The
+last one checkpoints its blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Costs of one rank while all ranks work."""
+
+    costs: Costs
+    peak_flops: float
+    """The best rate of a matrix product."""
+    errors: tuple[float, ...] = field(default=())
+    """How far each timed case is from what the costs give for it, as a share of its time."""
+
+
+def overrides(index: int, *, ranks: int, precision: str) -> list[str]:
+    """The words of case `index`; the model's heads are of 64."""
+    plugin, model, data = SHAPES[index]
+    width = model["d_model"]
+    hidden = 64 * round(width * 8 / 3 / 64)
+    words = {
+        "recipe": "llm-tiny",
+        "plugin": plugin,
+        "model.args.vocab_size": 320,
+        "model.args.d_model": width,
+        "model.args.num_layers": model["num_layers"],
+        "model.args.num_heads": width // 64,
+        "model.args.d_hidden": hidden,
+        "data.seq_len": data["seq_len"],
+        "train.micro_batch": data["micro_batch"],
+        "train.global_batch": "null",
+        "train.precision": precision,
+        "train.activation_checkpointing": "blocks" if index == len(SHAPES) - 1 else "none",
+        "accumulate.steps": 1,
+        "cluster.device": "cpu",
+        "cluster.procs_per_node": ranks,
+        "cluster.memory": "1TiB",
+    }
+    return [f"{key}={value}" for key, value in words.items()]
+
+
+def hardware_of(found: Measurement) -> Hardware:
+    return Hardware(
+        name="this machine", costs=found.costs, peak_flops=found.peak_flops, overlaps=False
+    )
+
+
+def known(*, cores: int, ranks: int, precision: str) -> Measurement | None:
+    """What was measured of this machine, or None."""
+    try:
+        text = _file(cores, ranks, precision).read_text("utf-8")
+        return from_plain(Measurement, json.loads(text))
+    except (OSError, ValueError, ConfigError):
+        return None
+
+
+def remember(found: Measurement, *, cores: int, ranks: int, precision: str) -> None:
+    file = _file(cores, ranks, precision)
+    with suppress(OSError):  # a cache that cannot be written is no reason to fail
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(to_plain(found), indent=1))
+
+
+def _file(cores: int, ranks: int, precision: str) -> Path:
+    about: list[Any] = [VERSION, platform.node(), cores, metadata.version("torch")]
+    digest = hashlib.sha256(json.dumps([*about, ranks, precision]).encode()).hexdigest()[:16]
+    return cache_folder() / "rates" / f"{digest}.json"
+
+
+def guess(*, threads: int, precision: str) -> dict[str, float]:
+    """Costs to begin from."""
+    return dataclasses.asdict(typical_cpu(threads=threads, precision=precision).costs)

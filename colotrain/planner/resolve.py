@@ -1,0 +1,363 @@
+"""From what the user wrote to the run plan: everything decided, or every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from colotrain.config.adapter import plan_adapter
+from colotrain.config.checks import check, find_resume
+from colotrain.config.data import data_plan
+from colotrain.config.hints import hinted
+from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
+from colotrain.errors import ConfigError, Problem
+from colotrain.planner.advise import Question, Traces
+from colotrain.planner.durations import evaluates_first, warn_of_durations
+from colotrain.planner.fix_hints import memory_warnings, verdicts
+from colotrain.planner.machine import Machine
+from colotrain.planner.model import SurveyModel, at_peak, count, look, warn_of_length
+from colotrain.planner.plugin import (
+    Situation,
+    check_override_names,
+    check_plugin,
+    check_room,
+    decide,
+)
+from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
+from colotrain.records import read, sections
+from colotrain.rundir import run_name
+from colotrain.spec.batch import Batch
+from colotrain.spec.plan import (
+    BatchPlan,
+    CheckpointPlan,
+    ClusterPlan,
+    DataPlan,
+    ElasticPlan,
+    FreezePlan,
+    ModelPlan,
+    ObservePlan,
+    OptimPlan,
+    Recompute,
+    RulePlan,
+    RunPlan,
+    Trace,
+    TrainPlan,
+)
+from colotrain.spec.resizing import reachable
+
+TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int], Trace | None]
+"""Follows a micro-batch: model, freezing, data, precision, checkpointing, device, its size."""
+
+
+def investigate(
+    config: dict[str, Any],
+    *,
+    survey: SurveyModel,
+    machine: Machine,
+    name: str | None = None,
+    found: Sequence[Problem] = (),
+    trace: TraceModel | None = None,
+    hints: bool = True,
+) -> tuple[RunPlan, Situation]:
+    """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
+
+    `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
+    and time are left out). `found` are problems of composing `config`, reported with those
+    found here. With the plan comes the situation in which alternatives to it can be weighed.
+    Without `hints` nothing is warned of memory.
+    """
+    problems = list(found)
+    settings = read(Config, config, key="", problems=problems)
+    if settings is None:
+        raise ConfigError(hinted(problems))
+    settings = _with_tokenizer(settings)
+    problems += check(settings, is_whole=not _may_hide_the_model(problems))
+    scale, batch = scale_out(settings, machine, problems)
+    if batch is not None:
+        problems += _check_sizes(settings.elastic, scale, batch)
+    problems += _check_meshes(settings, scale)
+    plugin_problems = list(check_plugin(settings.plugin, scale, machine))
+    problems += plugin_problems
+    data = data_plan(settings.data, problems)
+    freeze = _freeze(settings.freeze)
+    model = _model(settings, problems)
+    looked = look(model, freeze, settings, survey, problems)
+    if looked is not None and not plugin_problems:
+        problems += check_override_names(settings.plugin, looked)
+    if problems or looked is None or batch is None or data is None:
+        raise ConfigError(hinted(problems))
+    again = functools.partial(investigate, survey=survey, machine=machine, trace=trace, hints=False)
+    optim, train = _optim(settings.optim), _train(settings.train)
+    observe = _observe(settings.observe)
+    batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings)
+    at_most = at_peak(looked, freeze)
+    situation = Situation(
+        scale=scale,
+        question=Question(
+            survey=at_most,
+            traces=_traces(trace, model, freeze, data, train, scale.device),
+            hardware=timed_hardware(settings, scale, machine) if trace else None,
+            capacity=scale.memory_bytes,
+            global_batch=batch.global_batch,
+            tokens_per_step=batch_plan.tokens_per_step,
+            world_size=scale.world,
+        ),
+        batch=batch_plan,
+        train=train,
+        optim=optim,
+        observe=observe,
+        machine=machine,
+        verdict=verdicts(config, again),
+    )
+    plugin, option = decide(settings.plugin, situation)
+    problems += check_room(settings.plugin, plugin, at_most, optim, scale)
+    if problems:
+        raise ConfigError(problems)
+    plan = RunPlan(
+        name=run_name(name or settings.name or _default_name(settings, plugin.name)),
+        recipe=settings.recipe,
+        world_size=scale.world,
+        plugin=plugin,
+        model=model,
+        data=data,
+        batch=batch_plan,
+        train=dataclasses.replace(train, eval_first=evaluates_first(train, option.time)),
+        optim=optim,
+        freeze=dataclasses.replace(freeze, matched=looked.matched),
+        cluster=_cluster(scale, machine),
+        elastic=_elastic(settings.elastic, scale.nodes),
+        checkpoint=checkpoint,
+        observe=observe,
+        parameters=count(looked),
+        memory=option.memory,
+        peak=option.peak,
+        memory_shape=situation.shape(plugin),
+        time=option.time,
+        flops_per_token=looked.flops_per_token,
+        warnings=(
+            *_warnings(settings, scale, machine),
+            *warn_of_length(settings.data, looked),
+            *warn_of_durations(train, batch_plan, option.time),
+        ),
+    )
+    if hints:
+        warnings = (*plan.warnings, *memory_warnings(situation, plan))
+        plan = dataclasses.replace(plan, warnings=warnings)
+    return plan, situation
+
+
+def _traces(
+    trace: TraceModel | None,
+    model: ModelPlan,
+    freeze: FreezePlan,
+    data: DataPlan,
+    train: TrainPlan,
+    device: str,
+) -> Traces:
+    """Traces of the model with everything training that ever will, made when they are asked for."""
+    thawed = tuple(glob for globs in freeze.unfreeze.values() for glob in globs)
+    at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
+
+    @functools.cache
+    def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
+        if trace is None:
+            return None
+        return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)
+
+    return traces
+
+
+def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
+    """Whether model or data may be missing because of what is known already."""
+    others = set(sections(Config)) - {"model", "data"}
+    return any(problem.key.partition(".")[0] not in others for problem in problems)
+
+
+def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
+    model, hf = settings.model, settings.model.hf
+    return ModelPlan(
+        target=model.target or "",
+        args=model.args,
+        hf=str(Path(hf).expanduser().absolute()) if hf else None,
+        adapter=plan_adapter(settings.adapter, problems),
+    )
+
+
+def _with_tokenizer(settings: Config) -> Config:
+    """The settings with `data.tokenizer=auto` decided: the model directory's own, or bytes."""
+    data = settings.data
+    if data.tokenizer != "auto":
+        return settings
+    folder = Path(settings.model.hf or "").expanduser()
+    beside = settings.model.hf and (folder / "tokenizer.json").is_file()
+    chosen = str(folder) if beside else "bytes"
+    return dataclasses.replace(settings, data=dataclasses.replace(data, tokenizer=chosen))
+
+
+def _freeze(freeze: Freeze) -> FreezePlan:
+    return FreezePlan(
+        patterns=tuple(freeze.patterns),
+        exceptions=tuple(freeze.except_),
+        unfreeze={step: tuple(globs) for step, globs in sorted(freeze.unfreeze.items())},
+    )
+
+
+def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
+    """For a dataset of the user's own `tokens_per_step` counts samples: nothing else is known."""
+    per_sample = 1 if data.source == "target" else data.seq_len
+    return BatchPlan(
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        accumulation_steps=batch.accumulation,
+        data_parallel=batch.world,
+        tokens_per_step=batch.global_batch * per_sample,
+    )
+
+
+def _train(train: Train) -> TrainPlan:
+    return TrainPlan(
+        max_steps=train.max_steps,
+        seed=train.seed,
+        precision=train.precision,
+        grad_clip=train.grad_clip,
+        activation_checkpointing=train.activation_checkpointing,
+        compile=train.compile,
+        eval_every=train.eval_every or 0,
+        eval_steps=train.eval_steps,
+        on_nonfinite=train.on_nonfinite,
+        max_rollbacks=train.max_rollbacks,
+        on_gradients=train.on_gradients,
+    )
+
+
+def _optim(optim: Optim) -> OptimPlan:
+    return OptimPlan(
+        name=optim.name,
+        lr=optim.lr,
+        betas=tuple(optim.betas),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        schedule=optim.schedule.name,
+        warmup_steps=optim.schedule.warmup_steps,
+        final_ratio=optim.schedule.final_ratio,
+        decay_steps=optim.schedule.decay_steps,
+        args=optim.args,
+        rules=tuple(
+            RulePlan(match=rule.match, lr_scale=rule.lr_scale, weight_decay=rule.weight_decay)
+            for rule in optim.rules
+        ),
+    )
+
+
+def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
+    return ClusterPlan(
+        nodes=scale.nodes,
+        procs_per_node=scale.procs_per_node,
+        device=scale.device,
+        threads_per_rank=max(1, machine.num_cores // scale.procs_per_node),
+        memory_bytes=scale.memory_bytes,
+    )
+
+
+def _checkpoint(settings: Config) -> CheckpointPlan:
+    """`every: auto` saves by time, `every: null` at the end only, `every: 0` never."""
+    checkpoint = settings.checkpoint
+    named = checkpoint.resume not in ("auto", "none")
+    by_time = checkpoint.every == "auto"
+    return CheckpointPlan(
+        enabled=checkpoint.every != 0,
+        every=checkpoint.every if isinstance(checkpoint.every, int) else 0,
+        every_s=60 * checkpoint.minutes if by_time else 0.0,
+        keep=checkpoint.keep,
+        async_=checkpoint.async_,
+        resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,
+        content=checkpoint.content,
+    )
+
+
+def _elastic(elastic: Elastic, nodes: int) -> ElasticPlan:
+    return ElasticPlan(
+        max_restarts=elastic.max_restarts,
+        hang_timeout_s=elastic.hang_timeout_s,
+        grace_s=elastic.grace_s,
+        check_every=elastic.check_every or 0,
+        min_nodes=elastic.min_nodes or nodes,
+        max_nodes=elastic.max_nodes or nodes,
+    )
+
+
+def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Problem]:
+    """Numbers of nodes between the fewest and the most that cannot share out the batch."""
+    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
+    wanted = range(least, most + 1)
+    found = reachable(batch.global_batch, batch.micro_batch * scale.procs_per_node, wanted)
+    missing = [str(nodes) for nodes in wanted if nodes not in found]
+    if missing and (least, most) != (scale.nodes, scale.nodes):
+        key, fix = "train.global_batch", "change one of these, or elastic.min_nodes and max_nodes"
+        expected = (
+            f"a multiple of {batch.micro_batch} × {scale.procs_per_node} × nodes for every number "
+            f"of nodes from {least} to {most}, which it is not for {', '.join(missing)} "
+            f"(reachable: {', '.join(map(str, found)) or 'none'})"
+        )
+        yield Problem(key=key, value=batch.global_batch, expected=expected, fix=fix)
+
+
+def _check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
+    """Numbers of nodes that `plugin.shard_size` does not divide; the planned one is seen to."""
+    shard, elastic, procs = settings.plugin.shard_size, settings.elastic, scale.procs_per_node
+    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
+    wanted = [nodes for nodes in range(least, most + 1) if nodes != scale.nodes]
+    missing = [str(nodes) for nodes in wanted if shard and shard > 0 and nodes * procs % shard]
+    if missing:
+        expected = (
+            f"a divisor of {procs} × nodes for every number of nodes from {least} to {most}, which "
+            f"it is not for {', '.join(missing)}"
+        )
+        fix = "change it, or elastic.min_nodes and max_nodes"
+        yield Problem(key="plugin.shard_size", value=shard, expected=expected, fix=fix)
+
+
+def _observe(observe: Observe) -> ObservePlan:
+    return ObservePlan(
+        log_every=observe.log_every or 0,
+        grads_every=observe.grads_every or 0,
+        trackers=tuple(observe.trackers),
+    )
+
+
+def _default_name(settings: Config, plugin: str) -> str:
+    """`llm-tiny-zero2-20260131-235959`."""
+    model = settings.model
+    named = Path(model.hf).name if model.hf else cast(str, model.target).rpartition(":")[2]
+    about = Path(settings.recipe).stem if settings.recipe else named
+    return f"{about}-{plugin}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    steps, warmup = settings.train.max_steps, settings.optim.schedule.warmup_steps
+    if warmup >= steps:
+        yield (
+            f"optim.schedule.warmup_steps={warmup}: the run ends after {steps} steps, "
+            "before the learning rate reaches its peak"
+        )
+    for step in sorted(settings.freeze.unfreeze):
+        if step > steps:
+            yield f"freeze.unfreeze.{step}: never happens, the run ends after {steps} steps"
+    if not scale.memory_bytes:
+        yield (
+            "cluster.memory: not known of these GPUs, so nothing tells whether the plan fits: "
+            "set hardware=NAME or cluster.memory"
+        )
+    procs, (default, _) = scale.procs_per_node, ranks_here(scale.device, machine)
+    if settings.cluster.procs_per_node == "auto" and procs < default:
+        yield f"cluster.procs_per_node={procs}: {default} are there, but do not divide the batch"
+    if scale.device == "cpu" and procs > machine.num_cores:
+        yield f"cluster.procs_per_node={procs}: ranks share {machine.num_cores} cores"
+    named = settings.hardware.name is not None
+    if scale.device == "cuda" and procs > machine.num_devices and not named:
+        yield f"cluster.procs_per_node={procs}: this machine has {machine.num_devices} GPUs"

@@ -1,0 +1,173 @@
+"""How many ranks there are, where, with how much memory, and what each of them is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from colotrain.config.schema import Config
+from colotrain.config.sizes import check_size, parse_size
+from colotrain.errors import Problem, suggest
+from colotrain.planner.hardware import Hardware, Sheet, from_sheet, typical_cpu
+from colotrain.planner.layout import Layout
+from colotrain.planner.machine import Machine
+from colotrain.planner.rates import hardware_of, known
+from colotrain.spec.batch import Batch, Sizes, solve
+
+MOST_CPU_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The ranks of a run, and the memory each has."""
+
+    nodes: int
+    procs_per_node: int
+    device: str
+    memory_bytes: int
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.procs_per_node
+
+
+def scale_out(
+    settings: Config, machine: Machine, problems: list[Problem]
+) -> tuple[Scale, Batch | None]:
+    """Ranks and batch, which follow from one another. After a problem the scale is a guess."""
+    cluster = settings.cluster
+    hardware = settings.hardware
+    device = cluster.device
+    if device == "auto":
+        device = machine.device if hardware.name is None else hardware.device
+    problems += _check_device(settings, device, machine)
+    problems += _check_hardware(settings)
+    default = ranks_here(device, machine)
+    if hardware.name is not None and device == "cuda" and machine.num_devices == 0:
+        default = (hardware.devices_per_node, hardware.devices_per_node)
+    batch = _solve(settings, default, problems)
+    nodes = max(1, cluster.nodes)
+    procs = 0 if cluster.procs_per_node == "auto" else cluster.procs_per_node
+    if cluster.procs_per_node == "auto":
+        procs = batch.world // nodes if batch else default[0]
+    procs = max(1, procs)
+    memory_bytes = _memory_bytes(settings, device, procs, machine, problems)
+    scale = Scale(nodes=nodes, procs_per_node=procs, device=device, memory_bytes=memory_bytes)
+    return scale, batch
+
+
+def _check_device(settings: Config, device: str, machine: Machine) -> Iterator[Problem]:
+    cluster, key = settings.cluster, "cluster.device"
+    if device not in ("cpu", "cuda"):
+        fix = suggest(device, ("auto", "cpu", "cuda"))
+        yield Problem(key=key, value=device, expected="auto, cpu or cuda", fix=fix)
+    elsewhere = settings.hardware.name is not None
+    here = machine.num_devices > 0 or elsewhere
+    if device == "cuda" and not here and cluster.procs_per_node == "auto":
+        fix = "set cluster.device=cpu, or plan for another machine as with hardware=h100"
+        yield Problem(key=key, value=device, expected="a GPU that torch can use", fix=fix)
+
+
+def _check_hardware(settings: Config) -> Iterator[Problem]:
+    """Described hardware has all the figures that times are estimated from, or none."""
+    hardware, precision = settings.hardware, settings.train.precision
+    if hardware.name is None:
+        return
+    yield from (
+        check_size("hardware.memory", hardware.memory, 0) if hardware.memory != "auto" else ()
+    )
+    if hardware.devices_per_node < 1:
+        yield Problem(
+            key="hardware.devices_per_node", value=hardware.devices_per_node, expected="1 or more"
+        )
+    rates = ("memory_gb_per_s", "link_gb_per_s", "node_gb_per_s")
+    if not hardware.is_timed and not any(getattr(hardware, name) for name in rates):
+        return
+    if precision not in hardware.tflops:
+        known = ", ".join(hardware.tflops) or "none"
+        fix = f"train.precision is one of those it has, or set hardware.tflops={{{precision}:N}}"
+        expected = f"a peak in {precision} (has {known})"
+        yield Problem(key="hardware.tflops", expected=expected, fix=fix)
+    for name in rates:
+        if getattr(hardware, name) <= 0:
+            fix = f"set hardware.{name} as in conf/hardware/a100-80g.yaml"
+            yield Problem(key=f"hardware.{name}", expected="a number above 0", fix=fix)
+    for name, value in hardware.tflops.items():
+        if value <= 0:
+            yield Problem(key=f"hardware.tflops.{name}", value=value, expected="a number above 0")
+
+
+def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
+    """How many ranks a machine starts unasked, and how many it may be asked for by arithmetic."""
+    if device == "cuda":
+        return max(1, machine.num_devices), max(1, machine.num_devices)
+    return min(machine.num_cores, MOST_CPU_RANKS), 2 * machine.num_cores
+
+
+def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) -> Batch | None:
+    train, cluster, steps = settings.train, settings.cluster, settings.accumulate.steps
+    unknown = train.global_batch is None and train.micro_batch is None
+    has_model = settings.model.target is not None or settings.model.hf is not None
+    if unknown and (not has_model or touches(problems, ("recipe",))):
+        return None  # they would have come with the recipe
+    if touches(problems, ("train.global_batch", "train.micro_batch", "accumulate", "cluster")):
+        return None
+    found = solve(
+        Sizes(
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            accumulation=None if steps == "auto" else steps,
+            procs_per_node=None if cluster.procs_per_node == "auto" else cluster.procs_per_node,
+            nodes=cluster.nodes,
+            default_procs=ranks[0],
+            most_procs=ranks[1],
+        )
+    )
+    if isinstance(found, Problem):
+        problems.append(found)
+        return None
+    return found
+
+
+def touches(problems: Sequence[Problem], keys: Sequence[str]) -> bool:
+    """Whether something is wrong at one of the keys, or below it."""
+    return any(p.key == key or p.key.startswith(f"{key}.") for p in problems for key in keys)
+
+
+def _memory_bytes(
+    settings: Config, device: str, procs: int, machine: Machine, problems: list[Problem]
+) -> int:
+    """Memory of one rank: its GPU's, or an equal part of the host's; 0 where it is not known."""
+    cluster, described = settings.cluster, settings.hardware.memory
+    whole = machine.device_memory_bytes if device == "cuda" else machine.host_memory_bytes // procs
+    if settings.hardware.name is not None and described != "auto" and device != "cpu":
+        whole = whole if touches(problems, ("hardware.memory",)) else parse_size(described)
+    if cluster.memory == "auto":
+        return whole
+    wrong = list(check_size("cluster.memory", cluster.memory, whole))
+    problems += wrong
+    return whole if wrong else parse_size(cluster.memory, whole=whole)
+
+
+def timed_hardware(
+    settings: Config, scale: Scale, machine: Machine
+) -> Callable[[Layout], Hardware] | None:
+    """The hardware of a layout: as described, as measured here, or typical CPU cores."""
+    described, train = settings.hardware, settings.train
+    threads = max(1, machine.num_cores // scale.procs_per_node)
+    if described.name is not None and described.is_timed and scale.device != "cpu":
+        sheet = Sheet(
+            name=described.name,
+            peak_flops=described.tflops[train.precision] * 1e12,
+            memory_bytes_per_s=described.memory_gb_per_s * 1e9,
+            link_bytes_per_s=described.link_gb_per_s * 1e9,
+            node_bytes_per_s=described.node_gb_per_s * 1e9,
+        )
+        return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
+    if scale.device != "cpu":
+        return None
+    ranks, precision = scale.procs_per_node, train.precision
+    measured = known(cores=machine.num_cores, ranks=ranks, precision=precision)
+    typical = typical_cpu(threads=threads, precision=precision)
+    here = typical if measured is None else hardware_of(measured)
+    return lambda layout: here

@@ -1,0 +1,79 @@
+"""How long a step takes. Standard library only."""
+
+from __future__ import annotations
+
+from colotrain.planner.communication import Traffic, traffic
+from colotrain.planner.groups import find
+from colotrain.planner.hardware import Hardware
+from colotrain.planner.layout import Layout
+from colotrain.spec.plan import Prediction, Survey, Trace
+
+EXCHANGING = (
+    "gathered_byte_s",
+    "reduced_byte_s",
+    "replicated_byte_s",
+    "gathered_whole_s",
+    "reduced_whole_s",
+    "collective_s",
+)
+"""Kinds of cost that collectives have."""
+
+
+def step_time(
+    layout: Layout,
+    survey: Survey,
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    tokens_per_step: int,
+    flops_per_token: float,
+    world_size: int,
+) -> Prediction:
+    """Seconds of a step: computing, collectives as far as nothing hides them, the optimizer.
+
+    MFU counts what the model needs, without recomputation (PaLM, Chowdhery et al. 2022).
+    """
+    amounts = amounts_of(layout, survey, trace)
+    spent = {name: amount * getattr(hardware.costs, name) for name, amount in amounts.items()}
+    exchanging = sum(spent.pop(name) for name in EXCHANGING)
+    after = spent.pop("element_s") + spent.pop("step_s")
+    if hardware.overlaps:
+        # the host only hands out the work: where it is slower, it decides
+        host = spent.pop("op_s") + spent.pop("repeated_op_s")
+        computing = max(sum(spent.values()), host)
+        exposed = exchanging * _exposed_share(layout, traffic(layout, survey, trace))
+        step_s = max(computing, exchanging) + exposed + after
+    else:
+        step_s = sum(spent.values()) + exchanging + after
+    tokens_per_s = tokens_per_step / step_s
+    ideal = world_size * hardware.peak_flops
+    mfu = flops_per_token * tokens_per_s / ideal if ideal else 0.0
+    return Prediction(step_s=step_s, tokens_per_s=tokens_per_s, mfu=mfu)
+
+
+def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]:
+    """How much of each kind of work a step has; the names are those of `Costs`."""
+    sent, num = traffic(layout, survey, trace), layout.accumulation_steps
+    works = [segment.work for segment in trace.segments]
+    groups = find(survey, trace, layout).values()
+    return {
+        "flop_s": num * sum(work.matmul_flops for work in works),
+        "attention_flop_s": num * sum(work.attention_flops for work in works),
+        "byte_s": num * sum(work.moved_bytes for work in works),
+        "op_s": num * sum(work.num_ops for work in works),
+        "repeated_op_s": num * sum(work.num_repeated for work in works),
+        "gathered_byte_s": sent.gathered_bytes,
+        "reduced_byte_s": sent.reduced_bytes,
+        "replicated_byte_s": sent.replicated_bytes,
+        "gathered_whole_s": sent.gathered_whole,
+        "reduced_whole_s": sent.reduced_whole,
+        "collective_s": sent.calls if layout.device == "cpu" else sent.gathers + sent.reductions,
+        "element_s": sum(group.trained_shard_numel for group in groups),
+        "step_s": 1.0,
+    }
+
+
+def _exposed_share(layout: Layout, sent: Traffic) -> float:
+    """What no computing can hide: the first all-gather and the last reduction of a micro-batch."""
+    collectives = sent.gathers + sent.reductions
+    return min(1.0, 2 * layout.accumulation_steps / collectives) if collectives else 0.0

@@ -1,0 +1,1 @@
+"""The planner's looks at a model, with torch."""

@@ -1,0 +1,145 @@
+"""A look at the model before a run: its parameters, what freezing matches, its work per token."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.data.read.loader import open_samples, read_sample, refuse_empty, stack
+from colotrain.engine.freezing import freeze_
+from colotrain.engine.sharding.grouping import check_dtypes, find_blocks
+from colotrain.engine.sharding.parameters import check_parameters
+from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
+from colotrain.planner.traced.tracing import NotTraceable, trace
+from colotrain.spec.plan import (
+    DataPlan,
+    FreezePlan,
+    ModelPlan,
+    ParameterInfo,
+    Recompute,
+    Survey,
+    Trace,
+)
+
+
+def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+    """Build the model without storage where that is possible, freeze it, and list what it has."""
+    module = build_on_meta(model)
+    whole = module is None or not (model.hf or fills_itself(module))
+    if module is None:
+        module = build(model, seed=0)
+    frozen = freeze_(module, freeze)
+    check_parameters(module, model)
+    check_dtypes(module, [(name, [block]) for name, block in find_blocks(module)], model, freeze)
+    aliases = tied_names(module)
+    groups = {id(p): name for name, block in find_blocks(module) for p in block.parameters()}
+    parameters = tuple(
+        ParameterInfo(
+            name=name,
+            shape=tuple(parameter.shape),
+            numel=parameter.numel(),
+            itemsize=parameter.element_size(),
+            frozen_by=frozen.reasons.get(name),
+            aliases=aliases[name],
+            group=groups.get(id(parameter), ""),
+        )
+        for name, parameter in module.named_parameters()
+    )
+    return Survey(
+        parameters=parameters,
+        matched=frozen.matched,
+        flops_per_token=flops_per_token(module, seq_len),
+        vocab_size=vocab_size(module),
+        **positions(module),
+        built_whole=whole,
+        isolates="document_ids" in inspect.signature(module.forward).parameters,
+    )
+
+
+def vocab_size(module: nn.Module) -> int | None:
+    """Tokens that the model knows, where it or its configuration says so."""
+    for holder in (module, getattr(module, "config", None)):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def positions(module: nn.Module) -> dict[str, Any]:
+    """How long samples may be, as transformers' configurations say."""
+    config = getattr(module, "config", None)
+    most = getattr(getattr(config, "text_config", None) or config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return {}
+    learned = any(
+        isinstance(m, nn.Embedding) and m.num_embeddings >= most and re.search("pos|wpe", name)
+        for name, m in module.named_modules()
+    )
+    return {"num_positions": most, "learned_positions": learned}
+
+
+def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Parameter name → the other names of the same tensor."""
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        others.setdefault(owner, [])
+        if owner != name:
+            others[owner].append(name)
+    return {name: tuple(names) for name, names in others.items()}
+
+
+def flops_per_token(module: nn.Module, seq_len: int) -> float:
+    """What the model says of itself, or 6 per parameter (Kaplan et al. 2020)."""
+    own = getattr(module, "flops_per_token", None)
+    if callable(own):
+        return float(own(seq_len))
+    return 6.0 * sum(parameter.numel() for parameter in module.parameters())
+
+
+def follow(
+    model: ModelPlan,
+    freeze: FreezePlan,
+    data: DataPlan,
+    precision: str,
+    checkpointing: Recompute,
+    device: str,
+    micro_batch: int,
+) -> Trace | None:
+    """A micro-batch followed through the model; None where that does not work without values."""
+    module = build_on_meta(model)
+    if module is None:
+        return None
+    freeze_(module, freeze)
+    begin_training_(module)
+    try:
+        sample = one_sample(data)
+        return trace(
+            module,
+            sample,
+            precision=precision,
+            checkpointing=checkpointing,
+            device=device,
+            micro_batch=micro_batch,
+        )
+    except NotTraceable:
+        return None
+
+
+def one_sample(data: DataPlan) -> dict[str, Tensor]:
+    """The tensors of one sample, without storage: of a user's dataset, its first one's.
+
+    A dataset without samples, or of other things than dicts of tensors, is a `ConfigError`.
+    """
+    if data.source == "target":
+        samples = open_samples(data, "train")
+        refuse_empty(samples)
+        stacked = stack({0: read_sample(samples, 0)}, [0])
+        return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
+    tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens.clone()}

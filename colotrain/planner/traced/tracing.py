@@ -1,0 +1,399 @@
+"""What a micro-batch keeps in memory and computes, found by running it once without storage.
+
+Forward and backward run on the meta device; every operation is seen, every storage is followed
+from its birth to its end. So what autograd saves is observed, not guessed, for any model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.precision import cast_dtype
+from colotrain.engine.sharding.grouping import find_blocks
+from colotrain.errors import UsageError
+from colotrain.spec.plan import Recompute, Segment, Trace, Work
+from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
+
+ATTENTION = ("attention", "sdpa")
+
+Batch = dict[str, Tensor]
+
+
+def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_on_cpu_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+NOT_IN_TORCH = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
+}
+"""Operations that torch's own counter leaves out."""
+
+REPEATED: dict[Recompute, float] = {"none": 0.0, "blocks": 1.0, "selective": 3.5}
+"""What repeating an operation in backward takes beside its work: Python packs and unpacks what is
+saved, and `selective` adds a mode (3.5 times as much, measured on CPU with tiny blocks)."""
+
+
+class NotTraceable(Exception):
+    """Why a model's forward or backward could not be followed."""
+
+
+def trace(
+    model: nn.Module,
+    sample: Batch,
+    *,
+    precision: str,
+    checkpointing: Recompute,
+    device: str,
+    micro_batch: int,
+) -> Trace:
+    """Follow a micro-batch through `model`, which is changed: give it one that is not needed.
+
+    The model must be on the meta device and frozen as it shall be; `sample` are the tensors of one
+    sample, without the dimension of the batch. `device` is where it will really run. Raises
+    `NotTraceable` where forward or backward does not work without values, `UsageError` where the
+    model cannot be trained so.
+    """
+    for parameter in model.parameters():
+        compute = cast_dtype(precision)
+        if compute is not None and parameter.ndim and parameter.is_floating_point():
+            parameter.data = parameter.data.to(compute)  # as the all-gather casts it
+    for _, block in find_blocks(model):
+        block.forward = _always_as_on(device, block.forward)
+    checkpoint_blocks_(model, checkpointing)
+    batch = _batch(sample, micro_batch)
+    return read(record(model, batch, device=device, repeated=REPEATED[checkpointing]), model, batch)
+
+
+def _batch(sample: Batch, size: int) -> Batch:
+    return {
+        name: torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="meta")
+        for name, tensor in sample.items()
+    }
+
+
+@dataclass(slots=True)
+class Storages:
+    """Sizes of the storages of one recording, and which of them are gradients."""
+
+    sizes: list[int] = field(default_factory=list)
+    owners: dict[int, str] = field(default_factory=dict)
+    """Storage → block whose parameter's gradient it is."""
+
+
+@dataclass(slots=True)
+class Stretch:
+    phase: str
+    block: str
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    """(storage, 1 where it begins or -1 where it ends)."""
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+    num_ops: int = 0
+    num_repeated: float = 0.0
+    reduced: bool = True
+
+
+class Recording(TorchDispatchMode):
+    """Follows every storage, and counts what is computed, stretch by stretch."""
+
+    def __init__(self, known: list[Tensor], *, repeated: float) -> None:
+        super().__init__()
+        self.repeated = repeated
+        self.stretches = [Stretch("forward", "")]
+        self.storages = Storages()
+        self.seen: dict[int, int] = {storage_id(t): -1 for t in known}
+
+    def begin(self, phase: str, block: str) -> None:
+        self.stretches.append(Stretch(phase, block))
+
+    @property
+    def now(self) -> Stretch:
+        return self.stretches[-1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        for tensor in outputs:
+            self._follow(tensor)
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            self._count(func, args, kwargs or {}, out, outputs)
+        return out
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_id(storage)
+        if key in self.seen:
+            return
+        number = len(self.storages.sizes)
+        self.storages.sizes.append(storage.nbytes())
+        self.seen[key] = number
+        self.now.changes.append((number, 1))
+        weakref.finalize(storage, self._end, key, number)
+
+    def _end(self, key: int, number: int) -> None:
+        if self.seen.get(key) == number:
+            del self.seen[key]
+        self.now.changes.append((number, -1))
+
+    def number_of(self, tensor: Tensor) -> int:
+        return self.seen.get(storage_id(tensor), -1)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
+        now = self.now
+        now.num_ops += 1
+        if now.phase == "backward" and torch.is_grad_enabled():
+            now.num_repeated += self.repeated
+        formula: Any = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
+        formula = formula or NOT_IN_TORCH.get(func.overloadpacket)
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=out)
+            if any(word in str(func) for word in ATTENTION):
+                now.attention_flops += flops
+            else:
+                now.matmul_flops += flops
+            return
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        now.moved_bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+
+
+def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0) -> Recording:
+    """Forward and backward of one micro-batch, followed."""
+    known = [*model.parameters(), *model.buffers(), *batch.values()]
+    recording = Recording(known, repeated=repeated)
+    handles = list(_mark_blocks(model, recording))
+    try:
+        with recording:
+            with _Attention(device), next(iter(batch.values())).device:
+                loss = loss_of(model(**batch))
+            recording.begin("backward", "")
+            (loss * 1.0).backward()  # where a mode for functions is active, none is inside
+            del loss
+        for parameter in model.parameters():
+            parameter.grad = None
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a forward raises that looks at values
+        raise NotTraceable(f"{type(error).__name__}: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recording
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model returns (see `engine.accumulation.weighted_loss`)."""
+    if isinstance(output, tuple):
+        output = output[0]
+    loss: Tensor = getattr(output, "loss", output)
+    return loss.reshape(())
+
+
+def _mark_blocks(model: nn.Module, recording: Recording) -> Iterator[Any]:
+    """Hooks that begin a stretch where `fully_shard`'s hooks of a block would run."""
+    owners = {p: name for name, block in find_blocks(model) for p in block.parameters()}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(
+                lambda p: _note_gradient(recording, p, owners.get(p, ""))
+            )
+    for name, block in find_blocks(model):
+        yield block.register_forward_pre_hook(_before(recording, name), with_kwargs=True)
+        yield block.register_forward_hook(_after(recording, name))
+
+
+def _note_gradient(recording: Recording, parameter: Tensor, owner: str) -> None:
+    number = recording.number_of(parameter.grad) if parameter.grad is not None else -1
+    if number >= 0:
+        recording.storages.owners[number] = owner
+
+
+def _before(recording: Recording, name: str) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        grown = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+        if grown:
+            marked = _BackwardEnds.apply(recording, *(flat[i] for i in grown))
+            for index, tensor in zip(grown, marked, strict=True):
+                flat[index] = tensor
+        recording.begin("forward", name)
+        return pytree.tree_unflatten(flat, spec)
+
+    return hook
+
+
+def _after(recording: Recording, name: str) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, output: Any) -> None:
+        recording.begin("forward", "")
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: _begin_backward(recording, name))
+
+    return hook
+
+
+def _begin_backward(recording: Recording, name: str) -> None:
+    if recording.now.block != name:
+        if recording.now.block:
+            recording.now.reduced = False
+        recording.begin("backward", name)
+
+
+class _BackwardEnds(torch.autograd.Function):
+    """Passes tensors through; its backward runs when the gradients of a block's inputs are done."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recording = recording
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.recording.begin("backward", "")
+        return None, *grads
+
+
+def _always_as_on(device: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` as on `device` also when backward computes it again, where no mode is active."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _Attention(device), torch.device("meta"):
+            return forward(*args, **kwargs)
+
+    return wrapped
+
+
+class _Attention(TorchFunctionMode):
+    """Attention on the meta device as the real one would compute it: the kernels save differently.
+
+    On CPU torch itself is asked, with tensors that are never touched. On CUDA: flash attention for
+    16-bit inputs without a mask and heads of at most 256, else the memory-efficient one, else plain
+    matrices (torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention or not args[0].is_meta:
+            return func(*args, **kwargs)
+        return _attend(self.device, func, *args, **kwargs)
+
+
+def _attend(
+    device: str,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    backend = _backend(device, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    aten = torch.ops.aten
+    if backend == "flash" and device == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if backend == "flash":
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if backend == "efficient":
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _backend(
+    device: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> str:
+    if device == "cpu":
+        found = choose_attention(
+            _untouched(query),
+            _untouched(key),
+            _untouched(value),
+            None if mask is None else _untouched(mask),
+            dropout_p,
+            is_causal,
+            enable_gqa=enable_gqa,
+        )
+        return "flash" if SDPBackend(found) == SDPBackend.FLASH_ATTENTION else "math"
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and mask is None and query.shape[-1] <= 256:
+        return "flash"
+    return "math" if enable_gqa else "efficient"
+
+
+def _untouched(tensor: Tensor) -> Tensor:
+    """A real tensor like `tensor` whose memory is asked for and never used."""
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        device="cpu",
+    )
+
+
+def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
+    """What was recorded of a micro-batch, as plain data."""
+    segments = tuple(
+        Segment(
+            phase=stretch.phase,  # type: ignore[arg-type]
+            block=stretch.block,
+            events=tuple(n if sign > 0 else -1 - n for n, sign in stretch.changes),
+            work=Work(
+                matmul_flops=stretch.matmul_flops,
+                attention_flops=stretch.attention_flops,
+                moved_bytes=stretch.moved_bytes,
+                num_ops=stretch.num_ops,
+                num_repeated=stretch.num_repeated,
+            ),
+            reduced=stretch.reduced,
+        )
+        for stretch in recording.stretches
+    )
+    return Trace(
+        segments=segments,
+        storages=tuple(recording.storages.sizes),
+        gradients=recording.storages.owners,
+        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        input_bytes=sum(t.numel() * t.element_size() for t in batch.values()),
+    )

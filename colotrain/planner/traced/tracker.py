@@ -1,0 +1,194 @@
+"""The plan's memory beside that of torch's own tracker, which runs a step of the real engine.
+
+One process plays rank 0 of a fake process group of any size, on fake tensors: `fully_shard`, the
+collectives and the optimizer run as in training, and nothing is allocated
+(torch.distributed._tools.fsdp2_mem_tracker).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.freezing import freeze_
+from colotrain.engine.sharding.grouping import find_groups
+from colotrain.engine.sharding.sharded_model import (
+    ShardedModel,
+    begin_micro_batch,
+    make_mesh,
+    shard_,
+)
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.models.loading import build_on_meta
+from colotrain.planner.layout import layout_of
+from colotrain.planner.memory import predict
+from colotrain.planner.traced.survey import one_sample, survey
+from colotrain.planner.traced.tracing import Batch, NotTraceable, loss_of, trace
+from colotrain.spec.memory import Ledger
+from colotrain.spec.optimizers import OPTIMIZERS
+from colotrain.spec.plan import RunPlan
+from colotrain.torch_internals import FakeTensorMode, fake_store, memory_tracker
+
+KINDS = {
+    "Sharded Param": "parameters",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "gradients",
+    "Unsharded Param": "gathered",
+    "OptState": "optimizer",
+    "Activation": "activations",
+    "Temp": "activations",
+    "Inputs": "activations",
+    "Buffer": "buffers",
+    "All Gather": "buffers",
+    "Reduce Scatter": "buffers",
+}
+"""What the tracker calls things, and the ledger's name for them."""
+
+
+def cross_check(plan: RunPlan) -> dict[str, Any]:
+    """Bytes by category at the peak, and of everything that lasts: plan and tracker."""
+    if dist.is_initialized():
+        raise ColotrainError("the cross-check makes a process group of its own", "run it alone")
+    played = [name for name, known in OPTIMIZERS.items() if known.is_elementwise]
+    if plan.optim.name not in played:
+        expected = f"one of {', '.join(played)} under --trace"
+        raise _cannot("optim.name", plan.optim.name, expected)
+    sample = one_sample(plan.data)
+    ours = _by_plan(plan, sample)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = _by_tracker(plan, sample)
+    names = [field.name for field in dataclasses.fields(Ledger) if field.name != "baseline"]
+    pairs = {name: {"plan": ours[name], "tracker": theirs.get(name, 0)} for name in names}
+    pairs["peak"] = {"plan": sum(ours.values()), "tracker": theirs["peak"]}
+    return {"world_size": plan.world_size, "categories": pairs}
+
+
+def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
+    """The ledger as for GPUs: with private buffers, and no allocator."""
+    layout = layout_of(
+        plan.plugin,
+        plan.batch,
+        optim=plan.optim,
+        precision=plan.train.precision,
+        device="cuda",
+        procs_per_node=plan.cluster.procs_per_node,
+    )
+    model = build_on_meta(plan.model)
+    key, value = plan.model.key, plan.model.value
+    if model is None:
+        raise _cannot(key, value, "a model that can be built on the meta device under --trace")
+    freeze_(model, plan.freeze)
+    try:
+        followed = trace(
+            model,
+            sample,
+            precision=plan.train.precision,
+            checkpointing=plan.train.activation_checkpointing,
+            device="cpu",
+            micro_batch=plan.batch.micro_batch,
+        )
+    except NotTraceable as error:
+        why = str(error).partition("\n")[0]
+        expected = f"a model that runs without values under --trace ({why})"
+        raise _cannot(key, value, expected) from error
+    looked = survey(plan.model, plan.freeze, plan.data.seq_len)
+    ledger = predict(dataclasses.replace(layout, baseline=0), looked, followed).ledger
+    return {f.name: getattr(ledger, f.name) for f in dataclasses.fields(ledger)}
+
+
+def _batch(plan: RunPlan, sample: Batch, device: str) -> Batch:
+    size = plan.batch.micro_batch
+    return {
+        name: torch.zeros((size, *tensor.shape), dtype=tensor.dtype, device=device)
+        for name, tensor in sample.items()
+    }
+
+
+def _cannot(key: str, value: str | None, expected: str) -> ConfigError:
+    fix = "leave out --trace"
+    return ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
+
+
+@contextmanager
+def _fake_ranks(world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
+    with _fake_ranks(plan.world_size):
+        mesh = make_mesh(plan.plugin, "cpu")
+        model = build_on_meta(plan.model)
+        assert model is not None
+        freeze_(model, plan.freeze)
+        trial = _batch(plan, sample, "meta")
+        groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=trial)
+        checkpoint_blocks_(model, plan.train.activation_checkpointing)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            sharded = shard_(model, plan, mesh, groups)
+            model.to_empty(device="cpu")
+            _tie_again(model, plan)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = _optimizer(plan, trained)
+            batch = _batch(plan, sample, "cpu")
+            _step(sharded, optimizer, batch, plan)
+            tracker = memory_tracker()(model, optimizer)
+            with tracker:
+                _step(sharded, optimizer, batch, plan, tracker)
+            return _snapshot(tracker)
+
+
+def _optimizer(plan: RunPlan, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if plan.optim.name == "adamw":
+        return torch.optim.AdamW(trained, lr=plan.optim.lr, foreach=False)
+    momentum = 0.9 if plan.optim.name == "lion" else plan.optim.betas[0]  # lion has it always
+    return torch.optim.SGD(trained, lr=plan.optim.lr, momentum=momentum, foreach=False)
+
+
+def _tie_again(model: nn.Module, plan: RunPlan) -> None:
+    """`to_empty` makes two of a tied parameter."""
+    whole = build_on_meta(plan.model)
+    assert whole is not None
+    first: dict[int, str] = {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, model.get_parameter(owner))
+
+
+def _step(
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    plan: RunPlan,
+    tracker: Any = None,
+) -> None:
+    for index in range(plan.batch.accumulation_steps):
+        begin_micro_batch(sharded, last=index == plan.batch.accumulation_steps - 1)
+        if tracker is not None:
+            tracker.reset_mod_stats()  # it follows one micro-batch at a time
+        loss_of(sharded.module(**batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _snapshot(tracker: Any) -> dict[str, int]:
+    found: dict[str, int] = {"peak": 0}
+    for kinds in tracker.get_tracker_snapshot("peak").values():
+        for kind, num_bytes in kinds.items():
+            name = "peak" if kind == "Total" else KINDS.get(getattr(kind, "value", kind), "buffers")
+            found[name] = found.get(name, 0) + int(num_bytes)
+    return found

@@ -1,0 +1,141 @@
+"""`colotrain checkpoints`: what is saved of a run, and whether it can be trusted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.engine.checkpoint.manifest import MANIFEST, Manifest, complete, damage, read_manifest
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.events.liveness import find
+from colotrain.records import to_plain
+from colotrain.rundir import RUNS, RunDir
+from colotrain.show.console import print_json, stdout_console
+from colotrain.show.formatting import clean, format_bytes, format_duration
+from colotrain.show.terminal import is_live
+
+WITHOUT_TERMINAL = 1000  # columns
+SUPERSEDED = "superseded"
+"""Begins the names of folders with checkpoints that a run went back from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One checkpoint; None is what its manifest does not tell."""
+
+    name: str
+    state: str
+    """intact (every byte was read), complete (every file is there, of its size), or damaged."""
+    problem: str | None
+    step: int | None = None
+    bytes: int | None = None
+    age_s: float | None = None
+    plugin: str | None = None
+    world_size: int | None = None
+    path: str
+
+
+def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Path = RUNS) -> int:
+    """Print a run's checkpoints, the newest first; 1 where one of them is damaged."""
+    rundir = find(name, root=root)
+    rows = [row_of(folder, verify=verify) for folder in folders(rundir)]
+    if as_json:
+        print_json(to_plain(rows))
+    elif rows:
+        print_table(rows)
+    else:
+        print(f"{rundir.name}: no checkpoints")
+    return 1 if any(row.state == "damaged" for row in rows) else 0
+
+
+def folders(rundir: RunDir) -> list[Path]:
+    return sorted(rundir.checkpoints.glob("step-*"), reverse=True)
+
+
+def go_back(rundir: RunDir, chosen: Path) -> str | None:
+    """Let a run go on from `chosen`: what it saved later is kept aside. Says what was done.
+
+    Where `chosen` is not one of the run's own checkpoints, all of them are. Only while nobody
+    launches the run.
+    """
+    if chosen == rundir.path:
+        return None
+    folder = chosen / RunDir(chosen).checkpoints.name
+    candidates = complete(folder) if folder.is_dir() else [chosen]
+    problem = damage(candidates[0]) if candidates else f"{folder}: holds no complete checkpoint"
+    if problem is not None:
+        raise UsageError(
+            f"checkpoint.resume={chosen}: {problem}", "`colotrain checkpoints` shows which are good"
+        )
+    own, later = chosen.resolve().parent == rundir.checkpoints.resolve(), folders(rundir)
+    if own:
+        later = [path for path in later if path.name > chosen.name]
+    if not later:
+        return None
+    number = len(list(rundir.checkpoints.glob(f"{SUPERSEDED}-*"))) + 1
+    aside = rundir.checkpoints / f"{SUPERSEDED}-{number}"
+    aside.mkdir(mode=0o700)
+    for path in later:
+        path.rename(aside / path.name)
+    names = ", ".join(path.name for path in reversed(later))
+    return f"{rundir.name} goes back to {chosen}; {names}: kept in {aside}"
+
+
+def row_of(folder: Path, *, verify: bool) -> Row:
+    """What can be said of one checkpoint, however damaged it is."""
+    try:
+        manifest = read_manifest(folder)
+    except ColotrainError as error:
+        missing = not (folder / MANIFEST).exists()
+        what = f"{folder / MANIFEST}: missing" if missing else error.problem
+        return Row(name=folder.name, state="damaged", problem=what, path=str(folder))
+    problem = damage(folder, read_all=verify)
+    state = "damaged" if problem else "intact" if verify else "complete"
+    return _row(folder, manifest, state, problem)
+
+
+def _row(folder: Path, manifest: Manifest, state: str, problem: str | None) -> Row:
+    return Row(
+        name=folder.name,
+        state=state,
+        problem=problem,
+        step=manifest.step,
+        bytes=manifest.num_bytes,
+        age_s=time.time() - manifest.written_at,
+        plugin=manifest.plugin,
+        world_size=manifest.world_size,
+        path=str(folder),
+    )
+
+
+def print_table(rows: list[Row]) -> None:
+    console = stdout_console()
+    if not is_live(console):
+        console.width = WITHOUT_TERMINAL
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("STEP", "SIZE", "AGE", "WORLD"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for title in ("PLUGIN", "STATE"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+
+
+def cells(row: Row) -> list[Text]:
+    style = "red" if row.state == "damaged" else "green"
+    state = Text(row.state, style=style)
+    if row.problem:
+        state.append(clean(f": {row.problem}"))
+    return [
+        Text(clean(row.name.removeprefix("step-").lstrip("0") or "0")),
+        Text("-" if row.bytes is None else format_bytes(row.bytes)),
+        Text(format_duration(row.age_s)),
+        Text("-" if row.world_size is None else str(row.world_size)),
+        Text(clean(row.plugin or "-")),
+        state,
+    ]

@@ -1,0 +1,76 @@
+"""`colotrain run --detach`: the run's launcher in a session of its own, which no terminal ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from colotrain.errors import ColotrainError
+from colotrain.events import liveness
+from colotrain.rundir import RunDir
+from colotrain.runs import trust
+from colotrain.show.console import print_json
+from colotrain.spec.plan import RunPlan
+
+START_S = 60.0
+SETTLE_S = 5.0
+"""How long a launcher that has begun is watched for what it may refuse at once."""
+POLL_S = 0.05
+
+
+def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bool) -> int:
+    """Write the run directory, start its launcher, and return once it can be asked to stop."""
+    rundir.create()
+    with liveness.claim(rundir):  # where another launches this run, it is not to be touched
+        trust.write_down(plan, rundir, config)
+    told = _size(rundir.launcher_events)
+    process = start(rundir)
+    deadline, claimed_at = time.monotonic() + START_S, math.inf
+    while _size(rundir.launcher_events) == told:  # until it launches
+        now = time.monotonic()
+        if process.poll() or (now > deadline and claimed_at == math.inf):
+            raise ColotrainError(_why(rundir), f"its whole output is in {rundir.launcher_log}")
+        if _has_claimed(rundir, process.pid):
+            claimed_at = min(claimed_at, now)
+        if process.poll() == 0 or now > claimed_at + SETTLE_S:  # preparing data may take long
+            break
+        time.sleep(POLL_S)
+    if as_json:
+        print_json({"run_dir": str(rundir.path), "pid": process.pid})
+    else:
+        print(rundir.path)
+    return 0
+
+
+def start(rundir: RunDir) -> subprocess.Popen[bytes]:
+    """The launcher, in a session of its own: it has no terminal whose end could reach it."""
+    with rundir.launcher_log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "colotrain", "resume", str(rundir.path), "--trust-code"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+
+def _has_claimed(rundir: RunDir, pid: int) -> bool:
+    launcher = liveness.launcher_of(rundir)
+    return launcher is not None and launcher.pid == pid
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _why(rundir: RunDir) -> str:
+    """The last line that says what went wrong."""
+    lines = rundir.launcher_log.read_text("utf-8", "replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error:")]
+    return (errors or lines or ["its launcher did not start"])[-1]

@@ -1,0 +1,222 @@
+"""The machines of a job: what its ranks will find on SLURM's nodes, whatever this machine has."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from colotrain.config.compose import gather
+from colotrain.config.files import read_file
+from colotrain.config.schema_cluster import Hardware, Slurm
+from colotrain.config.shipped import Search
+from colotrain.config.sizes import format_size, parse_size
+from colotrain.errors import ColotrainError, Problem
+from colotrain.planner.machine import Machine, torch_has_cuda
+from colotrain.records import to_plain
+from colotrain.schedulers import queue
+from colotrain.schedulers.queue import NodeKind
+
+GIVES_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-job")
+"""Other flags of sbatch by which a job gets GPUs; so it does with nodes that are all its own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A configuration whose ranks run on SLURM's nodes. `config` is changed in place."""
+
+    config: dict[str, Any]
+    machine: Machine
+    """A node, as far as it is known; otherwise this machine."""
+    notices: list[str] = field(default_factory=list)
+    """What was decided."""
+    warnings: list[str] = field(default_factory=list)
+    """What is not known."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def is_job(config: dict[str, Any]) -> bool:
+    """Whether a configuration means a job of SLURM: it chooses it, or asks it for something."""
+    cluster = config.get("cluster")
+    if not isinstance(cluster, dict):
+        return False
+    return cluster.get("scheduler") == "slurm" or cluster.get("slurm") != to_plain(Slurm())
+
+
+def on_nodes(config: dict[str, Any], here: Machine) -> Job:
+    """Decide what a job leaves open by what SLURM says of its nodes.
+
+    GPUs that nobody asked for are asked for, with one rank each; a type that a file under
+    `hardware` knows chooses it. What nobody knows is a warning, never a refusal; but ranks on GPUs
+    that the job does not get are an error.
+    """
+    job = Job(config=config, machine=here)
+    cluster = config.get("cluster")
+    if not isinstance(cluster, dict) or not isinstance(cluster.get("slurm"), dict):
+        return job  # which is reported elsewhere
+    kind = _ask_for_kind(job, cluster)
+    gpu_type, num_gpus = asked_gpus(_slurm(cluster))
+    if not num_gpus and kind and kind.num_gpus and cluster.get("device") in ("auto", "cuda"):
+        gpu_type, num_gpus = kind.gpu_type, kind.num_gpus
+        asked = f"{gpu_type}:{num_gpus}" if gpu_type else num_gpus
+        cluster["slurm"]["gpus_per_node"] = asked
+        job.notices.append(f"cluster.slurm.gpus_per_node={asked}: what the partition's nodes have")
+    if num_gpus and cluster.get("device") in ("auto", "cuda"):
+        _take_gpus(job, cluster, gpu_type or (kind.gpu_type if kind else ""), num_gpus, kind)
+    elif kind:
+        num_cores = _cores(cluster, kind, here)
+        cpus = {"device": "cpu", "num_devices": 0, "device_memory_bytes": 0}
+        job.machine = _node(here, kind, num_cores=num_cores, **cpus)
+    job.problems += _check_gpus(config, num_gpus)
+    return job
+
+
+def asked_gpus(slurm: Slurm) -> tuple[str, int]:
+    """Type and number per node of the GPUs that the job asks for; `("", 0)` where that is not said.
+
+    Of `8`, `h100:8`, `gpu:8`, `gpu:h100:8` and lists of resources with one of these in it.
+    """
+    if slurm.gpus_per_node is not None:
+        return queue.gpus_of(f"gpu:{slurm.gpus_per_node}")
+    return queue.gpus_of(slurm.gres or "")
+
+
+def _slurm(cluster: dict[str, Any]) -> Slurm:
+    known = {key: cluster["slurm"].get(key) for key in ("gpus_per_node", "gres", "partition")}
+    return Slurm(**known)
+
+
+def _ask_for_kind(job: Job, cluster: dict[str, Any]) -> NodeKind | None:
+    """The kind of nodes that the job will most likely get; None where SLURM does not tell."""
+    partition = cluster["slurm"].get("partition")
+    kinds = _kinds(str(partition or ""), os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
+    if isinstance(kinds, str):
+        job.warnings.append(f"SLURM does not say what its nodes are ({kinds})")
+        return None
+    if not kinds:
+        what = f"partition {partition}" if partition else "default partition"
+        job.warnings.append(f"SLURM does not say what its nodes are (it has no {what})")
+        return None
+    wanted, _ = asked_gpus(_slurm(cluster))
+    described = job.config.get("hardware") or {}
+    nodes = cluster.get("nodes")
+    chosen = max(
+        kinds,
+        key=lambda kind: (
+            bool(wanted) and kind.gpu_type == wanted,
+            _matches(kind.gpu_type, described.get("gres") or []),
+            isinstance(nodes, int) and kind.num_nodes >= nodes,
+            kind.num_gpus > 0 and cluster.get("device") != "cpu",
+            kind.num_nodes,
+        ),
+    )
+    if len({(kind.gpu_type, kind.num_gpus, kind.memory_bytes) for kind in kinds}) > 1:
+        gpus = f"{chosen.num_gpus} × {chosen.gpu_type or 'GPU'}" if chosen.num_gpus else "no GPU"
+        job.notices.append(
+            f"the partition's nodes differ: planned for its {chosen.num_nodes} with {gpus} and "
+            f"{format_size(chosen.memory_bytes)}"
+        )
+    return chosen
+
+
+@functools.cache
+def _kinds(partition: str, *_: str | None) -> list[NodeKind] | str:
+    """The kinds of nodes, or why there is no answer: asked once for all runs of a sweep."""
+    try:
+        return queue.node_kinds(partition or None)
+    except ColotrainError as error:
+        return error.problem
+
+
+def _take_gpus(
+    job: Job, cluster: dict[str, Any], gpu_type: str, num_gpus: int, kind: NodeKind | None
+) -> None:
+    """One rank per GPU, on hardware that is described, or whose type tells what it is."""
+    described = job.config.get("hardware")
+    if isinstance(described, dict) and described.get("name") is None:
+        name = hardware_of(gpu_type, Search.at(Path.cwd())) if gpu_type else None
+        if name:
+            job.notices.append(f"hardware={name}: what SLURM calls {gpu_type}")
+            described.update(gather([f"hardware={name}"])[0]["hardware"])
+        else:
+            what = f"GPUs that SLURM calls {gpu_type}" if gpu_type else "GPUs without a type"
+            fix = "choose hardware=NAME, or describe them in ./conf/hardware/NAME.yaml"
+            job.warnings.append(f"{what} are not known: {fix}")
+    if not torch_has_cuda() and not cluster["slurm"].get("container"):
+        python = cluster["slurm"].get("python")
+        if python is None:
+            fix = "name one that has it in cluster.slurm.python"
+            job.warnings.append(f"the job's interpreter has a torch without CUDA: {fix}")
+    if cluster.get("procs_per_node") == "auto":
+        cluster["procs_per_node"] = num_gpus
+    job.machine = _node(
+        job.machine,
+        kind,
+        device="cuda",
+        num_devices=num_gpus,
+        num_cores=_cores(cluster, kind, job.machine),
+        device_memory_bytes=_memory_bytes(described),
+    )
+
+
+def _memory_bytes(described: Any) -> int:
+    """Of a device as described; 0 where it is not, or wrongly."""
+    try:
+        return parse_size(described["memory"])
+    except (TypeError, KeyError, ValueError):
+        return 0
+
+
+def _cores(cluster: dict[str, Any], kind: NodeKind | None, here: Machine) -> int:
+    """Cores that a node's ranks share: those asked for, else no more than are sure."""
+    asked = cluster["slurm"].get("cpus_per_task")
+    if isinstance(asked, int) and asked > 0:
+        return asked
+    return min(here.num_cores, kind.num_cores or here.num_cores) if kind else here.num_cores
+
+
+def _node(here: Machine, kind: NodeKind | None, **known: Any) -> Machine:
+    host_bytes = kind.memory_bytes if kind and kind.memory_bytes else here.host_memory_bytes
+    return replace(here, host_memory_bytes=host_bytes, host_free_bytes=0, **known)
+
+
+def hardware_of(gpu_type: str, search: Search) -> str | None:
+    """The file under `hardware` that describes what SLURM calls `gpu_type`."""
+    names = search.names("hardware")
+    if _plain(gpu_type) in names:
+        return _plain(gpu_type)
+    return next((name for name in names if _matches(gpu_type, _gres(name, search))), None)
+
+
+def _matches(gpu_type: str, globs: list[str]) -> bool:
+    return bool(gpu_type) and any(fnmatchcase(_plain(gpu_type), glob) for glob in globs)
+
+
+def _plain(gpu_type: str) -> str:
+    return gpu_type.lower().replace("_", "-").replace(" ", "-")
+
+
+def _gres(name: str, search: Search) -> list[str]:
+    """What SLURM may call the hardware that a file describes."""
+    file = search.find(f"hardware/{name}")
+    found = read_file(file, []).settings.get("gres") if file else None
+    return [str(glob) for glob in found or []]
+
+
+def _check_gpus(config: dict[str, Any], num_gpus: int | None) -> Iterator[Problem]:
+    """Whether ranks on GPUs get any."""
+    cluster, described = config["cluster"], config.get("hardware")
+    device, extra = cluster.get("device"), cluster["slurm"].get("extra")
+    if device == "auto" and isinstance(described, dict) and described.get("name") is not None:
+        device = described.get("device", Hardware().device)
+    given = isinstance(extra, dict) and any(extra.get(name) for name in (*GIVES_GPUS, "exclusive"))
+    if device == "cuda" and not num_gpus and not given:
+        yield Problem(
+            key="cluster.slurm.gpus_per_node",
+            expected="GPUs for the ranks of a job on cuda, which asks for none",
+            fix="set it, as in cluster.slurm.gpus_per_node=8, or set cluster.device=cpu",
+        )

@@ -1,0 +1,384 @@
+"""`colotrain runs` and `colotrain stop`: what runs there are, and ending one of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.events.fold import Fold, follow
+from colotrain.events.liveness import find, is_alive, launcher_of, state
+from colotrain.events.log import EventReader
+from colotrain.events.view import ENDED, RunView, overall_tokens_per_s, unit
+from colotrain.records import to_plain
+from colotrain.rundir import RUNS, RunDir, write_atomically
+from colotrain.runs import naming
+from colotrain.schedulers import queue
+from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.show.progress import clean, format_duration, print_plain, shown
+from colotrain.show.terminal import is_live
+from colotrain.spec.plan import RunPlan
+
+STOP_TIMEOUT_S = 120.0
+POLL_S = 0.2
+REPORT_S = 10.0
+WITHOUT_TERMINAL = 1000  # columns: a line a run, however long its name
+STYLES = {
+    "running": "green",
+    "starting": "green",
+    "failed": "red",
+    "dead": "red",
+    "damaged": "red",
+    "preempted": "yellow",
+    "interrupted": "yellow",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run in the list; None is what is not known."""
+
+    name: str
+    state: str
+    plugin: str | None = None
+    world_size: int | None = None
+    steps: int | None = None
+    max_steps: int | None = None
+    loss: float | None = None
+    validation_loss: float | None = None
+    tokens_per_s: float | None = None
+    unit: str = "tokens"
+    """Of which there are so many per second."""
+    age_s: float | None = None
+    """Seconds since its first launch, or since its plan was written."""
+    run_dir: str
+    problem: str | None = None
+    """Why a damaged run cannot be read."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those in which it differs from the other runs of its recipe."""
+    job: str | None = None
+    """Its SLURM job."""
+    job_state: str | None = None
+    job_reason: str | None = None
+
+
+def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
+    """Print every run under `root`, the newest first."""
+    rundirs = newest_first(root)
+    different = naming.settings_that_differ(rundirs, by_recipe=True)
+    rows = [
+        replace(row, settings=own) for row, own in zip(rows_of(rundirs), different, strict=True)
+    ]
+    if as_json:
+        print_json(to_plain(rows))
+        return 0
+    for row in rows:
+        if row.problem is not None:
+            print(clean(f"warning: {row.name}: {row.problem}"), file=sys.stderr)
+    if rows:
+        print_table(rows)
+    else:
+        print(f"no runs under {root.absolute()}", file=sys.stderr)
+    return 0
+
+
+def rows_of(rundirs: list[RunDir]) -> list[Row]:
+    """What the list says about runs: what their folders tell, and SLURM about their jobs."""
+    rows = [row_of(rundir) for rundir in rundirs]
+    jobs = {rundir.name: known.job for rundir in rundirs if (known := queue.recall(rundir))}
+    if not jobs:
+        return rows
+    answers = queue.ask(jobs.values())
+    if answers.trouble:
+        print(f"warning: {answers.trouble}", file=sys.stderr)
+    return [
+        row if row.name not in jobs else _with_job(row, jobs[row.name], answers.states)
+        for row in rows
+    ]
+
+
+def _with_job(row: Row, job: str, states: dict[str, queue.JobState]) -> Row:
+    """A run that never started says what its job does, where that is over too."""
+    said = states.get(job)
+    if said is None:
+        return replace(row, job=job)
+    now = "cancelled" if row.state == "starting" and said.state in queue.OVER else row.state
+    return replace(row, state=now, job=job, job_state=said.state, job_reason=said.reason or None)
+
+
+def newest_first(root: Path) -> list[RunDir]:
+    """Every folder that is a run or the remains of one."""
+    try:
+        folders = [entry for entry in root.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+    found = [rundir for folder in folders if _is_run(rundir := RunDir(folder))]
+    return sorted(found, key=lambda rundir: (_written_at(rundir), rundir.name), reverse=True)
+
+
+def row_of(rundir: RunDir) -> Row:
+    """What the list says about one run, however damaged it is."""
+    age_s = time.time() - _written_at(rundir)
+    try:
+        return _row(rundir, rundir.plan(), age_s)
+    except (ColotrainError, OSError, ValueError) as error:
+        return Row(
+            name=rundir.name,
+            state="damaged",
+            age_s=age_s,
+            run_dir=str(rundir.path),
+            problem=str(error),
+        )
+
+
+def _row(rundir: RunDir, plan: RunPlan, age_s: float) -> Row:
+    outline = follow(rundir, ranks=())
+    row = Row(
+        name=rundir.name,
+        state=outline.status,
+        plugin=plan.plugin.name,
+        world_size=plan.world_size,
+        max_steps=plan.train.max_steps,
+        age_s=time.time() - outline.launched_at if outline.launched_at else age_s,
+        run_dir=str(rundir.path),
+    )
+    return _from_summary(row, rundir, outline) or _from_events(row, rundir, plan)
+
+
+def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
+    """The row of a run that has ended: its events need not be read. None where in doubt."""
+    if outline.status not in ENDED or outline.ended_at is None:
+        return None
+    try:
+        if rundir.summary_file.stat().st_mtime < outline.ended_at:  # of an earlier launch
+            return None
+        summary = json.loads(rundir.summary_file.read_text("utf-8"))
+        loss = summary["loss"]["last"]
+        return replace(
+            row,
+            steps=int(summary["steps"]),
+            loss=None if loss is None else float(loss),
+            validation_loss=summary["validation_loss"],
+            tokens_per_s=float(summary["tokens_per_s"]),
+            unit=str(summary.get("unit", row.unit)),
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _from_events(row: Row, rundir: RunDir, plan: RunPlan) -> Row:
+    view = follow(rundir, ranks={0})
+    return replace(
+        row,
+        state=state(rundir, view),
+        world_size=view.world_size or row.world_size,
+        steps=view.steps,
+        loss=view.loss[-1][1] if view.loss else None,
+        validation_loss=view.evals[-1][1] if view.evals else None,
+        tokens_per_s=overall_tokens_per_s(view) or None,
+        unit=unit(view, plan),
+    )
+
+
+def _is_run(rundir: RunDir) -> bool:
+    try:
+        return rundir.plan_file.exists() or rundir.events.is_dir()
+    except OSError:  # not ours to read: listed as damaged
+        return True
+
+
+def _written_at(rundir: RunDir) -> float:
+    for path in (rundir.plan_file, rundir.path):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return -math.inf
+
+
+def print_table(rows: list[Row]) -> None:
+    """On a terminal as wide as it is; elsewhere a line a run, however long."""
+    console = stdout_console()
+    if not is_live(console):
+        console.width = WITHOUT_TERMINAL
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("NAME", "STATE", "PLUGIN"):
+        table.add_column(title, overflow="fold")
+    for title in ("WORLD", "STEP", "LOSS", "VAL", "SPEED", "AGE"):
+        table.add_column(title, justify="right", no_wrap=True)
+    differ = any(row.settings for row in rows)
+    if differ:
+        table.add_column("SETTINGS THAT DIFFER", overflow="fold")
+    has_jobs = any(row.job for row in rows)
+    if has_jobs:
+        table.add_column("JOB", overflow="fold")
+    for row in rows:
+        own = [Text(clean(naming.shown(row.settings, most=3)))] if differ else []
+        table.add_row(*cells(row), *own, *([Text(clean(job_text(row)))] if has_jobs else []))
+    console.print(table)
+
+
+def job_text(row: Row) -> str:
+    """`123 PENDING (Resources)`."""
+    if row.job is None:
+        return "-"
+    reason = f" ({row.job_reason})" if row.job_reason else ""
+    return f"{row.job} {row.job_state or 'unknown'}{reason}"
+
+
+def speed(per_s: float | None, unit: str) -> str:
+    """`1,234 tokens/s`."""
+    return "-" if per_s is None else f"{per_s:,.0f} {unit}/s"
+
+
+def cells(row: Row) -> list[Text]:
+    steps = f"{shown(row.steps, 'd')}/{shown(row.max_steps, 'd')}"
+    texts = [
+        row.plugin or "-",
+        shown(row.world_size, "d"),
+        steps if row.max_steps is not None else "-",
+        shown(row.loss, ".4f"),
+        shown(row.validation_loss, ".4f"),
+        speed(row.tokens_per_s, row.unit),
+        format_duration(row.age_s),
+    ]
+    state = Text(row.state, style=STYLES.get(row.state, ""))
+    return [Text(clean(row.name)), state, *(Text(text) for text in texts)]
+
+
+def stop(
+    run: str | None,
+    *,
+    as_json: bool = False,
+    root: Path = RUNS,
+    timeout_s: float = STOP_TIMEOUT_S,
+) -> int:
+    """Ask a run to save and stop, and wait until it has; 1 where it has not, or has failed."""
+    rundir = find(run, root=root)
+    submitted, launcher = queue.recall(rundir), launcher_of(rundir)
+    by_hand = launcher is not None and not launcher.job  # as after `resume` of what was a job
+    if submitted is not None and not by_hand:
+        return stop_job(rundir, submitted.job, as_json=as_json, timeout_s=timeout_s)
+    view = follow(rundir, ranks={0})
+    now = state(rundir, view)
+    waiting = now == "starting" and not is_alive(rundir) and view.launched_at is None
+    if now not in ("starting", "running") or waiting:
+        what = "not started yet" if waiting else f"not running ({now})"
+        raise UsageError(f"{rundir.name}: {what}", "`colotrain runs` shows which are running")
+    ask_to_stop(rundir)
+    ended = wait_for_end(rundir, timeout_s=timeout_s)
+    if ended is not None:
+        rundir.stop_file.unlink(missing_ok=True)
+    return tell_end(rundir, ended, as_json=as_json, timeout_s=timeout_s)
+
+
+def stop_job(rundir: RunDir, job: str, *, as_json: bool, timeout_s: float) -> int:
+    """Let a job's run save, then take the job out of SLURM; it is not queued again."""
+    answers = queue.ask([job])
+    said = answers.states.get(job)
+    if said is None or said.state in queue.OVER:
+        what = f"job {job} is over ({said.state})" if said else f"job {job} is not known"
+        trouble = f" ({answers.trouble})" if answers.trouble else ""
+        raise UsageError(f"{rundir.name}: {what}{trouble}", "`colotrain runs` shows what runs")
+    rundir.cancel_file.touch(mode=0o600)
+    ended: str | None = said.state
+    if said.state == "RUNNING":
+        ask_to_stop(rundir)
+        ended = wait_for_end(rundir, timeout_s=timeout_s)
+        rundir.stop_file.unlink(missing_ok=True)
+    queue.cancel(job)
+    return tell_end(rundir, ended, job=job, as_json=as_json, timeout_s=timeout_s)
+
+
+def tell_end(
+    rundir: RunDir, ended: str | None, *, job: str | None = None, as_json: bool, timeout_s: float
+) -> int:
+    """Say how a run ended that was asked to: its state, SLURM's of a job that was waiting, or None.
+
+    Exit code 1 where it still runs, or has failed.
+    """
+    view = follow(rundir, ranks={0})
+    if as_json:
+        saved = view.checkpoint.step if view.checkpoint else None
+        what = {"state": ended or state(rundir, view), "steps": view.steps, "saved_step": saved}
+        print_json({"run": rundir.name, **what, "job": job})
+    elif ended is not None:
+        cancelled = f"; job {job} is cancelled" if job else ""
+        print(_how_it_ended(rundir, view, ended) + cancelled)
+    if ended is None:
+        print(_still_running(rundir, timeout_s), file=sys.stderr)
+    return 1 if ended in (None, "failed", "dead") else 0
+
+
+def ask_to_stop(rundir: RunDir) -> None:
+    rundir.stop_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(rundir.stop_file, json.dumps({"reason": "colotrain stop", "t": time.time()}))
+
+
+def wait_for_end(rundir: RunDir, *, timeout_s: float) -> str | None:
+    """The state a run ends in, or None where it has not ended in time."""
+    reader, fold = EventReader(rundir, ranks={0}), Fold()
+    deadline = time.monotonic() + timeout_s
+    with _waiting(rundir.name) as report:
+        while True:
+            now = state(rundir, fold.add(reader.poll()).view())
+            if now not in ("starting", "running"):
+                return now
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            if not rundir.stop_file.exists():  # a launch that was just beginning removed it
+                ask_to_stop(rundir)
+            report(left_s)
+            time.sleep(min(POLL_S, left_s))
+
+
+@contextmanager
+def _waiting(name: str) -> Iterator[Callable[[float], None]]:
+    """A callback that says on stderr how long the wait may still take."""
+    console = stderr_console()
+    what = f"waiting for {clean(name)} to save and stop"
+    if is_live(console):
+        with console.status(Text(what)) as status:
+            yield lambda left_s: status.update(Text(f"{what} ({format_duration(left_s)} left)"))
+        return
+    printed_at = -math.inf
+
+    def report(left_s: float) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= REPORT_S:
+            printed_at = time.monotonic()
+            print_plain(console, f"{what} ({format_duration(left_s)} left)")
+
+    yield report
+
+
+def _how_it_ended(rundir: RunDir, view: RunView, ended: str) -> str:
+    if ended.isupper():  # SLURM's name of a state
+        return clean(f"{rundir.name}: was waiting ({ended})")
+    saved, goes_on = "; nothing was saved", "begins anew"
+    if view.checkpoint:
+        saved, goes_on = f"; saved at step {view.checkpoint.step}", "continues"
+    hint = "" if ended == "finished" else f"; `colotrain resume {rundir.name}` {goes_on}"
+    cause = f" ({view.cause})" if view.cause else ""
+    return clean(f"{rundir.name}: {ended}{cause} after step {view.steps}{saved}{hint}")
+
+
+def _still_running(rundir: RunDir, waited_s: float) -> str:
+    """What to do about a run that does not stop."""
+    launcher = launcher_of(rundir)
+    where = f": process {launcher.pid} on {launcher.host}" if launcher else ""
+    return clean(
+        f"error: {rundir.name}: not stopped after {format_duration(waited_s)}; it stops after the "
+        f"step it is in: wait for it in `colotrain runs`, or end its launcher{where}"
+    )

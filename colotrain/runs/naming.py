@@ -1,0 +1,175 @@
+"""A name stands for one run: what else was to be run under it is refused, or set aside."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from colotrain.config.schema import Config
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.events import liveness
+from colotrain.records import read, to_plain
+from colotrain.rundir import RunDir
+from colotrain.schedulers import queue
+from colotrain.spec.plan import RunPlan
+
+WHERE_IT_STARTS = ("name", "recipe", "checkpoint.resume", "cluster.rank", "cluster.head")
+"""Keys that say where a run begins or what it is called, not what it is."""
+MOST_SHOWN = 8
+
+
+def check_name(
+    rundir: RunDir, plan: RunPlan, config: dict[str, Any], *, overwrite: bool = False
+) -> None:
+    """Raise `UsageError` where the name is that of a run with other settings.
+
+    A run that has begun to train, or that a job has, is only gone on with under the settings that
+    it was made with, so that its results are never taken for another's. With `overwrite` it is set
+    aside first.
+    """
+    if not rundir.plan_file.exists():
+        return
+    if overwrite:
+        set_aside(rundir)
+        return
+    if plan.checkpoint.resume == "none" or plan.smoke:
+        raise UsageError(
+            f"name={rundir.name}: {rundir.path} exists",
+            "choose another name, or --overwrite to set that run aside"
+            + ("" if plan.smoke else ", or checkpoint.resume=auto to go on with it"),
+        )
+    if not (has_begun(rundir) or queue.recall(rundir)):
+        return  # it failed before there was anything of it
+    changed = list(differences(_config_of(rundir), config))
+    if changed:
+        what = ", ".join(f"{key}={_shown(old)}, not {_shown(new)}" for key, old, new in changed)
+        if len(changed) > MOST_SHOWN:
+            keys = ", ".join(key for key, _, _ in changed[:MOST_SHOWN])
+            what = f"{keys} and {len(changed) - MOST_SHOWN} more keys"
+        raise UsageError(
+            f"name={rundir.name}: that run was made with other settings: {what}",
+            f"choose another name, or `colotrain resume {rundir.name} KEY=VALUE` to go on with "
+            "changes, or --overwrite to set that run aside and begin anew",
+        )
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else " ".join(str(value).split())[:60]
+
+
+def has_begun(rundir: RunDir) -> bool:
+    """Whether there is anything to lose: a step, a checkpoint, or a launcher at work."""
+    if any(rundir.checkpoints.glob("step-*")) or liveness.is_alive(rundir):
+        return True
+    return liveness.has_trained(rundir)
+
+
+def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
+    """The summary of a run that has made all the steps of the plan; None of any other."""
+    if not rundir.plan_file.exists() or liveness.is_alive(rundir):
+        return None
+    try:
+        summary = json.loads(rundir.summary_file.read_text("utf-8"))
+        done = summary["status"] == "finished" and summary["steps"] >= plan.train.max_steps
+        return summary if done else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def say_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
+    print(
+        f"{rundir.name} has finished its {summary['steps']} steps already, with these settings: "
+        f"`colotrain resume {rundir.name} train.max_steps=N` trains on, another name begins anew",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def set_aside(rundir: RunDir) -> None:
+    """Rename a run's folder to NAME.old-TIME; raises `UsageError` while somebody has it."""
+    check_job(rundir)
+    old = RunDir(rundir.path.with_name(f"{rundir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
+    with liveness.claim(rundir):
+        os.rename(rundir.path, old.path)
+    liveness.release(old)
+    text = f"note: the run that was called {rundir.name} is {old.name} now, in {old.path}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def check_job(rundir: RunDir) -> None:
+    """Raise `UsageError` where a job of SLURM has the run."""
+    known = queue.recall(rundir)
+    state = queue.ask([known.job]).states.get(known.job) if known else None
+    if known and state and state.state not in queue.OVER:
+        raise UsageError(
+            f"name={rundir.name}: job {known.job} has this run ({state.state})",
+            f"choose another name, or `colotrain stop {rundir.name}`",
+        )
+
+
+def _config_of(rundir: RunDir) -> dict[str, Any]:
+    try:
+        document = json.loads(rundir.config_file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ColotrainError(
+            f"name={rundir.name}: what that run was made with cannot be read ({error})",
+            f"choose another name, or `colotrain resume {rundir.name}`",
+        ) from error
+    return document if isinstance(document, dict) else {}
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Key, old and new value of every setting that differs; what was left out has its default."""
+    before, now = _settings(old), _settings(new)
+    for key in [*now, *(key for key in before if key not in now)]:
+        if key not in WHERE_IT_STARTS and before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)
+
+
+def settings_that_differ(
+    rundirs: Sequence[RunDir], *, by_recipe: bool = False
+) -> list[dict[str, Any]]:
+    """Of each run the settings that another run (`by_recipe`: of its recipe) has otherwise."""
+    known, found = [_known_settings(rundir) for rundir in rundirs], []
+    for own in known:
+        alike = [o for o in known if o and (not by_recipe or o["recipe"] == own.get("recipe"))]
+        differ = {k: v for k, v in own.items() if any(other.get(k) != v for other in alike)}
+        found.append({k: v for k, v in differ.items() if k not in WHERE_IT_STARTS})
+    return found
+
+
+def _known_settings(rundir: RunDir) -> dict[str, Any]:
+    """All settings of a run; none where they cannot be read, as of a run that is damaged."""
+    try:
+        return _settings(_config_of(rundir))
+    except (ColotrainError, ValueError):
+        return {}
+
+
+def shown(settings: dict[str, Any], *, most: int = MOST_SHOWN) -> str:
+    """`optim.lr=0.1 train.seed=3 and 2 more`."""
+    words = [f"{key}={_shown(value)}" for key, value in settings.items()]
+    more = [f"and {len(words) - most} more"] if len(words) > most else []
+    return " ".join([*words[:most], *more])
+
+
+def told_apart(rundirs: Sequence[RunDir]) -> list[str]:
+    """A line for each run with the settings in which it differs."""
+    pairs = zip(rundirs, settings_that_differ(rundirs), strict=True)
+    return [f"settings that differ: {run.name}: {shown(own)}" for run, own in pairs if own]
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    return dict(_flat(to_plain(read(Config, config, key="", problems=[]))))
+
+
+def _flat(plain: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

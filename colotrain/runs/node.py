@@ -1,0 +1,31 @@
+"""`colotrain node`: what a job starts on each of its machines. People use `run` and `submit`."""
+
+from __future__ import annotations
+
+import os
+
+from colotrain.config.checks import split_address
+from colotrain.errors import UsageError
+from colotrain.launch.forkserver import warm_up
+from colotrain.launch.rendezvous import Node
+from colotrain.rundir import RunDir
+from colotrain.runs import trust
+from colotrain.runs.start import train
+
+
+def node(path: str, head: str, *, trust_code: bool = False) -> int:
+    """Train this node's part of the run in `path`; the number is SLURM's, `SLURM_NODEID`.
+
+    A job's script says `trust_code`: nodes may have no home in common with who submitted it.
+    """
+    warm_up()
+    rundir = RunDir(path)
+    plan = rundir.plan()
+    trust.check(rundir, plan, trusted=trust_code)
+    number, where = os.environ.get("SLURM_NODEID", "0"), split_address(head)
+    if not number.isdigit():
+        raise UsageError(f"SLURM_NODEID={number}: expected a number", "start it with srun")
+    if where is None:
+        raise UsageError(f"--head {head}: expected HOST:PORT", "see job.sbatch")
+    place = Node(rank=int(number), host=where[0], port=where[1])
+    return train(plan, rundir, None, node=place, as_json=False)

@@ -1,0 +1,222 @@
+"""The way of every verb from its arguments to a plan: compose, look at the machine, resolve."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from colotrain import host
+from colotrain.config.checks import split_address
+from colotrain.config.sizes import format_size
+from colotrain.errors import ConfigError, DoesNotFit, Problem
+from colotrain.launch.forkserver import LOOK, import_agent, is_warm
+from colotrain.launch.rendezvous import Node
+from colotrain.launch.warm_calls import Looker, NotForked, stdout_to_stderr
+from colotrain.planner.cache import kept
+from colotrain.planner.dependencies import Dependencies, watched
+from colotrain.planner.fix_hints import fix_hints
+from colotrain.planner.machine import Machine
+from colotrain.planner.plugin import Situation
+from colotrain.planner.smoke import shrink
+from colotrain.runs.job import is_job, on_nodes
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
+
+MOST_RANKS_PER_CORE = 16
+WATCHED = "colotrain.planner.dependencies:watched"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a verb starts from: the composed configuration, and the plan that it resolves to."""
+
+    config: dict[str, Any]
+    plan: RunPlan
+    situation: Situation
+    """What the plan was decided for, and alternatives to it can be weighed in."""
+    machine: Machine
+    """What the plan was made for: this machine, or a node of a job."""
+    notices: tuple[str, ...] = ()
+    """What was decided for the user, beside what they wrote."""
+
+    @property
+    def survey(self) -> Survey:
+        """The look at the model, with everything training that ever will."""
+        return self.situation.question.survey
+
+    def resolve(self, config: dict[str, Any]) -> RunPlan:
+        """The plan of a changed configuration on the same machine."""
+        return _resolve(config, self.machine)[0]
+
+
+def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
+    """The plan that the arguments describe; raises `ConfigError` with all problems."""
+    return settle(overrides, here=here).plan
+
+
+def settle(
+    overrides: Sequence[str],
+    *,
+    here: bool = True,
+    several: bool = False,
+    job: bool | None = False,
+    smoke: bool = False,
+) -> Setting:
+    """Compose the arguments and resolve them; raises `ConfigError` with all problems.
+
+    `here`: the plan is to run on this machine, so its ranks must find a place on it; `several`:
+    on others too. `job`: it is to run on the nodes of SLURM; None: where the arguments say so.
+    `smoke`: the plan is the smoke run of what the arguments describe.
+    """
+    from colotrain.config.compose import gather
+    from colotrain.planner.machine import this_machine
+
+    host.check_open_files()
+    notices, warnings = list[str](), list[str]()
+    config, problems = gather(overrides, notices=notices)
+    machine = this_machine()
+    if job or (job is None and is_job(config)):
+        found = on_nodes(config, machine)
+        machine = found.machine
+        notices += found.notices
+        warnings += found.warnings
+        problems += found.problems
+    elif not here:
+        machine = _elsewhere(config, machine)
+    plan, situation = _resolve(config, machine, found=problems)
+    if smoke:
+        config = shrink(config, plan)
+        plan, situation = _resolve(config, machine)
+        plan = replace(plan, smoke=True)
+    plan = replace(plan, warnings=(*warnings, *plan.warnings))
+    if here:
+        check_place(plan, machine, several=several)
+    return Setting(
+        config=config, plan=plan, situation=situation, machine=machine, notices=tuple(notices)
+    )
+
+
+def _elsewhere(config: dict[str, Any], machine: Machine) -> Machine:
+    """The machine without GPUs of its own, where others are described: those count."""
+    described = config.get("hardware")
+    if not isinstance(described, dict) or described.get("name") is None:
+        return machine
+    return replace(machine, device="cpu", num_devices=0, device_memory_bytes=0)
+
+
+def tell(*settings: Setting, warnings: bool = False) -> None:
+    """Say what was decided for the user, and what to beware of, each once, on stderr."""
+    lines = [f"note: {notice}" for setting in settings for notice in setting.notices]
+    if warnings:
+        lines += [f"warning: {w}" for setting in settings for w in setting.plan.warnings]
+    for line in dict.fromkeys(lines):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _resolve(
+    config: dict[str, Any], machine: Machine, found: Sequence[Problem] = ()
+) -> tuple[RunPlan, Situation]:
+    from colotrain.planner.resolve import investigate
+
+    with Looker(meanwhile=import_agent) as looker:
+        looks = Looks(looker)
+        return investigate(
+            config, survey=looks.survey, machine=machine, found=found, trace=looks.follow
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Looks at models: kept ones, or new ones in a process of the warm server or, else, here."""
+
+    looker: Looker
+
+    def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+        def look() -> tuple[Survey, Dependencies | None]:
+            found: tuple[Survey, Dependencies | None] = self._look("survey", model, freeze, seq_len)
+            return found
+
+        return kept(Survey, model, (freeze, seq_len), look)
+
+    def follow(
+        self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, *how: Any
+    ) -> Trace | None:
+        """`how` are the precision, checkpointing, the device and the size of the micro-batch."""
+
+        def look() -> tuple[Followed, Dependencies | None]:
+            trace, dependencies = self._look("follow", model, freeze, data, *how)
+            return Followed(trace=trace), dependencies
+
+        about = (freeze, (data.seq_len, data.target, data.args), *how)
+        return kept(Followed, model, about, look).trace
+
+    def _look(self, function: str, *args: Any) -> Any:
+        if is_warm() and LOOK not in sys.modules:
+            with suppress(NotForked):
+                return self.looker(WATCHED, f"{LOOK}:{function}", *args)
+        with stdout_to_stderr():
+            return watched(f"{LOOK}:{function}", *args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What became of the wish to follow a micro-batch."""
+
+    trace: Trace | None
+
+
+def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
+    """Refuse ranks that this machine has no device for, or absurdly many."""
+    if plan.cluster.nodes > 1 and not several:
+        expected, fix = "1: this verb uses one machine", "set cluster.nodes=1"
+        key, value = "cluster.nodes", plan.cluster.nodes
+        raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
+    most, why = machine.num_devices, f"{machine.num_devices} GPUs that torch can use"
+    if plan.cluster.device == "cuda" and not most:
+        expected = "a GPU that torch can use: this machine has none"
+        fix = "use `colotrain plan` to plan for other machines, or cluster=local to run on this one"
+        device = plan.cluster.device
+        raise ConfigError([Problem(key="cluster.device", value=device, expected=expected, fix=fix)])
+    if plan.cluster.device == "cpu":
+        most, why = MOST_RANKS_PER_CORE * machine.num_cores, f"{machine.num_cores} cores"
+    procs = plan.cluster.procs_per_node
+    if procs > most:
+        expected = f"at most {most} ranks on this machine ({why})"
+        fix = "lower it, or use `colotrain plan` to plan for another machine"
+        key = "cluster.procs_per_node"
+        raise ConfigError([Problem(key=key, value=procs, expected=expected, fix=fix)])
+
+
+def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
+    """Which of the run's nodes this machine is; raises `ConfigError` where that is not said."""
+    cluster = config["cluster"]
+    if plan.elastic.max_nodes == 1:
+        return Node()
+    wanted = {
+        "name": (config["name"], "name=NAME, the same on every node"),
+        "cluster.rank": (cluster["rank"], "cluster.rank=0 on the first node, 1 on the next"),
+        "cluster.head": (cluster["head"], "cluster.head=HOST:PORT of node 0 on every node"),
+    }
+    problems = [
+        Problem(key=key, expected="a value, in a run on several nodes", fix=f"add {fix}")
+        for key, (value, fix) in wanted.items()
+        if value is None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    host, port = split_address(cluster["head"]) or ("", 0)
+    return Node(rank=cluster["rank"], host=host, port=port)
+
+
+def check_fits(setting: Setting) -> None:
+    """Refuse a plan that certainly needs more than a rank may use (`DoesNotFit`, exit code 3)."""
+    plan = setting.plan
+    least, room = plan.peak.exact, plan.cluster.memory_bytes
+    if plan.peak.verdict(room) == "no":
+        raise DoesNotFit(
+            f"{plan.plugin.name} needs at least {format_size(least)} per rank, of "
+            f"{format_size(room)}",
+            f"{fix_hints(setting.situation, plan)}, or --force to run it anyway",
+        )

@@ -1,0 +1,341 @@
+"""`colotrain run` and `colotrain resume`: resolve, write, launch, follow."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
+from colotrain.events.liveness import find
+from colotrain.launch.forkserver import warm_up
+from colotrain.launch.rendezvous import Node
+from colotrain.planner import learned
+from colotrain.rundir import RUNS, RunDir
+from colotrain.runs import detach as detached
+from colotrain.runs import naming, smoke, trust
+from colotrain.runs.resolving import check_fits, place_of, settle, tell
+from colotrain.show.console import print_json, stderr_console
+from colotrain.spec.plan import RunPlan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from colotrain.data.prepare.tokens import Prepared
+    from colotrain.events.log import Event
+    from colotrain.events.view import RunView
+
+ALONE = Node()
+
+
+def run(
+    overrides: list[str],
+    *,
+    as_json: bool,
+    force: bool = False,
+    detach: bool = False,
+    smoke_run: bool = False,
+    began_at: float | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere.
+
+    `began_at` is when the command began (Unix seconds), by default now.
+    """
+    began_at = began_at or time.time()
+    setting = settle(overrides, several=True, smoke=smoke_run)
+    tell(setting)
+    plan = setting.plan
+    node = place_of(setting.config, plan)
+    if not force:
+        check_fits(setting)
+    rundir = RunDir(RUNS / plan.name)
+    if overwrite and plan.elastic.max_nodes > 1:
+        fix = f"move {rundir.path} away before the first node starts"
+        raise UsageError("--overwrite: expected a run on one node", fix)
+    if node.is_head:
+        naming.check_name(rundir, plan, setting.config, overwrite=overwrite)
+    if plan.elastic.max_nodes == 1 and (summary := naming.finished(rundir, plan)):
+        return tell_finished(rundir, summary, as_json=as_json)
+    named = plan.checkpoint.resume not in ("auto", "none")
+    if node.is_head and named and any(rundir.checkpoints.glob("step-*")):
+        print(
+            f"{plan.name} has checkpoints of its own and goes on from the newest, not from "
+            f"checkpoint.resume; `colotrain resume {plan.name} checkpoint.resume=PATH` goes back",
+            file=sys.stderr,
+        )
+    if detach and plan.elastic.max_nodes > 1:
+        raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
+    if detach:
+        return detached.detach(plan, rundir, setting.config, as_json=as_json)
+    return train(plan, rundir, setting.config, node=node, as_json=as_json, began_at=began_at)
+
+
+def command_began_at() -> float:
+    """When this process was started: Unix seconds.
+
+    psutil adds whole seconds since the machine booted, and is up to one of them off.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
+    except OSError:  # not Linux
+        return psutil.Process().create_time()
+
+
+def tell_finished(rundir: RunDir, summary: dict[str, Any], *, as_json: bool) -> int:
+    """Say of a run that has nothing left to do what it did."""
+    from colotrain.show.progress import print_summary
+
+    naming.say_finished(rundir, summary)
+    print_summary(stderr_console(), summary, rundir.plan())
+    if as_json:
+        print_json(summary)
+    return 0
+
+
+def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[str, Any]:
+    """Train here to the end and return the summary; a run that fails is a `ColotrainError`.
+
+    Without `progress` nothing is printed. What was stopped or preempted returns as it is.
+    """
+    from rich.console import Console
+
+    began_at = time.time()
+    warm_up()
+    setting = settle(overrides)
+    if not force:
+        check_fits(setting)
+    rundir = RunDir(RUNS / setting.plan.name)
+    naming.check_name(rundir, setting.plan, setting.config)
+    console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
+    exit_code, cause = carry_out(
+        setting.plan, rundir, setting.config, console=console, began_at=began_at
+    )
+    document, _ = sum_up(setting.plan, rundir)
+    if exit_code == ColotrainError.exit_code:
+        raise ColotrainError(cause, where_to_go_on(setting.plan, rundir))
+    return document
+
+
+def resume(
+    run: str | None,
+    overrides: list[str],
+    *,
+    as_json: bool,
+    force: bool = False,
+    trust_code: bool = False,
+) -> int:
+    """Go on with a run from its newest checkpoint; with overrides its plan is made anew.
+
+    With `checkpoint.resume=PATH` among them it goes on from that one.
+    """
+    rundir = find(run)
+    warm_up()
+    own = rundir.plan()
+    if not overrides and own.elastic.max_nodes == 1:
+        trust.check(rundir, own, trusted=trust_code)
+        return train(own, rundir, None, as_json=as_json)
+    if not rundir.config_file.is_file():
+        raise UsageError(f"{rundir.path}: has no {rundir.config_file.name}", "resume it unchanged")
+    from colotrain.config.compose import as_override
+
+    recipe = as_override("recipe", str(rundir.config_file))
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
+    trust.check_config(rundir, trusted=trust_code, given=given)
+    setting = settle([recipe, *overrides, as_override("name", rundir.name)], several=True)
+    node = place_of(setting.config, setting.plan)
+    if not force:
+        check_fits(setting)
+    if node.is_head and "checkpoint.resume" in given:
+        go_back(rundir, setting.plan.checkpoint.resume)
+    return train(setting.plan, rundir, setting.config, node=node, as_json=as_json)
+
+
+def go_back(rundir: RunDir, asked: str) -> None:
+    """Let the run go on from the checkpoint that was asked for, although it has newer ones."""
+    from colotrain.events import liveness
+    from colotrain.runs import checkpoints
+
+    if asked == "none":
+        fix = "use `colotrain run` with another name to begin anew"
+        raise UsageError(f"checkpoint.resume=none: {rundir.name} is resumed", fix)
+    if asked == "auto":
+        return
+    with liveness.claim(rundir):
+        done = checkpoints.go_back(rundir, Path(asked))
+    if done:
+        print(done, file=sys.stderr, flush=True)
+
+
+def train(
+    plan: RunPlan,
+    rundir: RunDir,
+    config: dict[str, Any] | None,
+    *,
+    node: Node = ALONE,
+    as_json: bool,
+    began_at: float | None = None,
+) -> int:
+    """Write the plan, prepare the data, launch, follow, and leave `summary.json`.
+
+    `config` is what a new plan was made from, so that the run can be resumed with changes; None
+    where the plan is the run's own. A node other than the first only helps.
+    """
+    from colotrain.show.progress import print_summary
+
+    console = stderr_console()
+    if not node.is_head:
+        return help_out(plan, rundir, node, console=console)
+    began_at = began_at or command_began_at()
+    try:
+        exit_code, cause = carry_out(
+            plan, rundir, config, node=node, console=console, began_at=began_at
+        )
+    except KeyboardInterrupt:  # before there were workers
+        print(f"interrupted: {where_to_go_on(plan, rundir)}", file=sys.stderr, flush=True)
+        raise
+    document, view = sum_up(plan, rundir)
+    print_summary(console, document, plan, view=view)
+    if plan.smoke and (line := smoke.close(document, plan, rundir)):
+        print(line, file=sys.stderr, flush=True)
+    if document["status"] in ("preempted", "interrupted"):
+        print(where_to_go_on(plan, rundir), file=sys.stderr, flush=True)
+    if as_json:
+        print_json(document)
+    if exit_code == ColotrainError.exit_code and plan.smoke:
+        raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
+    if exit_code == ColotrainError.exit_code:
+        raise ColotrainError(cause, where_to_go_on(plan, rundir))
+    return exit_code
+
+
+def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:
+    """What can be done with a run that ended early."""
+    from colotrain.engine.checkpoint.manifest import complete
+
+    saved = complete(rundir.checkpoints)
+    if saved:
+        return f"`colotrain resume {rundir.name}` goes on from {saved[0].name}"
+    why = "" if plan.checkpoint.enabled else " (checkpoint.every=0)"
+    return f"nothing was saved{why}: `colotrain resume {rundir.name}` begins with the first step"
+
+
+def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
+    """Write `summary.json`; what is in it, and the view that it was made from."""
+    from colotrain.events.fold import follow
+    from colotrain.events.view import summary
+
+    view = follow(rundir)
+    document = summary(view, plan, rundir)
+    if plan.smoke:
+        document["smoke"] = smoke.report(view, plan, rundir)
+    rundir.write_summary(document)
+    if document["status"] == "finished" and view.world_size == plan.world_size:
+        learned.remember(plan.memory_shape, document["memory"]["measured_peak"])
+    return document, view
+
+
+def help_out(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> int:
+    """Run this node's workers of a run that node 0 leads: it writes the plan and the summary."""
+    from colotrain.launch.elastic import launch
+    from colotrain.launch.smoke import launch_and_resume
+
+    rundir.create()
+    prepare_data(plan, console)
+    where = f"node 0 at {node.host}:{node.port}"
+    print(f"node {node.rank} of {rundir.name}: with {where}", file=sys.stderr, flush=True)
+    exit_code, cause = (launch_and_resume if plan.smoke else launch)(plan, rundir, node=node)
+    if exit_code == ColotrainError.exit_code:
+        raise ColotrainError(f"node {node.rank}: {cause}", "see what node 0 says")
+    return exit_code
+
+
+def carry_out(
+    plan: RunPlan,
+    rundir: RunDir,
+    config: dict[str, Any] | None,
+    *,
+    node: Node = ALONE,
+    console: Console,
+    began_at: float | None = None,
+) -> tuple[int, str]:
+    """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
+    from colotrain.events import liveness
+    from colotrain.events.fold import Fold
+    from colotrain.launch.elastic import launch
+    from colotrain.launch.preparing import end_recorded, ended_by_signals
+    from colotrain.launch.smoke import launch_and_resume
+    from colotrain.show.live import progress_for
+    from colotrain.show.trackers import Trackers
+
+    rundir.create()
+    with liveness.claim(rundir), end_recorded(rundir):
+        trust.write_down(plan, rundir, config)
+        for text in plan.warnings:
+            console.print(f"warning: {text}", style="yellow", soft_wrap=True)
+        with ended_by_signals():
+            prepare_data(plan, console)
+        fold = Fold(max_steps=plan.train.max_steps)
+        with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
+
+            def show(events: list[Event]) -> None:
+                fold.add(events)
+                shown.update(fold.view(), [*events, *trackers.take(events)])
+
+            start = launch_and_resume if plan.smoke else launch
+            ended = start(plan, rundir, follow=show, node=node, began_at=began_at)
+            shown.update(fold.view(), trackers.close())
+    return ended
+
+
+def prepare_data(plan: RunPlan, console: Console) -> None:
+    """Tokenize what the plan trains on, unless the user's own code gives the samples."""
+    from colotrain.data.prepare.tokens import prepare_all
+    from colotrain.show.progress import preparation
+
+    if plan.data.source == "target":
+        return
+    with preparation(console) as progress:
+        shards = prepare_all(plan.data, progress=progress)
+    for shard in shards:
+        check_vocabulary(plan, shard)
+    tell_losses(plan, shards, console)
+
+
+def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
+    """Say what of the data is not trained on: bad records, and the ends of long documents."""
+    from colotrain.data.read.packing import packing_of
+
+    num_bad = sum(shard.num_bad for shard in shards)
+    if num_bad:
+        first = next(line for shard in shards for line in shard.bad)
+        line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
+        console.print(line, style="yellow", soft_wrap=True)
+    if packing_of(shards, plan.data) != "stream":
+        seq_len = plan.data.seq_len
+        num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
+        if num_cut:
+            line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
+            console.print(line, style="yellow", soft_wrap=True)
+
+
+def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:
+    """Refuse tokens that the model has no row for: token files tell only when they are read."""
+    key, rows = "model.args.vocab_size", plan.model.args.get("vocab_size")
+    fix = f"set model.args.vocab_size={prepared.vocab_size}"
+    if plan.model.hf is not None:
+        config = json.loads((Path(plan.model.hf) / "config.json").read_text("utf-8"))
+        key, rows = f"vocab_size of {plan.model.hf}", config.get("vocab_size")
+        fix = "use the tokens that the model was trained on"
+    if isinstance(rows, int) and prepared.vocab_size > rows:
+        expected = f"at least {prepared.vocab_size}, the largest token of the data plus one"
+        raise ConfigError([Problem(key=key, value=rows, expected=expected, fix=fix)])

@@ -1,0 +1,199 @@
+"""`colotrain submit`: resolve, render the job's script, ask SLURM, hand it over. Never blocks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from colotrain.config.schema_cluster import Slurm
+from colotrain.errors import UsageError
+from colotrain.records import from_plain, to_plain
+from colotrain.rundir import RUNS, RunDir, write_atomically
+from colotrain.runs import trust
+from colotrain.runs.naming import check_job, check_name
+from colotrain.runs.resolving import Setting, check_fits, settle, tell
+from colotrain.runs.sweep import Element, elements_of, write_sweep
+from colotrain.schedulers import queue
+from colotrain.schedulers.slurm import Job, render
+from colotrain.show.console import print_json
+from colotrain.spec.plan import RunPlan
+
+
+def submit(
+    overrides: list[str],
+    *,
+    as_json: bool = False,
+    dry_run: bool = False,
+    test_only: bool = False,
+    force: bool = False,
+    smoke: bool = False,
+    overwrite: bool = False,
+) -> int:
+    """Submit one run as one job; with `dry_run` print its script and leave nothing behind."""
+    setting = settle_job(overrides, smoke=smoke)
+    tell(setting, warnings=True)
+    if not force:
+        check_fits(setting)
+    plan = setting.plan
+    rundir = RunDir(RUNS / plan.name)
+    slurm = section(setting.config)
+    job = job_of([rundir], plan, slurm, name=plan.name, logs=rundir.logs, cwd=Path.cwd())
+    script = render(job, slurm)
+    if dry_run:
+        text = script.removesuffix("\n")
+        return report({"run": plan.name, "script_text": script}, text, as_json=as_json)
+    said = queue.test(script)
+    if test_only:
+        return report({"test": said, "run": plan.name}, said, as_json=as_json)
+    check_free(rundir, setting, overwrite=overwrite)
+    write_run(rundir, plan, setting.config)
+    if slurm.snapshot:
+        script = render(_with_code(job, rundir), slurm)
+    write_atomically(rundir.script_file, script)
+    number = queue.submit(str(rundir.script_file))
+    queue.remember(rundir, queue.Submitted(job=number, script=str(rundir.script_file)))
+    document = {
+        "run": plan.name,
+        "run_dir": str(rundir.path),
+        "job": number,
+        "script": str(rundir.script_file),
+        "test": said,
+    }
+    text = f"{plan.name}: job {number}; `colotrain runs`, `colotrain logs {plan.name} -f`"
+    return report(document, text, as_json=as_json)
+
+
+def submit_sweep(
+    overrides: list[str],
+    *,
+    as_json: bool = False,
+    dry_run: bool = False,
+    test_only: bool = False,
+    force: bool = False,
+    max_parallel: int | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Submit a job array, a run for every combination of the values given with commas."""
+    elements = elements_of(overrides)
+    settings = [settle_job(element.overrides) for element in elements]
+    plans = [setting.plan for setting in settings]
+    if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
+        raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
+    check_one_section(settings)
+    tell(*settings, warnings=True)
+    for setting in settings if not force else ():
+        check_fits(setting)
+    rundirs = [RunDir(RUNS / plan.name) for plan in plans]
+    folder, slurm = RunDir(RUNS / elements[0].sweep), section(settings[0].config)
+    cwd = Path.cwd()
+    job = job_of(rundirs, plans[0], slurm, name=folder.name, logs=folder.logs, cwd=cwd)
+    job = _as_array(job, max_parallel)
+    script = render(job, slurm)
+    if dry_run:
+        text = script.removesuffix("\n")
+        return report({"sweep": folder.name, "script_text": script}, text, as_json=as_json)
+    said = queue.test(script)
+    if test_only:
+        return report({"test": said, "sweep": folder.name}, said, as_json=as_json)
+    for rundir, setting in zip(rundirs, settings, strict=True):
+        check_free(rundir, setting, overwrite=overwrite)
+    for rundir, setting in zip(rundirs, settings, strict=True):
+        write_run(rundir, setting.plan, setting.config)
+    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if slurm.snapshot:
+        script = render(_with_code(job, folder), slurm)
+    write_atomically(folder.script_file, script)
+    write_sweep(folder, elements)
+    number = queue.submit(str(folder.script_file))
+    for index, rundir in enumerate(rundirs):
+        element = queue.Submitted(
+            job=f"{number}_{index}", script=str(folder.script_file), sweep=folder.name
+        )
+        queue.remember(rundir, element)
+    document = {
+        "sweep": folder.name,
+        "job": number,
+        "script": str(folder.script_file),
+        "runs": [_element(element) for element in elements],
+        "test": said,
+    }
+    text = f"{folder.name}: job {number}, {len(elements)} runs; `colotrain runs --sweep "
+    return report(document, f"{text}{folder.name}`", as_json=as_json)
+
+
+def check_one_section(settings: list[Setting]) -> None:
+    """An array is one script: its runs cannot ask SLURM for different things."""
+    asked = [to_plain(section(setting.config)) for setting in settings]
+    for name, first in asked[0].items():
+        if any(other[name] != first for other in asked):
+            problem = f"--sweep: cluster.slurm.{name} is one and the same in all runs of an array"
+            raise UsageError(problem, "sweep over something else, or submit several times")
+
+
+def _element(element: Element) -> dict[str, Any]:
+    return {"run": element.run, "chosen": element.chosen}
+
+
+def settle_job(overrides: list[str], *, smoke: bool = False) -> Setting:
+    """A plan for the nodes of the cluster, whatever this machine has."""
+    return settle(overrides, here=False, job=True, smoke=smoke)
+
+
+def section(config: dict[str, Any]) -> Slurm:
+    return from_plain(Slurm, config["cluster"]["slurm"])
+
+
+def job_of(
+    rundirs: list[RunDir], plan: RunPlan, slurm: Slurm, *, name: str, logs: Path, cwd: Path
+) -> Job:
+    return Job(
+        name=name,
+        nodes=plan.cluster.nodes,
+        runs=tuple(str(rundir.path) for rundir in rundirs),
+        logs=str(logs),
+        cwd=str(cwd),
+        python=slurm.python or sys.executable,
+    )
+
+
+def _as_array(job: Job, max_parallel: int | None) -> Job:
+    from dataclasses import replace
+
+    return replace(job, is_array=True, max_parallel=max_parallel)
+
+
+def _with_code(job: Job, rundir: RunDir) -> Job:
+    """The job in a copy of the working tree."""
+    from dataclasses import replace
+
+    from colotrain.runs.snapshot import take
+
+    number = len(list(rundir.path.glob(f"{rundir.code.name}*")))
+    target = rundir.code if number == 0 else rundir.code.with_name(f"{rundir.code.name}-{number}")
+    return replace(job, cwd=str(take(Path.cwd(), target)))
+
+
+def check_free(rundir: RunDir, setting: Setting, *, overwrite: bool) -> None:
+    """Refuse a run that another job has, or that was made with other settings."""
+    check_job(rundir)
+    check_name(rundir, setting.plan, setting.config, overwrite=overwrite)
+
+
+def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
+    """The run directory as the job's nodes find it."""
+    rundir.create()
+    os.chmod(rundir.path, 0o700)
+    trust.write_down(plan, rundir, config)
+    for stale in (rundir.cancel_file, rundir.finished_file, rundir.stop_file):
+        stale.unlink(missing_ok=True)
+
+
+def report(document: dict[str, Any], text: str, *, as_json: bool) -> int:
+    """Print the document, or what it says in a line."""
+    if as_json:
+        print_json(document)
+    else:
+        print(text)
+    return 0

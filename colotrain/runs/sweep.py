@@ -1,0 +1,173 @@
+"""Sweeps: a run for every combination of the values that are given with commas between them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colotrain.errors import ConfigError, UsageError, suggest
+from colotrain.records import from_plain, to_plain
+from colotrain.rundir import RUNS, RunDir, run_name, write_atomically
+from colotrain.spec.exit_codes import DONE, STOPPED, WORST_FIRST
+
+MOST_ELEMENTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """One run of a sweep."""
+
+    sweep: str
+    run: str
+    overrides: list[str]
+    chosen: dict[str, str]
+    """What differs from the others: key → value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What a sweep's folder remembers."""
+
+    elements: tuple[Element, ...]
+
+
+def elements_of(overrides: list[str]) -> list[Element]:
+    """The runs of a sweep, called NAME-0, NAME-1, …; raises `ConfigError` or `UsageError`."""
+    from colotrain.config.compose import combinations
+
+    found = combinations(overrides)
+    if len(found) > MOST_ELEMENTS:
+        fix = "give fewer values"
+        raise UsageError(f"--sweep: {len(found)} runs, more than {MOST_ELEMENTS}", fix)
+    names = {o.partition("=")[2] for o in overrides if o.startswith("name=")}
+    name = run_name(names.pop() if names else f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
+    width = len(str(len(found) - 1))
+    return [
+        Element(
+            sweep=name,
+            run=f"{name}-{index:0{width}d}",
+            overrides=[*combination, f"name={name}-{index:0{width}d}"],
+            chosen=dict(o.split("=", 1) for o in combination if o not in overrides),
+        )
+        for index, combination in enumerate(found)
+    ]
+
+
+def write_sweep(folder: RunDir, elements: list[Element]) -> None:
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    text = json.dumps(to_plain(Sweep(elements=tuple(elements))), indent=2)
+    write_atomically(folder.sweep_file, text + "\n")
+
+
+def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
+    """The elements of a sweep under `root`; raises `UsageError` where there is none."""
+    folder = RunDir(root / name)
+    try:
+        document = json.loads(folder.sweep_file.read_text("utf-8"))
+        return list(from_plain(Sweep, document).elements)
+    except OSError as error:
+        known = (path.parent.name for path in root.glob(f"*/{folder.sweep_file.name}"))
+        raise UsageError(f"no sweep {name!r}", suggest(name, known)) from error
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise UsageError(f"{folder.sweep_file}: damaged ({error})", "look at the runs") from error
+
+
+def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bool = False) -> int:
+    """Train the runs of a sweep here, one after another; a failed one does not end the others.
+
+    Exit code 1 where one failed; a stop ends the sweep with the code of the run it stopped.
+    """
+    from colotrain.errors import ColotrainError
+    from colotrain.runs.naming import check_name
+    from colotrain.runs.resolving import settle
+    from colotrain.runs.start import run
+    from colotrain.show.console import print_json
+
+    elements = elements_of(overrides)
+    for element in elements:  # all are looked at before the first is run
+        made = settle(element.overrides)
+        if not overwrite:
+            check_name(RunDir(RUNS / made.plan.name), made.plan, made.config)
+    write_sweep(RunDir(RUNS / elements[0].sweep), elements)
+    codes: dict[str, int] = {}
+    for element in elements:
+        try:
+            codes[element.run] = run(
+                element.overrides, as_json=False, force=force, overwrite=overwrite
+            )
+        except ColotrainError as error:
+            _say(f"{element.run}: {error}")
+            codes[element.run] = error.exit_code
+        if codes[element.run] in STOPPED:
+            break
+    if as_json:
+        print_json({"sweep": elements[0].sweep, "runs": table(elements), "exit_codes": codes})
+    else:
+        print_sweep(elements[0].sweep, as_json=False)
+    return next((code for code in WORST_FIRST if code in codes.values()), DONE)
+
+
+def _say(text: str) -> None:
+    import sys
+
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def table(elements: list[Element], *, root: Path = RUNS) -> list[dict[str, Any]]:
+    """Every element with what was chosen for it and how far it is, the lowest loss first.
+
+    The validation loss counts where there is one.
+    """
+    from colotrain.runs.listing import rows_of
+
+    rows = rows_of([RunDir(root / element.run) for element in elements])
+    found = [
+        {"run": element.run, "chosen": element.chosen} | to_plain(row)
+        for element, row in zip(elements, rows, strict=True)
+    ]
+    return sorted(found, key=_rank)
+
+
+def _rank(row: dict[str, Any]) -> tuple[float, str]:
+    loss = row["loss"] if row["validation_loss"] is None else row["validation_loss"]
+    known = isinstance(loss, float) and math.isfinite(loss)
+    return (loss if known else math.inf), row["run"]
+
+
+def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
+    """`colotrain runs --sweep NAME`: the table of its results."""
+    from rich.table import Table
+
+    from colotrain.runs.listing import speed
+    from colotrain.show.console import print_json, stdout_console
+    from colotrain.show.progress import clean, shown
+
+    rows = table(find_sweep(name, root=root), root=root)
+    if as_json:
+        print_json({"sweep": name, "runs": rows})
+        return 0
+    keys = list(dict.fromkeys(key for row in rows for key in row["chosen"]))
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("RUN", "STATE", *keys, "STEP", "LOSS", "VAL", "SPEED"):
+        grid.add_column(clean(title), overflow="fold")
+    for row in rows:
+        grid.add_row(
+            clean(row["run"]),
+            _state(row),
+            *(clean(row["chosen"].get(key, "-")) for key in keys),
+            f"{shown(row['steps'], 'd')}/{shown(row['max_steps'], 'd')}",
+            shown(row["loss"], ".4f"),
+            shown(row["validation_loss"], ".4f"),
+            speed(row["tokens_per_s"], row["unit"]),
+        )
+    stdout_console().print(grid)
+    return 0
+
+
+def _state(row: dict[str, Any]) -> str:
+    job = row.get("job_state")
+    return f"{row['state']} ({job})" if job else str(row["state"])

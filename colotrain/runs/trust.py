@@ -1,0 +1,154 @@
+"""Whose code a run directory may name: a plan's dotted paths are called, and plans can be sent.
+
+What this user wrote into a run directory is signed with a key that is in the user's home and in no
+run directory. Without a good signature nothing that a plan names is called, unless the user says
+so. So a directory may be moved, renamed and shared, and one from elsewhere runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from colotrain.errors import UsageError
+from colotrain.rundir import RunDir, write_atomically
+from colotrain.spec.plan import RunPlan
+
+OWN = frozenset({"colotrain.models.llm:LLM"})
+"""Models of this package, which a plan may always name."""
+KEY_BYTES = 32
+
+
+def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Setting → the dotted path that a plan names there, and the arguments of the call."""
+    found = {
+        "model.target": (plan.model.target, plan.model.args),
+        "data.target": (plan.data.target or "", plan.data.args),
+        "train.on_gradients": (plan.train.on_gradients or "", {}),
+        "optim.name": (plan.optim.name if ":" in plan.optim.name else "", plan.optim.args),
+    }
+    return {key: call for key, call in found.items() if call[0] and call[0] not in OWN}
+
+
+def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
+    """Leave the plan, and what it was made from, in the run directory, and sign both."""
+    rundir.write_plan(plan)
+    text = None if config is None else json.dumps(config, indent=2) + "\n"
+    if text is not None:  # JSON is YAML, and this file is a recipe
+        write_atomically(rundir.config_file, text)
+    sign(rundir, plan, config=text)
+
+
+def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
+    """Say that this user wrote the plan, and `config` where it is given.
+
+    Where the home cannot be written to nothing is signed, and `check` will ask.
+    """
+    with suppress(OSError):
+        made = _read(rundir) | {"plan": _seal(_text(plan))}
+        made |= {"config": _seal(config)} if config is not None else {}
+        write_atomically(rundir.signature_file, json.dumps(made) + "\n")
+
+
+def check(
+    rundir: RunDir, plan: RunPlan, *, trusted: bool, only: Collection[str] | None = None
+) -> None:
+    """A `UsageError` where a plan that somebody else wrote names code (in the settings `only`)."""
+    named = {key: path for key, (path, _) in calls(plan).items() if only is None or key in only}
+    if named and not trusted and not _is_signed(rundir, "plan", _text(plan)):
+        raise _refusal(rundir, named)
+
+
+def check_config(rundir: RunDir, *, trusted: bool, given: Collection[str] = ()) -> None:
+    """The same for the run's configuration, but for the keys `given` on the command line."""
+    text = rundir.config_file.read_text("utf-8")
+    if trusted or _is_signed(rundir, "config", text):
+        return
+    if named := {key: path for key, path in _named_in(text).items() if key not in given}:
+        raise _refusal(rundir, named)
+
+
+def _named_in(text: str) -> dict[str, str]:
+    """Setting → dotted path, of a configuration; what is not as `run` writes it names anything."""
+    try:
+        config = json.loads(text)
+        found = {
+            key: config[section].get(setting)
+            for key in ("model.target", "data.target", "train.on_gradients", "optim.name")
+            for section, setting in [key.split(".")]
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {"config.yaml": "not as it was written"}
+    if "defaults" in config or "${" in text:
+        return {"config.yaml": "built from other files"}
+    named = {key: str(path) for key, path in found.items() if path and str(path) not in OWN}
+    return {key: path for key, path in named.items() if key != "optim.name" or ":" in path}
+
+
+def _refusal(rundir: RunDir, named: dict[str, str]) -> UsageError:
+    what = ", ".join(f"{key}={path}" for key, path in named.items())
+    return UsageError(
+        f"{rundir.path}: it names code to run ({what}), and was not written by you on this machine",
+        "look at what that is, then add --trust-code",
+    )
+
+
+def _text(plan: RunPlan) -> str:
+    return json.dumps(calls(plan), sort_keys=True)
+
+
+def _is_signed(rundir: RunDir, part: str, text: str) -> bool:
+    try:
+        return hmac.compare_digest(str(_read(rundir).get(part)), _seal(text, make=False))
+    except OSError:
+        return False
+
+
+def _read(rundir: RunDir) -> dict[str, Any]:
+    try:
+        found = json.loads(rundir.signature_file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _seal(text: str, *, make: bool = True) -> str:
+    return hmac.new(_key(make=make), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes:
+    """This user's key, made where there is none; an `OSError` where that cannot be."""
+    path = key_file()
+    if make and not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        with suppress(FileExistsError):  # another process made one meanwhile
+            os.link(temporary, path)
+        temporary.unlink()
+    with path.open("rb") as file:
+        about = os.fstat(file.fileno())
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{path}: others can read or write it")
+        key = file.read()
+    if len(key) != KEY_BYTES:
+        raise PermissionError(f"{path}: is no key")
+    return key
+
+
+def key_file() -> Path:
+    """`$XDG_STATE_HOME/colotrain/key`, else `~/.local/state/colotrain/key`."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    try:
+        return Path(state).expanduser().absolute() / "colotrain" / "key"
+    except RuntimeError as error:  # no home is known
+        raise FileNotFoundError(str(error)) from error

@@ -1,0 +1,1 @@
+"""Batch systems that run jobs."""

@@ -1,0 +1,130 @@
+"""The dashboard: a pure function of a view of a run to a picture of it.
+
+Panes are laid out for the size at hand, from 80 columns up (a narrower one is one column); what a
+pane has no room for, it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.show import panes
+from colotrain.show.charts import ASCII
+from colotrain.show.frame import FOCI, Focus, Scene
+from colotrain.show.panes import Pane
+
+NARROW, WIDE = 72, 140
+KEYS = "  ".join(f"{number} {focus}" for number, focus in enumerate(FOCI, 1)) + "  tab next"
+
+Row = tuple[int, Sequence[tuple[int, str]]]
+"""(share of the height, [(share of the width, title)])"""
+
+_PANES: dict[str, Pane] = {
+    "loss": panes.loss,
+    "speed": panes.speed,
+    "memory": panes.memory,
+    "speed per rank": panes.ranks,
+    "gradient norms, layer × time": panes.heat,
+    "parameters to look at": panes.worst,
+    "health": panes.health,
+    "worker output": panes.output,
+}
+_LOSS, _SPEED, _MEMORY, _RANKS, _HEAT, _WORST, _HEALTH, _OUTPUT = _PANES
+
+_LAYOUTS: dict[Focus, dict[str, list[Row]]] = {
+    "overview": {
+        "narrow": [(8, [(1, _LOSS)]), (7, [(1, _SPEED)]), (6, [(1, _MEMORY)]), (5, [(1, _HEALTH)])],
+        "small": [
+            (8, [(1, _LOSS), (1, _SPEED)]),
+            (8, [(1, _HEAT), (1, _MEMORY)]),
+            (6, [(1, _OUTPUT), (1, _HEALTH)]),
+        ],
+        "tall": [
+            (9, [(1, _LOSS), (1, _SPEED)]),
+            (8, [(1, _HEAT), (1, _MEMORY)]),
+            (7, [(1, _WORST), (1, _RANKS)]),
+            (7, [(1, _OUTPUT), (1, _HEALTH)]),
+        ],
+        "wide": [
+            (9, [(5, _LOSS), (4, _SPEED), (4, _MEMORY)]),
+            (10, [(5, _HEAT), (4, _WORST), (4, _RANKS)]),
+            (7, [(9, _OUTPUT), (4, _HEALTH)]),
+        ],
+    },
+    "gradients": {"": [(3, [(1, _HEAT)]), (2, [(1, _WORST)])]},
+    "ranks": {"": [(1, [(1, _RANKS)]), (1, [(1, _MEMORY)])]},
+    "output": {"": [(1, [(1, _HEALTH)]), (3, [(1, _OUTPUT)])]},
+}
+
+
+def render(
+    scene: Scene, *, width: int, height: int, focus: Focus = "overview", footer: str = ""
+) -> RenderableType:
+    """A frame of exactly `width` × `height`."""
+    head = [_fitted(line, width) for line in panes.header(scene, width)]
+    foot = [_fitted(Text(footer, "dim"), width)] if footer else []
+    rows = _layout(focus, width, height)
+    room = max(3 * len(rows), height - len(head) - len(foot))
+    heights = _shares(room, [share for share, _ in rows])
+    body = [_row(scene, row, width, high) for (_, row), high in zip(rows, heights, strict=True)]
+    return _Spelled(Group(*head, *body, *foot))
+
+
+def _layout(focus: Focus, width: int, height: int) -> list[Row]:
+    layouts = _LAYOUTS[focus]
+    if len(layouts) == 1:
+        return layouts[""]
+    if width < NARROW:
+        return layouts["narrow"]
+    if width >= WIDE:
+        return layouts["wide"]
+    return layouts["tall" if height >= 34 else "small"]
+
+
+def _row(scene: Scene, row: Sequence[tuple[int, str]], width: int, height: int) -> RenderableType:
+    grid, cells = Table.grid(), []
+    for (_, title), wide in zip(row, _shares(width, [share for share, _ in row]), strict=True):
+        lines = _PANES[title](scene, max(1, wide - 4), max(1, height - 2))[: height - 2]
+        inner = Group(*(_fitted(line, wide - 4) for line in lines))
+        panel = Panel(inner, title=title, title_align="left", height=height, width=wide)
+        panel.border_style = "dim"
+        grid.add_column(width=wide)
+        cells.append(panel)
+    grid.add_row(*cells)
+    return grid
+
+
+def _fitted(line: Text, width: int) -> Text:
+    line = line.copy()
+    line.no_wrap, line.overflow = True, "ellipsis"
+    line.truncate(max(1, width), overflow="ellipsis")
+    return line
+
+
+def _shares(total: int, shares: Sequence[int]) -> list[int]:
+    """`total` cut in proportion to `shares`, without a remainder."""
+    whole, done, out = sum(shares), 0, []
+    for share in shares:
+        start, done = total * done // whole, done + share
+        out.append(total * done // whole - start)
+    return out
+
+
+class _Spelled:
+    """The same in ASCII where the output has no Unicode."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.inner, options):
+            if options.ascii_only and not segment.control:
+                yield Segment(segment.text.translate(ASCII), segment.style)
+            else:
+                yield segment

@@ -1,0 +1,113 @@
+"""What a frame of the dashboard is drawn from, and what the panes conclude from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Literal
+
+from colotrain.events.gradients import ParameterGradient
+from colotrain.events.view import ENDED, RankView, RunView
+from colotrain.show.formatting import format_duration
+from colotrain.spec.plan import RunPlan
+
+Focus = Literal["overview", "gradients", "ranks", "output"]
+FOCI: tuple[Focus, ...] = ("overview", "gradients", "ranks", "output")
+SLOW = 1.25
+"""A straggler needs this many times the median rank's time."""
+SLOW_S = 0.005
+"""Less than this much more is noise."""
+SILENT_S = 30.0
+"""Least silence of a rank that is worth a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A run at a moment. Only `view` and `plan` are of the run's events."""
+
+    view: RunView
+    plan: RunPlan
+    now: float
+    """Unix seconds."""
+    state: str
+    """As `liveness.state`: the view's status, or dead."""
+    output: tuple[str, ...] = ()
+    """The last lines that workers wrote."""
+
+    @staticmethod
+    def at_last_event(view: RunView, plan: RunPlan) -> Scene:
+        """The run as its events alone tell it: a function of the view."""
+        return Scene(view=view, plan=plan, now=view.last_event_at or 0.0, state=view.status)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED or self.state == "dead"
+
+    @property
+    def until(self) -> float:
+        """Now, or when the run ended."""
+        if not self.ended:
+            return self.now
+        return self.view.ended_at or self.view.last_event_at or self.now
+
+    def ago(self, t: float) -> str:
+        age = format_duration(max(0.0, self.until - t))
+        return f"{age} before the end" if self.ended else f"{age} ago"
+
+
+def stragglers(scene: Scene) -> list[tuple[RankView, str]]:
+    """Ranks that hold the others up, the worst first, each with why."""
+    ranks = scene.view.ranks
+    if len(ranks) < 2:
+        return []
+    median = statistics.median(rank.busy_s for rank in ranks)
+    newest = max(rank.step for rank in ranks)
+    found = [(rank, why) for rank in ranks if (why := _slowness(rank, median, newest, scene))]
+    return sorted(found, key=lambda item: (item[0].step, -item[0].busy_s))
+
+
+def _slowness(rank: RankView, median: float, newest: int, scene: Scene) -> str:
+    silence = scene.until - rank.t
+    limit = max(SILENT_S, 10 * (scene.view.pace_s or 0.0))
+    if not scene.ended and silence > limit:
+        return f"silent for {format_duration(silence)}"
+    if rank.step < newest - 1:
+        return f"{newest - rank.step} steps behind"
+    if rank.busy_s > SLOW * median and rank.busy_s > median + SLOW_S:
+        return f"{rank.busy_s / median:.1f}× the median" if median > 0 else "slow"
+    return ""
+
+
+def worst_parameters(view: RunView) -> list[tuple[ParameterGradient, str]]:
+    """The parameters of the newest record that deserve a look first, each with why.
+
+    Those that are not finite; then, in turn, the largest update ratios and the largest norms;
+    then those that are unused or zero.
+    """
+    if view.gradients is None:
+        return []
+    rows = view.gradients.parameters
+    bad = [(row, row.reason or "not finite") for row in rows if row.status == "nonfinite"]
+    idle = [(row, row.reason or row.status) for row in rows if row.status in ("unused", "zero")]
+    trained = [row for row in rows if row.status == "trained"]
+    by_update = sorted(trained, key=lambda row: -_number(row.update_ratio))
+    by_norm = sorted(trained, key=lambda row: -_number(row.norm))
+    found, seen = bad, {row.name for row, _ in bad}
+    for place, (first, second) in enumerate(zip(by_update, by_norm, strict=True), 1):
+        for row, why in ((first, f"update #{place}"), (second, f"norm #{place}")):
+            if row.name not in seen:
+                seen.add(row.name)
+                found.append((row, why))
+    return _interleaved(found, idle)
+
+
+def _interleaved(
+    first: list[tuple[ParameterGradient, str]], idle: list[tuple[ParameterGradient, str]]
+) -> list[tuple[ParameterGradient, str]]:
+    """A few of the idle ones early, so that a short pane has them."""
+    return [*first[:4], *idle[:3], *first[4:], *idle[3:]]
+
+
+def _number(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else -math.inf

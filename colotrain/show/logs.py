@@ -1,0 +1,76 @@
+"""The logs of a run: the job's own, and stdout and stderr of the newest attempt's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from colotrain.events.log import EventReader
+from colotrain.rundir import RunDir
+from colotrain.show.formatting import clean
+
+READ_BYTES = 1 << 20
+"""The most that is taken from one file at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    name: str
+    """What stands before each of its lines."""
+    path: Path
+
+
+def sources(
+    rundir: RunDir, *, job_log: Path | None = None, rank: int | None = None
+) -> list[Source]:
+    """The logs there are now: of one rank, or of the job and all ranks.
+
+    Workers say in their first event where they write to.
+    """
+    found = []
+    if rank is None and job_log is not None and job_log.is_file():
+        found.append(Source(name="job", path=job_log))
+    started = {e.rank: e for e in EventReader(rundir).drain() if e.kind == "started"}
+    newest = max((event.attempt or 0 for event in started.values()), default=0)
+    for number, event in sorted(started.items(), key=lambda item: item[0] or 0):
+        log = event.text("log")
+        if not log or event.attempt != newest or rank not in (None, number):
+            continue
+        for stream in ("stdout", "stderr"):
+            path = Path(log).with_name(f"{stream}.log")
+            if path.is_file():
+                found.append(Source(name=f"rank {number} {stream}", path=path))
+    return found
+
+
+class Lines:
+    """Reads a file that grows, line by line."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.offset = source, 0
+
+    def last(self, num: int) -> list[str]:
+        """The last lines there are; `more` goes on after them."""
+        try:
+            size = self.source.path.stat().st_size
+        except OSError:
+            return []
+        self.offset = max(0, size - READ_BYTES)
+        cut = self.offset > 0
+        return list(self.more())[cut:][-num:] if num else list(self.more())[:0]
+
+    def more(self) -> Iterator[str]:
+        """Whole lines that were added since."""
+        try:
+            with self.source.path.open("rb") as file:
+                file.seek(self.offset)
+                chunk = file.read(READ_BYTES)
+        except OSError:
+            return
+        end = chunk.rfind(b"\n") + 1
+        if len(chunk) == READ_BYTES and not end:
+            end = len(chunk)
+        self.offset += end
+        for line in chunk[:end].decode("utf-8", "replace").splitlines():
+            yield f"{self.source.name}: {clean(line)}"

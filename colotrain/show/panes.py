@@ -1,0 +1,309 @@
+"""The panes of the dashboard: each is a function of a scene and a size to lines of text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from rich.text import Text
+
+from colotrain.events.view import mfu, unit
+from colotrain.records import to_plain
+from colotrain.show.charts import (
+    GREEN,
+    MARK,
+    ORANGE,
+    SERIES,
+    SKY,
+    STATUS_STYLES,
+    VERMILLION,
+    bar,
+    chart,
+    heat_legend,
+    heat_lines,
+    scale_of,
+    spark,
+    stacked,
+    stacked_bar,
+)
+from colotrain.show.formatting import clean, format_bytes, format_duration, shortened, shown
+from colotrain.show.frame import Scene, stragglers, worst_parameters
+from colotrain.spec.memory import Ledger
+
+ROOMY = 72
+"""Columns from which a pane has room for the reasons of things."""
+
+Pane = Callable[[Scene, int, int], list[Text]]
+
+STATE_STYLES = {
+    "running": f"bold {GREEN}",
+    "starting": GREEN,
+    "finished": f"bold {SKY}",
+    "failed": f"bold {VERMILLION}",
+    "dead": f"bold {VERMILLION}",
+    "preempted": f"bold {ORANGE}",
+    "interrupted": f"bold {ORANGE}",
+}
+
+
+def header(scene: Scene, width: int) -> list[Text]:
+    """Two lines: what runs and how it is, and how far."""
+    view, plan = scene.view, scene.plan
+    world = view.world_size or plan.world_size
+    what = f"{clean(plan.name)}  {plan.plugin.name}, {world} ranks on {plan.cluster.device}"
+    first = Text.assemble((what, "bold"), "  ", (scene.state, STATE_STYLES.get(scene.state, "")))
+    if view.cause and scene.state != "running":
+        first.append(f": {clean(view.cause)}")
+    max_steps = view.max_steps or plan.train.max_steps
+    elapsed = scene.until - view.launched_at if view.launched_at is not None else None
+    numbers = f" step {view.steps}/{max_steps}  elapsed {format_duration(elapsed)}"
+    if not scene.ended:
+        numbers += f"  ETA {format_duration(view.eta_s)}"
+        numbers += _within(scene)
+    second = bar(view.steps, of=max_steps, width=max(4, width - len(numbers)), style=GREEN)
+    return [first, second.append(numbers)]
+
+
+def _within(scene: Scene) -> str:
+    """How far a step, or an evaluation, that takes long is; nothing where none does."""
+    progress = scene.view.progress
+    if progress is None:
+        return ""
+    what = f"step {progress.step}" if progress.what == "step" else clean(progress.what)
+    left = None if progress.eta_s is None else progress.eta_s - (scene.until - progress.t)
+    text = f"  {what}: micro-batch {progress.micro_batch}/{progress.micro_batches}"
+    return f"{text}, {progress.done:.0%}, {format_duration(left and max(0.0, left))} left"
+
+
+def loss(scene: Scene, width: int, height: int) -> list[Text]:
+    view = scene.view
+    now = shown(view.loss[-1][1] if view.loss else None, ".4f")
+    title = Text(f"train {now}")
+    if view.evals:
+        title.append(f"  {MARK} ", f"bold {ORANGE}")
+        title.append(f"validation {view.evals[-1][1]:.4f}")
+    title.append(f"  log scale  lr {shown(view.lr, '.2g')}", "dim")
+    return [title, *chart(view.loss, view.evals, width=width, height=height - 1, log=True)]
+
+
+def speed(scene: Scene, width: int, height: int) -> list[Text]:
+    view, each = scene.view, unit(scene.view, scene.plan)
+    lines = [Text(f"{shown(view.tokens_per_s_smooth, ',.0f')} {each}/s  ", "bold")]
+    lines[0].append_text(spark(view.throughput, width=max(1, width - len(lines[0]))))
+    lines.append(_mfu(scene))
+    pace = f"step {format_duration_ms(view.pace_s)}"
+    if view.lost_s:
+        pace += f"  restarts cost {format_duration(view.lost_s)}"
+    return [*lines, Text(pace), *time_split(scene, width, height - 3)]
+
+
+def _mfu(scene: Scene) -> Text:
+    view = scene.view
+    if not view.peak_flops_per_s:
+        return Text("MFU -  (no peak was measured)", "dim")
+    share = mfu(view, scene.plan, view.tokens_per_s_smooth or 0.0)
+    peak = f"{view.peak_flops_per_s / 1e12:.3g} TFLOP/s per rank"
+    what = f" ({clean(view.peak_flops_what)})" if view.peak_flops_what else ""
+    return Text(f"MFU {share:.1%} of {peak}{what}")
+
+
+def time_split(scene: Scene, width: int, height: int) -> list[Text]:
+    """Where the time of a step goes: a bar, and as much of its legend as fits."""
+    times = [(name, seconds) for name, seconds in scene.view.times if seconds > 0]
+    whole = sum(seconds for _, seconds in times)
+    if not times or whole <= 0 or height < 1:
+        return []
+    legend = [Text()]
+    for i, (name, seconds) in enumerate(times):
+        part = Text.assemble(
+            (f"{name[0]} ", SERIES[i % len(SERIES)]), f"{name} {seconds / whole:.0%}  "
+        )
+        if len(legend[-1]) + len(part) > width:
+            legend.append(Text())
+        legend[-1].append_text(part)
+    return [stacked(times, width=width), *legend][:height]
+
+
+def format_duration_ms(seconds: float | None) -> str:
+    """As `format_duration`, with milliseconds below a second."""
+    if seconds is None or not 0 <= seconds < 1:
+        return format_duration(seconds)
+    return f"{seconds * 1000:.0f}ms"
+
+
+def memory(scene: Scene, width: int, height: int) -> list[Text]:
+    """A bar per rank, with a line at the predicted peak; the fullest first."""
+    view, plan = scene.view, scene.plan
+    predicted = plan.memory.total
+    scale = scale_of(max(predicted, *view.peak_by_rank, 0), plan.cluster.memory_bytes)
+    lines = [_prediction(scene, width)] if height > 2 else []
+    if height > 3 and view.ledgers:
+        lines.append(_measurement(scene, width))
+    if height > 4 and view.tiers:
+        lines.append(_tiers(scene, width))
+    peaks = sorted(enumerate(view.peak_by_rank), key=lambda item: (-item[1], item[0]))
+    room = height - len(lines)
+    listed = peaks if len(peaks) <= room else peaks[: max(0, room - 1)]
+    for rank, peak in sorted(listed) if len(listed) == len(peaks) else listed:
+        rss = view.rss_by_rank[rank] if rank < len(view.rss_by_rank) else 0
+        numbers = f" peak {format_bytes(peak)}"
+        numbers += f", now {format_bytes(rss)}" if width > 50 else ""
+        line = Text(f"{rank:>4} ")
+        bar_width = max(4, width - 5 - (26 if width > 50 else 13))
+        parts = _parts(view.ledgers.get(rank)) or [("peak", float(peak))]
+        line.append_text(stacked_bar(parts, of=scale, width=bar_width, mark=predicted))
+        lines.append(line.append(numbers))
+    if len(listed) < len(peaks):
+        rest = peaks[len(listed) :]
+        least, most = format_bytes(rest[-1][1]), format_bytes(rest[0][1])
+        lines.append(Text(f"     {len(rest)} more ranks: {least} to {most}", "dim"))
+    return lines or [Text("nothing measured yet", "dim")]
+
+
+def _prediction(scene: Scene, width: int) -> Text:
+    """The plan's ledger, the largest categories first."""
+    capacity, ledger = scene.plan.cluster.memory_bytes, to_plain(scene.plan.memory)
+    line = Text.assemble(("│", f"bold {ORANGE}"))
+    line.append(f" predicted {format_bytes(scene.plan.memory.total)}")
+    line.append(f" of {format_bytes(capacity)}")
+    for name, size in sorted(ledger.items(), key=lambda item: -item[1]):
+        part = f" {name} {format_bytes(size)}"
+        if size > 0 and len(line) + len(part) <= width:
+            line.append(part, "dim")
+    return line
+
+
+NAMES = {"baseline": "torch", "buffers": "model buffers", "activations": "step"}
+"""Categories of the ledger by another name, so that no two begin with one letter."""
+
+
+def _parts(ledger: Ledger | None) -> list[tuple[str, float]]:
+    """What a rank held at its peak, the largest categories first."""
+    sizes = to_plain(ledger) if ledger is not None else {}
+    found = [(NAMES.get(name, name), float(size)) for name, size in sizes.items() if size > 0]
+    return sorted(found, key=lambda part: -part[1])
+
+
+def _measurement(scene: Scene, width: int) -> Text:
+    """The legend of the bars, with the sizes of the rank that has the highest peak."""
+    ledgers = scene.view.ledgers
+    rank = max(ledgers, key=lambda r: ledgers[r].total)
+    line = Text(f"  measured (rank {rank})")
+    for i, (name, size) in enumerate(_parts(ledgers[rank])):
+        part = f" {name} {format_bytes(int(size))}"
+        if len(line) + len(part) <= width:
+            line.append(part[:2], SERIES[i % len(SERIES)]).append(part[2:], "dim")
+    return line
+
+
+def _tiers(scene: Scene, width: int) -> Text:
+    """Bytes per tier of one rank, and what of the model they are."""
+    sums: dict[str, list[str]] = {}
+    totals: dict[str, int] = {}
+    for kind, tiers in scene.view.tiers.items():
+        for tier, size in tiers.items():
+            totals[tier] = totals.get(tier, 0) + size
+            sums.setdefault(tier, []).append(f"{kind} {format_bytes(size)}")
+    line = Text()
+    for tier, total in totals.items():
+        line.append(f"{clean(tier)} {format_bytes(total)} ", "bold")
+        detail = f"({clean(', '.join(sums[tier]))})  "
+        if len(line) + len(detail) <= width:
+            line.append(detail, "dim")
+    line.truncate(width)
+    return line
+
+
+def ranks(scene: Scene, width: int, height: int) -> list[Text]:
+    """The speed of each rank; stragglers by name, the slowest first."""
+    known = scene.view.ranks
+    if not known:
+        return [Text("no rank has done a step yet", "dim")]
+    slow = {rank.rank: why for rank, why in stragglers(scene)}
+    names = ", ".join(f"rank {rank}" for rank in list(slow)[:4])
+    more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
+    lines = [Text("no stragglers", "dim")]
+    if slow:
+        verb = "holds" if len(slow) == 1 else "hold"
+        lines = [Text(f"{names}{more} {verb} the others up", f"bold {VERMILLION}")]
+    order = [rank for number in slow for rank in known if rank.rank == number]
+    order += sorted((r for r in known if r.rank not in slow), key=lambda rank: -rank.busy_s)
+    longest = max(rank.busy_s for rank in known)
+    bar_width = max(4, width - (44 if slow else 26))
+    for rank in order[: max(0, height - 1)]:
+        line = Text(f"{rank.rank:>4} ")
+        style = VERMILLION if rank.rank in slow else SKY
+        line.append_text(bar(rank.busy_s, of=longest, width=bar_width, style=style))
+        line.append(f" {format_duration_ms(rank.busy_s):>6} step {rank.step} ")
+        lines.append(line.append(slow.get(rank.rank, ""), VERMILLION))
+    if len(known) > height - 1:
+        median = statistics.median(rank.busy_s for rank in known)
+        lines[0].append(f"  ({len(known)} ranks, median {format_duration_ms(median)})", "dim")
+    return lines
+
+
+def heat(scene: Scene, width: int, height: int) -> list[Text]:
+    lines = heat_lines(scene.view.heat, width=width, height=height - 1)
+    return [*lines, heat_legend()] if scene.view.heat.steps else lines
+
+
+def worst(scene: Scene, width: int, height: int) -> list[Text]:
+    record = scene.view.gradients
+    if record is None:
+        return [Text("no gradient records yet", "dim")]
+    clipped = f", clipped to {record.clipped_to:.4g}" if record.clipped_to is not None else ""
+    lines = [Text(f"step {record.step}: norm {shown(record.global_norm, '.4g')}{clipped}")]
+    lines[0].append("  (norm, update/weight)", "dim")
+    for row, why in worst_parameters(scene.view)[: max(0, height - 1)]:
+        numbers = f" {shown(row.norm, '.2e'):>8} {shown(row.update_ratio, '.1e'):>7} "
+        if width < ROOMY:  # the number it is here for
+            numbers = (
+                f" {shown(row.update_ratio if why.startswith('update') else row.norm, '.1e'):>7} "
+            )
+        name_width = max(8, width - len(numbers) - (26 if width >= ROOMY else 12))
+        lines.append(Text(f"{shortened(clean(row.name), name_width):<{name_width}}{numbers}"))
+        lines[-1].append(clean(why), STATUS_STYLES.get(row.status, "dim"))
+    return lines
+
+
+def health(scene: Scene, width: int, height: int) -> list[Text]:
+    """Checkpoints, restarts with their causes, and the first thing that went wrong."""
+    view = scene.view
+    lines = [_checkpoint(scene)]
+    if view.save_failure is not None:
+        lines.append(Text(clean(view.save_failure), f"bold {VERMILLION}"))
+    if view.nonfinite is not None:
+        lines.append(Text("the first value that was not finite:", f"bold {VERMILLION}"))
+        lines.append(Text(clean(str(view.nonfinite)), VERMILLION))
+    if view.failure is not None:
+        lines.append(Text(clean(f"failed: {view.failure}"), VERMILLION))
+    restarts = f"{view.restarts} restart{'' if view.restarts == 1 else 's'}"
+    lines.append(Text(restarts if view.restarts else "no restarts", "" if view.restarts else "dim"))
+    for number, cause in reversed(list(enumerate(view.restart_causes, 1))):
+        lines.append(Text(f" {number}: {clean(cause)}", ORANGE))
+    if view.skipped_steps:
+        lines.append(Text(f"{view.skipped_steps} steps skipped (not finite)", ORANGE))
+    lines += [Text(f"warning: {clean(text)}", ORANGE) for text in scene.plan.warnings]
+    return lines[:height]
+
+
+def _checkpoint(scene: Scene) -> Text:
+    saved, saving = scene.view.checkpoint, scene.view.saving
+    if not scene.plan.checkpoint.enabled:
+        return Text("checkpoints are off", ORANGE)
+    if saving is not None and not scene.ended:
+        since = format_duration(scene.until - saving[1])
+        before = f"; step {saved.step} is saved" if saved is not None else ""
+        return Text(f"writing the checkpoint of step {saving[0]} for {since}{before}")
+    if saved is None:
+        return Text("no checkpoint yet", "dim")
+    behind = scene.view.steps - saved.step
+    age = f"checkpoint of step {saved.step}, {scene.ago(saved.t)}"
+    took = f", took {format_duration(saved.seconds)}" if saved.seconds is not None else ""
+    return Text(f"{age}{took}" + (f"; {behind} steps since" if behind > 0 else ""))
+
+
+def output(scene: Scene, width: int, height: int) -> list[Text]:
+    if not scene.output:
+        return [Text("workers have written nothing", "dim")]
+    return [Text(line) for line in scene.output[-height:]]

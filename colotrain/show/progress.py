@@ -1,0 +1,324 @@
+"""What `colotrain run` shows elsewhere than on a terminal: greppable lines; and at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from colotrain.events.fold import eta_s, follow
+from colotrain.events.kinds import StepProgress
+from colotrain.events.log import Event
+from colotrain.events.view import ENDED, RunView, unit
+from colotrain.rundir import RunDir
+from colotrain.show.formatting import clean, format_bytes, format_duration, quoted, shown
+from colotrain.show.terminal import is_live
+from colotrain.spec.plan import RunPlan
+
+REFRESH_PER_SECOND = 4
+SHORTEST_LINE_S, LONGEST_LINE_S = 10.0, 60.0
+"""Seconds between two lines of progress: more as the run gets older."""
+LINE_SHARE = 0.01
+"""Share of a run's age after which the next line comes."""
+PREPARATION_LINE_S = 5.0
+RANKS_SHOWN = 8
+
+Prepare = Callable[[str, int, int], None]
+"""(what, done, total) of a long preparation; a total of 0 is not known."""
+
+# Event kind → the fields its plain line shows. Workers' events are shown of rank 0, failures of
+# the first rank that fails in an attempt.
+_LINES = {
+    "launch": ("world_size", "host", "pid"),
+    "started": ("attempt", "world_size", "host", "device", "step"),
+    "resumed": ("step", "path"),
+    "eval": ("step", "loss"),
+    "checkpoint": ("step", "seconds", "path"),
+    "checkpoint_failed": ("step", "error"),
+    "restart": ("attempt", "cause"),
+    "note": ("text",),
+    "failed": ("rank", "attempt", "phase", "step", "error"),
+    "stopped": ("step", "reason"),
+    "finished": ("step",),
+    "done": ("status", "exit_code", "cause"),
+}
+
+
+_ENDS = ("stopped", "finished", "failed", "restart", "done")
+"""Events after which no step follows, or not the next one."""
+
+
+class ProgressView:
+    """Shows a run from `with` to its end; `update` takes the view and the events that are new."""
+
+    def __init__(self, console: Console, plan: RunPlan) -> None:
+        self.console, self.plan = console, plan
+        self._failed: set[int | None] = set()
+
+    def __enter__(self) -> ProgressView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, view: RunView, new_events: Sequence[Event]) -> None:
+        raise NotImplementedError
+
+    def _is_shown(self, event: Event) -> bool:
+        if event.kind == "failed":
+            first = event.attempt not in self._failed
+            self._failed.add(event.attempt)
+            return first
+        return event.kind in _LINES and (event.rank in (None, 0) or event.kind == "note")
+
+
+class PlainProgress(ProgressView):
+    """A line per event and, by `observe.log_every`, of progress; without control characters."""
+
+    def __init__(self, console: Console, plan: RunPlan) -> None:
+        super().__init__(console, plan)
+        self._first_at, self._printed_at = math.inf, -math.inf
+        self._held: Event | None = None
+        """The newest step, where it got no line yet: it gets one if the run ends with it."""
+
+    def update(self, view: RunView, new_events: Sequence[Event]) -> None:
+        for event in new_events:
+            if event.kind == "step" and event.rank == 0:
+                self._take_step(event, view)
+            elif event.kind == "progress" and event.rank == 0:
+                if self.plan.observe.log_every and self._is_time(event.t):
+                    print_plain(self.console, progress_line(event, self.plan))
+            elif self._is_shown(event):
+                if event.kind in _ENDS and self._held is not None:
+                    self._print_step(self._held, view)
+                print_plain(self.console, event_line(event, brief=bool(self._failed)))
+
+    def _take_step(self, event: Event, view: RunView) -> None:
+        step, every = event.count("step"), self.plan.observe.log_every
+        is_last = step == self.plan.train.max_steps
+        if every == "auto":
+            due, self._held = is_last or self._is_time(event.t), event
+        else:
+            due = every > 0 and (is_last or step % every == 0)
+        if due:
+            self._print_step(event, view)
+
+    def _print_step(self, event: Event, view: RunView) -> None:
+        self._held, self._printed_at = None, event.t
+        print_plain(self.console, step_line(event, view, self.plan))
+
+    def _is_time(self, t: float) -> bool:
+        """Whether what happened at `t` gets a line: the first, and then one every so often."""
+        self._first_at = min(t, self._first_at)
+        pause_s = min(max(SHORTEST_LINE_S, LINE_SHARE * (t - self._first_at)), LONGEST_LINE_S)
+        if t - self._printed_at < pause_s:
+            return False
+        self._printed_at = t
+        return True
+
+
+def in_foreground(console: Console) -> bool:
+    """Whether this process may draw: a job in the background must leave the terminal alone."""
+    try:
+        return os.tcgetpgrp(console.file.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # no terminal of this session: nobody else's either
+        return True
+
+
+@contextlib.contextmanager
+def preparation(console: Console) -> Iterator[Prepare]:
+    """A callback that shows how far a long preparation is; shows nothing until it is called."""
+    if not is_live(console):
+        yield _plain_preparation(console)
+        return
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        console=console,
+        refresh_per_second=REFRESH_PER_SECOND,
+    )
+    tasks: dict[str, Any] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        bars.start()
+        if what not in tasks:
+            tasks[what] = bars.add_task(clean(what))
+        bars.update(tasks[what], completed=done, total=total or None)
+
+    try:
+        yield report
+    finally:
+        bars.stop()
+
+
+def _plain_preparation(console: Console) -> Prepare:
+    """Lines at the start, at the end, and every few seconds in between."""
+    printed_at: dict[str, float] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        now, finished = time.monotonic(), 0 < total <= done
+        if now - printed_at.get(what, -math.inf) < (0 if finished else PREPARATION_LINE_S):
+            return
+        printed_at[what] = math.inf if finished else now
+        print_plain(console, f"preparing={quoted(what)} done={done} total={total or '-'}")
+
+    return report
+
+
+def step_line(event: Event, view: RunView, plan: RunPlan) -> str:
+    """`step=10/300 loss=3.2145 val=- tokens_per_s=12345 eta=1m20s mem=512MiB lr=1.0e-03`."""
+    step = event.count("step")
+    fields = {
+        "step": f"{step}/{plan.train.max_steps}",
+        "loss": shown(event.number("loss"), ".4f"),
+        "val": shown(_validation_loss(view, step), ".4f"),
+        f"{unit(view, plan)}_per_s": shown(event.number("tokens_per_s"), ".0f"),
+        "eta": _eta(view, plan),
+        "mem": format_bytes(max(view.peak_by_rank, default=0)),
+        "lr": shown(event.number("lr"), ".1e"),
+    }
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def progress_line(event: Event, plan: RunPlan) -> str:
+    """`event=progress what=step step=3/300 micro_batch=2/64 done=2.1% elapsed=25s eta=20m`."""
+    told = StepProgress.of(event)
+    fields = {
+        "event": event.kind,
+        "what": quoted(told.what),
+        "step": f"{told.step}/{plan.train.max_steps}",
+        "micro_batch": f"{told.micro_batch}/{told.micro_batches}",
+        "done": f"{told.done:.1%}",
+        "elapsed": format_duration(told.seconds),
+        "eta": format_duration(told.eta_s),
+    }
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def event_line(event: Event, *, brief: bool = False) -> str:
+    """`event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without what failed before."""
+    values = {"rank": event.rank, "attempt": event.attempt} | event.fields
+    names = [name for name in _LINES[event.kind] if values.get(name) not in (None, "")]
+    if brief and event.kind == "done":
+        names = [name for name in names if name != "cause"]
+    return " ".join([f"event={event.kind}", *(f"{name}={quoted(values[name])}" for name in names)])
+
+
+def message_of(event: Event) -> Text | None:
+    """What is said when something happens."""
+    step, words = event.count("step"), event.text
+    match event.kind:
+        case "started":
+            line = f"started: {words('world_size')} ranks on {words('device')}, {step} steps done"
+        case "resumed":
+            line = f"resumed from step {step}: {words('path')}"
+        case "eval":
+            line = f"step {step}: validation loss {shown(event.number('loss'), '.4f')}"
+        case "checkpoint":
+            line = f"step {step}: checkpoint saved in {format_duration(event.number('seconds'))}"
+        case "checkpoint_failed":
+            line = f"warning: step {step}: no checkpoint: {words('error')}; training goes on"
+            return Text(clean(line), style="yellow")
+        case "restart":
+            return Text(clean(f"restart: {words('cause')}"), style="yellow")
+        case "failed":
+            what = f"{words('phase')} of step {step}: {words('error')}"
+            return Text(clean(f"rank {event.rank} failed in {what}"), style="red")
+        case "stopped":
+            line = f"stopped after step {step}: {words('reason')}"
+        case "note":
+            line = words("text")
+        case _:  # launch, finished, done: the summary says it
+            return None
+    return Text(clean(line))
+
+
+def print_summary(
+    console: Console, summary: dict[str, Any], plan: RunPlan, *, view: RunView | None = None
+) -> None:
+    """The table at the end of a run; `view` saves reading the run directory again."""
+    view = view or follow(RunDir(summary["run_dir"]))
+    rows = summary_rows(summary, plan, view)
+    if not is_live(console):
+        for name, value in rows:
+            print_plain(console, f"{name + ':':<20}{clean(value)}")
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(clean(value)))
+    console.print(table)
+
+
+def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[tuple[str, str]]:
+    loss, peaks = summary["loss"], summary["memory"]["peak_by_rank"]
+    failed = summary["status"] == "failed"  # of which the command's last line says why
+    status = summary["status"] + (f" ({view.cause})" if view.cause and not failed else "")
+    restarts = str(summary["restarts"])
+    if view.restart_causes and not failed:
+        restarts += f" (last: {view.restart_causes[-1]})"
+    return [
+        ("status", status),
+        ("steps", f"{summary['steps']}/{plan.train.max_steps}"),
+        ("loss", f"{shown(loss['first'], '.4f')} → {shown(loss['last'], '.4f')}"),
+        ("validation loss", shown(_validation_loss(view), ".4f")),
+        (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"], ",.0f")),
+        ("MFU", _mfu(summary["mfu"], view)),
+        ("peak memory", _peaks(peaks) + _foreseen(summary["memory"])),
+        ("time to first step", format_duration(summary["time_to_first_step_s"])),
+        ("restarts", restarts),
+        ("run directory", summary["run_dir"]),
+    ]
+
+
+def _mfu(mfu: Any, view: RunView) -> str:
+    """The share of the peak that was reached, and which peak that is."""
+    if not view.peak_flops_per_s:
+        return "- (no peak was measured)"
+    peak = f"{view.peak_flops_per_s / 1e12:.3g} TFLOP/s per rank"
+    what = f", {view.peak_flops_what}" if view.peak_flops_what else ""
+    return f"{shown(mfu, '.1%')} of a measured peak of {peak}{what}"
+
+
+def _peaks(peaks: Sequence[int]) -> str:
+    if len(peaks) > RANKS_SHOWN:
+        highest = max(range(len(peaks)), key=peaks.__getitem__)
+        least, most = format_bytes(min(peaks)), format_bytes(peaks[highest])
+        return f"{least} to {most} on {len(peaks)} ranks (most on rank {highest})"
+    return ", ".join(f"rank {rank}: {format_bytes(peak)}" for rank, peak in enumerate(peaks)) or "-"
+
+
+def _foreseen(memory: dict[str, Any]) -> str:
+    """What had been predicted, and by how much it was off."""
+    if memory.get("error") is None:
+        return ""
+    return f"; predicted {format_bytes(memory['predicted_peak'])} ({memory['error']:+.1%})"
+
+
+def _validation_loss(view: RunView, step: int | None = None) -> float | None:
+    """The last validation loss, of `step` or before."""
+    known = [loss for at, loss in view.evals if step is None or at <= step]
+    return known[-1] if known else None
+
+
+def _eta(view: RunView, plan: RunPlan) -> str:
+    if view.status in ENDED:
+        return "-"
+    steps_to_go = plan.train.max_steps - view.steps
+    return format_duration(eta_s(view.pace_s, view.lost_s, view.steps, steps_to_go))
+
+
+def print_plain(console: Console, line: str) -> None:
+    """One line as it is: never wrapped, styled or interpreted."""
+    encoding = console.encoding
+    console.out(line.encode(encoding, "replace").decode(encoding), highlight=False)

@@ -1,0 +1,219 @@
+"""Trackers: TensorBoard and W&B, fed with the same events that the dashboard shows.
+
+They live in the launcher, on a thread of their own: one that is missing, fails or hangs costs a
+warning, and never a step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from colotrain.events.gradients import record_of
+from colotrain.events.log import Event
+from colotrain.records import to_plain
+from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
+
+CLOSE_S = 20.0
+"""How long the end of a run waits for the trackers."""
+MOST_WAITING = 10_000
+"""Batches of events that may wait for a slow tracker; later ones are dropped."""
+
+_STEP = {
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "clip_ratio": "train/clip_ratio",
+    "tokens_per_s": "speed/tokens_per_s",
+    "step_s": "speed/step_s",
+    "data_s": "speed/data_s",
+    "rss": "memory/rss_bytes",
+    "peak": "memory/peak_bytes",
+}
+
+
+class Tracker(Protocol):
+    """Somewhere that numbers go. Any method may raise; the tracker is given up then."""
+
+    def log(self, step: int, t: float, values: dict[str, float]) -> None: ...
+
+    def rewind(self, step: int, t: float) -> None:
+        """A restart: what was logged of steps after `step` is done over again."""
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """The trackers that a plan names. Use as a context manager around the launch."""
+
+    def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
+        self._plan, self._rundir = plan, rundir
+        self._waiting: queue.SimpleQueue[Sequence[Event] | None] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+        self._dropped = False
+
+    def __enter__(self) -> Trackers:
+        if self._plan.observe.trackers:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def take(self, events: Sequence[Event]) -> list[Event]:
+        """Hand `events` on, without waiting; returns warnings, as events of the kind `note`."""
+        if self._thread.is_alive() and events:
+            if self._waiting.qsize() < MOST_WAITING:
+                self._waiting.put(events)
+            elif not self._dropped:
+                self._dropped = True
+                self._warn("trackers cannot keep up: they miss events from here on")
+        return list(self._new_notes())
+
+    def close(self) -> list[Event]:
+        """Let the trackers finish what they were given; returns warnings."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                self._warn(f"trackers were left behind: not done after {CLOSE_S:.0f} s")
+        return list(self._new_notes())
+
+    def _new_notes(self) -> Iterator[Event]:
+        while not self._notes.empty():
+            yield self._notes.get()
+
+    def _warn(self, text: str) -> None:
+        self._notes.put(Event(kind="note", t=time.time(), fields={"text": f"warning: {text}"}))
+
+    def _work(self) -> None:
+        """Body of the thread."""
+        trackers = {}
+        for name in self._plan.observe.trackers:
+            if (tracker := self._try(name, partial(self._open, name))) is not None:
+                trackers[name] = tracker
+        names: Event | None = None
+        while (events := self._waiting.get()) is not None:
+            for event in events:
+                names = event if event.kind == "parameters" and event.rank == 0 else names
+                for name, tracker in list(trackers.items()):
+                    if self._try(name, partial(feed, tracker, event, names)) is None:
+                        del trackers[name]
+        for name, tracker in trackers.items():
+            self._try(name, tracker.close)
+
+    def _open(self, name: str) -> Tracker:
+        return TRACKERS[name](self._plan, self._rundir)
+
+    def _try(self, name: str, action: Callable[[], Any]) -> Any:
+        """What `action` returns (True for None), or None and a warning where it fails."""
+        try:
+            result = action()
+        except ImportError as error:
+            fix = f"pip install 'colotrain[{name}]'"
+            self._warn(f"observe.trackers: {name} is not installed ({error}); {fix}")
+        except Exception as error:
+            self._warn(f"observe.trackers: {name} failed and is left out from here on ({error})")
+        else:
+            return True if result is None else result
+        return None
+
+
+def feed(tracker: Tracker, event: Event, names: Event | None) -> None:
+    """Log what an event of rank 0 says; `names` is the attempt's `parameters` event."""
+    if event.rank != 0:
+        return
+    if event.kind == "started" and event.attempt:
+        tracker.rewind(event.count("step"), event.t)
+    elif values := values_of(event, names):
+        tracker.log(event.count("step"), event.t, values)
+
+
+def values_of(event: Event, names: Event | None) -> dict[str, float]:
+    """Tag → number."""
+    if event.kind == "step":
+        found = {tag: event.number(field) for field, tag in _STEP.items()}
+        return {tag: value for tag, value in found.items() if value is not None}
+    if event.kind == "eval":
+        loss = event.number("loss")
+        return {} if loss is None else {"validation/loss": loss}
+    if event.kind == "gradients" and names is not None:
+        return _gradients(event, names)
+    return {}
+
+
+def _gradients(event: Event, names: Event) -> dict[str, float]:
+    values = {}
+    for row in record_of(names, event).parameters:
+        if row.norm is not None and row.status != "frozen":
+            values[f"gradient_norm/{row.name}"] = row.norm
+        if row.update_ratio is not None and row.status != "frozen":
+            values[f"update_ratio/{row.name}"] = row.update_ratio
+    return values
+
+
+class TensorBoard:
+    """Event files under the run's `trackers/tensorboard`, written by tensorboard's own writer."""
+
+    def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries = event_pb2, summary_pb2
+        self._writer = EventFileWriter(str(rundir.tracker("tensorboard")))
+
+    def log(self, step: int, t: float, values: dict[str, float]) -> None:
+        summary = self._summaries.Summary()
+        for tag, value in values.items():
+            summary.value.add(tag=tag, simple_value=value)
+        self._writer.add_event(self._events.Event(wall_time=t, step=step, summary=summary))
+
+    def rewind(self, step: int, t: float) -> None:
+        """TensorBoard forgets what it has of this step and later ones at such a mark."""
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        mark = self._events.Event(wall_time=t, step=step + 1, session_log=start)
+        self._writer.add_event(mark)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """An offline W&B run under the run's `trackers/wandb`; `wandb sync` uploads it."""
+
+    def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
+        import wandb
+
+        folder = rundir.tracker("wandb")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project="colotrain",
+            name=plan.name,
+            mode="offline",
+            dir=str(folder),
+            config=to_plain(plan),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("step")  # its own counter only grows, steps repeat after a restart
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, t: float, values: dict[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def rewind(self, step: int, t: float) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[RunPlan, RunDir], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}

@@ -1,0 +1,51 @@
+"""A plan on another number of nodes: the global batch stays, so the optimizer's way does too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from colotrain.errors import ColotrainError
+from colotrain.spec.plan import RunPlan
+
+
+def resize(plan: RunPlan, nodes: int) -> RunPlan:
+    """`plan` on `nodes` nodes: accumulation and mesh are resolved again.
+
+    Raises `ColotrainError` where the global batch cannot be shared out among so many ranks.
+    """
+    if nodes == plan.cluster.nodes:
+        return plan
+    procs, batch = plan.cluster.procs_per_node, plan.batch
+    world = nodes * procs
+    steps, rest = divmod(batch.global_batch, batch.micro_batch * world)
+    if rest:
+        least, most = plan.elastic.min_nodes, max(plan.elastic.max_nodes, nodes)
+        sizes = reachable(batch.global_batch, batch.micro_batch * procs, range(least, most + 1))
+        raise ColotrainError(
+            f"{nodes} nodes: a global batch of {batch.global_batch} cannot be shared out among "
+            f"{world} ranks in micro-batches of {batch.micro_batch}",
+            f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
+        )
+    shard = plan.plugin.mesh[-1] if len(plan.plugin.mesh) > 1 else world
+    if world % shard:
+        raise ColotrainError(
+            f"{nodes} nodes: {world} ranks cannot be divided into replicas of {shard}",
+            f"set plugin.shard_size to a divisor of {procs}",
+        )
+    mesh = (world,) if len(plan.plugin.mesh) == 1 else (world // shard, shard)
+    return dataclasses.replace(
+        plan,
+        world_size=world,
+        cluster=dataclasses.replace(plan.cluster, nodes=nodes),
+        plugin=dataclasses.replace(plan.plugin, mesh=mesh),
+        batch=dataclasses.replace(batch, accumulation_steps=steps, data_parallel=world),
+    )
+
+
+def reachable(global_batch: int, per_node: int, candidates: Iterable[int]) -> list[int]:
+    """The numbers of nodes among which a global batch is shared out evenly.
+
+    `per_node` samples are the least that a node takes at once.
+    """
+    return [nodes for nodes in candidates if global_batch % (per_node * nodes) == 0]
