@@ -63,12 +63,14 @@ def settle(
     several: bool = False,
     job: bool | None = False,
     smoke: bool = False,
+    submit: str = "`colotrain submit` with the same arguments",
 ) -> Setting:
     """Compose the arguments and resolve them; raises `ConfigError` with all problems.
 
     `here`: the plan is to run on this machine, so its ranks must find a place on it; `several`:
     on others too. `job`: it is to run on the nodes of SLURM; None: where the arguments say so.
-    `smoke`: the plan is the smoke run of what the arguments describe.
+    `smoke`: the plan is the smoke run of what the arguments describe. `submit`: the command that
+    has a job carry it out.
     """
     from colotrain.config.compose import gather
     from colotrain.planner.machine import this_machine
@@ -92,7 +94,7 @@ def settle(
         plan = replace(plan, smoke=True)
     plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if here:
-        check_place(plan, machine, several=several)
+        check_place(plan, machine, several=several, submit=submit if is_job(config) else "")
     return Setting(
         config=config, plan=plan, situation=situation, machine=machine, notices=tuple(notices)
     )
@@ -167,8 +169,11 @@ class Followed:
     trace: Trace | None
 
 
-def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
-    """Refuse ranks that this machine has no device for, or absurdly many."""
+def check_place(plan: RunPlan, machine: Machine, *, several: bool, submit: str = "") -> None:
+    """Refuse ranks that this machine has no device for, or absurdly many.
+
+    `submit` is the command that has a job carry out the plan of a job.
+    """
     if plan.cluster.nodes > 1 and not several:
         expected, fix = "1: this verb uses one machine", "set cluster.nodes=1"
         key, value = "cluster.nodes", plan.cluster.nodes
@@ -177,6 +182,7 @@ def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
     if plan.cluster.device == "cuda" and not most:
         expected = "a GPU that torch can use: this machine has none"
         fix = "use `colotrain plan` to plan for other machines, or cluster=local to run on this one"
+        fix = f"its ranks run on the nodes of a job: {submit}" if submit else fix
         device = plan.cluster.device
         raise ConfigError([Problem(key="cluster.device", value=device, expected=expected, fix=fix)])
     if plan.cluster.device == "cpu":
@@ -185,6 +191,7 @@ def check_place(plan: RunPlan, machine: Machine, *, several: bool) -> None:
     if procs > most:
         expected = f"at most {most} ranks on this machine ({why})"
         fix = "lower it, or use `colotrain plan` to plan for another machine"
+        fix = f"its ranks run on the nodes of a job: {submit}" if submit else fix
         key = "cluster.procs_per_node"
         raise ConfigError([Problem(key=key, value=procs, expected=expected, fix=fix)])
 

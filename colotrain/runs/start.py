@@ -18,10 +18,12 @@ from colotrain.events.liveness import find
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
 from colotrain.planner import learned
+from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import detach as detached
 from colotrain.runs import naming, smoke, trust
-from colotrain.runs.resolving import check_fits, place_of, settle, tell
+from colotrain.runs.resolving import check_fits, check_place, place_of, settle, tell
+from colotrain.schedulers import queue
 from colotrain.show.console import print_json, stderr_console
 from colotrain.spec.plan import RunPlan
 
@@ -140,7 +142,10 @@ def resume(
     """
     rundir = find(run)
     warm_up()
-    own = rundir.plan()
+    own, submit = rundir.plan(), _submit_again(rundir, overrides)
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
+    if queue.recall(rundir) and not any(key.startswith("cluster") for key in given):
+        check_place(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
         trust.check(rundir, own, trusted=trust_code)
         return train(own, rundir, None, as_json=as_json)
@@ -149,15 +154,24 @@ def resume(
     from colotrain.config.compose import as_override
 
     recipe = as_override("recipe", str(rundir.config_file))
-    given = {text.lstrip("+").partition("=")[0] for text in overrides}
     trust.check_config(rundir, trusted=trust_code, given=given)
-    setting = settle([recipe, *overrides, as_override("name", rundir.name)], several=True)
+    words = [recipe, *overrides, as_override("name", rundir.name)]
+    setting = settle(words, several=True, submit=submit)
     node = place_of(setting.config, setting.plan)
     if not force:
         check_fits(setting)
     if node.is_head and "checkpoint.resume" in given:
         go_back(rundir, setting.plan.checkpoint.resume)
     return train(setting.plan, rundir, setting.config, node=node, as_json=as_json)
+
+
+def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
+    """The command that has a job go on with the run; with changes it needs another name."""
+    command = f"colotrain submit recipe={os.path.relpath(rundir.config_file)}"
+    if not overrides:
+        return f"`{command} name={rundir.name}`"
+    begin = f"checkpoint.resume={os.path.relpath(rundir.path)}"
+    return f"`{command} name=NEW {begin} {' '.join(overrides)}`"
 
 
 def go_back(rundir: RunDir, asked: str) -> None:

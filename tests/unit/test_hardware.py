@@ -241,3 +241,26 @@ def test_a_job_on_cuda_that_asks_for_no_gpu_is_refused(
         assert line.startswith("error: cluster.slurm.gpus_per_node: expected GPUs for the ranks")
     words = ["hardware=h100", "+cluster.slurm.extra.exclusive=true"]
     settle([*SEVEN, "cluster=slurm", *words], here=False, job=True)
+
+
+def test_a_job_is_gone_on_with_as_a_job(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A login node has none of the job's GPUs: `resume` there says how a job goes on."""
+    nodes(site, H100)
+    job = [*SEVEN, "cluster=slurm", "name=far"]
+    assert guarded(["submit", *job]) == 0
+    assert RunDir("runs/far").plan().cluster.device == "cuda"
+    changed = ["optim.lr=0.5"]
+    submit = "colotrain submit recipe=runs/far/config.yaml"
+    again, anew = f"{submit} name=far", f"{submit} name=NEW checkpoint.resume=runs/far optim.lr=0.5"
+    for words, command in (
+        (["resume", "far"], again),
+        (["resume", "far", *changed], anew),
+        (["run", *job, "hardware=h100"], "colotrain submit` with the same arguments"),
+    ):
+        capsys.readouterr()
+        assert guarded(words) == 2
+        (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
+        assert line.startswith("error: cluster.device=cuda: expected a GPU")
+        assert command in line
+    for command in (again, anew):
+        assert guarded(command.split()[1:]) == 0, capsys.readouterr().err
