@@ -31,7 +31,7 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
     told = _size(rundir.launcher_events)
     process = start(rundir)
     deadline, claimed_at = time.monotonic() + START_S, math.inf
-    while _size(rundir.launcher_events) == told:  # until it launches
+    while not _has_launched(rundir, told):
         now = time.monotonic()
         if process.poll() or (now > deadline and claimed_at == math.inf):
             raise ColotrainError(_why(rundir), f"its whole output is in {rundir.launcher_log}")
@@ -63,6 +63,15 @@ def start(rundir: RunDir) -> subprocess.Popen[bytes]:
 def _has_claimed(rundir: RunDir, pid: int) -> bool:
     launcher = liveness.launcher_of(rundir)
     return launcher is not None and launcher.pid == pid
+
+
+def _has_launched(rundir: RunDir, told: int) -> bool:
+    """Whether the launcher's events say so after their first `told` bytes."""
+    if _size(rundir.launcher_events) == told:
+        return False
+    with rundir.launcher_events.open("rb") as events:
+        events.seek(told)
+        return b'"kind":"launch"' in events.read()
 
 
 def _size(path: Path) -> int:

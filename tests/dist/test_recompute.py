@@ -115,7 +115,8 @@ class Layer(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
     def forward(self, x):
-        return x + self.b(self.a(x).relu_().sin())
+        x.mul_(0.5)
+        return x + self.b(self.a(x).relu())
 
 class Model(nn.Module):
     def __init__(self):
@@ -131,19 +132,19 @@ def data():
 """
 
 
-def test_a_model_that_changes_what_is_kept_is_refused_before_it_runs(colotrain: Colotrain) -> None:
+def test_a_block_that_changes_its_input_is_not_recomputed_from_it(colotrain: Colotrain) -> None:
     (colotrain.cwd / "changes.py").write_text(CHANGES)
     words = ("model.target=changes:Model", "data.target=changes:data", "train.global_batch=4")
     for verb in ("run", "plan"):
         result = colotrain(verb, *words, "train.activation_checkpointing=selective")
         assert result.code == 2, result.err
         assert result.err.splitlines()[-1].startswith(
-            "error: train.activation_checkpointing=selective: a block changes"
+            "error: train.activation_checkpointing=selective: forward of Layer changes what it is"
         )
     assert not (colotrain.cwd / "runs").exists()
     advised = colotrain("plan", *words, "--advise", "--json")
     ways = {option["activation_checkpointing"] for option in advised.json["alternatives"]}
-    assert ways == {"none", "blocks"}
+    assert ways == {"none"}
 
 
 @pytest.mark.slow
