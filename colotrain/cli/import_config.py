@@ -15,7 +15,13 @@ from colotrain.show.console import print_json, stdout_console
 if TYPE_CHECKING:
     from colotrain.migrate.findings import Finding
 
-STYLES = {"taken": "green", "decided": "cyan", "none": "yellow", "unknown": "red"}
+STYLES = {
+    "taken": "green",
+    "decided": "cyan",
+    "asked": "magenta",
+    "none": "yellow",
+    "unknown": "red",
+}
 
 
 def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
@@ -63,6 +69,8 @@ def _problems(target: Path) -> list[str]:
 def _document(
     kind: str, target: Path, found: list[Finding], settings: dict[str, Any], problems: list[str]
 ) -> dict[str, Any]:
+    from colotrain.migrate.recipes import questions
+
     return {
         "kind": kind,
         "recipe": str(target),
@@ -77,13 +85,14 @@ def _document(
             }
             for finding in found
         ],
+        "questions": questions(found),
         "problems": problems,
     }
 
 
 def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -> None:
     from colotrain.migrate.findings import MEANING
-    from colotrain.migrate.recipes import silences
+    from colotrain.migrate.recipes import OWN, questions, silences
 
     console = stdout_console()
     table = Table(kind, "value", "", "here", box=None, pad_edge=False, header_style="bold")
@@ -94,6 +103,7 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
         here = "; ".join(part for part in (to, finding.note) if part)
         outcome = Text(MEANING[finding.outcome], style=STYLES[finding.outcome])
         table.add_row(finding.key, _plain(finding.value), outcome, here)
+    table.add_row("model, data", "", Text(MEANING["asked"], style=STYLES["asked"]), OWN)
     console.print(table)
     counts = {name: sum(f.outcome == name for f in found) for name in MEANING}
     said = ", ".join(f"{count} {MEANING[name]}" for name, count in counts.items() if count)
@@ -101,6 +111,8 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
     for line in silences(kind, found):
         console.print(line, soft_wrap=True)
     console.print(f"{target} is written: colotrain plan recipe={target.stem}", soft_wrap=True)
+    for question in questions(found):
+        console.print(f"{MEANING['asked']}: {question}", style="yellow", soft_wrap=True)
     for problem in problems:
         console.print(f"warning: to be settled first: {problem}", style="yellow", soft_wrap=True)
 

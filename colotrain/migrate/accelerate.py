@@ -11,6 +11,7 @@ from colotrain.migrate.findings import (
     Rule,
     Rules,
     decided,
+    disk,
     is_on,
     none,
     offload,
@@ -167,7 +168,7 @@ RULES: Rules = {
         "zero_optimization.offload_optimizer.device", {}
     ),
     "deepspeed_config.offload_param_device": _renamed("zero_optimization.offload_param.device", {}),
-    "deepspeed_config.offload_*_nvme_path": decided("name a folder with plugin.disk_path"),
+    "deepspeed_config.offload_*_nvme_path": disk("deepspeed_config.offload_*_device"),
     "deepspeed_config.deepspeed_config_file": none(
         "import that file by itself: its settings are not in this one"
     ),

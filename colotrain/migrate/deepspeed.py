@@ -9,8 +9,10 @@ from colotrain.migrate.findings import (
     Flat,
     Rule,
     Rules,
+    asked,
     clip,
     decided,
+    disk,
     is_on,
     none,
     number,
@@ -183,7 +185,7 @@ RULES: Rules = {
     "zero_optimization.offload_optimizer.device": _offload,
     "zero_optimization.offload_param.device": _offload,
     "zero_optimization.cpu_offload": none("superseded in DeepSpeed: choose plugin gemini"),
-    "zero_optimization.offload_*.nvme_path": decided("name a folder with plugin.disk_path"),
+    "zero_optimization.offload_*.nvme_path": disk("zero_optimization.offload_*.device"),
     "zero_optimization.offload_*": decided(BUFFERS),
     "zero_optimization.mics_shard_size": _hybrid,
     "zero_optimization.zero_hpz_partition_size": _hybrid,
@@ -220,8 +222,8 @@ RULES: Rules = {
     "data_types.grad_accum_dtype": decided("gradients accumulate in the parameters' precision"),
     "sparse_gradients": none("gradients are dense"),
     "disable_allgather": decided(BUFFERS),
-    "activation_checkpointing.*": decided(
-        "recomputing is train.activation_checkpointing=blocks or selective, always non-reentrant"
+    "activation_checkpointing.*": asked(
+        "your code says what is recomputed: set train.activation_checkpointing=blocks or none"
     ),
     "tensorboard.enabled": _tracker("tensorboard"),
     "wandb.enabled": _tracker("wandb"),

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Outcome = Literal["taken", "decided", "none", "unknown"]
+Outcome = Literal["taken", "decided", "asked", "none", "unknown"]
 MEANING: dict[str, str] = {
     "taken": "taken",
     "decided": "decided by colotrain",
+    "asked": "for you to say",
     "none": "no equivalent",
     "unknown": "unknown key",
 }
@@ -96,6 +97,11 @@ def decided(note: str) -> Rule:
     return lambda value, flat: Answer(outcome="decided", note=note)
 
 
+def asked(note: str) -> Rule:
+    """What the other tool has and its file does not tell in full: nothing is guessed."""
+    return lambda value, flat: Answer(outcome="asked", note=note)
+
+
 def none(note: str) -> Rule:
     return lambda value, flat: Answer(outcome="none", note=note)
 
@@ -151,3 +157,15 @@ def offload(value: Any, _: Flat) -> Answer:
         return Answer(outcome="decided", note="nothing is offloaded unless the plugin is gemini")
     note = "gemini decides per group, from plugin.budget, what rests where"
     return Answer(outcome="taken", note=note, settings={"plugin.name": "gemini"})
+
+
+def disk(devices: str) -> Rule:
+    """A folder for offloading, where one of the keys that fit the glob `devices` says nvme."""
+
+    def rule(value: Any, flat: Flat) -> Answer:
+        if not any(fits(key, devices) and device == "nvme" for key, device in flat.items()):
+            return Answer(outcome="decided", note="nothing is offloaded to a disk")
+        note = "gemini offloads to disk what memory has no room for"
+        return taken("plugin.disk_path", str, note)(value, flat)
+
+    return rule

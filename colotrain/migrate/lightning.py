@@ -10,6 +10,7 @@ from colotrain.migrate.findings import (
     Flat,
     Rules,
     decided,
+    disk,
     is_on,
     none,
     number,
@@ -186,12 +187,34 @@ def _scheduler(value: Any, _: Flat) -> Answer:
     return Answer(outcome="taken", settings=settings)
 
 
+def _epochs(value: Any, flat: Flat) -> Answer:
+    """Steps say how long a run is; how many an epoch has, the file does not say."""
+    if flat.get("trainer.max_steps") not in (-1, None):
+        return Answer(outcome="none", note="the length of a run is train.max_steps")
+    what = "epochs of your data" if value in (-1, None) else f"{value} epochs of your data"
+    return Answer(outcome="asked", note=f"set train.max_steps: the steps of {what}")
+
+
+def _recomputed(value: Any, _: Flat) -> Answer:
+    if value is None or value == []:
+        return Answer(outcome="decided", note="nothing is recomputed unless you say so")
+    settings = {"train.activation_checkpointing": "blocks"}
+    note = "each of the model's repeated blocks; selective keeps more"
+    return Answer(outcome="taken", note=note, settings=settings)
+
+
 def _length(value: Any, flat: Flat) -> Answer:
-    """Where the schedule ends. It ends with the run here, whose length the trainer says first."""
+    """Where the schedule ends: with the run here, whose length the trainer alone says in steps.
+
+    Lightning steps a schedule once an epoch unless the model's code says otherwise.
+    """
     steps = flat.get("trainer.max_steps")
     if str(flat.get("lr_scheduler.class_path")).endswith("ConstantLR"):
         return Answer(outcome="none", note="the learning rate is the same from the first step on")
-    if steps not in (-1, None) and whole(steps) != whole(value):
+    if steps in (-1, None):
+        note = f"set train.max_steps, where the schedule ends: Lightning counts {value} epochs"
+        return Answer(outcome="asked", note=note)
+    if whole(steps) != whole(value):
         return Answer(outcome="none", note="the schedule ends with the run, at trainer.max_steps")
     return taken("train.max_steps", whole, "the schedule ends the run")(value, flat)
 
@@ -230,9 +253,8 @@ RULES: Rules = {
     "trainer.strategy.init_args.cpu_offload": offload,
     "trainer.strategy.init_args.offload_optimizer": offload,
     "trainer.strategy.init_args.offload_parameters": offload,
-    "trainer.strategy.init_args.activation_checkpointing_policy*": decided(
-        "recomputing is train.activation_checkpointing=blocks or selective"
-    ),
+    "trainer.strategy.init_args.activation_checkpointing*": _recomputed,
+    "trainer.strategy.init_args.nvme_path": disk("trainer.strategy.init_args.offload_*_device"),
     "trainer.strategy.init_args.auto_wrap_policy*": decided("groups are found in the model"),
     "trainer.strategy.init_args.state_dict_type": decided("checkpoints are sharded"),
     "trainer.strategy.init_args.find_unused_parameters": decided(
@@ -243,7 +265,7 @@ RULES: Rules = {
     "trainer.num_nodes": taken("cluster.nodes", whole),
     "trainer.precision": _precision,
     "trainer.max_steps": _steps,
-    "trainer.max_epochs": none("the length of a run is train.max_steps"),
+    "trainer.max_epochs": _epochs,
     "trainer.min_epochs": none("the length of a run is train.max_steps"),
     "trainer.min_steps": none("the length of a run is train.max_steps"),
     "trainer.max_time": none("the length of a run is train.max_steps"),

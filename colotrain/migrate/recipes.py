@@ -36,6 +36,8 @@ PLUGIN_ORDER = ("gemini", "fsdp-hybrid", "zero3", "zero2", "zero1", "auto")
 """Of several plugins that keys ask for, the first of these."""
 BASE = "llm-tiny"
 """The recipe that model and data come from until the user names their own."""
+OWN = f"those of {BASE} until you set model.target or model.hf, and data.path or data.target"
+"""What every recipe is told to lack: no file of another tool names either in colotrain's way."""
 TRAINING = (
     "train.max_steps",
     "train.global_batch",
@@ -105,6 +107,8 @@ def settings(found: Sequence[Finding]) -> dict[str, Any]:
     if merged.get("plugin.name") != "fsdp-hybrid":
         merged.pop("plugin.shard_size", None)
         merged.pop("plugin.reshard", None)
+    if merged.get("plugin.name") != "gemini":
+        merged.pop("plugin.disk_path", None)
     return {**merged, **_sizes(merged)}
 
 
@@ -117,6 +121,12 @@ def _order(finding: Finding) -> tuple[bool, bool]:
 def whole(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
     """The recipe's settings, and what the other tool does where its file says nothing."""
     return {**_unsaid(kind, found), **settings(found)}
+
+
+def questions(found: Sequence[Finding]) -> list[str]:
+    """What the recipe lacks, for the file does not say it."""
+    lines = {f.note: f"{f.key}: {f.note}" for f in found if f.outcome == "asked"}
+    return [f"model, data: {OWN}", *lines.values()]
 
 
 def _unsaid(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
@@ -164,11 +174,10 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
     """The recipe as text; what could not be taken stands in it as comments."""
     import yaml
 
-    left = [f for f in found if f.outcome in ("none", "unknown")]
+    left = [f for f in found if f.outcome in ("asked", "none", "unknown")]
     lines = [
         f"# From {source.name} ({kind}), by `colotrain import-config`.",
-        f"# Model and data are those of {BASE} until yours stand here: model.target or model.hf,",
-        "# data.path or data.target.",
+        f"# model, data: {MEANING['asked']} ({OWN})",
     ]
     lines += [
         _comment(f"{f.key} = {_short(f.value)}: {MEANING[f.outcome]} ({f.note})") for f in left

@@ -105,6 +105,7 @@ def test_people_see_every_key_and_the_counts(
         assert key in out
     assert "plugin.name=zero2" in out
     assert f"3 keys: 2 {MEANING['taken']}, 1 {MEANING['decided']}" in out
+    assert re.search(f"model, data +{MEANING['asked']} +those of llm-tiny until you set", out)
     assert "colotrain plan recipe=theirs" in out
 
 
@@ -251,9 +252,27 @@ def test_the_trainer_says_how_long_a_run_is(schedule: str, argument: str) -> Non
     assert recipes.settings(found)["train.max_steps"] == 100_000
     assert (found[0].outcome, found[0].settings) == ("none", {})
     assert "trainer.max_steps" in found[0].note
-    for steps in (10, -1, None):
-        same = recipes.settings(lightning_of(schedule, steps, **{argument: 10}))
-        assert same["train.max_steps"] == 10
+    same = recipes.settings(lightning_of(schedule, 10, **{argument: 10}))
+    assert same["train.max_steps"] == 10
+    for steps in (-1, None):  # epochs, of nobody knows how many steps
+        found = lightning_of(schedule, steps, **{argument: 10})
+        assert "train.max_steps" not in recipes.settings(found)
+        assert found[0].outcome == "asked"
+        assert any("set train.max_steps" in question for question in recipes.questions(found))
+
+
+def test_a_folder_is_taken_only_where_something_goes_to_it() -> None:
+    def zero(device: str) -> dict[str, Any]:
+        offload = {"device": device, "nvme_path": "/fast"}
+        return {"zero_optimization": {"stage": 3, "offload_param": offload}}
+
+    for device, folder in (("nvme", "/fast"), ("cpu", None), ("none", None)):
+        found = recipes.settings(recipes.findings(zero(device), "deepspeed"))
+        assert found.get("plugin.disk_path") == folder
+    args = {"stage": 3, "offload_optimizer": True, "offload_optimizer_device": "nvme"}
+    strategy = {"class_path": "DeepSpeedStrategy", "init_args": args | {"nvme_path": "/fast"}}
+    found = recipes.settings(recipes.findings({"trainer": {"strategy": strategy}}, "lightning"))
+    assert (found["plugin.name"], found["plugin.disk_path"]) == ("gemini", "/fast")
 
 
 def test_a_constant_rate_does_not_say_how_long_a_run_is() -> None:
