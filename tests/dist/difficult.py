@@ -487,6 +487,21 @@ class InPlace(Stack):
         return F.cross_entropy(self.head(x), target) + penalty
 
 
+class Penalty(Stack):
+    """Weights that are used outside their layers, before the layers run and afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Tensor:
+        x = x * self.layers[0].linear.weight.abs().mean()
+        for other in self.others:
+            x = other(x)
+        loss = super().forward(x, target, kind)
+        return loss + 0.01 * sum(p.square().sum() for p in self.layers.parameters())
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -521,6 +536,7 @@ MODELS = {
         Transposed,
         MixedDtypes,
         InPlace,
+        Penalty,
     )
 }
 

@@ -14,6 +14,7 @@ import torch
 from colotrain.engine.sharding import grouping
 from colotrain.launch import forkserver
 from colotrain.models.llm import LLM
+from tests.dist import difficult
 
 
 def test_the_groups_are_found_with_one_trial_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +33,18 @@ def test_the_groups_are_found_with_one_trial_forward(monkeypatch: pytest.MonkeyP
     groups = grouping.find_groups(model, chunk_bytes=None, batch={"input_ids": ids, "labels": ids})
     assert [name for name, _ in groups] == [f"blocks.{n}" for n in range(5)]
     assert trials == 1
+
+
+def test_blocks_whose_parameters_are_used_outside_them_are_no_groups() -> None:
+    batch = {"x": torch.zeros(2, difficult.WIDTH), "target": torch.zeros(2, dtype=torch.long)}
+    batch["kind"] = torch.zeros(2, dtype=torch.long)
+    for chunk_bytes in (None, 1):
+        groups = grouping.find_groups(
+            difficult.Penalty(), chunk_bytes=chunk_bytes, batch=batch, split=True
+        )
+        assert {name.partition(".")[0] for name, _ in groups} == {"others"}
+    groups = grouping.find_groups(difficult.MixedDtypes(), chunk_bytes=None, batch=batch)
+    assert len(groups) == 4  # a dtype is asked for outside
 
 
 def test_building_a_model_on_paper_does_not_load_the_compiler() -> None:

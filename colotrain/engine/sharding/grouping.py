@@ -1,26 +1,28 @@
 """Which parameters are gathered and reduced together.
 
 A group is gathered when its module is called, by all ranks together. So a module may be a group
-only if every rank calls it exactly once in every forward: a trial forward shows which are.
+only if every rank calls it exactly once in every forward, and nothing outside that call uses its
+parameters: a trial forward shows which are.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from colotrain.engine.freezing import thawed_later
 from colotrain.engine.passing import CHANGES_INPUTS, when_inputs_change
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.packing import Unit, pack
 from colotrain.spec.plan import FreezePlan, ModelPlan
-from colotrain.torch_internals import FakeTensorMode
+from colotrain.torch_internals import FakeTensorMode, tree_leaves
 
 Block = tuple[str, nn.Module]
 Group = tuple[str, list[nn.Module]]
@@ -155,8 +157,9 @@ def parameter_bytes(module: nn.Module) -> int:
 
 
 def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]) -> set[str]:
-    """Names of the blocks that a forward calls exactly once.
+    """Names of the blocks that a forward calls exactly once, and uses nowhere else.
 
+    A penalty over all parameters, say, uses them outside their blocks.
     The trial runs on a copy without storage: on the meta device, and where that does not work with
     fake tensors, which transformers knows and spares its looks at values. A model whose forward
     must look at values can run as neither: a real copy is tried with one sample, and then a block
@@ -213,7 +216,8 @@ def _trial(
 ) -> dict[str, list[Any]] | None:
     """Block name → shape of the first input of each call; None where the forward does not run.
 
-    Blocks that change what they are given are marked with CHANGES_INPUTS.
+    Blocks whose parameters are used outside their calls are left out. Blocks that change what they
+    are given are marked with CHANGES_INPUTS.
     """
     calls: dict[str, list[Any]] = {name: [] for name, _ in blocks}
 
@@ -228,13 +232,46 @@ def _trial(
     try:
         with torch.no_grad(), mode:
             trial, inputs = make_copy(model), make_copy(batch)
+            uses = UsesOutside((name, trial.get_submodule(name)) for name, _ in blocks)
             for name, module in blocks:
                 block = trial.get_submodule(name)
                 block.register_forward_pre_hook(note(name))
                 when_inputs_change(block, partial(setattr, module, CHANGES_INPUTS, True))
-            trial(**inputs)
+            with uses:
+                trial(**inputs)
     except Exception:  # whatever a user's forward raises: it will be met again in training
         return None
     finally:
         torch.set_rng_state(state)
-    return calls
+    return {name: shapes for name, shapes in calls.items() if name not in uses.found}
+
+
+class UsesOutside(TorchFunctionMode):
+    """Notes which blocks have parameters that are computed with while the block is not running."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.running: Counter[str] = Counter()
+        self.blocks_of: dict[Tensor, list[str]] = {}
+        for name, block in blocks:
+            block.register_forward_pre_hook(partial(self._run, name, 1), prepend=True)
+            block.register_forward_hook(partial(self._run, name, -1))
+            for parameter in block.parameters():
+                self.blocks_of.setdefault(parameter, []).append(name)
+
+    def _run(self, name: str, change: int, *_: Any) -> None:
+        self.running[name] += change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        used = [
+            name
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, nn.Parameter)
+            for name in self.blocks_of.get(leaf, ())
+            if not self.running[name]
+        ]
+        if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            self.found.update(used)  # a dtype, say, can be asked for anywhere
+        return result
