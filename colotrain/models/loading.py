@@ -8,7 +8,7 @@ initial values.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,11 +124,16 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
     return model
 
 
-def allocate_(model: nn.Module, *, device: str) -> None:
-    """Storage for what is on the meta device; tied parameters and real buffers stay as they are."""
+def allocate_(model: nn.Module, *, device: str, on_host: Set[int] = frozenset()) -> None:
+    """Storage for what is on the meta device; tied parameters and real buffers stay as they are.
+
+    Modules of which a parameter is in `on_host` (ids) get theirs on the host, not on `device`.
+    """
     ties = list(_ties(model))
     real = {name: b.clone() for name, b in model.named_buffers() if not b.is_meta}
-    model.to_empty(device=device)
+    for module in reversed(list(model.modules())):  # FSDP looks at a module's parameters after it
+        rests_on_host = any(id(p) in on_host for p in module.parameters(recurse=False))
+        module.to_empty(device="cpu" if rests_on_host else device, recurse=False)
     for owner, name, other, other_name in ties:  # to_empty makes two of a tied parameter
         setattr(other, other_name, getattr(owner, name))
     for name, buffer in model.named_buffers():

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.optimizers import is_hidden_matrix, make, settled
+from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.sharded_model import local_shard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
@@ -343,14 +344,7 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     if value.shape[0] != parameter.to_local().shape[0]:
         return value
     shape = torch.Size((parameter.shape[0], *value.shape[1:]))
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    return dtensor_of(value, parameter, shape)
 
 
 def scale_(tensors: list[Tensor], factor: float) -> None:

@@ -32,6 +32,7 @@ try:
         FSDPParamGroup,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 except ImportError as error:
     raise unknown_torch(error) from error
 
@@ -47,9 +48,9 @@ RELIED_ON: dict[type, str] = {
     "reduce_grads unshard wait_for_unshard",
     FSDPParam: "_contiguous_orig_stride _get_grad_inner_tensor _orig_size _param_fqn "
     "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_outputs "
-    "contiguous_sharded_stride init_all_gather_outputs mp_policy padded_sharded_param_size "
-    "reduce_dtype sharded_param sharded_size to_sharded_dtensor to_unsharded "
-    "unsharded_accumulated_grad unsharded_accumulated_grad_data unsharded_grad_data "
+    "contiguous_sharded_stride init_all_gather_outputs mp_policy offload_to_cpu "
+    "padded_sharded_param_size reduce_dtype sharded_param sharded_size to_sharded_dtensor "
+    "to_unsharded unsharded_accumulated_grad unsharded_accumulated_grad_data unsharded_grad_data "
     "unsharded_param",
     DTensor: "_local_tensor",
 }
@@ -94,6 +95,20 @@ def check_names() -> None:
 check_names()
 HAS_SEVERAL_GROUPS = not missing(SEVERAL_GROUPS)
 HAS_REDUCES_UNUSED = not missing(REDUCES_UNUSED)
+
+
+# -- sharded tensors
+
+
+def dtensor_of(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+    """A DTensor of global `shape` whose part here is `local`, placed as `like` is.
+
+    `DTensor.from_local` would copy to the mesh's device what rests on the host.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 # -- a module that is sharded

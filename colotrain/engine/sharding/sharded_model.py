@@ -291,7 +291,8 @@ def materialise_(
         if not parameter.is_meta:
             parameter.data = parameter.data.to(sharded.mesh.device_type)
     if any(p.is_meta for p in model.parameters()):
-        allocate_(model, device=device)
+        on_host = {id(p.sharded_param) for p in sharded.fsdp_params() if p.offload_to_cpu}
+        allocate_(model, device=device, on_host=on_host)
         house(True)
         shards = Shards(write=write_shard, read=gather_rows, release=release)
         fill_(model, sharded.source, seed=seed, shards=shards, rows=rows_here)
