@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.config.sizes import format_size
+from colotrain.errors import ConfigError, DoesNotFit, Problem, suggest
 from colotrain.launch.forkserver import warm_up
+from colotrain.launch.preparing import AskedToStop, ended_by_signals
 from colotrain.runs.resolving import Setting, settle
 from colotrain.show.console import print_json, stderr_console, stdout_console
+from colotrain.show.formatting import format_duration
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
 
 OPTIMIZERS = ("sgd", "recipe")
+WORTH_SAYING_S = 60.0
 SGD = {
     "name": "sgd",
     "lr": 0.1,
@@ -56,6 +60,7 @@ def verify(
     _check_optimizer(optimizer)
     warm_up()
     setting = settle(overrides)
+    _check_reference(setting, steps)
     plans = _plans(
         setting,
         plugins=names,
@@ -68,11 +73,19 @@ def verify(
     if tolerance is not None:
         limits = Tolerance(loss=tolerance, gradient=tolerance, parameter=tolerance)
     console = stderr_console()
+    seconds = steps * sum(plan.time.step_s for plan in plans)
+    if seconds > WORTH_SAYING_S:
+        text = f"note: {len(plans)} cases of {steps} steps: about {format_duration(seconds)}"
+        console.print(f"{text}, and the reference beside them", soft_wrap=True)
     folder = tempfile.mkdtemp(prefix="colotrain-verify-")  # stays when the workers fail
-    with preparation(console) as progress:
-        if setting.plan.data.source != "target":
-            prepare_all(setting.plan.data, progress=progress)
-        results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
+    try:
+        with preparation(console) as progress, ended_by_signals("stopped", "begin it again"):
+            if setting.plan.data.source != "target":
+                prepare_all(setting.plan.data, progress=progress)
+            results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
+    except (AskedToStop, KeyboardInterrupt):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder)
     if as_json:
         print_json(to_json(results, limits))
@@ -82,6 +95,20 @@ def verify(
     for result in wrong[:1]:
         console.print(f"error: {_describe(result)}", soft_wrap=True)
     return UNVERIFIED if wrong else DONE
+
+
+def _check_reference(setting: Setting, steps: int) -> None:
+    """Refuse a reference that this machine's memory certainly cannot hold (`DoesNotFit`)."""
+    from colotrain.verify.reference import least_bytes
+
+    least = least_bytes(setting.survey.parameters, steps=steps)
+    room = setting.machine.host_memory_bytes
+    if least > room:
+        raise DoesNotFit(
+            f"the reference, one process that keeps all values of {steps} steps in float64, needs "
+            f"at least {format_size(least)}, of {format_size(room)}",
+            "verify a smaller model of the same kind (model.args.num_layers=2), or fewer --steps",
+        )
 
 
 def _plans(
@@ -164,6 +191,8 @@ def _table(results: Sequence[CaseResult]) -> Table:
 def _cells(result: CaseResult) -> tuple[Any, ...]:
     patterns = len(result.freeze)
     verdict = Text("same", style="green") if result.passed else Text("DIFFERS", style="bold red")
+    if result.draws and not result.passed:
+        verdict = Text("random", style="yellow")
     return (
         result.plugin,
         str(result.world_size),

@@ -48,12 +48,14 @@ def _record(rundir: RunDir, error: BaseException) -> None:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals(
+    what: str = "stopped before the first step", fix: str = "`colotrain resume` begins it"
+) -> Iterator[None]:
     """Let SIGTERM, SIGHUP and SIGUSR1, unless ignored, raise `AskedToStop` meanwhile."""
 
     def stop(number: int, _: Any) -> None:
         name = signal.Signals(number).name
-        raise AskedToStop(f"{name}: stopped before the first step", "`colotrain resume` begins it")
+        raise AskedToStop(f"{name}: {what}", fix)
 
     with ExitStack() as handlers:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -13,6 +13,11 @@ from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS
 from colotrain.verify.reference import Trajectory, distance, max_abs
 
+DRAWS = (
+    "the model draws random numbers in its forward, beside torch.nn's dropout: turn that off, for "
+    "what is drawn depends on how a batch is cut, and a difference proves nothing"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
@@ -54,6 +59,8 @@ class CaseResult:
     frozen_unchanged: bool
     difference: str | None
     """The first thing that differs: what, in which parameter and step; None when nothing does."""
+    draws: bool = False
+    """Whether the model's forward draws random numbers, so that a difference proves nothing."""
 
     @property
     def passed(self) -> bool:
@@ -83,7 +90,10 @@ def compare(
         optimizer_steps=found.optimizer_steps,
         expected_optimizer_steps=reference.optimizer_steps,
         frozen_unchanged=check.frozen_unchanged,
-        difference=check.difference,
+        difference=f"{DRAWS} ({check.difference})"
+        if reference.draws and check.difference
+        else check.difference,
+        draws=reference.draws,
     )
 
 

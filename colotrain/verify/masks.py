@@ -6,7 +6,12 @@ dropout, whose draws depend on how a batch is cut.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import Tensor, nn
+from torch.nn import functional
 
 from colotrain.data.read.loader import IGNORE_INDEX, Samples
 from colotrain.torch_internals import Dropouts
@@ -35,8 +40,54 @@ class MaskedSamples:
         return sample
 
 
-def without_dropout_(model: nn.Module) -> None:
-    """Turn off every dropout module. What calls `dropout` as a function is not reached."""
+DROPOUTS = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Turn dropout off: that of modules for good, that of `torch.nn.functional` in this process.
+
+    A mode of torch's would miss what a backward computes again in a thread of its own. A model
+    that calls `torch.dropout`, or draws in another way, is not reached.
+    """
     for module in model.modules():
         if isinstance(module, Dropouts):
             module.p = 0.0
+        elif isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
+    attend = functional.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        return attend(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    instead: dict[str, Any] = dict.fromkeys(DROPOUTS, _as_it_is)
+    instead["scaled_dot_product_attention"] = attention
+    before = {name: getattr(functional, name) for name in instead}
+    for name, function in instead.items():
+        setattr(functional, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(functional, name, function)
+
+
+def _as_it_is(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return input

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.data.read.loader import open_samples, order_of, stack
+from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.seeding import seeded
-from colotrain.spec.plan import FreezePlan, RunPlan
-from colotrain.verify.masks import MaskedSamples, without_dropout_
+from colotrain.spec.plan import FreezePlan, ParameterInfo, RunPlan
+from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.optimizers import optimizer_of
 
 Tensors = dict[str, Tensor]
 Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,14 @@ class Trajectory:
     frozen: frozenset[str]
     rounding: dict[str, list[dict[str, float]]] = field(default_factory=dict)
     """"gradients" or "parameters" → name → how far plain torch is off in the model's own dtype."""
+    draws: bool = False
+    """Whether the model's forward draws random numbers, dropout apart."""
+
+
+def least_bytes(parameters: Sequence[ParameterInfo], *, steps: int) -> int:
+    """What the reference certainly holds: the model in float64, and its values after each step."""
+    values = sum(parameter.numel * parameter.itemsize for parameter in parameters)
+    return 8 * sum(parameter.numel for parameter in parameters) + 2 * (steps + 1) * values
 
 
 def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
@@ -83,8 +93,9 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in model.named_parameters()}
     model.to(dtype)
-    without_dropout_(model)
     begin_training_(model)
+    serve_signals_(model)
+    draws = False
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
@@ -100,8 +111,11 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
             frozen = _freeze(model, plan.freeze, step=step)
             _add_to(optimizers, model, plan)
         model.zero_grad(set_to_none=True)
-        loss = _mean_loss(model(**batch))
-        loss.backward()
+        before = states(CPU)
+        with without_dropout(model):
+            loss = _mean_loss(model(**batch))
+            draws = draws or _differ(before, states(CPU))
+            loss.backward()
         losses.append(loss.item())
         gradients.append(_gradients(model, own))
         if plan.train.grad_clip is not None:
@@ -116,7 +130,19 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         parameters=parameters,
         optimizer_steps=steps,
         frozen=frozenset(frozen),
+        draws=draws,
     )
+
+
+def serve_signals_(model: nn.Module) -> None:
+    """Let Python look for signals within a backward, which is one call and may take minutes."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def _differ(before: Tensors, after: Tensors) -> bool:
+    return any(not torch.equal(state, after[name]) for name, state in before.items())
 
 
 def _mean_loss(output: Any) -> Tensor:

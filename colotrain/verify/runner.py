@@ -45,6 +45,7 @@ def verify(
         for index, plan in enumerate(group):
             key = _reference_key(plan)
             if key not in references:
+                progress("reference", done + index, len(plans))
                 references[key] = run_reference(plan, steps=plan.train.max_steps)
             found = _read(case_of(rundir, index))
             yield compare(plan, references[key], found, tolerance)

@@ -24,7 +24,7 @@ from colotrain.events.log import EventReader, EventWriter
 from colotrain.models.seeding import seeded
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
-from colotrain.verify.masks import MaskedSamples, without_dropout_
+from colotrain.verify.masks import MaskedSamples, without_dropout
 
 
 def main(path: str) -> int:
@@ -61,8 +61,8 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
         run.train_data = masked_loader(plan, rank)
         recorder = Recorder()
         run.on_gradients = recorder.record
-        without_dropout_(run.sharded.module)
-        outcome, scale = loop.train(run), run.loss_scale.scale
+        with without_dropout(run.sharded.module):
+            outcome, scale = loop.train(run), run.loss_scale.scale
         if scale >= began_with or outcome == "stopped":
             break
     recorder.parameters.append(_whole(run.sharded.module))

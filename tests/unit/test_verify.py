@@ -1,0 +1,84 @@
+"""What `verify` does to a model and says of it, without workers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from colotrain.cli.main import guarded
+from colotrain.launch.preparing import AskedToStop, ended_by_signals
+from colotrain.runs.resolving import plan_from
+from colotrain.verify.compare import CaseResult, Tolerance, compare
+from colotrain.verify.masks import without_dropout
+from colotrain.verify.reference import run_reference, serve_signals_
+from tests.running import SMALL
+
+
+class Functional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.5) + functional.alpha_dropout(x, p=0.5, training=True)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.inner(x, x, x, need_weights=True)[0]
+        return whole + self.inner(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Functional,
+        Attention,
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5),
+        lambda: nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5)),
+    ],
+)
+def test_no_dropout_of_torch_draws(build: Callable[[], nn.Module]) -> None:
+    model, x = build(), torch.randn(3, 2, 8)
+    before, functions = torch.get_rng_state(), dict(vars(functional))
+    with without_dropout(model):
+        model(x)
+    assert torch.equal(before, torch.get_rng_state())
+    assert dict(vars(functional)) == functions
+
+
+def test_a_model_that_draws_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from colotrain.models import llm
+
+    plan = plan_from(list(SMALL))
+    assert not run_reference(plan, steps=1).draws
+    forward = llm.Block.forward
+
+    def noisy(self: nn.Module, x: Tensor, *args: object) -> Tensor:
+        return forward(self, x + torch.rand_like(x), *args)
+
+    monkeypatch.setattr(llm.Block, "forward", noisy)
+    wanted, found = run_reference(plan, steps=1), run_reference(plan, steps=1)
+    found.losses[0] += 1.0
+    result: CaseResult = compare(plan, wanted, found, Tolerance())
+    assert (result.draws, result.passed) == (True, False)
+    assert "the model draws random numbers" in (result.difference or "")
+
+
+def test_a_signal_ends_a_backward() -> None:
+    model = nn.Linear(2, 2)
+    serve_signals_(model)
+    loss = model(torch.ones(2)).sum()
+    loss.register_hook(lambda _: signal.raise_signal(signal.SIGTERM))
+    with ended_by_signals("stopped", "begin it again"), pytest.raises(AskedToStop):
+        loss.backward()
+
+
+def test_a_reference_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(["verify", *SMALL, "--steps", "1000000000", "--plugins", "zero1"]) == 3
+    assert "error: the reference, one process" in capsys.readouterr().err
