@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from tests.running import Colotrain
 
 # There are more test processes than cores: the threads of one would only wait for those of others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Shells let what they start behind `&` ignore Ctrl-C, which tests send to processes of theirs.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

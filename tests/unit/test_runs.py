@@ -539,7 +539,6 @@ def test_a_run_that_ends_while_its_data_is_prepared_has_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
     ending: Callable[[], object],
     state: str,
     code: int,
@@ -547,8 +546,6 @@ def test_a_run_that_ends_while_its_data_is_prepared_has_ended(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("colotrain.runs.start.prepare_data", lambda *_: ending())
     before = signal.getsignal(signal.SIGTERM)
-    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, interrupts))
     assert guarded(["run", *SMALL, "name=x"]) == code
     assert signal.getsignal(signal.SIGTERM) is before
     said = capsys.readouterr().err
