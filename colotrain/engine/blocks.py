@@ -142,14 +142,26 @@ class _Policy:
         keeps = operation.name() in COSTLY and not _draws(operation, args, kwargs)
         if context.is_recompute:  # torch before 2.13 asks again then
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-        for tensor in tree_leaves(context.op_output) if keeps else ():
+        for tensor in tree_leaves(getattr(context, "op_output", None)) if keeps else ():
             if isinstance(tensor, Tensor):
                 self.kept[storage_id(tensor)] = operation, self.calls[operation]
         self.calls[operation] += 1
-        for tensor in _written_by(operation, args, kwargs):
+        written = list(_written_by(operation, args, kwargs))
+        if written and not hasattr(context, "op_output"):  # before torch 2.12
+            self.kept = self._kept_by_torch()
+        for tensor in written:
             if storage_id(tensor) in self.kept:
                 self._keep_no_more(*self.kept.pop(storage_id(tensor)), because=operation)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _kept_by_torch(self) -> dict[int, tuple[Any, int]]:
+        return {
+            storage_id(tensor): (operation, call)
+            for operation, calls in self.entries.items()
+            for call, entry in enumerate(calls)
+            for kept in tree_leaves(entry)
+            if isinstance(tensor := kept.val, Tensor)
+        }
 
     def _keep_no_more(self, operation: Any, call: int, *, because: Any) -> None:
         if COMPUTED_AGAIN is None:

@@ -49,7 +49,8 @@ from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs, dtype
 from colotrain.engine.probes import matmul_peak_flops, memory_now, own_log
 from colotrain.engine.recording import lasting_bytes, record_failure
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.grouping import check_dtypes, find_groups
+from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
+from colotrain.engine.sharding.grouping import UNPACKED, check_dtypes, find_groups
 from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
     make_mesh,
@@ -170,16 +171,13 @@ def choose_interface(store: str) -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError):
-        with socket.socket(_family(store), socket.SOCK_DGRAM) as probe:
+        family = socket.getaddrinfo(store, None)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((store, 9))  # a datagram socket sends nothing here
             address = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if any(a.address.partition("%")[0] == address for a in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(address, None)[0][0]
 
 
 def agree_on_attempt(rundir: RunDir) -> int:
@@ -222,7 +220,7 @@ def prepare(
     begin_training_(model)
     trial = first_micro_batch(train_data) if rank == 0 else None
     nominal, sample = agree_on_targets(plan, trial, events)
-    groups = agree_on_groups(model, plan, trial)
+    groups = agree_on_groups(model, plan, trial, events)
     prepare_blocks_(model, plan.train)
     mesh = make_mesh(plan.plugin, plan.cluster.device)
     tiers = None
@@ -310,7 +308,7 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
 
 
 def agree_on_groups(
-    model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None
+    model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
 ) -> list[tuple[str, list[nn.Module]]]:
     """The groups that rank 0 finds with its micro-batch `trial`.
 
@@ -318,6 +316,8 @@ def agree_on_groups(
     """
     found: list[Any] = [None]
     if dist.get_rank() == 0:
+        if plan.plugin.chunk_bytes is not None and not HAS_SEVERAL_MODULES:
+            events.write("note", text=UNPACKED)
         groups = find_groups(
             model,
             chunk_bytes=plan.plugin.chunk_bytes,

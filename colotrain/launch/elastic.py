@@ -5,6 +5,7 @@ The main thread keeps the terminal and the signals; the agent restarts workers t
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -221,7 +222,7 @@ def _elastic(current: Launch) -> None:
         spec=spec,
         logs_specs=logs,
         start_method="forkserver",
-        shutdown_timeout=10,
+        **_patience(LocalElasticAgent),
         exit_barrier_timeout=min(300.0, plan.elastic.hang_timeout_s),
     )
     current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
@@ -239,6 +240,12 @@ def _elastic(current: Launch) -> None:
     finally:
         ends_all = failed is not None and not isinstance(failed, Stopped)
         rendezvous.end(current.whole_cause() if ends_all else "")
+
+
+def _patience(agent: type) -> dict[str, int]:
+    """Seconds that workers are given to end, where the agent can be told (torch 2.12)."""
+    known = inspect.signature(agent).parameters
+    return {"shutdown_timeout": 10} if "shutdown_timeout" in known else {}
 
 
 def _end_now(current: Launch) -> None:

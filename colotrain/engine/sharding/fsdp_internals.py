@@ -63,6 +63,10 @@ REDUCES_UNUSED: dict[type, str] = {
 }
 """Since torch 2.13; before it a rank reduces only what has a gradient there."""
 
+SEVERAL_MODULES: dict[type, str] = {FSDPState: "_force_complete_incomplete_states"}
+"""Since torch 2.13; before it a group of several modules is gathered for the first one that is
+called, and a group of which a forward skips a module, or calls one twice, goes wrong."""
+
 
 def missing(relied_on: dict[type, str]) -> list[str]:
     """The names that no method, annotation or base of their class mentions."""
@@ -95,6 +99,7 @@ def check_names() -> None:
 check_names()
 HAS_SEVERAL_GROUPS = not missing(SEVERAL_GROUPS)
 HAS_REDUCES_UNUSED = not missing(REDUCES_UNUSED)
+HAS_SEVERAL_MODULES = not missing(SEVERAL_MODULES)
 
 
 # -- sharded tensors

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from colotrain.engine.freezing import thawed_later
 from colotrain.engine.passing import CHANGES_INPUTS, when_inputs_change
+from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.packing import Unit, pack
 from colotrain.spec.plan import FreezePlan, ModelPlan
@@ -28,6 +29,10 @@ Block = tuple[str, nn.Module]
 Group = tuple[str, list[nn.Module]]
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LARGEST_REAL_TRIAL_BYTES = 2 << 30
+UNPACKED = (
+    f"torch {torch.__version__}: each block is a group of its own (from 2.13 on they are packed to "
+    "plugin.chunk_size)"
+)
 
 
 def find_groups(
@@ -46,7 +51,7 @@ def find_groups(
     once. They are in the model's order, but for modules inside others, which come before those.
     """
     blocks = find_blocks(model)
-    if chunk_bytes is None:
+    if chunk_bytes is None or not HAS_SEVERAL_MODULES:
         callable_ = {name for name, _ in blocks}
         if batch is not None:
             callable_ = called_once(model, blocks, batch)
