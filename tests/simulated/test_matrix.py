@@ -1,0 +1,112 @@
+"""Every plugin trains on a CUDA device as on the CPU: the same losses and gradients, no race."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from colotrain.spec.plugins import ROWS
+from tests.simulated.running import SMALL, Case, Found, apart, finish, start
+
+FACTORS = {
+    "plugin": tuple(ROWS),
+    "precision": ("fp32", "bf16", "fp16"),
+    "recompute": ("none", "selective", "blocks"),
+    "micro_batches": (1, 4),
+    "trains": ("everything", "half", "adapters"),
+    "ranks": (1, 2),
+}
+TRAINS = {
+    "everything": (),
+    "half": ("freeze.patterns=[embed*,blocks.0.*,'*.attention.query.weight']",),
+    "adapters": ("adapter.name=lora", "adapter.targets=[blocks.*]"),
+}
+TOLERANCE = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 0.1), "fp16": (2e-3, 0.02)}
+"""Of losses, and of gradients relative to their norms."""
+
+
+class Setting(NamedTuple):
+    """One value of each factor."""
+
+    plugin: str
+    precision: str
+    recompute: str
+    micro_batches: int
+    trains: str
+    ranks: int
+
+    def case(self) -> Case:
+        words = (
+            *SMALL,
+            *TRAINS[self.trains],
+            f"plugin={self.plugin}",
+            f"train.precision={self.precision}",
+            f"train.activation_checkpointing={self.recompute}",
+            f"train.micro_batch={8 // self.ranks // self.micro_batches}",
+            "train.max_steps=2",
+        )
+        return Case(name="-".join(map(str, self)), words=words)
+
+    def reference(self) -> Case:
+        """The same on the CPU, in one process, with nothing sharded or recomputed."""
+        like = Setting("zero1", self.precision, "none", 4, self.trains, 1)
+        name = f"cpu-{self.precision}-{self.trains}"
+        return Case(name=name, words=like.case().words, on="cpu")
+
+
+EVERY = [Setting(*values) for values in itertools.product(*FACTORS.values())]
+
+
+def pairs(setting: Setting) -> set[tuple[int, object, int, object]]:
+    return {(i, setting[i], j, setting[j]) for i, j in itertools.combinations(range(6), 2)}
+
+
+def pairwise() -> list[Setting]:
+    """Few settings in which every two values of two factors meet."""
+    missing, chosen = set().union(*map(pairs, EVERY)), list[Setting]()
+    while missing:
+        best = max(EVERY, key=lambda setting: len(pairs(setting) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def carried_out(settings: list[Setting], folder: Path, guard: Path) -> dict[str, Found]:
+    references = {setting.reference() for setting in settings}
+    alone = [*references, *(s.case() for s in settings if s.ranks == 1)]
+    both = [s.case() for s in settings if s.ranks == 2]
+    first = start(alone, folder / "1", guard, ranks=1)
+    second = start(both, folder / "2", guard, ranks=2)
+    found = finish(first, alone, folder / "1", ranks=1)
+    return found | finish(second, both, folder / "2", ranks=2)
+
+
+def check(setting: Setting, found: dict[str, Found]) -> None:
+    run = found[setting.case().name]
+    losses, gradients = apart(run, found[setting.reference().name])
+    assert run.races == []
+    assert (losses, gradients) <= TOLERANCE[setting.precision]
+    assert gradients <= TOLERANCE[setting.precision][1]
+
+
+@pytest.fixture(scope="module")
+def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    return carried_out(pairwise(), tmp_path_factory.mktemp("matrix"), guard)
+
+
+@pytest.mark.parametrize("setting", pairwise(), ids=lambda setting: setting.case().name)
+def test_a_run_on_the_device_is_that_on_the_cpu(setting: Setting, found: dict[str, Found]) -> None:
+    check(setting, found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("plugin", list(ROWS))
+def test_so_is_every_combination(plugin: str, guard: Path, tmp_path: Path) -> None:
+    settings = [setting for setting in EVERY if setting.plugin == plugin]
+    found = carried_out(settings, tmp_path, guard)
+    for setting in settings:
+        check(setting, found)

@@ -1,0 +1,128 @@
+"""Runs cases in this process, one after the other: `python -m tests.simulated.worker FOLDER`.
+
+`FOLDER/cases.json` holds them; each leaves `FOLDER/NAME/found-RANK.json` and its gradients. Several
+ranks are several processes, each with RANK and WORLD_SIZE, in one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.simulated import device  # first: it must come before torch
+
+import torch  # isort: skip
+import torch.distributed as dist
+
+import colotrain
+from colotrain.engine import loop, worker
+from colotrain.events.log import EventReader, EventWriter
+from colotrain.rundir import RunDir
+from colotrain.runs.resolving import plan_from
+from tests.simulated import plants
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of the engine."""
+
+    name: str
+    words: list[str]
+    on: str = "cuda"
+    """The simulated device, or cpu."""
+    limit: int | None = None
+    """Bytes of the device's memory."""
+    run: str = ""
+    """The run that this case goes on with; by default one of its own."""
+    plant: str = ""
+    """A mistake to make: the name of a function of `plants`."""
+    attempt: int = 0
+
+
+GRADIENTS: dict[str, torch.Tensor] = {}
+"""Parameter → whole gradient, of the last step."""
+
+
+def keep_gradients(model: torch.nn.Module, step: int) -> None:
+    """`train.on_gradients` of every case."""
+    for view in colotrain.gradients(model):
+        GRADIENTS[f"{step}:{view.name}"] = view.full().detach().cpu().clone()
+
+
+def carry_out(case: Case, folder: Path) -> dict[str, Any]:
+    """Train as a worker does; what was seen, as JSON."""
+    rundir, rank = RunDir(folder / (case.run or case.name)), int(os.environ["RANK"])
+    kept = "train.on_gradients=tests.simulated.worker:keep_gradients"
+    plan = plan_from([*case.words, f"cluster.device={case.on}", kept], here=False)
+    on_device = (
+        device.simulated(limit=case.limit) if case.on == "cuda" else contextlib.nullcontext()
+    )
+    GRADIENTS.clear()
+    with on_device as gpu, getattr(plants, case.plant or "nothing")():
+        here = worker.connect(plan)
+        if gpu is not None:  # gloo cannot split a group
+            dist.distributed_c10d._get_default_group().bound_device_id = None
+        if rank == 0 and case.attempt == 0:
+            rundir.create()
+        dist.barrier()
+        events = EventWriter(rundir.event_file(rank=rank, attempt=case.attempt))
+        try:
+            run = worker.prepare(plan, rundir, device=here, events=events, stop=lambda: None)
+            found: dict[str, Any] = {}
+            if gpu is not None:
+                found = {"built_peak": gpu.peak, "built": gpu.allocated}
+                gpu.forget()
+            found["outcome"] = loop.train(run)
+            found["restored"] = run.step
+        finally:
+            dist.destroy_process_group()
+        if gpu is not None:
+            model = plan.memory
+            found |= {
+                "races": dict(gpu.races),
+                "waits": dict(gpu.waits),
+                "launches": dict(gpu.launches),
+                "kinds": dict(gpu.kinds),
+                "num_launches": sum(gpu.launches.values()),
+                "peak": gpu.peak,
+                "pinned": gpu.pinned_bytes,
+                "planned": model.total - model.baseline,
+            }
+        seen = EventReader(rundir).drain()
+        steps = [e.fields for e in seen if e.kind == "step" and e.rank == 0]
+        found["losses"] = [fields["loss"] for fields in steps if "loss" in fields]
+        found["events"] = [[e.kind, e.rank, e.fields] for e in seen if e.kind != "step"]
+        if rank == 0:
+            torch.save(dict(GRADIENTS), folder / case.name / "gradients.pt")
+    return found
+
+
+def main(folder: Path) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    for number, fields in enumerate(json.loads((folder / "cases.json").read_text())):
+        case = Case(**fields)
+        os.environ |= {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(int(os.environ["FIRST_PORT"]) + number)
+        (folder / case.name).mkdir(exist_ok=True, parents=True)
+        try:
+            found = carry_out(case, folder)
+        except Exception as error:
+            text = traceback.format_exc()
+            found = {"error": f"{type(error).__name__}: {error}", "traceback": text}
+        (folder / case.name / f"found-{rank}.json").write_text(json.dumps(found, default=str))
+        print(f"{case.name}: {found.get('error', 'done')} [{rank}/{world}]", flush=True)
+
+
+if __name__ == "__main__":
+    from tests.simulated import worker as itself  # on_gradients imports it by name
+
+    itself.main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)
