@@ -71,7 +71,7 @@ from colotrain.spec.resizing import resize
 
 STARTING_S, COMPILING_S = 600.0, 1800.0
 SUSPENDED_S = 24 * 3600.0
-"""How long the processes of one machine may be stopped in the middle of a collective."""
+"""How long all processes of a run may be stopped in the middle of a collective."""
 
 
 def main(path: str) -> int:
@@ -144,14 +144,12 @@ class StopRequest:
 def connect(plan: RunPlan) -> torch.device:
     """Join the process group; every wait in it is bounded.
 
-    The launcher notices a rank that hangs earlier, and can say which. A machine whose processes
-    were all stopped for hours (Ctrl-Z, SLURM's suspend) goes on.
+    The launchers notice a rank that hangs and a node that is gone earlier, and can say which. A run
+    whose processes were all stopped for hours (Ctrl-Z, SLURM's suspend) goes on.
     """
     torch.set_num_threads(plan.cluster.threads_per_rank)
     choose_interface(os.environ["MASTER_ADDR"])
-    longest_s = start_patience(plan) + plan.elastic.hang_timeout_s
-    if plan.cluster.nodes == 1:
-        longest_s += SUSPENDED_S
+    longest_s = start_patience(plan) + plan.elastic.hang_timeout_s + SUSPENDED_S
     timeout = datetime.timedelta(seconds=longest_s)
     if plan.cluster.device == "cpu":
         dist.init_process_group("gloo", timeout=timeout)

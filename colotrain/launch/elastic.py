@@ -65,6 +65,7 @@ def launch(
         node=node,
         watch=Watch(plan=plan, rundir=rundir),
     )
+    current.watch.say = current.say
     follow = _shielded(follow)
     reader = EventReader(rundir)
     reader.pass_over()  # what earlier launches wrote

@@ -26,6 +26,7 @@ from colotrain.launch.node_registry import (
     read,
     send,
 )
+from colotrain.launch.patience import LOOK_EVERY_S, Patience, wait_readable
 
 BEAT_S = 1.0
 EAGER_BEAT_S = 0.1
@@ -101,17 +102,16 @@ class Attendance:
 
     def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
         """Wait until a new round has begun with this node in it; `say` who keeps it waiting."""
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         say_at: float | None = time.monotonic() + SAY_S
         with self._changed:
             self.waits = True
             self._changed.notify_all()
             while self.waits:
                 self._check_end()
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                if patience.is_over():
                     raise MeetingError(self._what_is_missing(timeout_s))
-                self._changed.wait(min(left_s, 0.5))
+                self._changed.wait(LOOK_EVERY_S)
                 if say_at is not None and time.monotonic() > say_at and self.waits:
                     say_at = None
                     say(f"waiting for {self._whom()}")
@@ -177,7 +177,7 @@ class Attendance:
                     with connection.makefile("rwb") as stream:
                         self._introduce(stream)
                         since, self._arrived, self.trouble = None, True, ""
-                        self._report(stream)
+                        self._report(connection, stream)
                         return
             except MeetingError as error:
                 self._fail(error)
@@ -218,7 +218,7 @@ class Attendance:
         if answer["refused"]:
             raise _NotYet(str(answer["refused"]))
 
-    def _report(self, stream: BufferedRWPair) -> None:
+    def _report(self, connection: socket.socket, stream: BufferedRWPair) -> None:
         while True:
             with self._changed:
                 ending, cause = self._ending, self._cause
@@ -230,6 +230,7 @@ class Attendance:
                 send(stream, {"leave": True})
                 return
             send(stream, report)
+            wait_readable(connection, SILENT_S)
             state = read(stream)
             with self._changed:
                 if self.waits == report["waits"]:

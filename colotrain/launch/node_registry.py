@@ -2,7 +2,8 @@
 
 The first node's launcher, the head, holds the meeting. Every node's launcher, the head's own too,
 keeps one TCP connection to it and reports every second, in lines of JSON; the answer is the state
-of the meeting. Silence is measured by the head's own clock, so clocks may differ. A round is one
+of the meeting. Silence is measured by the head's own clock, so clocks may differ, and time in
+which the head itself was stopped (SLURM's suspend) is no silence. A round is one
 attempt: the nodes in it, in the order of their numbers. A node shows that it sees the run's folder
 by a secret in it, which also keeps strangers out. Nothing that arrives is unpickled.
 """
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import Any
+
+from colotrain.launch.patience import wait_readable
 
 SILENT_S = 15.0
 """A node that has not reported for so long is taken for lost."""
@@ -141,8 +144,10 @@ class Meeting:
             with connection, connection.makefile("rwb") as stream:
                 connection.settimeout(SILENT_S)
                 member = self._welcome(stream, connection.getsockname()[0])
-                while member is not None and self._heed(stream, member):
-                    pass
+                here = member is not None
+                while here and member is not None:
+                    wait_readable(connection, SILENT_S)
+                    here = self._heed(stream, member)
         except TimeoutError:
             why = f"was silent for {SILENT_S:.0f} s"
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -73,6 +73,8 @@ class Watch:
     """Local rank → process id of the workers of this machine."""
     first_rank: Callable[[], int] = lambda: 0
     """The rank of its first worker: other machines' workers may have the same process ids."""
+    say: Callable[[str], None] = lambda text: None
+    """Tells whoever follows the run."""
     logs: Path | None = None
     """Where the logs of these workers are."""
     verdict: str | None = None
@@ -99,6 +101,9 @@ class Watch:
             return
         if now - self.looked_at > SLEPT_S:
             self.woke_at = now
+            self.say(
+                f"this machine's ranks were stopped for {now - self.looked_at:.0f} s; they go on"
+            )
         self.looked_at = now
         pids = {local: pid for local, pid in self.pids().items() if pid not in self.past}
         self.seen.update(pids.values())
@@ -152,7 +157,8 @@ class Watch:
         guilty = [rank for rank in found if not rank.waits_for_others]
         if not guilty and self.plan.cluster.nodes > 1:
             longest = max(2 * rank.beat.patience_s for rank in found)
-            if time.monotonic() - min(rank.beat.t for rank in found) < longest:
+            since = max(min(rank.beat.t for rank in found), self.woke_at)
+            if time.monotonic() - since < longest:
                 return  # they wait for a rank of another machine, which its launcher sees to
         guilty = guilty or sorted(found, key=lambda rank: rank.beat.t)
         culprits = {local: b for local, b in silent.items() if b in [g.beat for g in guilty]}

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 TOOLS = ("ip", "unshare", "mount", "hostname", "taskset")
 
 
@@ -83,6 +85,14 @@ class Host:
 
     def mend(self) -> None:
         ip("link", "set", self.link, "up")
+
+    def signal(self, number: int) -> None:
+        """Send all its processes a signal."""
+        for process in self.processes:
+            if process.poll() is None:
+                inside = psutil.Process(process.pid).children(recursive=True)
+                for one in [*inside, psutil.Process(process.pid)]:
+                    one.send_signal(number)
 
     def kill(self) -> None:
         """End all its processes at once."""

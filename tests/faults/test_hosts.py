@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -221,3 +222,44 @@ def test_a_cable_is_out_for_forty_five_seconds(
     causes = [e.fields["cause"] for e in events(tmp_path, "cut", "restart")]
     assert causes
     assert "node 1" in causes[0]
+
+
+def stop_and_wake(hosts: list[Host], seconds: float, *, between_s: float = 0) -> None:
+    """As `scontrol suspend` and `resume`: every process of a host, one host after the other."""
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for host in hosts:
+            host.signal(number)
+            time.sleep(between_s)
+        if number == signal.SIGSTOP:
+            time.sleep(seconds)
+
+
+SUSPENDED = ("checkpoint.every=3", RANKS, "elastic.hang_timeout_s=20", "train.max_steps=60")
+
+
+@pytest.mark.slow
+def test_all_hosts_are_suspended_for_longer_than_a_rank_may_hang(
+    two_hosts: list[Host], tmp_path: Path
+) -> None:
+    """Nothing is restarted, although they neither sleep nor wake at the same moment."""
+    first, second = begin(two_hosts, tmp_path, "asleep", *SUSPENDED)
+    wait_for_step(Colotrain(tmp_path), "asleep", 4)
+    stop_and_wake(two_hosts, 45, between_s=2)
+    code, out, err = end(first)
+    assert (code, end(second)[0]) == (0, 0), err
+    assert json.loads(out)["restarts"] == 0, err
+    assert not events(tmp_path, "asleep", "restart")
+    assert any("were stopped for" in e.fields["text"] for e in events(tmp_path, "asleep", "note"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_host_is_suspended_and_the_run_goes_on_when_it_wakes(
+    two_hosts: list[Host], tmp_path: Path, index: int
+) -> None:
+    first, second = begin(two_hosts, tmp_path, "asleep", *SUSPENDED)
+    wait_for_step(Colotrain(tmp_path), "asleep", 4)
+    stop_and_wake([two_hosts[index]], 30)
+    code, out, err = end(first)
+    assert (code, end(second)[0]) == (0, 0), err
+    assert json.loads(out)["steps"] == 60

@@ -17,6 +17,7 @@ from colotrain.engine.checkpoint.saving import Saver
 from colotrain.events.heartbeats import Beat, Heartbeat, read_beats
 from colotrain.events.log import Event, EventReader, EventWriter
 from colotrain.launch.causes import Death, describe
+from colotrain.launch.patience import Patience
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
 from colotrain.launch.watch import Silent, Watch, _stack
@@ -117,7 +118,8 @@ def test_ranks_that_were_stopped_with_their_launcher_are_not_silent(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     rundir = RunDir(tmp_path)
-    watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid})
+    told = list[str]()
+    watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid}, say=told.append)
     watch.looked_at -= 700  # it was stopped meanwhile
     beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": watch.looked_at}
     rundir.heartbeats.mkdir(parents=True, exist_ok=True)
@@ -127,6 +129,7 @@ def test_ranks_that_were_stopped_with_their_launcher_are_not_silent(
         watch.look(asked_to_stop=asked)
         watch.looked_at -= 1
     assert (watch.verdict, sleeper.poll()) == (None, None)
+    assert told == ["this machine's ranks were stopped for 700 s; they go on"]
     watch.woke_at -= 601  # and still says nothing
     watch.look(asked_to_stop=False)
     assert sleeper.wait(timeout=10) != 0
@@ -220,3 +223,11 @@ def test_a_stop_file_of_an_earlier_launch_asks_for_nothing(tmp_path: Path) -> No
     time.sleep(0.05)  # file systems tell times apart by a few milliseconds
     rundir.stop_file.write_text("SIGTERM")
     assert launch.asked_to_stop()
+
+
+def test_time_in_which_a_process_was_stopped_is_no_waiting() -> None:
+    patience = Patience(5.0)
+    patience.looked_at -= 700  # it was stopped meanwhile
+    assert not patience.is_over()
+    patience.waited_s += 5
+    assert patience.is_over()
