@@ -135,7 +135,7 @@ def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus
     if state(rundir, view) not in ("starting", "running"):
         print_frame(console, rundir, plan, view, focus)
         return
-    shown = PlainProgress(console, plan)
+    shown = PlainProgress(console, plan, past=True)
     while state(rundir, view) in ("starting", "running"):
         time.sleep(FRAME_S)
         fresh = reader.drain()
@@ -149,7 +149,7 @@ def play(console: Console, plan: RunPlan, rundir: RunDir, focus: Focus) -> None:
     if not events:
         raise ColotrainError(f"{rundir.name}: nothing has happened yet", "start it first")
     if not is_live(console) or not in_foreground(console):
-        PlainProgress(console, plan).update(Fold().add(events).view(), events)
+        PlainProgress(console, plan, past=True).update(Fold().add(events).view(), events)
         return
     screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit  (replay)")
     screen.focus = focus

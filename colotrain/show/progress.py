@@ -34,8 +34,8 @@ RANKS_SHOWN = 8
 Prepare = Callable[[str, int, int], None]
 """(what, done, total) of a long preparation; a total of 0 is not known."""
 
-# Event kind → the fields its plain line shows. Workers' events are shown of rank 0, failures of
-# the first rank that fails in an attempt.
+# Event kind → the fields its plain line shows. Workers' events are shown of rank 0. What a rank
+# says of its failure has no line: the restart's cause or the command's last line tells it.
 _LINES = {
     "launch": ("world_size", "host", "pid"),
     "started": ("attempt", "world_size", "host", "device", "step"),
@@ -45,14 +45,13 @@ _LINES = {
     "checkpoint_failed": ("step", "error"),
     "restart": ("attempt", "cause"),
     "note": ("text",),
-    "failed": ("rank", "attempt", "phase", "step", "error"),
     "stopped": ("step", "reason"),
     "finished": ("step",),
     "done": ("status", "exit_code", "cause"),
 }
 
 
-_ENDS = ("stopped", "finished", "failed", "restart", "done")
+_ENDS = ("stopped", "finished", "restart", "done")
 """Events after which no step follows, or not the next one."""
 
 
@@ -61,7 +60,6 @@ class ProgressView:
 
     def __init__(self, console: Console, plan: RunPlan) -> None:
         self.console, self.plan = console, plan
-        self._failed: set[int | None] = set()
 
     def __enter__(self) -> ProgressView:
         return self
@@ -73,18 +71,16 @@ class ProgressView:
         raise NotImplementedError
 
     def _is_shown(self, event: Event) -> bool:
-        if event.kind == "failed":
-            first = event.attempt not in self._failed
-            self._failed.add(event.attempt)
-            return first
         return event.kind in _LINES and (event.rank in (None, 0) or event.kind == "note")
 
 
 class PlainProgress(ProgressView):
     """A line per event and, by `observe.log_every`, of progress; without control characters."""
 
-    def __init__(self, console: Console, plan: RunPlan) -> None:
+    def __init__(self, console: Console, plan: RunPlan, *, past: bool = False) -> None:
+        """`past`: no command that carries the run out says in the end why it failed."""
         super().__init__(console, plan)
+        self._past = past
         self._first_at, self._printed_at = math.inf, -math.inf
         self._held: Event | None = None
         """The newest step, where it got no line yet: it gets one if the run ends with it."""
@@ -99,7 +95,7 @@ class PlainProgress(ProgressView):
             elif self._is_shown(event):
                 if event.kind in _ENDS and self._held is not None:
                     self._print_step(self._held, view)
-                print_plain(self.console, event_line(event, brief=bool(self._failed)))
+                print_plain(self.console, event_line(event, brief=not self._past))
 
     def _take_step(self, event: Event, view: RunView) -> None:
         step, every = event.count("step"), self.plan.observe.log_every
@@ -205,7 +201,7 @@ def progress_line(event: Event, plan: RunPlan) -> str:
 
 
 def event_line(event: Event, *, brief: bool = False) -> str:
-    """`event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without what failed before."""
+    """`event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without the end's cause."""
     values = {"rank": event.rank, "attempt": event.attempt} | event.fields
     names = [name for name in _LINES[event.kind] if values.get(name) not in (None, "")]
     if brief and event.kind == "done":
@@ -230,14 +226,11 @@ def message_of(event: Event) -> Text | None:
             return Text(clean(line), style="yellow")
         case "restart":
             return Text(clean(f"restart: {words('cause')}"), style="yellow")
-        case "failed":
-            what = f"{words('phase')} of step {step}: {words('error')}"
-            return Text(clean(f"rank {event.rank} failed in {what}"), style="red")
         case "stopped":
             line = f"stopped after step {step}: {words('reason')}"
         case "note":
             line = words("text")
-        case _:  # launch, finished, done: the summary says it
+        case _:  # launch, failed, finished, done: the restart's cause or the summary says it
             return None
     return Text(clean(line))
 
