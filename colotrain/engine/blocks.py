@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from colotrain.engine.passing import when_inputs_change
-from colotrain.engine.sharding.grouping import find_blocks
+from colotrain.engine.changed_inputs import when_inputs_change
+from colotrain.engine.model_blocks import find_blocks
 from colotrain.errors import UsageError
 from colotrain.spec.plan import Recompute, TrainPlan
 from colotrain.torch_internals import (

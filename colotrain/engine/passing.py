@@ -7,7 +7,7 @@ ends when those of the inputs are done. Some tensors it does not see, or would n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from colotrain.engine.changed_inputs import CHANGES_INPUTS, tensors_in
 from colotrain.engine.sharding.fsdp_internals import (
     end_backward_of,
     gather_before_backward_of,
@@ -23,10 +24,8 @@ from colotrain.engine.sharding.fsdp_internals import (
     wholes_of,
 )
 from colotrain.errors import ColotrainError
-from colotrain.torch_internals import base_of, pytree, storage_id, tree_leaves, version_of
+from colotrain.torch_internals import base_of, pytree, storage_id, tree_leaves
 
-CHANGES_INPUTS = "_colotrain_changes_inputs"
-"""Set on a module whose forward changes a tensor in place that it is given."""
 DEEPEST_OUTPUT = 3
 """Objects inside one another that a forward's outputs are looked for in."""
 
@@ -41,32 +40,13 @@ def watch_tensors(module: nn.Module) -> None:
             end_backward_of(group, partial(_after_gradients, group))
 
 
-def when_inputs_change(module: nn.Module, act: Callable[[], None]) -> None:
-    """Call `act` after each forward of `module` that changes a tensor in place that it is given."""
-    given: list[list[tuple[Tensor, int]]] = []
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        given.append([(tensor, version_of(tensor)) for tensor in _tensors_in((args, kwargs))])
-
-    def after(*_: Any) -> None:
-        if any(version_of(tensor) != version for tensor, version in given.pop()):
-            act()
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _after_gradients(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """End the backward of `group` (torch's own record) when the inputs' gradients are whole.
 
     torch's own way hands the module views of its inputs, which must not be changed in place. This
     one waits for what else uses the inputs, too.
     """
-    tensors = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if tensors and torch.is_grad_enabled():
         register_multi_grad_hook(tensors, lambda _: group.post_backward())
     return args, kwargs
@@ -97,7 +77,7 @@ def _tell_of_hidden_outputs(module: nn.Module, args: Any, kwargs: Any, output: A
     """
     if not torch.is_grad_enabled():
         return
-    given = {id(t) for given in _tensors_in((args, kwargs)) for t in (given, base_of(given))}
+    given = {id(t) for given in tensors_in((args, kwargs)) for t in (given, base_of(given))}
     for tensor, is_hidden in _tensors_of(output):
         if not tensor.requires_grad:
             continue

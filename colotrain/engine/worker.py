@@ -33,6 +33,7 @@ from colotrain.engine import monitor
 from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
+from colotrain.engine.changed_inputs import CHANGES_INPUTS
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.manifest import complete, tidy
 from colotrain.engine.checkpoint.saving import Saver
@@ -41,16 +42,16 @@ from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import LATE, train
+from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload.group_bytes import guess, weigh
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
-from colotrain.engine.passing import CHANGES_INPUTS
 from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs, dtype_of
 from colotrain.engine.probes import matmul_peak_flops, memory_now, own_log
 from colotrain.engine.recording import lasting_bytes, record_failure
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
-from colotrain.engine.sharding.grouping import UNPACKED, check_dtypes, find_groups
+from colotrain.engine.sharding.grouping import UNPACKED, find_groups
 from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
     make_mesh,
@@ -76,8 +77,7 @@ SUSPENDED_S = 24 * 3600.0
 
 def main(path: str) -> int:
     """Train the run in `path` as the rank that torchrun's variables name; returns the exit code."""
-    stop = StopRequest(RunDir(path))
-    rundir = RunDir(path)
+    stop = StopRequest(rundir := RunDir(path))
     nodes = int(os.environ["GROUP_WORLD_SIZE"])
     plan = resize(rundir.plan(), nodes)
     rank = int(os.environ["RANK"])

@@ -29,9 +29,7 @@ from colotrain.parent_process import end_with
 FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
 ENTRY = "colotrain.engine.worker"
 LOOK = "colotrain.planner.traced.survey"
-COMPILER = "torch._dynamo"
-"""Which torch's optimizers load: 0.5 s that each worker would pay by itself."""
-PRELOAD = [FIRST, ENTRY, LOOK, COMPILER, LAST]
+PRELOAD = [FIRST, ENTRY, LOOK, LAST]
 ENVIRONMENT = {
     # the rendezvous store of a dead attempt must not be reused: restarts hang half of the time
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -67,10 +65,15 @@ def warm_up() -> None:
 
 def import_agent() -> None:
     """Import torch's elastic agent, which launching needs: where one has to wait anyway."""
+    import_quickly("torch.distributed.elastic.agent.server.local_elastic_agent")
+
+
+def import_quickly(module: str) -> None:
+    """Import what makes many objects that stay, without looking for garbage among them."""
     collecting = gc.isenabled()
-    gc.disable()  # imports make objects that stay
+    gc.disable()
     try:
-        importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
+        importlib.import_module(module)
     finally:
         if collecting:
             gc.enable()

@@ -6,5 +6,8 @@ copies of the pages that they share.
 
 import gc
 
+from colotrain.launch.compiler import postpone_compiler
+
+postpone_compiler()
 gc.freeze()
 gc.enable()

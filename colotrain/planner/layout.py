@@ -10,8 +10,8 @@ from colotrain.spec.plugins import Gradients, ParametersLive
 
 STATE_BYTES = 4
 """Optimizer state is kept in fp32."""
-CPU_BASELINE_BYTES = 281 << 20
-"""Of torch 2.13 for CPU: 264 to 272 MiB when everything is built, less the model; and 8 to 15 MiB
+CPU_BASELINE_BYTES = 257 << 20
+"""Of torch 2.13 for CPU: 240 to 248 MiB when everything is built, less the model; and 8 to 15 MiB
 of its libraries' pages that are first touched in training."""
 CUDA_BASELINE_BYTES = 800 << 20
 """A context of about 0.5 GiB, and NCCL's channels."""

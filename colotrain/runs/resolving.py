@@ -12,7 +12,8 @@ from colotrain import host
 from colotrain.config.checks import split_address
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem
-from colotrain.launch.forkserver import LOOK, import_agent, is_warm
+from colotrain.launch.compiler import postpone_compiler
+from colotrain.launch.forkserver import LOOK, import_agent, import_quickly, is_warm
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.warm_calls import Looker, NotForked, stdout_to_stderr
 from colotrain.planner.cache import kept
@@ -159,6 +160,9 @@ class Looks:
             with suppress(NotForked):
                 return self.looker(WATCHED, f"{LOOK}:{function}", *args)
         with stdout_to_stderr():
+            if "torch" not in sys.modules:
+                import_quickly(LOOK)
+                postpone_compiler()
             return watched(f"{LOOK}:{function}", *args)
 
 

@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colotrain.engine.freezing import thawed_later
-from colotrain.engine.passing import CHANGES_INPUTS, when_inputs_change
+from colotrain.engine.changed_inputs import CHANGES_INPUTS, when_inputs_change
+from colotrain.engine.model_blocks import (
+    Block,
+    Group,
+    find_blocks,
+    parameter_bytes,
+    sharded_parameters,
+)
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
-from colotrain.errors import ConfigError, Problem
 from colotrain.spec.packing import Unit, pack
-from colotrain.spec.plan import FreezePlan, ModelPlan
 from colotrain.torch_internals import FakeTensorMode, tree_leaves
 
-Block = tuple[str, nn.Module]
-Group = tuple[str, list[nn.Module]]
-CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LARGEST_REAL_TRIAL_BYTES = 2 << 30
 UNPACKED = (
     f"torch {torch.__version__}: each block is a group of its own (from 2.13 on they are packed to "
@@ -97,68 +98,6 @@ def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> 
         dtypes=frozenset(p.dtype for p in sharded_parameters(module)),
         parts=tuple(parts(name, module)) if split else (),
     )
-
-
-def find_blocks(model: nn.Module) -> list[Block]:
-    """The outermost members of the model's lists of like modules, in the model's order.
-
-    A block that shares a parameter with anything outside it is left out: a parameter can live in
-    one group only.
-    """
-    candidates = list(_outermost(model, prefix=""))
-    owners: dict[nn.Parameter, set[int]] = {}
-    inside = {name: index for index, (name, _) in enumerate(candidates)}
-    for path, module in model.named_modules(remove_duplicate=False):  # a module may be in two
-        parts = path.split(".")
-        known_as = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-        index = next((inside[name] for name in known_as if name in inside), -1)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(index)
-    shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
-    return [block for index, block in enumerate(candidates) if index not in shared]
-
-
-def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
-            if parameter_bytes(child) and _is_repeated(child, module):
-                yield path, child
-        else:
-            yield from _outermost(child, f"{path}.")
-
-
-def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
-    return sum(type(other) is type(child) for other in container.children()) > 1
-
-
-def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that a group can hold; scalar and empty ones are whole on every rank."""
-    return [p for p in module.parameters() if p.ndim and p.numel()]
-
-
-def check_dtypes(
-    model: nn.Module, groups: list[Group], plan: ModelPlan, freeze: FreezePlan
-) -> None:
-    """Refuse a group in which parameters of two dtypes ever train: they are reduced together."""
-    names, later = {p: n for n, p in model.named_parameters()}, thawed_later(model, freeze)
-    seen: set[nn.Parameter] = set()
-    for _, modules in (*groups, ("", [model])):  # those inside others come before these
-        inside = [p for m in modules for p in sharded_parameters(m) if p not in seen]
-        seen.update(inside)
-        trained = [p for p in inside if p.requires_grad or names[p] in later]
-        first = {p.dtype: names[p] for p in reversed(trained)}
-        if len(first) > 1:
-            told = ", ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in first.items())
-            expected = f"one dtype among the parameters that train of a block ({told})"
-            fix = "convert the model with .to(dtype), or freeze the parameters of one dtype"
-            problem = Problem(key=plan.key, value=plan.value, expected=expected, fix=fix)
-            raise ConfigError([problem])
-
-
-def parameter_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]) -> set[str]:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
-from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.spec.plan import ModelPlan
-from colotrain.torch_internals import forget_hooks, hooks_after_gradient_of, hooks_of
+from colotrain.errors import ColotrainError
+from colotrain.torch_internals import forget_hooks, hooks_of
 
 Hook = Callable[[Tensor], Tensor | None]
 NOT_THE_USERS = ("_fsdp", "_is_param")
@@ -77,36 +76,6 @@ def attached_to(model: nn.Module) -> dict[str, Attached]:
         if attributes or hooks:
             found[name] = Attached(attributes=attributes, hooks=hooks, dtype=parameter.dtype)
     return found
-
-
-def check_parameters(model: nn.Module, plan: ModelPlan) -> None:
-    """Refuse what sharding would lose: `ConfigError` with all of it."""
-    if problems := [Problem(key=plan.key, value=plan.value, **found) for found in _lost(model)]:
-        raise ConfigError(problems)
-
-
-def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
-    """What is expected instead, and how to have that."""
-    for name, module in model.named_modules():
-        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if sparse and module.weight.requires_grad:
-            yield {
-                "expected": f"gradients that can be reduced over ranks ({name}.weight has sparse "
-                "ones)",
-                "fix": "make the embedding with sparse=False",
-            }
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            yield {
-                "expected": f"parameters with a shape ({name} has none yet: a lazy module)",
-                "fix": "give the module its sizes, or run a forward before the model is returned",
-            }
-        elif hooks_after_gradient_of(parameter):
-            yield {
-                "expected": f"no hook of register_post_accumulate_grad_hook ({name} has one, which "
-                "would see neither the whole gradient nor the whole parameter)",
-                "fix": "use register_hook to change its gradient, and optim to update it",
-            }
 
 
 def attach_(

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.model_checks import check_parameters
 from colotrain.engine.passing import watch_tensors
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.engine.sharding.fsdp_internals import (
@@ -40,7 +41,6 @@ from colotrain.engine.sharding.parameters import (
     ForwardWatch,
     attach_,
     attached_to,
-    check_parameters,
 )
 from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_

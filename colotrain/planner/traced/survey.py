@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from colotrain.data.read.loader import open_samples, read_sample, refuse_empty, stack
 from colotrain.engine.freezing import freeze_
-from colotrain.engine.sharding.grouping import check_dtypes, find_blocks
-from colotrain.engine.sharding.parameters import check_parameters
+from colotrain.engine.model_blocks import find_blocks
+from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.plan import (

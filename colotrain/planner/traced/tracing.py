@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from colotrain.engine.blocks import checkpoint_blocks_
+from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.precision import cast_dtype
-from colotrain.engine.sharding.grouping import find_blocks
 from colotrain.errors import UsageError
 from colotrain.spec.plan import Recompute, Segment, Trace, Work
 from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id

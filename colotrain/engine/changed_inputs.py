@@ -1,0 +1,32 @@
+"""Modules whose forward changes a tensor in place that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from colotrain.torch_internals import tree_leaves, version_of
+
+CHANGES_INPUTS = "_colotrain_changes_inputs"
+"""Set on a module whose forward does so."""
+
+
+def when_inputs_change(module: nn.Module, act: Callable[[], None]) -> None:
+    """Call `act` after each forward of `module` that changes a tensor in place that it is given."""
+    given: list[list[tuple[Tensor, int]]] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append([(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))])
+
+    def after(*_: Any) -> None:
+        if any(version_of(tensor) != version for tensor, version in given.pop()):
+            act()
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,0 +1,54 @@
+"""The blocks of a model: members of its lists of like modules, which may be gathered one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+Block = tuple[str, nn.Module]
+Group = tuple[str, list[nn.Module]]
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The outermost members of the model's lists of like modules, in the model's order.
+
+    A block that shares a parameter with anything outside it is left out: a parameter can live in
+    one group only.
+    """
+    candidates = list(_outermost(model, prefix=""))
+    owners: dict[nn.Parameter, set[int]] = {}
+    inside = {name: index for index, (name, _) in enumerate(candidates)}
+    for path, module in model.named_modules(remove_duplicate=False):  # a module may be in two
+        parts = path.split(".")
+        known_as = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        index = next((inside[name] for name in known_as if name in inside), -1)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(index)
+    shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
+    return [block for index, block in enumerate(candidates) if index not in shared]
+
+
+def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
+            if parameter_bytes(child) and _is_repeated(child, module):
+                yield path, child
+        else:
+            yield from _outermost(child, f"{path}.")
+
+
+def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
+    return sum(type(other) is type(child) for other in container.children()) > 1
+
+
+def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that a group can hold; scalar and empty ones are whole on every rank."""
+    return [p for p in module.parameters() if p.ndim and p.numel()]
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
