@@ -243,7 +243,7 @@ def _elastic(current: Launch) -> None:
         rendezvous.end(current.whole_cause() if ends_all else "")
 
 
-def _patience(agent: type) -> dict[str, int]:
+def _patience(agent: type) -> dict[str, Any]:
     """Seconds that workers are given to end, where the agent can be told (torch 2.12)."""
     known = inspect.signature(agent).parameters
     return {"shutdown_timeout": 10} if "shutdown_timeout" in known else {}
