@@ -77,17 +77,16 @@ def run(
         from colotrain.launch.forkserver import warm_up
 
         warm_up()  # before anything else is imported here
-    from colotrain.runs.start import command_began_at
-    from colotrain.runs.start import run as start
+    from colotrain.runs import start
 
-    return start(
+    return start.run(
         overrides or [],
         as_json=as_json,
         force=force,
         detach=detach,
         smoke_run=smoke,
         overwrite=overwrite,
-        began_at=command_began_at(),
+        began_at=start.command_began_at(),
     )
 
 
@@ -121,6 +120,10 @@ def plan(
     as_json: Json = False,
 ) -> int:
     """Show a run before it runs: memory, time, what fits."""
+    if any(word.startswith("model.target=") for word in words or []):
+        from colotrain.launch.forkserver import warm_up
+
+        warm_up(to_look=True)
     from colotrain.cli.plan import plan as show
 
     return show(

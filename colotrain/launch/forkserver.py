@@ -6,6 +6,7 @@ its launcher, and ends with it.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import multiprocessing
@@ -16,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -29,7 +30,10 @@ from colotrain.parent_process import end_with
 FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
 ENTRY = "colotrain.engine.worker"
 LOOK = "colotrain.planner.traced.survey"
+SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+"""Which torch's functions for meta tensors load."""
 PRELOAD = [FIRST, ENTRY, LOOK, LAST]
+PRELOAD_TO_LOOK = [FIRST, LOOK, SYMBOLS, LAST]
 ENVIRONMENT = {
     # the rendezvous store of a dead attempt must not be reused: restarts hang half of the time
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -41,26 +45,38 @@ leaves over went to small objects at once, and the holes around them could not m
 a rank's memory, and 4 % of a step's time."""
 
 
-_warmed = False
+_preloaded: list[str] = []
 
 
-def is_warm() -> bool:
-    """Whether `warm_up` was called in this process."""
-    return _warmed
+def is_warm(*, to_launch: bool = False) -> bool:
+    """Whether `warm_up` was called in this process, and for a launch."""
+    return bool(_preloaded) and not (to_launch and ENTRY not in _preloaded)
 
 
-def warm_up() -> None:
-    """Begin to start the server; returns at once. Called early, it hides its imports' time."""
-    global _warmed
+def warm_up(*, to_look: bool = False) -> None:
+    """Begin to start the server; returns at once. Called early, it hides its imports' time.
+
+    `to_look`: it imports only what looking at a model needs; nothing is to be launched.
+    """
     if host.allow_open_files() < host.FEWEST_OPEN_FILES:
         return  # which the verb refuses
-    _warmed = True
+    _preloaded[:] = _preloaded or (PRELOAD_TO_LOOK if to_look else PRELOAD)
     os.environ.update(environment())  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(_preloaded)
     with _group_signals_ignored():
         resource_tracker.ensure_running()
     threading.Thread(target=forkserver.ensure_running, daemon=True).start()
+    if to_look:
+        atexit.register(_end_server)
+
+
+def _end_server() -> None:
+    """Do not let who reads this process's output wait until the server has imported everything."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def import_agent() -> None:

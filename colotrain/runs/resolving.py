@@ -123,7 +123,8 @@ def _resolve(
 ) -> tuple[RunPlan, Situation]:
     from colotrain.planner.resolve import investigate
 
-    with Looker(meanwhile=import_agent) as looker:
+    meanwhile = import_agent if is_warm(to_launch=True) else lambda: None
+    with Looker(meanwhile=meanwhile) as looker:
         looks = Looks(looker)
         return investigate(
             config, survey=looks.survey, machine=machine, found=found, trace=looks.follow
