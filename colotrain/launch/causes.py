@@ -18,7 +18,13 @@ OF_A_PEER = (
     "Read error",
     "Write error",
     "Timed out waiting",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Some NCCL operations have failed or timed out",
+    "Watchdog caught collective operation timeout",
 )
+OF_A_WAITING_RANK = OF_A_PEER[-4:]
+"""What NCCL's watchdog says as it aborts a rank whose collective another rank never joined."""
 
 ERRNO = "[Errno "
 """Of disks and networks, which may be well the next time."""
@@ -35,6 +41,9 @@ class Death:
     """Of its log."""
     out_of_memory: bool = False
     """The kernel has ended processes for want of memory since the launch."""
+
+    gave_up: bool = False
+    """NCCL's watchdog aborted it, for it waited in vain for another rank."""
 
     @property
     def killed_by(self) -> str | None:
@@ -53,7 +62,8 @@ def describe(
     A rank that was killed comes first, then one that failed by itself, then one that ended
     without a word; ranks that only lost a peer come last.
     """
-    killed = [death for death in deaths if death.killed_by not in (None, "SIGTERM")]
+    waited = [death for death in deaths if death.gave_up]
+    killed = [d for d in deaths if d.killed_by not in (None, "SIGTERM") and not d.gave_up]
     if killed:
         rank, by, log = killed[0].rank, killed[0].killed_by, killed[0].log
         why = " (the kernel ended it for want of memory)" if killed[0].out_of_memory else ""
@@ -62,13 +72,20 @@ def describe(
     own = [e for e in failed if not _is_of_a_peer(e)]
     if own:
         return _failed(own[0], deaths)
-    silent = [d for d in deaths if d.rank not in {event.rank for event in events}]
+    told = {event.rank for event in events}
+    silent = [d for d in deaths if d.rank not in told and not d.gave_up]
     if silent:
         words = f": {silent[0].last_line}" if silent[0].last_line else ""
         code, log = silent[0].exit_code, silent[0].log
         early = " before the run was over" if code == 0 else ""
         return f"rank {silent[0].rank} ended with exit code {code}{early}{words}; its log: {log}"
-    return _failed(failed[0], deaths) if failed else f"the launcher failed: {error!r}"
+    if failed:
+        return _failed(failed[0], deaths)
+    if waited:
+        ranks = ", ".join(str(death.rank) for death in waited)
+        what = "waited in vain for another rank's collective (NCCL's watchdog ended it)"
+        return f"rank {ranks} {what}; its log: {waited[0].log}"
+    return f"the launcher failed: {error!r}"
 
 
 def _is_of_a_peer(event: Event) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from colotrain.launch.causes import Death
+from colotrain.launch.causes import OF_A_WAITING_RANK, Death
 
 
 def gone(processes: Any, group: Any) -> dict[int, Any]:
@@ -50,4 +50,6 @@ def _death(folder: Path, rank: int, local_rank: int, code: int) -> Death:
     logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
     log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
     lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
-    return Death(rank=rank, exit_code=code, log=str(log), last_line=lines[-1] if lines else "")
+    gave_up = code < 0 and any(mark in text for text in lines for mark in OF_A_WAITING_RANK)
+    last = lines[-1] if lines else ""
+    return Death(rank=rank, exit_code=code, log=str(log), last_line=last, gave_up=gave_up)

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_view import plan_of
@@ -17,6 +18,7 @@ from colotrain.engine.checkpoint.saving import Saver
 from colotrain.events.heartbeats import Beat, Heartbeat, read_beats
 from colotrain.events.log import Event, EventReader, EventWriter
 from colotrain.launch.causes import Death, describe
+from colotrain.launch.deaths import deaths_of
 from colotrain.launch.patience import Patience
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
@@ -231,3 +233,17 @@ def test_time_in_which_a_process_was_stopped_is_no_waiting() -> None:
     assert not patience.is_over()
     patience.waited_s += 5
     assert patience.is_over()
+
+
+def test_a_rank_that_nccls_watchdog_ended_is_not_the_cause(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "attempt_0" / "0" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL\nframe #0\n")
+    processes = SimpleNamespace(
+        _pc=SimpleNamespace(processes=[SimpleNamespace(exitcode=-6), SimpleNamespace(exitcode=3)])
+    )
+    failures = {0: SimpleNamespace(local_rank=0, exitcode=-6)}
+    deaths = deaths_of(tmp_path, processes, failures)
+    assert [death.gave_up for death in deaths] == [True, False]
+    assert describe(deaths, []).startswith("rank 1 ended with exit code 3")
+    assert describe(deaths[:1], []).startswith("rank 0 waited in vain for another rank")
