@@ -7,6 +7,7 @@ once. Written against torch 2.13.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,11 @@ try:
     from torch._C import DisableTorchFunction
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+    from torch.distributed.distributed_c10d import (
+        _get_default_group,
+        _get_default_store,
+        _set_pg_timeout,
+    )
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from torch.utils._pytree import tree_leaves
@@ -130,6 +135,12 @@ def timeout_s(*groups: dist.ProcessGroup) -> float:
     """The shortest timeout of `groups` and of the group of all ranks."""
     backends = [g._get_backend(torch.device("cpu")) for g in (*groups, _get_default_group())]
     return min(float(backend.options._timeout.total_seconds()) for backend in backends)
+
+
+def wait_as_long_as_all_(group: dist.ProcessGroup) -> None:
+    """Give `group` the timeout of the group of all ranks."""
+    if group is not _get_default_group() and dist.get_backend(group) != "fake":
+        _set_pg_timeout(datetime.timedelta(seconds=timeout_s()), group)
 
 
 def fake_store() -> Any:

@@ -64,8 +64,20 @@ def accumulate(
     return totals
 
 
+class OnDevice(dict[str, Tensor]):
+    """A micro-batch on a GPU that remembers where it came from: the host can count targets there
+    without waiting for the device."""
+
+    on_host: Batch
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """The batch on `device`; beside a GPU from page-locked memory, so that nothing waits for it."""
+    if device.type == "cpu":
+        return batch
+    moved = OnDevice({n: t.pin_memory().to(device, non_blocking=True) for n, t in batch.items()})
+    moved.on_host = batch
+    return moved
 
 
 def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -78,7 +90,8 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     The sum is in float32 at least: a half-precision mean times a number of tokens would be rounded
     again, or would overflow.
     """
-    count = count_targets(batch, shifted=getattr(model, SHIFTS, False))
+    counted = batch.on_host if isinstance(batch, OnDevice) else batch
+    count = count_targets(counted, shifted=getattr(model, SHIFTS, False))
     no_targets = count == 0
     output = model(**(_with_targets(batch) if no_targets else batch))
     if isinstance(output, tuple) and len(output) == 2 and _is_scalar(output[0]):
@@ -92,10 +105,11 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         raise _wrong_output(output)
     if no_targets:
         return _nothing(_exact(loss)), torch.zeros((), device=loss.device)
-    weight = torch.as_tensor(float(_num_samples(batch) if count is None else count))
     if getattr(output, COUNT, None) is not None:
-        weight = torch.as_tensor(getattr(output, COUNT)).reshape(()).float()
-    weight = weight.to(loss.device)
+        weight = torch.as_tensor(getattr(output, COUNT)).reshape(()).float().to(loss.device)
+    else:
+        targets = float(_num_samples(batch) if count is None else count)
+        weight = torch.full((), targets, dtype=torch.float32, device=loss.device)
     return _exact(loss) * weight, weight
 
 

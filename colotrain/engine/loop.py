@@ -139,7 +139,13 @@ class Fetch:
 
 
 def new_totals(run: Run) -> StepTotals:
-    return StepTotals(nominal=run.nominal_targets, loss_scale=run.loss_scale.scale)
+    nothing = torch.zeros(2, dtype=torch.float64, device=run.device)
+    return StepTotals(
+        nominal=run.nominal_targets,
+        loss_scale=run.loss_scale.scale,
+        loss_sum=nothing[0],
+        count=nothing[1],
+    )
 
 
 def agree(run: Run, totals: StepTotals) -> StepResult:
@@ -153,9 +159,12 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
     took_s = run.progress.elapsed_s()
     wish = torch.tensor([*wishes, order, order * order, took_s], dtype=torch.float64)
-    mine = torch.stack((totals.loss_sum, totals.count)).cpu()
-    shared = torch.cat((mine, wish, gradients.local_facts(run.gradients))).to(run.device)
+    norms, used = gradients.local_facts(run.gradients, run.device)
+    known_here = gradients.to_device(torch.cat((wish, used)), run.device)
+    mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
+    shared = torch.cat((mine, known_here[: len(wish)], norms, known_here[len(wish) :]))
     dist.all_reduce(shared)
+    shared = shared.cpu()  # the one wait for the device in a step
     told = shared[:10].tolist()
     loss_sum, count, stop, record, noisy, settle, save, orders, squares, took_s = told
     monitor.note_duration(run, took_s / dist.get_world_size())

@@ -35,6 +35,11 @@ def memory_now() -> tuple[int, int]:
     return resident, peak
 
 
+def held_now() -> int:
+    """Bytes that count against the budget: of tensors on the GPU, else what is resident."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else memory_now()[0]
+
+
 def highest_peak() -> int:
     """The peak of `memory_now` over the whole life of the process, whoever reset it."""
     return max(_earlier.highest, memory_now()[1])

@@ -33,6 +33,7 @@ _guard = ctypes.CDLL(os.environ["SIMULATED_GUARD"], ctypes.RTLD_GLOBAL)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
+import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init  # noqa: E402
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param  # noqa: E402
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -41,6 +42,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
+from colotrain.engine.checkpoint import shard_file  # noqa: E402
+from colotrain.engine.raw_bytes import bytes_of  # noqa: E402
 from tests.simulated.ordering import Access, Memory, Timeline  # noqa: E402
 
 assert _guard.install(), "torch was imported before tests.simulated.device"
@@ -589,6 +592,17 @@ def _cuda(gpu: Device) -> dict[str, Any]:
 def _nothing(*_: Any) -> None: ...
 
 
+def _move(tensors: list[Tensor], buffers: list[Tensor], device: torch.device) -> None:
+    """What `fully_shard` does first; setting `.data` cannot make an `OnDevice` of a tensor."""
+    for tensor in (*tensors, *buffers):
+        if tensor.device.type == "cpu" and device.type == "cuda":
+            moved = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            trains = tensor.requires_grad
+            made = torch.nn.Parameter(moved, requires_grad=trains) if is_parameter else moved
+            torch.utils.swap_tensors(tensor, made)
+
+
 def _sized(function: Callable[[Tensor], None], gpu: Device) -> Callable[[Tensor], None]:
     """`alloc_storage` and `free_storage` of `fully_shard`, which resize a storage in place."""
 
@@ -615,6 +629,11 @@ def simulated(*, limit: int | None = None) -> Iterator[Device]:
         with Mode():
             run_thread(thread)
 
+    def host_reads(tensor: Tensor) -> memoryview:
+        """What writes a checkpoint reads memory, by no operation of torch."""
+        gpu.host_uses(tensor, f"bytes_of @ {line()}")
+        return bytes_of(tensor)
+
     accelerator = {
         "current_stream": lambda *_: gpu.stream,
         "set_device_index": _nothing,
@@ -631,6 +650,8 @@ def simulated(*, limit: int | None = None) -> Iterator[Device]:
             (torch.backends.cuda, {"is_built": lambda: True}),
             (torch._C, {"_get_accelerator": lambda *_: torch.device("cuda")}),
             (torch.nn.functional, {"scaled_dot_product_attention": attention}),
+            (fsdp_init, {"_move_states_to_device": _move}),
+            (shard_file, {"bytes_of": host_reads}),
             (threading.Thread, {"run": run_simulated}),
             (functional, {"_maybe_wrap_tensor": functional.wait_tensor}),  # a subclass else
             (dist, {"get_default_backend_for_device": lambda _: "gloo"}),

@@ -29,9 +29,9 @@ def no_synchronize() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def batch_stays() -> Iterator[None]:
-    """Batches are not brought to the device."""
-    from colotrain.engine import loop
+def stays_on_host() -> Iterator[None]:
+    """What the host adds to a step's sums is not brought to the device."""
+    from colotrain.engine.gradients import gradients
 
-    with mock.patch.object(loop, "to_device", lambda batch, device: batch):
+    with mock.patch.object(gradients, "to_device", lambda values, device: values):
         yield

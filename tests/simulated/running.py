@@ -43,6 +43,7 @@ class Case:
     name: str
     words: tuple[str, ...]
     on: str = "cuda"
+    looks: bool = True
     limit: int | None = None
     run: str = ""
     plant: str = ""

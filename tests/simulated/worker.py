@@ -25,6 +25,7 @@ from colotrain.engine import loop, worker
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from
+from colotrain.torch_internals import timeout_s
 from tests.simulated import plants
 
 
@@ -36,6 +37,8 @@ class Case:
     words: list[str]
     on: str = "cuda"
     """The simulated device, or cpu."""
+    looks: bool = True
+    """Keep the gradients, for which the host waits."""
     limit: int | None = None
     """Bytes of the device's memory."""
     run: str = ""
@@ -59,7 +62,8 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
     """Train as a worker does; what was seen, as JSON."""
     rundir, rank = RunDir(folder / (case.run or case.name)), int(os.environ["RANK"])
     kept = "train.on_gradients=tests.simulated.worker:keep_gradients"
-    plan = plan_from([*case.words, f"cluster.device={case.on}", kept], here=False)
+    words = [*case.words, f"cluster.device={case.on}", *([kept] if case.looks else [])]
+    plan = plan_from(words, here=False)
     on_device = (
         device.simulated(limit=case.limit) if case.on == "cuda" else contextlib.nullcontext()
     )
@@ -78,6 +82,8 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
             if gpu is not None:
                 found = {"built_peak": gpu.peak, "built": gpu.allocated}
                 gpu.forget()
+            groups = run.sharded.mesh.get_all_groups()
+            found |= {"timeout_s": timeout_s(), "shortest_timeout_s": timeout_s(*groups)}
             found["outcome"] = loop.train(run)
             found["restored"] = run.step
         finally:

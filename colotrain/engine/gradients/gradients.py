@@ -169,12 +169,12 @@ def _note(state: GradientState, name: str, parameter: Tensor) -> None:
     state.watched.add(name)
 
 
-def local_facts(state: GradientState) -> Tensor:
-    """Σ g² of each parameter's shard as stored, then whether each was used: float64 [2 · names].
+def local_facts(state: GradientState, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Σ g² of each parameter's shard as stored, and whether each was used: float64 [names] each.
 
-    Summed over all ranks it describes the whole gradients: ranks that hold replicas give zeros.
+    The first is on `device`, where it costs no wait for a GPU, and the second on the CPU. Summed
+    over all ranks they describe the whole gradients: ranks that hold replicas give zeros.
     """
-    squares = torch.zeros(len(state.names), dtype=torch.float64)
     shards = {
         i: shard
         for i, p in enumerate(_parameters(state))
@@ -185,12 +185,23 @@ def local_facts(state: GradientState) -> Tensor:
     rest = [i for i in shards if i not in norms_of]
     if rest:
         norms_of |= zip(rest, norms([shards[i] for i in rest]), strict=True)
-    if shards:
-        device = norms_of[next(iter(shards))].device
-        found = [norms_of[i].to(device).double() for i in shards]
-        squares[list(shards)] = torch.stack(found).cpu().square()
-    used = torch.tensor([float(name in state.used_here) for name in state.names])
-    return torch.cat((squares, used.double()))
+    used = torch.tensor([name in state.used_here for name in state.names], dtype=torch.float64)
+    squares = torch.zeros(len(state.names), dtype=torch.float64, device=device)
+    for where in {norm.device for norm in norms_of.values()}:
+        blank = torch.zeros((), device=where)
+        here = {i: norm for i, norm in norms_of.items() if norm.device == where}
+        each = [here.get(i, blank) for i in range(len(state.names))]
+        if len({norm.dtype for norm in each}) > 1:
+            each = [norm.double() for norm in each]
+        squares += to_device(torch.stack(each).double().square(), device)
+    return squares, used
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`; the host does not wait for a GPU."""
+    if values.device.type != "cpu" or device.type == "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:

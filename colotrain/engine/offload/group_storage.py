@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from colotrain.engine.offload.disk import DiskStore, Region, aligned
+from colotrain.engine.offload.page_locked import page_locked
 from colotrain.engine.sharding.fsdp_internals import local_of, put_shard
 from colotrain.engine.sharding.sharded_model import Group
 from colotrain.spec.offload import Kind, Tier
@@ -58,11 +59,15 @@ class Home:
                 self.regions["parameters"] = [_take(store, sizes, dtypes)]
             flats = self.regions["parameters"][0].carve(sizes, dtypes)
         else:
-            each = zip(sizes, dtypes, strict=True)
-            flats = [torch.empty(n, dtype=d, pin_memory=self.pinned) for n, d in each]
+            flats = self._on_host(sizes, dtypes)
         for param, flat in zip(params, flats, strict=True):
             put_shard(param, flat, fresh=fresh)
         self.parameters = tier
+
+    def _on_host(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        if self.pinned:
+            return page_locked(sizes, dtypes)
+        return [torch.empty(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
 
     def keep_gradient(self, name: str, leaf: Tensor, store: DiskStore | None) -> Tensor:
         """Bring the sharded gradient of `leaf` to disk; returns the local part there."""
@@ -125,8 +130,7 @@ class Home:
             self.regions.setdefault("optimizer", []).append(region)
             tensors = region.carve(sizes, dtypes)
         else:
-            each = zip(sizes, dtypes, strict=True)
-            tensors = [torch.empty(n, dtype=d, pin_memory=self.pinned) for n, d in each]
+            tensors = self._on_host(sizes, dtypes)
         kept: dict[str, dict[str, Tensor]] = {}
         for (name, key, value), tensor in zip(flat, tensors, strict=True):
             kept.setdefault(name, {})[key] = tensor.view(value.shape)

@@ -28,7 +28,7 @@ from colotrain.engine.offload.disk import (
     write,
 )
 from colotrain.engine.offload.group_storage import Home
-from colotrain.engine.probes import memory_now, reset_peak
+from colotrain.engine.probes import held_now, memory_now, reset_peak
 from colotrain.engine.sharding.fsdp_internals import is_being_gathered, is_gathered_alone, local_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.shm.shared_parameters import Common
@@ -90,7 +90,7 @@ class Tiers:
     def begin_step(self) -> None:
         """Measure from here. With room for everything free memory is kept: new pages cost time."""
         self.trim()
-        self.begun_empty = self.crowded or self.placement.streams or memory_now()[0] > self._limit
+        self.begun_empty = self.crowded or self.placement.streams or held_now() > self._limit
         if self.begun_empty:
             return_free_memory()
         reset_peak()
@@ -116,9 +116,7 @@ class Tiers:
         The first time anything may move either way; later only down. Returns whether anything
         changed.
         """
-        now, peak = memory_now()
-        if self.device != "cpu":
-            now = torch.cuda.memory_allocated()
+        now, peak = held_now(), memory_now()[1]
         model = self._resident(optimizer)
         mine = torch.tensor([peak - model, now - model], dtype=torch.int64)
         mine = mine.to(self.device)

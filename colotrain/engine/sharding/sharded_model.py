@@ -46,6 +46,7 @@ from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
 from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import expand
+from colotrain.torch_internals import wait_as_long_as_all_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,10 @@ class ShardedModel:
 def make_mesh(plugin: PluginPlan, device: str) -> DeviceMesh:
     """The device mesh of a plugin. All ranks must call."""
     names = ("shard",) if len(plugin.mesh) == 1 else ("replicate", "shard")
-    return init_device_mesh(device, plugin.mesh, mesh_dim_names=names)
+    mesh = init_device_mesh(device, plugin.mesh, mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # made with torch's own timeout: 10 minutes, 30 with gloo
+        wait_as_long_as_all_(group)
+    return mesh
 
 
 def shard_(

@@ -1,0 +1,172 @@
+"""What a step on a CUDA device costs and keeps, and mistakes that must be found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.simulated.ordering import Memory, Timeline
+from tests.simulated.running import SMALL, WIDER, Case, Found, apart, carry_out
+
+STEPS = 4
+QUIET = ("train.eval_steps=0",)
+TRAIN = ("train.max_steps=4", "train.micro_batch=2")
+SAVING = ("train.micro_batch=2", "checkpoint.every=3")
+GEMINI = (*WIDER, *TRAIN, "plugin=gemini")
+BELOW = "plugin.budget.device=30MiB"
+USER = "model.target=tests.simulated.models:Mean"
+MIB = 1 << 20
+PLANNED = {
+    "zero1": ("plugin=zero1",),
+    "zero2": ("plugin=zero2",),
+    "zero3": ("plugin=zero3",),
+    "zero3 in bf16": ("plugin=zero3", "train.precision=bf16"),
+    "zero1, recomputing": ("plugin=zero1", "train.activation_checkpointing=blocks"),
+    "zero3, recomputing some": ("plugin=zero3", "train.activation_checkpointing=selective"),
+}
+BUDGETS = {"100 %": 60 * MIB, "50 %": 30 * MIB, "25 %": 21 * MIB}
+"""Of the states' bytes, which are 57 MiB; 25 % and what computing needs itself."""
+
+
+def saving(name: str, plugin: str, *words: str) -> list[Case]:
+    """A run of six steps, and one of three that is resumed."""
+    base = (*SMALL, *SAVING, f"plugin={plugin}", *words)
+    whole = Case(name=f"{name} whole", words=(*base, "train.max_steps=6"))
+    begun = Case(name=f"{name} begun", words=(*base, "train.max_steps=3"), run=f"{name} run")
+    more = Case(
+        name=f"{name} resumed", words=(*base, "train.max_steps=6"), run=f"{name} run", attempt=1
+    )
+    return [whole, begun, more]
+
+
+RESUMED = {
+    "zero1": ("zero1",),
+    "zero3 in bf16": ("zero3", "train.precision=bf16"),
+    "zero2, not behind": ("zero2", "checkpoint.async=false"),
+    "gemini below": ("gemini", "plugin.budget.device=4MiB", "model.args.d_model=128"),
+}
+NOT_FINITE = ("model.target=tests.simulated.models:Explodes", "train.on_nonfinite=skip")
+RECORDED = ("plugin=zero3", "observe.grads_every=1", "train.eval_every=2")
+
+
+@pytest.fixture(scope="module")
+def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    disk = tmp_path_factory.mktemp("disk")
+    lower = (f"plugin.disk_path={disk}", "plugin.budget.host=20MiB")
+    cases = [
+        Case(name="cpu", words=(*WIDER, *TRAIN, "plugin=zero1"), on="cpu"),
+        *(
+            Case(name=n, words=(*WIDER, *TRAIN, *QUIET, *words), looks=False)
+            for n, words in PLANNED.items()
+        ),
+        *(
+            Case(name=n, words=(*GEMINI, f"plugin.budget.device={size}"), limit=size)
+            for n, size in BUDGETS.items()
+        ),
+        Case(name="disk", words=(*GEMINI, BELOW, *lower), limit=30 * MIB),
+        *(case for name, words in RESUMED.items() for case in saving(name, *words)),
+        *(
+            Case(name=f"{name} on {on}", words=(*SMALL, *TRAIN, *words), on=on)
+            for name, words in (("user", (USER,)), ("recorded", RECORDED), ("huge", NOT_FINITE))
+            for on in ("cpu", "cuda")
+        ),
+        Case(name="no wait", words=(*GEMINI, BELOW), plant="no_wait_stream"),
+        Case(
+            name="no synchronize",
+            words=(*GEMINI, BELOW, "checkpoint.every=2"),
+            plant="no_synchronize",
+        ),
+        Case(name="hybrid", words=(*SMALL, *TRAIN, "plugin=fsdp-hybrid", *QUIET)),
+        Case(name="stays", words=(*SMALL, *TRAIN), plant="stays_on_host"),
+    ]
+    return carry_out(cases, tmp_path_factory.mktemp("device"), guard)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3 in bf16"])
+def test_the_host_waits_once_per_step(name: str, found: dict[str, Found]) -> None:
+    assert sum(found[name].waits.values()) == STEPS, found[name].waits
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_is_the_peak(name: str, found: dict[str, Found]) -> None:
+    assert found[name].races == []
+    assert found[name].planned == pytest.approx(found[name].peak, rel=0.03)
+
+
+@pytest.mark.parametrize("name", [*BUDGETS, "disk"])
+def test_gemini_trains_below_its_budget(name: str, found: dict[str, Found]) -> None:
+    losses, gradients = apart(found[name], found["cpu"])
+    assert found[name].races == []
+    assert losses < 1e-5
+    assert gradients < 1e-4
+
+
+def test_page_locked_memory_is_not_rounded_up(found: dict[str, Found]) -> None:
+    states = found["25 %"].events("tiers")[-1]["bytes"]
+    on_host = sum(kind.get("host", 0) for name, kind in states.items() if name != "gradients")
+    assert found["25 %"].pinned == pytest.approx(on_host, rel=0.05)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_goes_on_bit_for_bit(name: str, found: dict[str, Found]) -> None:
+    whole, begun, more = (found[f"{name} {part}"] for part in ("whole", "begun", "resumed"))
+    assert whole.races == begun.races == more.races == []
+    assert more.losses == whole.losses
+    assert any(key.startswith("5:") for key in more.gradients)
+    for key, gradient in more.gradients.items():
+        assert torch.equal(gradient, whole.gradients[key]), key
+
+
+def test_a_user_model_trains_as_on_the_cpu(found: dict[str, Found]) -> None:
+    losses, gradients = apart(found["user on cuda"], found["user on cpu"])
+    assert found["user on cuda"].races == []
+    assert losses < 1e-5
+    assert gradients < 1e-4
+
+
+def test_evaluation_and_gradient_records_are_those_of_the_cpu(found: dict[str, Found]) -> None:
+    here, there = found["recorded on cuda"], found["recorded on cpu"]
+    assert here.races == []
+    assert len(here.events("eval")) == len(there.events("eval")) > 1
+    for mine, its in zip(here.events("eval"), there.events("eval"), strict=True):
+        assert mine["loss"] == pytest.approx(its["loss"], abs=1e-5)
+    records = list(zip(here.events("gradients"), there.events("gradients"), strict=True))
+    assert len(records) == STEPS
+    for mine, its in records:
+        for column in ("norm", "max_abs", "update_ratio"):
+            assert mine[column] == pytest.approx(its[column], rel=1e-3, abs=1e-7), column
+
+
+def test_the_first_value_that_is_not_finite_is_found(found: dict[str, Found]) -> None:
+    here, there = found["huge on cuda"], found["huge on cpu"]
+    assert here.races == []
+    assert here.events("nonfinite") == there.events("nonfinite") != []
+
+
+def test_all_process_groups_wait_equally_long(found: dict[str, Found]) -> None:
+    assert found["hybrid"].shortest_timeout_s == found["hybrid"].timeout_s
+
+
+def test_a_missing_wait_between_streams_is_a_race(found: dict[str, Found]) -> None:
+    assert any(race.startswith("race: stream") for race in found["no wait"].races)
+
+
+def test_a_missing_wait_of_the_host_is_a_race(found: dict[str, Found]) -> None:
+    races = found["no synchronize"].races
+    assert any("the host" in race for race in races), races
+
+
+def test_an_operand_on_the_cpu_is_an_error(found: dict[str, Found]) -> None:
+    assert "two devices" in (found["stays"].error or "")
+
+
+def test_what_a_timeline_does_not_know_is_a_race() -> None:
+    one, two = Timeline("one"), Timeline("two")
+    memory = Memory(one, True, "here")
+    assert memory.use(one, one.tick(), "a write", writes=True) == []
+    assert memory.use(two, two.tick(), "a read", writes=False) != []
+    two.follow(one.known)
+    assert memory.use(two, two.tick(), "a read", writes=False) == []
+    assert memory.use(one, one.tick(), "a write", writes=True) != []
