@@ -80,7 +80,7 @@ class DoesNotFit(ColotrainError):
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """A `did you mean` hint of the names nearest to `word`, or the known names, or nothing."""
-    names = sorted(known)
+    names = sorted(set(known))
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(near) + "?"

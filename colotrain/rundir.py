@@ -13,6 +13,7 @@ from colotrain.errors import UsageError, suggest
 from colotrain.spec.plan import RunPlan
 
 RUNS = Path("runs")
+HOW_TO_START = "start one, as in `colotrain run recipe=llm-tiny`"
 OFFLOAD = "offload"
 """The folder of gemini's disk tier inside a run directory, where the user has named no other."""
 NOISE = "noise"
@@ -210,7 +211,10 @@ class RunDir:
             if (candidate / "plan.json").is_file():
                 return RunDir(candidate)
         known = RunDir.all(root)
-        raise UsageError(f"no run {name!r}", suggest(name, (run.name for run in known)))
+        raise UsageError(
+            f"no run {name!r}",
+            suggest(name, (run.name for run in known)) or f"there are none: {HOW_TO_START}",
+        )
 
     @staticmethod
     def all(root: Path = RUNS) -> list[RunDir]:

@@ -137,7 +137,7 @@ def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     if model.target is not None or model.hf is not None or not is_whole:
         return
     if settings.recipe is None:
-        fix = f"recipes: {', '.join(recipe_names())}"
+        fix = f"for example recipe=llm-tiny; recipes: {', '.join(recipe_names())}"
         yield Problem(key="recipe", expected="a recipe (recipe=NAME), or model.target", fix=fix)
     else:
         fix = "set model.target, or build on a recipe that does: `defaults: [llm-tiny, _self_]`"

@@ -33,6 +33,8 @@ from colotrain.config.values import delete_, resolve_references, set_
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import MISSING, to_plain
 
+ONE_OF = {"model": ("target", "hf"), "data": ("corpus", "path", "mixture", "target")}
+"""Section → keys of which a run has one."""
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
 
@@ -55,6 +57,7 @@ def gather(
     _rename(choices, search, notices)
     search = _drop_unknown(choices, search, cwd, problems)
     config = _merge(_Layers(search, choices, problems, notices))
+    _give_way(config, parsed, notices)
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if override.is_delete():
@@ -65,6 +68,23 @@ def gather(
         config["recipe"] = recipe
     _move_profile(config, notices)
     return resolve_references(config, problems), problems
+
+
+def _give_way(config: DictConfig, overrides: Sequence[Override], notices: list[str]) -> None:
+    """A source that an argument names takes the place of the files' other one and its args."""
+    touched = {override.key_or_group for override in overrides}
+    given = {o.key_or_group for o in overrides if not o.is_delete() and o.value() is not None}
+    for section, names in ONE_OF.items():
+        chosen = [f"{section}.{name}" for name in names if f"{section}.{name}" in given]
+        found = config.get(section)
+        if len(chosen) != 1 or not isinstance(found, DictConfig):
+            continue
+        for name in names:
+            if found.get(name) in (None, []) or f"{section}.{name}" in touched:
+                continue
+            notices.append(f"{chosen[0]} takes the place of {section}.{name}={found[name]}")
+            found[name] = [] if name == "mixture" else None
+            found["args"] = {}
 
 
 def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None:

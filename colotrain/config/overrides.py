@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from pathlib import Path
 
 from colotrain.config.schema import Config
 from colotrain.config.shipped import NAMED, Search
@@ -16,6 +17,8 @@ def not_an_override(text: str, search: Search) -> Problem:
     hint = suggest(text, (*leaves(Config), "recipe", "plugin"))
     if groups:
         hint = "did you mean " + " or ".join(f"{group}={text}" for group in groups) + "?"
+    elif text and text not in leaves(Config) and Path(text).exists():
+        hint = f"write data.path={text}, model.hf={text} or recipe={text}, as what it is"
     elif text in leaves(Config) or not hint.startswith("did you mean"):
         hint = f"write {text}=VALUE" if text in leaves(Config) else "as in train.max_steps=10"
     return Problem(key=text or "''", expected="KEY=VALUE", fix=hint)

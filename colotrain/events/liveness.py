@@ -21,7 +21,7 @@ from colotrain.events.fold import follow
 from colotrain.events.log import event_files
 from colotrain.events.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RUNS, RunDir, write_atomically
+from colotrain.rundir import HOW_TO_START, RUNS, RunDir, write_atomically
 
 SILENT_S = 120.0
 """A run on another host whose event files are older than this is taken for dead."""
@@ -122,7 +122,7 @@ def find(
         return RunDir.find(name, root=root)
     known = RunDir.all(root)[::-1]
     if not known:
-        raise UsageError(f"no runs under {root.absolute()}", "start one with `colotrain run`")
+        raise UsageError(f"no runs under {root.absolute()}", HOW_TO_START)
     return next((r for r in known if _holds(r) or counts(r) or _is_queued(r)), known[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,21 @@ def check_kind(kind: str) -> None:
 
 
 def findings(config: Mapping[str, Any], kind: str) -> list[Finding]:
-    return read(RULES[kind], config)
+    return _one_folder(read(RULES[kind], config))
+
+
+def _one_folder(found: list[Finding]) -> list[Finding]:
+    """Of several folders for offloading the first is taken, and the others are asked about."""
+    key = "plugin.disk_path"
+    first = next((f for f in found if key in f.settings), None)
+
+    def one(finding: Finding) -> Finding:
+        if first is None or finding.settings.get(key, first.settings[key]) == first.settings[key]:
+            return finding
+        note = f"{key} is one folder: {first.settings[key]} is taken, set {key} for another"
+        return replace(finding, outcome="asked", note=note, settings={})
+
+    return [one(finding) for finding in found]
 
 
 def settings(found: Sequence[Finding]) -> dict[str, Any]:

@@ -50,10 +50,13 @@ def check_name(
         if len(changed) > MOST_SHOWN:
             keys = ", ".join(key for key, _, _ in changed[:MOST_SHOWN])
             what = f"{keys} and {len(changed) - MOST_SHOWN} more keys"
+        change = f"`colotrain resume {rundir.name} KEY=VALUE`"
+        if queue.recall(rundir):  # a job's, which goes on as a job
+            change = f"one with checkpoint.resume={os.path.relpath(rundir.path)}"
         raise UsageError(
             f"name={rundir.name}: that run was made with other settings: {what}",
-            f"choose another name, or `colotrain resume {rundir.name} KEY=VALUE` to go on with "
-            "changes, or --overwrite to set that run aside and begin anew",
+            f"choose another name, or {change} to go on with changes, or --overwrite to set that "
+            "run aside and begin anew",
         )
 
 

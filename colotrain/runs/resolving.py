@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -96,9 +97,20 @@ def settle(
     plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if here:
         check_place(plan, machine, several=several, submit=submit if is_job(config) else "")
+        _check_allocation(config, plan, submit)
     return Setting(
         config=config, plan=plan, situation=situation, machine=machine, notices=tuple(notices)
     )
+
+
+def _check_allocation(config: dict[str, Any], plan: RunPlan, submit: str) -> None:
+    """Refuse to train a job on the CPU of a login node, which `auto` would choose there."""
+    chosen = config["cluster"]["device"] != "auto" or "SLURM_JOB_ID" in os.environ
+    if chosen or plan.cluster.device != "cpu" or not is_job(config):
+        return
+    expected = "a device by name: these are the settings of a job, and this is none of its nodes"
+    fix = f"{submit} runs it there, cluster=local or cluster.device=cpu here"
+    raise ConfigError([Problem(key="cluster.device", value="auto", expected=expected, fix=fix)])
 
 
 def _elsewhere(config: dict[str, Any], machine: Machine) -> Machine:

@@ -386,3 +386,16 @@ def test_hydra_leaves_no_trace(folder: Path) -> None:
 @pytest.mark.parametrize("name", Search.at(Path("/nonexistent")).names("recipe"))
 def test_every_shipped_recipe_can_be_read(name: str) -> None:
     assert from_plain(Config, compose([f"recipe={name}"])).model.target is not None
+
+
+def test_a_source_that_an_argument_names_takes_the_place_of_the_recipes(tmp_path: Path) -> None:
+    notices = list[str]()
+    words = ["recipe=llm-tiny", "data.path=a.txt", "model.hf=there", "+model.args.dtype=bfloat16"]
+    config, problems = gather(words, cwd=tmp_path, notices=notices)
+    assert not problems
+    assert (config["data"]["corpus"], config["data"]["path"]) == (None, "a.txt")
+    model = config["model"]
+    assert (model["target"], model["hf"], model["args"]) == (None, "there", {"dtype": "bfloat16"})
+    assert "data.path takes the place of data.corpus=stdlib" in notices
+    both, _ = gather(["recipe=llm-tiny", "data.path=a", "data.target=b:c"], cwd=tmp_path)
+    assert both["data"]["corpus"] == "stdlib"  # two are named: the plan says what is wrong

@@ -243,6 +243,19 @@ def test_a_job_on_cuda_that_asks_for_no_gpu_is_refused(
     settle([*SEVEN, "cluster=slurm", *words], here=False, job=True)
 
 
+def test_a_job_does_not_train_on_the_cpu_of_a_login_node(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = [*SMALL, "cluster=slurm", "cluster.procs_per_node=1"]
+    assert guarded(["run", *job]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: cluster.device=auto: expected a device by name")
+    assert "`colotrain submit` with the same arguments runs it there" in line
+    assert settle([*job, "cluster.device=cpu"]).plan.cluster.device == "cpu"  # asked for
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert settle(job).plan.cluster.device == "cpu"  # on a node of the job
+
+
 def test_a_job_is_gone_on_with_as_a_job(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A login node has none of the job's GPUs: `resume` there says how a job goes on."""
     nodes(site, H100)

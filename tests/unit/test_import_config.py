@@ -275,6 +275,20 @@ def test_a_folder_is_taken_only_where_something_goes_to_it() -> None:
     assert (found["plugin.name"], found["plugin.disk_path"]) == ("gemini", "/fast")
 
 
+def test_of_two_folders_for_offloading_one_is_taken_and_the_other_asked_about() -> None:
+    def zero(*folders: str) -> list[recipes.Finding]:
+        offload = [{"device": "nvme", "nvme_path": folder} for folder in folders]
+        names = ("offload_param", "offload_optimizer")
+        zero: dict[str, Any] = {"stage": 3} | dict(zip(names, offload, strict=True))
+        return recipes.findings({"zero_optimization": zero}, "deepspeed")
+
+    found = zero("/fast", "/slow")
+    assert recipes.settings(found)["plugin.disk_path"] == "/fast"
+    (asked,) = [line for line in recipes.questions(found) if "plugin.disk_path" in line]
+    assert "/fast is taken, set plugin.disk_path for another" in asked
+    assert not [q for q in recipes.questions(zero("/fast", "/fast")) if "disk_path" in q]
+
+
 def test_a_constant_rate_does_not_say_how_long_a_run_is() -> None:
     assert "train.max_steps" not in recipes.settings(
         lightning_of("ConstantLR", None, total_iters=5)

@@ -66,6 +66,16 @@ def test_a_name_that_has_other_settings_is_refused_with_those_that_differ(
     assert {p: p.read_bytes() for p in rundir.path.iterdir() if p.is_file()} == before
 
 
+def test_a_job_with_other_settings_is_gone_on_with_as_a_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    queue.remember(made(), queue.Submitted(job="7", script="x"))
+    assert guarded(["run", *X, "optim.lr=0.5"]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
+    assert "choose another name, or one with checkpoint.resume=runs/x to go on with" in line
+    assert "colotrain resume" not in line
+
+
 def test_the_same_settings_in_another_spelling_go_on() -> None:
     made("optim.lr=0.5", status=None)
     check(settle([*X, "optim.lr=5e-1", "cluster.head='host:1'", "checkpoint.resume=auto"]))

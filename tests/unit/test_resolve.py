@@ -517,7 +517,7 @@ def test_a_step_of_the_schedule_after_the_run_is_announced() -> None:
 
 def test_with_nothing_to_run_the_recipes_are_listed() -> None:
     (line,) = lines({})
-    assert line.startswith("recipe: expected a recipe (recipe=NAME), or model.target; recipes: ")
+    assert line.startswith("recipe: expected a recipe (recipe=NAME), or model.target; for example ")
     assert "llm-tiny" in line
 
 
