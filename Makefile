@@ -14,7 +14,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-all bench lint types fmt docs site wheel constraints clean
+.PHONY: help run test test-slow test-all bench lint types fmt docs frames site wheel constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ fmt: $(VENV)/.dev ## rewrite the code as ruff formats it
 
 docs: $(VENV)/.core ## write the reference in docs/configuration.md anew
 	$(BIN)/python scripts/write_reference.py
+
+frames: $(VENV)/.dev ## write tests/unit/golden/frames anew: what commands show, letter by letter
+	UPDATE_FRAMES=1 $(BIN)/python -m pytest -q tests/unit/test_golden_frames.py
 
 site: $(VENV)/.dev ## build the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

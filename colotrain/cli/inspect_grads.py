@@ -268,8 +268,11 @@ def print_table(
     table_rows = [cells(row, noise) for row in rows]
     narrow = console.width < ROOMY
     left_out = NARROW if narrow else set()
-    if not any(row[-1] for row in table_rows):
+    if narrow or not any(row[-1] for row in table_rows):
         left_out = left_out | {"WHY"}
+    reasons: dict[str, list[str]] = {}
+    for row in table_rows:
+        reasons.setdefault(row[-1].plain, []).append(row[0].plain)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in (title for title in titles if title not in left_out):
         left = title in ("PARAMETER", "STATUS", "WHY")
@@ -283,6 +286,10 @@ def print_table(
         shown_cells = zip(titles, row, strict=True)
         table.add_row(*(cell for title, cell in shown_cells if title not in left_out))
     console.print(table)
+    for why, names in reasons.items() if narrow else ():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        if why:
+            console.print(f"{names[0]}{more}: {why}", markup=False)
 
 
 def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
