@@ -28,7 +28,7 @@ def unknown_torch(error: Exception | str) -> ColotrainError:
 
 
 try:
-    from torch._C import DisableTorchFunction
+    from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.distributed_c10d import (
@@ -68,6 +68,7 @@ without_modes = _disable_current_modes
 
 __all__ = [
     "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
     "Dropouts",
     "FakeTensorMode",
     "OpOverload",

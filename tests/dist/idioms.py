@@ -145,3 +145,24 @@ class Large(HalfLoss):
             self.logits(input_ids).flatten(0, 1).float(), labels.flatten(), reduction="sum"
         )
         return 64.0 * loss_sum, (labels >= 0).sum()
+
+
+class Late(HalfLoss):
+    """Uses a layer's weight outside the layer: from the second training forward on, or only in
+    evaluation, as a tensor or as a number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.forwards = how, 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        loss = super().forward(input_ids, labels)
+        weight = self.layers[0].weight
+        self.forwards += self.training
+        if self.how == "evaluation" and not self.training:
+            loss = loss + weight.square().sum()
+        if self.how == "number" and self.forwards > 1:
+            loss = loss * weight.detach().norm().item()
+        if self.how == "tensor" and self.forwards > 1:
+            loss = loss + weight.square().sum()
+        return loss

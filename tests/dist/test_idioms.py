@@ -112,3 +112,26 @@ def test_targets_are_counted_and_kept_as_the_model_sees_them(tmp_path: Path) -> 
             name == "Regression"
         ):  # rounding of activations alone: of the targets' it would be hundreds
             assert result.max_abs_loss < 1.0
+
+
+@pytest.mark.parametrize("how", ["number", "tensor"])
+def test_a_weight_first_used_outside_its_block_in_a_later_step_is_an_error_by_name(
+    here: Colotrain, how: str
+) -> None:
+    late = ("model.target=tests.dist.idioms:Late", f"model.args.how={how}", "plugin=zero3")
+    result = here("run", *OF_TOKENS, *late, "train.micro_batch=8")
+    assert result.code == 1
+    assert "forward uses layers.0.weight outside the block that holds it" in result.err
+
+
+def test_a_weight_used_outside_its_block_in_evaluation_alone_counts_whole(here: Colotrain) -> None:
+    late = ("model.target=tests.dist.idioms:Late", "model.args.how=evaluation")
+    found = {}
+    for plugin, ranks in (("zero1", 1), ("zero1", 2), ("zero3", 2), ("gemini", 2)):
+        name = f"{plugin}-{ranks}"
+        plan = (*OF_TOKENS, *late, f"plugin={plugin}", f"cluster.procs_per_node={ranks}")
+        here.run(*plan, "train.eval_steps=1", "train.micro_batch=8", f"name={name}")
+        found[name] = [e.fields["loss"] for e in here.events(name) if e.kind == "eval"]
+    for name, losses_of in found.items():
+        assert losses_of, name
+        assert losses_of == pytest.approx(found["zero1-1"], rel=1e-6), name

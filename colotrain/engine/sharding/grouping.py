@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -160,15 +161,15 @@ def _trial(
 ) -> dict[str, list[Any]] | None:
     """Block name → shape of the first input of each call; None where the forward does not run.
 
-    Blocks whose parameters are used outside their calls are left out. Blocks that change what they
-    are given are marked with CHANGES_INPUTS.
+    Blocks whose parameters are used outside their calls, in training or evaluation, are left out.
+    Blocks that change what they are given are marked with CHANGES_INPUTS.
     """
-    calls: dict[str, list[Any]] = {name: [] for name, _ in blocks}
+    seen: dict[str, list[Any]] = {name: [] for name, _ in blocks}
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             first = args[0] if args else None
-            calls[name].append(tuple(first.shape) if isinstance(first, Tensor) else None)
+            seen[name].append(tuple(first.shape) if isinstance(first, Tensor) else None)
 
         return hook
 
@@ -182,6 +183,10 @@ def _trial(
                 block.register_forward_pre_hook(note(name))
                 when_inputs_change(block, partial(setattr, module, CHANGES_INPUTS, True))
             with uses:
+                trial(**inputs)
+            calls = {name: list(shapes) for name, shapes in seen.items()}  # of training alone
+            with suppress(Exception), uses:  # what evaluation alone uses outside, too
+                trial.eval()
                 trial(**inputs)
     except Exception:  # whatever a user's forward raises: it will be met again in training
         return None

@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
 from colotrain.errors import ColotrainError
-from colotrain.torch_internals import forget_hooks, hooks_of
+from colotrain.torch_internals import (
+    DisableTorchFunctionSubclass,
+    forget_hooks,
+    hooks_of,
+    tree_leaves,
+)
 
 Hook = Callable[[Tensor], Tensor | None]
 NOT_THE_USERS = ("_fsdp", "_is_param")
@@ -133,9 +139,36 @@ class Whole(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
+class Shard(DTensor):
+    """A parameter while a forward runs and its group is not gathered: nothing may compute with it.
+
+    torch would compute with this rank's rows alone, silently, or end with an error that does not
+    name the parameter.
+    """
+
+    __slots__ = ()
+    name_here: str | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = next(p.name_here for p in tree_leaves((args, kwargs)) if type(p) is cls)
+        with DisableTorchFunctionSubclass():
+            try:
+                result = func(*args, **(kwargs or {}))
+            except RuntimeError as error:  # of torch's mixing whole tensors and shards
+                raise used_outside(name) from error
+        is_read = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+        if is_read or func == GRAD:  # a shape, say, can be asked for anywhere
+            return result
+        raise used_outside(name)
+
+
+GRAD: Any = cast(Any, torch.Tensor.grad).__get__
+
+
 @dataclass(slots=True, eq=False)
 class ForwardWatch:
-    """Ends the run when a forward changes a sharded parameter in place.
+    """Ends the run when a forward changes a sharded parameter in place, or uses one too early.
 
     The change would be lost where parameters are gathered, and made by every rank on one memory
     where they are shared. torch counts changes in a tensor's version.
@@ -177,10 +210,16 @@ class ForwardWatch:
         for index in self.versions:
             self.versions[index] = self._version(index)
         self.aliases.clear()
+        for param in self.params:
+            if type(param.sharded_param) is DTensor:
+                _become(param.sharded_param, Shard, name_of(param))
         self.running = True
 
     def _end(self) -> None:
         self.running = False
+        for param in self.params:
+            if type(param.sharded_param) is Shard:
+                _become(param.sharded_param, DTensor, None)
         aliases, self.aliases = self.aliases, []
         for name, alias in aliases:
             if alias._version:
@@ -199,4 +238,16 @@ def changed_in_place(name: str) -> ColotrainError:
     return ColotrainError(
         f"model: forward changes {name} in place (as max_norm and clamps do)",
         "compute with a changed copy, or change it in train.on_gradients",
+    )
+
+
+def _become(shard: Any, cls: type, name: str | None) -> None:
+    shard.__class__, shard.name_here = cls, name
+
+
+def used_outside(name: str | None) -> ColotrainError:
+    return ColotrainError(
+        f"model: forward uses {name} outside the block that holds it, which the first forward "
+        "did not",
+        "use it in every forward: multiply what it adds by 0 until it is to count",
     )
