@@ -59,7 +59,7 @@ def draw(seed: int) -> list[str]:
     if dice.random() < 0.3:
         words.append("freeze.patterns=[embed*,blocks.0.*]")
     if dice.random() < 0.3:
-        words.append("train.activation_checkpointing=blocks")
+        words.append("train.activation_checkpointing=full")
     if dice.random() < 0.3:
         words.append("observe.grads_every=3")
     return words

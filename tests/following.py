@@ -11,8 +11,8 @@ line that none of them covers is an error:
    of one small run.
 3. *Places.* `/scratch/me` and `books/` are folders, this one with a text in it; `node0:29500` is
    a free port of this machine.
-4. *Several machines.* Commands of one block with `cluster.rank` are started together, here; the
-   doctor may find there that the head is this machine, and nothing else.
+4. *Several machines.* Commands of one block with `cluster.node_rank` are started together, here;
+   the doctor may find there that the head is this machine, and nothing else.
 5. *A running job.* `--live` and `stop` meet a run that is started before and stopped after.
 6. *SLURM.* Its commands are stand-ins that take every job; tests/slurm has the real ones.
 7. *Records.* A block of JSON is the file that the command after it names.
@@ -87,7 +87,7 @@ class Follower:
                 self._write_records(block, found[index + 1 :])
             elif block.language == "python":
                 self._python("-c", block.body)
-            together = [line for line in block.lines if "cluster.rank=" in line]
+            together = [line for line in block.lines if "cluster.node_rank=" in line]
             if together:
                 self._at_once(together)
             for line in block.lines:

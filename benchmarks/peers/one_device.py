@@ -160,7 +160,7 @@ def prepare_(model: LLM, plan: RunPlan, *, compiled: bool) -> None:
     for block in model.blocks:
         if compiled:
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-        if recompute == "blocks":
+        if recompute == "full":
             again = functools.partial(checkpoint, block.forward, use_reentrant=False)
             block.forward = again  # type: ignore[method-assign]
 

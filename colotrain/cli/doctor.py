@@ -46,7 +46,7 @@ def doctor(overrides: list[str], *, as_json: bool, all_nodes: bool, only: str) -
         raise UsageError(
             "--all-nodes: which nodes?",
             "run it inside a SLURM allocation (salloc -N2), or on each node by hand with "
-            "cluster.nodes=2 cluster.rank=0 cluster.head=HOST:PORT",
+            "cluster.nodes=2 cluster.node_rank=0 cluster.rdzv_endpoint=HOST:PORT",
         )
     found = [finding for name in chosen for finding in _run(name, around)]
     by_host = {around.host: found}
@@ -84,16 +84,16 @@ def look_around(overrides: list[str]) -> Surroundings:
 
     config, problems = gather(overrides)
     cluster = read(Cluster, config.get("cluster", {}), key="cluster", problems=problems)
-    problems += check_head(cluster.head) if cluster else []
+    problems += check_head(cluster.rdzv_endpoint) if cluster else []
     if problems:
         raise ConfigError(problems)
     step = os.environ if "SLURM_STEP_ID" in os.environ else {}
-    head = cluster.head or step.get("COLOTRAIN_HEAD")
+    given, head = cluster.node_rank, cluster.rdzv_endpoint or step.get("COLOTRAIN_HEAD")
     return Surroundings(
         runs=RUNS.absolute(),
         cache=cache_folder(),
         head=split_address(head) if head else None,
-        rank=cluster.rank if cluster.rank is not None else int(step.get("SLURM_NODEID", "0")),
+        rank=int(step.get("SLURM_NODEID", "0")) if given is None else given,
         nodes=int(step.get("SLURM_NNODES", cluster.nodes)),
     )
 

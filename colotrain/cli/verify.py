@@ -32,7 +32,7 @@ SGD = {
     "lr": 0.1,
     "betas": [0.9, 0.95],
     "weight_decay": 0.01,
-    "schedule": {"name": "linear", "warmup_steps": 1, "final_ratio": 0.5},
+    "schedule": {"name": "linear", "warmup_steps": 1, "min_lr_ratio": 0.5},
 }
 """What is compared by default: AdamW hides a wrongly scaled gradient, SGD shows it."""
 

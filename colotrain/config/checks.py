@@ -58,7 +58,7 @@ ABOVE_ZERO = (
 )
 SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
-    "optim.schedule.final_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
+    "optim.schedule.min_lr_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
 TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
@@ -152,6 +152,13 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
             key=key, value=optim.betas, expected="numbers from 0 up to, but not, 1", fix=fix
         )
     known = optimizer_of(optim.name)
+    if optim.momentum is not None and known.momentum_beta is None:
+        expected = "nothing but for sgd and muon"
+        fix = f"optim.name={optim.name} has optim.betas" if known.num_betas else "leave it out"
+        yield Problem(key="optim.momentum", value=optim.momentum, expected=expected, fix=fix)
+    elif optim.momentum is not None and not 0 <= optim.momentum < 1:
+        expected, fix = "a number from 0 up to, but not, 1", "for example optim.momentum=0.9"
+        yield Problem(key="optim.momentum", value=optim.momentum, expected=expected, fix=fix)
     if known.num_betas and len(optim.betas) not in known.num_betas:
         fix = f"for example optim.betas={known.betas_example}"
         yield Problem(key=key, value=optim.betas, expected=known.betas_are, fix=fix)
@@ -186,23 +193,23 @@ def _check_nodes(settings: Config) -> Iterator[Problem]:
         expected = f"at least cluster.nodes, {nodes}"
         yield Problem(key="elastic.max_nodes", value=most, expected=expected, fix="or remove it")
     most = max(nodes, most or 0)
-    if cluster.rank is not None and not 0 <= cluster.rank < most:
+    if cluster.node_rank is not None and not 0 <= cluster.node_rank < most:
         expected = f"from 0 to {most - 1}, one of {most} nodes"
         yield Problem(
-            key="cluster.rank",
-            value=cluster.rank,
+            key="cluster.node_rank",
+            value=cluster.node_rank,
             expected=expected,
             fix="give each node a number of its own",
         )
-    yield from check_head(cluster.head)
+    yield from check_head(cluster.rdzv_endpoint)
 
 
 def check_head(head: str | None) -> Iterator[Problem]:
     """Whether the address of node 0 is one."""
     if head is not None and split_address(head) is None:
-        fix = "for example cluster.head=node0:29500, the same on every node"
+        fix = "for example cluster.rdzv_endpoint=node0:29500, the same on every node"
         expected = "HOST:PORT of node 0, with a port from 1 to 65535"
-        yield Problem(key="cluster.head", value=head, expected=expected, fix=fix)
+        yield Problem(key="cluster.rdzv_endpoint", value=head, expected=expected, fix=fix)
 
 
 def split_address(text: str) -> tuple[str, int] | None:

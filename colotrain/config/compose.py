@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from colotrain.config import overrides as wrong
 from colotrain.config.files import ConfigFile, display_path, first_line, read_file
+from colotrain.config.renamed import renamed, use_new_names
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, PRIMARY, Search
 from colotrain.config.values import delete_, resolve_references, set_
@@ -59,7 +60,7 @@ def gather(
     config = _merge(_Layers(search, choices, problems, notices))
     _give_way(config, parsed, notices)
     for override in parsed:
-        key, value = override.key_or_group, override.value()
+        key, value = renamed(override.key_or_group, override.value(), notices)
         if override.is_delete():
             delete_(config, key, value, problems)
         elif not _is_choice(override):
@@ -224,7 +225,9 @@ def _merge(layers: _Layers) -> DictConfig:
         for layer in defaults.defaults:
             found = layers.load_config(layer.config_path or "")
             if found is not None:
-                config.merge_with(_embed(found.config, layer.package))
+                embedded = OmegaConf.create(_embed(found.config, layer.package))
+                use_new_names(embedded, layers.notices)
+                config.merge_with(embedded)
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
         names = " ".join(f"{group}={name}" for group, name in layers.choices.items())
         expected = f"files that can be composed ({first_line(error)})"

@@ -32,7 +32,7 @@ KEYS = {
     "gradient_clip_val": "write train.grad_clip",
     "gradient_clipping": "write train.grad_clip",
     "max_grad_norm": "write train.grad_clip",
-    "gradient_checkpointing": "write train.activation_checkpointing=blocks",
+    "gradient_checkpointing": "write train.activation_checkpointing=full",
     "num_workers": "leave it out: batches are read ahead by each rank (data.workers tokenizes)",
     "dataloader_num_workers": "leave it out: batches are read ahead by each rank",
     "epochs": STEPS,
@@ -99,7 +99,6 @@ VALUES = {
     },
     "train.activation_checkpointing": {
         "true": "take blocks",
-        "full": "take blocks, which recomputes all of each block",
     },
 }
 """Key → value in lower case → what to write instead."""

@@ -151,8 +151,8 @@ class Train:
     grad_clip: float | None = 1.0
     """Clip the global gradient norm to this; null turns it off."""
     activation_checkpointing: Recompute = "none"
-    """Recompute activations per block in backward (always non-reentrant): whole blocks, or with
-    `selective` all but matrix products, convolutions and attention, whose outputs are kept."""
+    """Recompute activations per block in backward (always non-reentrant): all of them (full), or
+    all but the outputs of matrix products, convolutions and attention (selective)."""
     compile: bool = False
     """Compile each block with torch.compile."""
     eval_every: int | None = None
@@ -179,7 +179,7 @@ class Schedule:
     """wsd: steps of the linear end; null: a fifth of the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
-    final_ratio: float = 0.1
+    min_lr_ratio: float = 0.1
     """Learning rate at the last step, as a share of `optim.lr`."""
 
 
@@ -210,7 +210,9 @@ class Optim:
     lr: float = 1e-3
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """The two decay rates of AdamW and Lion; the first is SGD's momentum, the second Muon's."""
+    """The two decay rates of AdamW and Lion."""
+    momentum: float | None = None
+    """Momentum of sgd and muon; null: the first of `betas` for sgd, the second for muon."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1

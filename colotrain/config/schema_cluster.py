@@ -103,9 +103,9 @@ class Cluster:
     """auto, cpu, or cuda."""
     memory: Size = "auto"
     """Memory a rank may use; auto: the GPU's, or an equal part of the host's."""
-    rank: int | None = None
+    node_rank: int | None = None
     """Several machines started by hand: this one's number, from 0."""
-    head: str | None = None
+    rdzv_endpoint: str | None = None
     """Several machines started by hand: `HOST:PORT` of machine 0, where the others find it."""
     scheduler: Literal["slurm"] | None = None
     """Who runs the job, so that `plan` plans for its nodes, as `submit` does; null: SLURM where

@@ -47,7 +47,7 @@ def check_name(around: Surroundings) -> Iterator[Finding]:
         )
         fix = (
             f"in /etc/hosts give {name} the address that others reach, not {loopback[0]}; "
-            "colotrain itself goes by cluster.head and the interface towards it"
+            "colotrain itself goes by cluster.rdzv_endpoint and the interface towards it"
         )
         yield warn("name", text, fix)
     else:
@@ -62,12 +62,12 @@ def check_head(around: Surroundings) -> Iterator[Finding]:
     try:
         found = sorted({str(i[4][0]) for i in socket.getaddrinfo(host, port)})
     except OSError as error:
-        fix = "write node 0's address in cluster.head instead"
-        yield fail("head", f"cluster.head={host}:{port}: unknown name ({error})", fix)
+        fix = "write node 0's address in cluster.rdzv_endpoint instead"
+        yield fail("head", f"cluster.rdzv_endpoint={host}:{port}: unknown name ({error})", fix)
         return
     if around.nodes > 1 and around.rank and all(a.startswith("127.") for a in found):
         fix = "write an address of node 0 that other machines reach"
-        yield fail("head", f"cluster.head={host}:{port} is {found[0]}, this machine", fix)
+        yield fail("head", f"cluster.rdzv_endpoint={host}:{port} is {found[0]}, this machine", fix)
         return
     if around.rank == 0:
         yield from _check_free(host, port)
@@ -81,7 +81,7 @@ def _check_free(host: str, port: int) -> Iterator[Finding]:
     except OSError as error:
         users = [c.pid for c in _connections() if c.laddr and c.laddr.port == port]
         who = f", used by process {users[0]}" if users and users[0] else ""
-        fix = "choose another port above 1023 in cluster.head, on every node"
+        fix = "choose another port above 1023 in cluster.rdzv_endpoint, on every node"
         yield fail("port", f"port {port} cannot be listened on ({error.strerror}{who})", fix)
         return
     yield ok("port", f"port {port} is free on {host}")

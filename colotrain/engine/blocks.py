@@ -60,7 +60,7 @@ def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
         checkpoint_blocks_(model, recompute)
     if train.compile:
         compile_blocks_(model)
-    if recompute == "blocks":
+    if recompute == "full":
         checkpoint_blocks_(model, recompute)
 
 
@@ -168,7 +168,7 @@ class _Policy:
             raise UsageError(
                 "train.activation_checkpointing=selective: a block changes the result of a "
                 f"matrix product, convolution or attention in place ({because})",
-                "set train.activation_checkpointing=blocks, or use torch 2.13",
+                "set train.activation_checkpointing=full, or use torch 2.13",
             )
         self.entries[operation][call] = COMPUTED_AGAIN
 

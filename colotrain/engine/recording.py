@@ -18,7 +18,7 @@ from colotrain.events.log import EventWriter
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
 FIX_MEMORY = (
-    "set train.micro_batch=1 or train.activation_checkpointing=blocks, or take plugin=gemini with "
+    "set train.micro_batch=1 or train.activation_checkpointing=full, or take plugin=gemini with "
     "a lower plugin.budget"
 )
 

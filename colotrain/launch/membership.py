@@ -145,7 +145,8 @@ class Attendance:
             return f"node 0 at {host}:{port} did not answer for {waited_s:.0f} s{why}"
         return (
             f"node {self.state.get('missing') or 'unknown'} did not come within {waited_s:.0f} s; "
-            f"start it with the same settings and its own cluster.rank, or see `colotrain doctor`"
+            "start it with the same settings and its own cluster.node_rank, or see "
+            "`colotrain doctor`"
         )
 
     def regroup(self) -> str:

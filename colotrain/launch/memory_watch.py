@@ -84,8 +84,8 @@ def changes(plan: RunPlan) -> list[str]:
     found = []
     if plan.batch.micro_batch > 1:
         found.append("set train.micro_batch=1")
-    if plan.train.activation_checkpointing != "blocks":
-        found.append("set train.activation_checkpointing=blocks")
+    if plan.train.activation_checkpointing != "full":
+        found.append("set train.activation_checkpointing=full")
     if plan.plugin.chunk_bytes is None:
         found.append("take plugin=gemini, which can use the disk")
     elif plan.plugin.budget is None or plan.plugin.budget.disk_path is None:

@@ -86,7 +86,8 @@ class Rendezvous:
             listener = listen(node.host, node.port)
         except OSError as error:
             raise UsageError(
-                f"cluster.head={node.host}:{node.port}: node 0 cannot listen there ({error})",
+                f"cluster.rdzv_endpoint={node.host}:{node.port}: node 0 cannot listen there "
+                f"({error})",
                 "choose a free port above 1023, and the same one on every node",
             ) from error
         write_atomically(self.rundir.meeting_file, json.dumps({"secret": secret}))

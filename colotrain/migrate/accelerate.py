@@ -92,7 +92,7 @@ def _reshard(value: Any, flat: Flat) -> Answer:
 
 
 def _checkpointing(value: Any, _: Flat) -> Answer:
-    kind = "blocks" if is_on(value) else "none"
+    kind = "full" if is_on(value) else "none"
     return Answer(outcome="taken", settings={"train.activation_checkpointing": kind})
 
 

@@ -65,9 +65,7 @@ def _optimizer(value: Any, _: Flat) -> Answer:
 
 def _momentum(value: Any, flat: Flat) -> Answer:
     if str(flat.get("optimizer.type", "")).lower() == "sgd":
-        return taken("optim.betas", lambda m: [number(m)], "the first is SGD's momentum")(
-            value, flat
-        )
+        return taken("optim.momentum", number)(value, flat)
     return Answer(outcome="none", note="only SGD has a momentum")
 
 
@@ -84,7 +82,7 @@ def _schedule(value: Any, flat: Flat) -> Answer:
     name = SCHEDULES.get(str(value))
     if name is None:
         return Answer(outcome="none", note=f"{value} is not there: see optim.schedule.name")
-    settings = {"optim.schedule.name": name, "optim.schedule.final_ratio": FINAL_RATIO[name]}
+    settings = {"optim.schedule.name": name, "optim.schedule.min_lr_ratio": FINAL_RATIO[name]}
     if flat.get("scheduler.params.warmup_num_steps") is None:
         settings["optim.schedule.warmup_steps"] = WARMUP_STEPS
     if name == "linear" and flat.get("scheduler.params.warmup_max_lr") is None:
@@ -168,7 +166,7 @@ RULES: Rules = {
     "scheduler.params.warmup_num_steps": taken("optim.schedule.warmup_steps", whole),
     "scheduler.params.total_num_steps": taken("train.max_steps", whole),
     "scheduler.params.warmup_max_lr": taken("optim.lr", number),
-    "scheduler.params.cos_min_ratio": taken("optim.schedule.final_ratio", number),
+    "scheduler.params.cos_min_ratio": taken("optim.schedule.min_lr_ratio", number),
     "scheduler.params.warmup_min_lr": decided("warm-up begins at 0"),
     "scheduler.params.warmup_min_ratio": decided("warm-up begins at 0"),
     "scheduler.params.warmup_type": decided("warm-up is linear"),
@@ -223,7 +221,7 @@ RULES: Rules = {
     "sparse_gradients": none("gradients are dense"),
     "disable_allgather": decided(BUFFERS),
     "activation_checkpointing.*": asked(
-        "your code says what is recomputed: set train.activation_checkpointing=blocks or none"
+        "your code says what is recomputed: set train.activation_checkpointing=full or none"
     ),
     "tensorboard.enabled": _tracker("tensorboard"),
     "wandb.enabled": _tracker("wandb"),

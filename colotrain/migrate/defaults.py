@@ -29,7 +29,7 @@ ADAM: tuple[Argument, ...] = (
 )
 SGD: tuple[Argument, ...] = (
     ("lr", "optim.lr", 1e-3),
-    ("momentum", "optim.betas", [0.0]),
+    ("momentum", "optim.momentum", 0.0),
     ("weight_decay", "optim.weight_decay", 0.0),
 )
 OPTIMIZERS = {"adam": ADAM, "adamw": ADAM, "sgd": SGD}

@@ -183,7 +183,7 @@ def _scheduler(value: Any, _: Flat) -> Answer:
         return Answer(outcome="none", note=f"{name} is not there: see optim.schedule.name")
     settings: dict[str, Any] = {"optim.schedule.name": found, "optim.schedule.warmup_steps": 0}
     if found in FINAL_RATIO:
-        settings["optim.schedule.final_ratio"] = FINAL_RATIO[found]
+        settings["optim.schedule.min_lr_ratio"] = FINAL_RATIO[found]
     return Answer(outcome="taken", settings=settings)
 
 
@@ -198,7 +198,7 @@ def _epochs(value: Any, flat: Flat) -> Answer:
 def _recomputed(value: Any, _: Flat) -> Answer:
     if value is None or value == []:
         return Answer(outcome="decided", note="nothing is recomputed unless you say so")
-    settings = {"train.activation_checkpointing": "blocks"}
+    settings = {"train.activation_checkpointing": "full"}
     note = "each of the model's repeated blocks; selective keeps more"
     return Answer(outcome="taken", note=note, settings=settings)
 
@@ -223,16 +223,14 @@ def _lowest(value: Any, flat: Flat) -> Answer:
     """The learning rate at the end, as a share of its peak."""
     lr = flat.get("optimizer.init_args.lr")
     if not lr:
-        return Answer(outcome="none", note="set optim.schedule.final_ratio, a share of optim.lr")
+        return Answer(outcome="none", note="set optim.schedule.min_lr_ratio, a share of optim.lr")
     ratio = number(value) / number(lr)
-    return Answer(outcome="taken", settings={"optim.schedule.final_ratio": ratio})
+    return Answer(outcome="taken", settings={"optim.schedule.min_lr_ratio": ratio})
 
 
 def _momentum(value: Any, flat: Flat) -> Answer:
     if str(flat.get("optimizer.class_path", "")).lower().endswith("sgd"):
-        return taken("optim.betas", lambda m: [number(m)], "the first is SGD's momentum")(
-            value, flat
-        )
+        return taken("optim.momentum", number)(value, flat)
     return Answer(outcome="none", note="only SGD has a momentum")
 
 
@@ -328,6 +326,6 @@ RULES: Rules = {
     "lr_scheduler.init_args.T_max": _length,
     "lr_scheduler.init_args.total_iters": _length,
     "lr_scheduler.init_args.eta_min": _lowest,
-    "lr_scheduler.init_args.end_factor": taken("optim.schedule.final_ratio", number),
+    "lr_scheduler.init_args.end_factor": taken("optim.schedule.min_lr_ratio", number),
     "lr_scheduler.init_args.*": none("an argument of a schedule that colotrain does not have"),
 }

@@ -24,7 +24,7 @@ MOST_HINTS = 3
 LEAST: Changes = {
     "plugin.name": "zero3",
     "train.micro_batch": 1,
-    "train.activation_checkpointing": "blocks",
+    "train.activation_checkpointing": "full",
 }
 """What needs the least memory without a lower tier."""
 
@@ -77,7 +77,7 @@ def fix_hints(situation: Situation, plan: RunPlan) -> str:
         if situation.verdict(more) == "yes":
             return f"nothing makes it fit here; {nodes} such machines would do: {_shown(more)}"
     option = situation.question.option(
-        "zero3", _one(situation.layout(situation.lay_out("zero3"))), checkpointing="blocks"
+        "zero3", _one(situation.layout(situation.lay_out("zero3"))), checkpointing="full"
     )
     need = format_size(option.memory.total)
     least = f"even plugin=zero3 with micro-batches of 1 needs {need} per rank"

@@ -70,7 +70,7 @@ def overrides(index: int, *, ranks: int, precision: str) -> list[str]:
         "train.micro_batch": data["micro_batch"],
         "train.global_batch": "null",
         "train.precision": precision,
-        "train.activation_checkpointing": "blocks" if index == len(SHAPES) - 1 else "none",
+        "train.activation_checkpointing": "full" if index == len(SHAPES) - 1 else "none",
         "accumulate.steps": 1,
         "cluster.device": "cpu",
         "cluster.procs_per_node": ranks,

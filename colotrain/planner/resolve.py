@@ -31,6 +31,7 @@ from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
 from colotrain.records import read, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch
+from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import (
     BatchPlan,
     CheckpointPlan,
@@ -235,15 +236,18 @@ def _train(train: Train) -> TrainPlan:
 
 
 def _optim(optim: Optim) -> OptimPlan:
+    betas, place = list(optim.betas), optimizer_of(optim.name).momentum_beta
+    if optim.momentum is not None and place is not None and place < len(betas):
+        betas[place] = optim.momentum
     return OptimPlan(
         name=optim.name,
         lr=optim.lr,
-        betas=tuple(optim.betas),
+        betas=tuple(betas),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         schedule=optim.schedule.name,
         warmup_steps=optim.schedule.warmup_steps,
-        final_ratio=optim.schedule.final_ratio,
+        final_ratio=optim.schedule.min_lr_ratio,
         decay_steps=optim.schedule.decay_steps,
         args=optim.args,
         rules=tuple(

@@ -55,7 +55,7 @@ def smoke_name(config: dict[str, Any], plan: RunPlan) -> str:
 
     Nodes that are started by hand find one another by the name, which is `NAME-smoke` there.
     """
-    if config["cluster"]["head"] is not None:
+    if config["cluster"]["rdzv_endpoint"] is not None:
         return f"{plan.name}-smoke"
     stem = plan.name if config["name"] else re.sub(r"-\d{8}-\d{6}$", "", plan.name)
     return f"{stem}-smoke-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -17,7 +17,13 @@ from colotrain.rundir import RunDir
 from colotrain.schedulers import queue
 from colotrain.spec.plan import RunPlan
 
-WHERE_IT_STARTS = ("name", "recipe", "checkpoint.resume", "cluster.rank", "cluster.head")
+WHERE_IT_STARTS = (
+    "name",
+    "recipe",
+    "checkpoint.resume",
+    "cluster.node_rank",
+    "cluster.rdzv_endpoint",
+)
 """Keys that say where a run begins or what it is called, not what it is."""
 MOST_SHOWN = 8
 

@@ -220,8 +220,14 @@ def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
         return Node()
     wanted = {
         "name": (config["name"], "name=NAME, the same on every node"),
-        "cluster.rank": (cluster["rank"], "cluster.rank=0 on the first node, 1 on the next"),
-        "cluster.head": (cluster["head"], "cluster.head=HOST:PORT of node 0 on every node"),
+        "cluster.node_rank": (
+            cluster["node_rank"],
+            "cluster.node_rank=0 on the first node, 1 on the next",
+        ),
+        "cluster.rdzv_endpoint": (
+            cluster["rdzv_endpoint"],
+            "cluster.rdzv_endpoint=HOST:PORT of node 0 on every node",
+        ),
     }
     problems = [
         Problem(key=key, expected="a value, in a run on several nodes", fix=f"add {fix}")
@@ -230,8 +236,8 @@ def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
     ]
     if problems:
         raise ConfigError(problems)
-    host, port = split_address(cluster["head"]) or ("", 0)
-    return Node(rank=cluster["rank"], host=host, port=port)
+    host, port = split_address(cluster["rdzv_endpoint"]) or ("", 0)
+    return Node(rank=cluster["node_rank"], host=host, port=port)
 
 
 def check_fits(setting: Setting) -> None:

@@ -15,6 +15,8 @@ class Optimizer:
     """How many values `optim.betas` may have; empty: they are not used."""
     betas_are: str = "two numbers"
     betas_example: str = "[0.9,0.95]"
+    momentum_beta: int | None = None
+    """Which of the betas is a momentum, as `optim.momentum` sets it."""
     momentum_is_optional: bool = False
     """Without a first beta above zero it keeps nothing."""
     counts_steps: bool = False
@@ -38,12 +40,15 @@ OPTIMIZERS = {
         num_betas=(1, 2),
         betas_are="SGD's momentum",
         betas_example="[0.9]",
+        momentum_beta=0,
         momentum_is_optional=True,
         begins_with_zeros=True,
         is_elementwise=True,
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
-    "muon": Optimizer(state_tensors=2, num_betas=(2,)),  # at most: embeddings are AdamW's
+    "muon": Optimizer(
+        state_tensors=2, num_betas=(2,), momentum_beta=1
+    ),  # at most: embeddings are AdamW's
     "adafactor": Optimizer(state_tensors=0),
 }
 OF_THE_USERS = Optimizer(state_tensors=2)

@@ -20,7 +20,7 @@ SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
 """Why the ranks of a smoke run stop after their first step."""
 
-Recompute = Literal["none", "selective", "blocks"]
+Recompute = Literal["none", "selective", "full"]
 """What backward computes again: nothing, what is cheap in each block, or all of it."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """From the most memory to the least."""
@@ -283,7 +283,11 @@ class RunPlan:
     def from_json(text: str) -> RunPlan:
         """The plan that `text` holds; raises `ColotrainError` where it is not one."""
         try:
-            return from_plain(RunPlan, json.loads(text))
+            plain = json.loads(text)
+            train = plain.get("train", {}) if isinstance(plain, dict) else {}
+            if isinstance(train, dict) and train.get("activation_checkpointing") == "blocks":
+                train["activation_checkpointing"] = "full"  # as it was called before
+            return from_plain(RunPlan, plain)
         except (ValueError, RecursionError, ConfigError) as error:
             raise ColotrainError(
                 f"not a run plan: {error}", "restore plan.json or start a new run"

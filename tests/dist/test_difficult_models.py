@@ -74,7 +74,7 @@ VARIANTS = [
     ("MeanOfTargets", (*TOKENS, *FINE)),  # micro-batches without a single target
     ("Switching", ("train.eval_every=1",)),
     ("Buffers", ("train.eval_every=1", *FINE)),
-    ("Stack", ("train.activation_checkpointing=blocks", "freeze.patterns=[layers.0.*]")),
+    ("Stack", ("train.activation_checkpointing=full", "freeze.patterns=[layers.0.*]")),
     ("Stack", ("train.activation_checkpointing=selective", "freeze.patterns=[layers.0.*]")),
     ("Tied", ("train.activation_checkpointing=selective",)),
     ("NestedRouter", ("train.activation_checkpointing=selective", *FINE)),

@@ -29,7 +29,7 @@ CASES = {
     "evaluation in between": ("train.eval_every=1",),
     "split blocks": ("plugin.chunk_size=8KiB",),
     "one group per block": ("plugin.chunk_size=40KiB",),
-    "activation checkpointing": ("train.activation_checkpointing=blocks",),
+    "activation checkpointing": ("train.activation_checkpointing=full",),
     "selective recomputation": ("train.activation_checkpointing=selective",),
     "half precision": ("train.precision=bf16",),
     "momentum": ("optim.name=sgd", "optim.lr=0.1"),

@@ -72,8 +72,8 @@ def test_an_optimizer_that_cannot_be_had_is_refused_in_a_line() -> None:
 
 
 def test_wsd_is_constant_and_then_falls_in_a_line() -> None:
-    plan = plan_of("Stack", "zero2", *WSD, "optim.schedule.final_ratio=0.0").optim
+    plan = plan_of("Stack", "zero2", *WSD, "optim.schedule.min_lr_ratio=0.0").optim
     assert [schedule(plan, step, 6) for step in range(6)] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
-    default = plan_of("Stack", "zero2", WSD[0], "optim.schedule.final_ratio=0.5").optim
+    default = plan_of("Stack", "zero2", WSD[0], "optim.schedule.min_lr_ratio=0.5").optim
     rates = [schedule(default, step, 10) for step in range(10)]
     assert rates == pytest.approx([1.0] * 8 + [0.75, 0.5])

@@ -30,7 +30,7 @@ def test_a_run_is_shown_beside_its_plan_by_category(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plugin", ["zero2", "zero3", "fsdp-hybrid"])
 @pytest.mark.parametrize("freeze", [[], ["freeze.patterns=[embed*,blocks.0.*]"]])
-@pytest.mark.parametrize("recompute", ["selective", "blocks"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_the_plan_of_64_ranks_is_what_torch_s_tracker_sees(
     tmp_path: Path, plugin: str, freeze: list[str], recompute: str
 ) -> None:

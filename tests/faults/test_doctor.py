@@ -135,13 +135,13 @@ def test_few_open_files(tmp_path: Path) -> None:
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        code, found = examine(tmp_path, "head", f"cluster.head=localhost:{port}")
+        code, found = examine(tmp_path, "head", f"cluster.rdzv_endpoint=localhost:{port}")
         assert (code, found["port"].status) == (1, "fail")
         assert f"port {port} cannot be listened on" in found["port"].text
 
 
 def test_a_head_that_nobody_knows(tmp_path: Path) -> None:
-    code, found = examine(tmp_path, "head", "cluster.head=no-such-host.invalid:29500")
+    code, found = examine(tmp_path, "head", "cluster.rdzv_endpoint=no-such-host.invalid:29500")
     assert (code, found["head"].status) == (1, "fail")
 
 
@@ -202,7 +202,11 @@ def test_nodes_without_a_shared_folder_find_out(tmp_path: Path) -> None:
     for rank in range(2):
         cwd = tmp_path / str(rank)
         cwd.mkdir()
-        settings = ("cluster.nodes=2", f"cluster.rank={rank}", f"cluster.head=127.0.0.1:{port}")
+        settings = (
+            "cluster.nodes=2",
+            f"cluster.node_rank={rank}",
+            f"cluster.rdzv_endpoint=127.0.0.1:{port}",
+        )
         words = ["doctor", "--all-nodes", *settings, "--only", "cpu", "--json"]
         processes.append(Colotrain(cwd).start(*words))
     outs = [process.communicate(timeout=200)[0] for process in processes]

@@ -40,10 +40,10 @@ def begin(
     hosts: list[Host], cwd: Path, name: str, *settings: str, nodes: int | None = None
 ) -> list[subprocess.Popen[str]]:
     """Launch the run by hand, on each host with its number."""
-    head = f"cluster.head={hosts[0].address}:{PORT}"
+    head = f"cluster.rdzv_endpoint={hosts[0].address}:{PORT}"
     shared = (*PLAN, *settings, f"name={name}", f"cluster.nodes={nodes or len(hosts)}", head)
     return [
-        host.colotrain("run", *shared, f"cluster.rank={rank}", "--json", cwd=cwd)
+        host.colotrain("run", *shared, f"cluster.node_rank={rank}", "--json", cwd=cwd)
         for rank, host in enumerate(hosts)
     ]
 
@@ -83,10 +83,12 @@ def test_hosts_give_the_losses_of_one(tmp_path: Path, num_hosts: int) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_differs_is_refused_by_name(two_hosts: list[Host], tmp_path: Path) -> None:
-    head = f"cluster.head={two_hosts[0].address}:{PORT}"
+    head = f"cluster.rdzv_endpoint={two_hosts[0].address}:{PORT}"
     shared = (*PLAN, "cluster.nodes=2", RANKS, head, "name=odd")
-    first = two_hosts[0].colotrain("run", *shared, "cluster.rank=0", cwd=tmp_path)
-    other = two_hosts[1].colotrain("run", *shared, "cluster.rank=1", "optim.lr=0.5", cwd=tmp_path)
+    first = two_hosts[0].colotrain("run", *shared, "cluster.node_rank=0", cwd=tmp_path)
+    other = two_hosts[1].colotrain(
+        "run", *shared, "cluster.node_rank=1", "optim.lr=0.5", cwd=tmp_path
+    )
     for code, _, err in (end(other), end(first)):
         assert code == 2, err
         assert f"node 1 ({two_hosts[1].name}) differs from node 0" in err
@@ -153,11 +155,11 @@ def test_a_host_joins_late(two_hosts: list[Host], tmp_path: Path) -> None:
     alone = losses(Colotrain(tmp_path).run(*PLAN, *elastic[1:], "name=alone"))
     (tmp_path / "hook.py").write_text(WAITING)
     same = ("name=joined", "train.on_gradients=hook:wait", *elastic)
-    head = f"cluster.head={two_hosts[0].address}:{PORT}"
+    head = f"cluster.rdzv_endpoint={two_hosts[0].address}:{PORT}"
     shared = (*PLAN, *same, "cluster.nodes=1", head, "--json")
-    first = two_hosts[0].colotrain("run", *shared, "cluster.rank=0", cwd=tmp_path)
+    first = two_hosts[0].colotrain("run", *shared, "cluster.node_rank=0", cwd=tmp_path)
     wait_for_step(Colotrain(tmp_path), "joined", 2)
-    second = two_hosts[1].colotrain("run", *shared, "cluster.rank=1", cwd=tmp_path)
+    second = two_hosts[1].colotrain("run", *shared, "cluster.node_rank=1", cwd=tmp_path)
     deadline = time.monotonic() + 100
     while len(events(tmp_path, "joined", "started")) < 6:
         assert time.monotonic() < deadline

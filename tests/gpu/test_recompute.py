@@ -31,7 +31,7 @@ def gradients(seed: int, dropout: float, recompute: Recompute) -> tuple[float, d
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("attention_drops", [False, True])
-@pytest.mark.parametrize("recompute", ["selective", "blocks"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_gradients_are_those_of_a_model_that_keeps_everything(
     backend: str, attention_drops: bool, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from tests.simulated.running import SMALL, Case, Found, apart, finish, start
 FACTORS = {
     "plugin": tuple(ROWS),
     "precision": ("fp32", "bf16", "fp16"),
-    "recompute": ("none", "selective", "blocks"),
+    "recompute": ("none", "selective", "full"),
     "micro_batches": (1, 4),
     "trains": ("everything", "half", "adapters"),
     "ranks": (1, 2),

@@ -118,8 +118,8 @@ def test_without_arguments_the_verbs_are_shown(colotrain: Run) -> None:
         (["run", "--sweep", "--detach"], "error: --detach: cannot be had beside --sweep; leave"),
         (["logs", "-f", "--json"], "error: --follow: cannot be had beside --json; leave"),
         (
-            ["doctor", "cluster.head=node0"],
-            "error: cluster.head=node0: expected HOST:PORT of node 0",
+            ["doctor", "cluster.rdzv_endpoint=node0"],
+            "error: cluster.rdzv_endpoint=node0: expected HOST:PORT of node 0",
         ),
         (["stop", "nope"], "error: no run 'nope'"),
         (["plan"], "error: recipe: expected a recipe (recipe=NAME), or model.target; for example "),

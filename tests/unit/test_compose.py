@@ -16,6 +16,7 @@ from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, Search, shipped
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, sections
+from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS
 
 Write = Callable[[str, str], Path]
@@ -399,3 +400,37 @@ def test_a_source_that_an_argument_names_takes_the_place_of_the_recipes(tmp_path
     assert "data.path takes the place of data.corpus=stdlib" in notices
     both, _ = gather(["recipe=llm-tiny", "data.path=a", "data.target=b:c"], cwd=tmp_path)
     assert both["data"]["corpus"] == "stdlib"  # two are named: the plan says what is wrong
+
+
+def test_names_of_before_are_taken_for_those_of_now(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "old.yaml").write_text(
+        "defaults: [llm-tiny, _self_]\n"
+        "train: {activation_checkpointing: blocks}\n"
+        "optim: {schedule: {final_ratio: 0.3}}\n"
+    )
+    notices: list[str] = []
+    config, problems = gather(["recipe=old"], cwd=tmp_path, notices=notices)
+    assert not problems
+    assert config["train"]["activation_checkpointing"] == "full"
+    assert config["optim"]["schedule"]["min_lr_ratio"] == 0.3
+    assert "final_ratio" not in config["optim"]["schedule"]
+    assert notices == [
+        "optim.schedule.final_ratio is optim.schedule.min_lr_ratio now, and was taken for it",
+        "train.activation_checkpointing=blocks is train.activation_checkpointing=full now, and was "
+        "taken for it",
+    ]
+    given = ["recipe=old", "optim.schedule.min_lr_ratio=0.5", "cluster.rank=1", "cluster.head=a:1"]
+    config, problems = gather(given, cwd=tmp_path)
+    assert not problems
+    assert config["optim"]["schedule"]["min_lr_ratio"] == 0.5  # what is typed wins over a file
+    assert config["cluster"]["node_rank"] == 1
+    assert config["cluster"]["rdzv_endpoint"] == "a:1"
+    config, _ = gather(["recipe=old", "optim.schedule={final_ratio: 0.7}"], cwd=tmp_path)
+    assert config["optim"]["schedule"]["min_lr_ratio"] == 0.7
+
+
+@pytest.mark.parametrize(("name", "place"), [("sgd", 0), ("muon", 1)])
+def test_momentum_is_one_of_the_betas(name: str, place: int) -> None:
+    plan = plan_from(["recipe=llm-tiny", f"optim.name={name}", "optim.momentum=0.5"])
+    assert plan.optim.betas[place] == 0.5

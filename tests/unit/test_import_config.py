@@ -191,7 +191,7 @@ def deepspeed_of(optimizer: dict[str, Any], **more: Any) -> dict[str, Any]:
         (
             "lightning",
             {"trainer": {}, "optimizer": {"class_path": "torch.optim.SGD"}},
-            SILENT | {"optim.lr": 1e-3, "optim.betas": [0.0], "optim.weight_decay": 0.0},
+            SILENT | {"optim.lr": 1e-3, "optim.momentum": 0.0, "optim.weight_decay": 0.0},
         ),
         (
             "deepspeed",
@@ -297,11 +297,11 @@ def test_a_constant_rate_does_not_say_how_long_a_run_is() -> None:
 
 def test_what_a_schedule_is_told_goes_before_what_it_has_by_default() -> None:
     found = recipes.settings(lightning_of("LinearLR", 10, end_factor=0.25))
-    assert found["optim.schedule.final_ratio"] == 0.25
-    assert recipes.settings(lightning_of("LinearLR", 10))["optim.schedule.final_ratio"] == 1.0
+    assert found["optim.schedule.min_lr_ratio"] == 0.25
+    assert recipes.settings(lightning_of("LinearLR", 10))["optim.schedule.min_lr_ratio"] == 1.0
     told = {"scheduler": {"params": {"cos_min_ratio": 0.2}, "type": "WarmupCosineLR"}}
     found = recipes.settings(recipes.findings(told, "deepspeed"))
-    assert found["optim.schedule.final_ratio"] == 0.2
+    assert found["optim.schedule.min_lr_ratio"] == 0.2
 
 
 KEYS = {kind: [key.replace("*", "x") for key in recipes.RULES[kind]] for kind in KINDS}

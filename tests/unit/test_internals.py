@@ -55,6 +55,7 @@ DOORS = {
     "colotrain/launch/deaths.py": "torch's elastic agent",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
+PUBLIC |= {"_forkserver", "_forkserver_pid"}
 """Python's own, and a method that torch's modules and users' define."""
 
 

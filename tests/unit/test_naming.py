@@ -78,7 +78,7 @@ def test_a_job_with_other_settings_is_gone_on_with_as_a_job(
 
 def test_the_same_settings_in_another_spelling_go_on() -> None:
     made("optim.lr=0.5", status=None)
-    check(settle([*X, "optim.lr=5e-1", "cluster.head='host:1'", "checkpoint.resume=auto"]))
+    check(settle([*X, "optim.lr=5e-1", "cluster.rdzv_endpoint='host:1'", "checkpoint.resume=auto"]))
     with pytest.raises(UsageError, match=r"optim\.lr=0\.5, not 0\.25"):
         check(settle([*X, "optim.lr=0.25"]))
     Path("runs/x/config.yaml").write_text(json.dumps({"optim": {"lr": 0.5}}))
@@ -147,7 +147,7 @@ def test_a_run_that_somebody_has_is_not_set_aside(monkeypatch: pytest.MonkeyPatc
 def test_nodes_that_are_started_by_hand_cannot_set_a_run_aside(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nodes = ("cluster.nodes=2", "cluster.rank=0", "cluster.head='127.0.0.1:29511'")
+    nodes = ("cluster.nodes=2", "cluster.node_rank=0", "cluster.rdzv_endpoint='127.0.0.1:29511'")
     assert guarded(["run", *X, *nodes, "--overwrite"]) == 2
     assert "--overwrite: expected a run on one node" in capsys.readouterr().err
 

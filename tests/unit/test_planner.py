@@ -111,7 +111,7 @@ def test_what_is_seen_without_storage_is_what_the_real_model_allocates() -> None
 
 
 def test_recomputing_blocks_keeps_less_and_computes_more() -> None:
-    kept, again = traced(), traced(checkpointing="blocks")
+    kept, again = traced(), traced(checkpointing="full")
     assert most_alive(again) < most_alive(kept)
     forward = sum(s.work.matmul_flops for s in kept.segments if s.phase == "forward" and s.block)
     extra = sum(s.work.matmul_flops for s in again.segments) - sum(
@@ -126,7 +126,7 @@ def test_operations_that_backward_repeats_are_counted_apart() -> None:
         return sum(work.num_ops for work in works), sum(work.num_repeated for work in works)
 
     once, none = ops(traced())
-    again, repeated = ops(traced(checkpointing="blocks"))
+    again, repeated = ops(traced(checkpointing="full"))
     assert none == 0
     assert repeated > 100
     assert repeated == pytest.approx(again - once, rel=0.02)
@@ -488,7 +488,7 @@ def test_advice_never_names_what_does_not_fit() -> None:
     assert chosen is not None
     assert chosen.fits
     assert chosen.memory.total <= median
-    assert best(list(question(1).every(layouts, checkpointing=("blocks",)))) is None
+    assert best(list(question(1).every(layouts, checkpointing=("full",)))) is None
 
 
 def test_a_ledger_adds_up() -> None:

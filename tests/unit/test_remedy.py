@@ -48,7 +48,7 @@ def settings_of(text: str) -> list[list[tuple[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("gib", [1.3, 1.6, 2, 2.5, 3])
+@pytest.mark.parametrize("gib", [1.3, 1.6, 2, 2.5, 2.8])
 @pytest.mark.parametrize(
     "own", [[("plugin.name", "zero1")], [("plugin.name", "zero3")], [GEMINI, NO_DISK]]
 )

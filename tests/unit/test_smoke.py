@@ -73,7 +73,12 @@ def test_its_name_is_its_own_and_never_the_real_runs() -> None:
     unnamed = smoke_plan(*SMALL, "plugin=zero1").name
     assert unnamed.startswith("llm-tiny-zero1-smoke-2")
     assert unnamed.count("-2") == 1
-    by_hand = ("cluster.nodes=2", "cluster.rank=1", "cluster.head=node0:29500", "name=real")
+    by_hand = (
+        "cluster.nodes=2",
+        "cluster.node_rank=1",
+        "cluster.rdzv_endpoint=node0:29500",
+        "name=real",
+    )
     assert settle([*SMALL, *by_hand], several=True, smoke=True).plan.name == "real-smoke"
 
 

@@ -45,7 +45,7 @@ NOT_IN_TORCH = {
 }
 """Operations that torch's own counter leaves out."""
 
-REPEATED: dict[Recompute, float] = {"none": 0.0, "blocks": 1.0, "selective": 3.5}
+REPEATED: dict[Recompute, float] = {"none": 0.0, "full": 1.0, "selective": 3.5}
 """What repeating an operation in backward takes beside its work: Python packs and unpacks what is
 saved, and `selective` adds a mode (3.5 times as much, measured on CPU with tiny blocks)."""
 

@@ -1,0 +1,48 @@
+"""Keys and values that had another name before: they are taken for the new one, and said so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+KEYS = {
+    "optim.schedule.final_ratio": "optim.schedule.min_lr_ratio",
+    "cluster.rank": "cluster.node_rank",
+    "cluster.head": "cluster.rdzv_endpoint",
+}
+VALUES = {("train.activation_checkpointing", "blocks"): "full"}
+
+
+def renamed(key: str, value: Any, notices: list[str]) -> tuple[str, Any]:
+    """A key and its value by the names that they have now."""
+    section = OmegaConf.create({})
+    if isinstance(value, dict) and any(old.startswith(f"{key}.") for old in KEYS):
+        OmegaConf.update(section, key, value)
+        use_new_names(section, notices)
+        return key, OmegaConf.to_container(OmegaConf.select(section, key))
+    if key in KEYS:
+        notices.append(f"{key} is {KEYS[key]} now, and was taken for it")
+        key = KEYS[key]
+    if isinstance(value, str) and (key, value) in VALUES:
+        notices.append(f"{key}={value} is {key}={VALUES[key, value]} now, and was taken for it")
+        value = VALUES[key, value]
+    return key, value
+
+
+def use_new_names(config: DictConfig, notices: list[str]) -> None:
+    """Replace, in what one file or argument sets, every name that has changed."""
+    for old in (*KEYS, *(key for key, _ in VALUES)):
+        parent, _, name = old.rpartition(".")
+        holder = OmegaConf.select(config, parent, throw_on_missing=False)
+        if not isinstance(holder, DictConfig) or name not in holder:
+            continue
+        if OmegaConf.is_missing(holder, name) or OmegaConf.is_interpolation(holder, name):
+            continue
+        value = holder[name]
+        if isinstance(value, list | dict | DictConfig):
+            continue
+        key, new = renamed(old, value, notices)
+        if (key, new) != (old, value):
+            del holder[name]
+            OmegaConf.update(config, key, new, force_add=True)
