@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from colotrain.config import overrides as wrong
 from colotrain.config.files import ConfigFile, display_path, first_line, read_file
-from colotrain.config.renamed import renamed, use_new_names
+from colotrain.config.renamed import move_profile, renamed, use_new_names
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, PRIMARY, Search
 from colotrain.config.values import delete_, resolve_references, set_
@@ -67,7 +67,7 @@ def gather(
             set_(config, key, value, problems)
     if recipe is not None and config.get("recipe") is None:  # a saved configuration names its own
         config["recipe"] = recipe
-    _move_profile(config, notices)
+    move_profile(config, notices)
     return resolve_references(config, problems), problems
 
 
@@ -96,17 +96,6 @@ def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None
             notices.append(f"{group}={name} is {found}={name} now, and was taken for it")
             del choices[group]
             choices.setdefault(found, name)
-
-
-def _move_profile(config: DictConfig, notices: list[str]) -> None:
-    """`cluster.profile`, as older files have it, is `hardware`."""
-    cluster = config.get("cluster")
-    if not isinstance(cluster, DictConfig) or "profile" not in cluster:
-        return
-    profile = cluster.pop("profile")
-    if isinstance(profile, DictConfig) and profile.get("name") is not None:
-        config["hardware"].merge_with(profile)
-        notices.append("cluster.profile is hardware now, and was taken for it")
 
 
 def as_override(key: str, value: str) -> str:

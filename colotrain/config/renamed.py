@@ -46,3 +46,14 @@ def use_new_names(config: DictConfig, notices: list[str]) -> None:
         if (key, new) != (old, value):
             del holder[name]
             OmegaConf.update(config, key, new, force_add=True)
+
+
+def move_profile(config: DictConfig, notices: list[str]) -> None:
+    """`cluster.profile`, as older files have it, is `hardware`."""
+    cluster = config.get("cluster")
+    if not isinstance(cluster, DictConfig) or "profile" not in cluster:
+        return
+    profile = cluster.pop("profile")
+    if isinstance(profile, DictConfig) and profile.get("name") is not None:
+        config["hardware"].merge_with(profile)
+        notices.append("cluster.profile is hardware now, and was taken for it")

@@ -23,7 +23,7 @@ PLANNED = {
     "zero2": ("plugin=zero2",),
     "zero3": ("plugin=zero3",),
     "zero3 in bf16": ("plugin=zero3", "train.precision=bf16"),
-    "zero1, recomputing": ("plugin=zero1", "train.activation_checkpointing=blocks"),
+    "zero1, recomputing": ("plugin=zero1", "train.activation_checkpointing=full"),
     "zero3, recomputing some": ("plugin=zero3", "train.activation_checkpointing=selective"),
 }
 BUDGETS = {"100 %": 60 * MIB, "50 %": 30 * MIB, "25 %": 21 * MIB}
