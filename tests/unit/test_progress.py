@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from colotrain.show.progress import (
     format_duration,
     preparation,
     print_summary,
+    step_line,
+    summary_rows,
 )
 from colotrain.spec.plan import RunPlan
 
@@ -338,3 +341,18 @@ def test_the_matmul_probe_gives_a_rate_and_leaves_random_numbers_alone() -> None
 
 def test_a_type_the_device_cannot_multiply_has_no_peak() -> None:
     assert matmul_peak_flops(torch.device("cpu"), torch.bool) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("source", "per_step", "name"),
+    [("corpus", 999, "tokens"), ("target", None, "samples"), ("target", 999, "targets")],
+)
+def test_speeds_are_named_by_what_they_are_of(source: Any, per_step: int | None, name: str) -> None:
+    """A vision model has no tokens, and losses of its runs are not per token."""
+    plan = plan_of(log_every=1)
+    plan = replace(plan, data=replace(plan.data, source=source))
+    view = replace(fold([step(1)]), tokens_per_step=per_step)
+    line = step_line(step(1), view, plan)
+    assert f" {name}_per_s=100 " in line
+    document = summary(view, plan, RunDir("runs/x"))
+    assert f"{name}/s" in dict(summary_rows(document, plan, view))

@@ -196,3 +196,13 @@ def test_the_script_for_hand_writers_waits_and_queues_again_as_rendered_ones() -
     assert by_hand.endswith(tail)
     bash = shutil.which("bash") or "bash"
     subprocess.run([bash, "-n"], input=by_hand, text=True, check=True, timeout=10)
+
+
+def test_the_script_for_hand_writers_says_outside_of_slurm_how_it_is_used(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "colotrain.sbatch"
+    done = subprocess.run(
+        ["bash", str(script)], cwd=tmp_path, capture_output=True, text=True, env={"PATH": "/bin"}
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"submit it: sbatch {script}\n"
+    assert not list(tmp_path.iterdir())
