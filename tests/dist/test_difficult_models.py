@@ -55,8 +55,10 @@ def plan_of(model: str, plugin: str, *overrides: str) -> RunPlan:
     )
 
 
-def check(plans: Sequence[RunPlan], folder: Path) -> list[CaseResult]:
-    results = list(verify(plans, folder, tolerance=TOLERANCE))
+def check(
+    plans: Sequence[RunPlan], folder: Path, tolerance: Tolerance = TOLERANCE
+) -> list[CaseResult]:
+    results = list(verify(plans, folder, tolerance=tolerance))
     assert len(results) == len(plans)
     wrong = [
         f"{plan.name}: {result.difference}"
@@ -69,8 +71,9 @@ def check(plans: Sequence[RunPlan], folder: Path) -> list[CaseResult]:
 
 TOKENS = ("data.target=tests.dist.difficult:token_samples",)
 FINE = ("train.micro_batch=1",)
+AS_THEY_ARE = [(model, TOKENS if model == "MeanOfTargets" else ()) for model in MODELS]
 VARIANTS = [
-    *((model, TOKENS if model == "MeanOfTargets" else ()) for model in MODELS),
+    *AS_THEY_ARE,
     ("MeanOfTargets", (*TOKENS, *FINE)),  # micro-batches without a single target
     ("Switching", ("train.eval_every=1",)),
     ("Buffers", ("train.eval_every=1", *FINE)),
@@ -97,8 +100,39 @@ def test_they_do_where_parameters_are_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "WORKER", "tests.dist.gathering")
-    models = [(model, TOKENS if model == "MeanOfTargets" else ()) for model in MODELS]
-    check([plan_of(model, "zero3", *overrides) for model, overrides in models], tmp_path)
+    check([plan_of(model, "zero3", *overrides) for model, overrides in AS_THEY_ARE], tmp_path)
+
+
+def check_in_half_precision(
+    models: Sequence[str], plugin: str, precision: str, folder: Path
+) -> None:
+    """The models where every group is gathered, against plain torch in the same precision."""
+    plans = [
+        plan_of(model, plugin, *overrides, f"train.precision={precision}")
+        for model, overrides in AS_THEY_ARE
+        if model in models
+    ]
+    assert len(plans) == len(models)
+    check(plans, folder, Tolerance.for_precision(precision))
+
+
+@pytest.mark.parametrize(("plugin", "precision"), [("zero3", "bf16"), ("gemini", "fp16")])
+def test_some_do_where_parameters_are_gathered_in_half_precision(
+    plugin: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.gathering")
+    models = ("Tied", "FrozenStatistics", "MixedDtypes", "InPlace")
+    check_in_half_precision(models, plugin, precision, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plugin", ROWS)
+def test_all_do_where_parameters_are_gathered_in_half_precision(
+    plugin: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.gathering")
+    check_in_half_precision(tuple(MODELS), plugin, precision, tmp_path)
 
 
 def test_gradients_of_two_dtypes_in_one_group_are_refused_in_one_line(
