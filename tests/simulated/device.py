@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -40,7 +41,6 @@ from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 from colotrain.engine.checkpoint import shard_file  # noqa: E402
 from colotrain.engine.raw_bytes import bytes_of  # noqa: E402
@@ -93,6 +93,26 @@ def values_of(tensor: Tensor) -> Tensor:
         values = torch.empty(0, dtype=tensor.dtype)
         storage = tensor.untyped_storage()
         return values.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """The tensors in an operation's arguments or results: several times faster than pytree."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for each in given:
+            yield from tensors_in(each)
+    elif isinstance(given, dict):
+        yield from tensors_in(tuple(given.values()))
+
+
+def mapped(change: Callable[[Any], Any], given: Any) -> Any:
+    """`given`, with its leaves changed."""
+    if isinstance(given, (tuple, list)):
+        return type(given)([mapped(change, each) for each in given])
+    if isinstance(given, dict):
+        return {key: mapped(change, each) for key, each in given.items()}
+    return change(given)
 
 
 def line(depth: int = 2) -> str:
@@ -277,7 +297,7 @@ class Device:
         if func is torch.ops.prim.device.default:
             return CUDA if isinstance(args[0], OnDevice) else args[0].device
         name = func._schema.name
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         here = any(isinstance(tensor, OnDevice) for tensor in tensors)
         if name == "aten::is_pinned":
             return self.is_pinned(args[0])
@@ -332,7 +352,7 @@ class Device:
         kwargs = {k: False if k == "pin_memory" and v else v for k, v in kwargs.items()}
         if kwargs.get("device") is not None and to == "cuda":
             kwargs["device"] = torch.device("cpu")
-        out = func(*tree_map(down, args), **tree_map(down, kwargs))
+        out = func(*mapped(down, args), **mapped(down, kwargs))
         if name == "aten::_to_copy":
             source = kept[0] if kept else args[0]
             if out.untyped_storage()._cdata == source.untyped_storage()._cdata:
@@ -341,7 +361,7 @@ class Device:
                 self._make_pinned(out)
         if name == "aten::_local_scalar_dense":
             return out
-        result = tree_map(up, out)
+        result = mapped(up, out)
         return self._make_pinned(result) if pins else result
 
     def _launched(
@@ -360,7 +380,7 @@ class Device:
         self.num_launches += 1
         self.launches[line(1)] += 1
         self.kinds[name] += 1
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = list(tensors_in(result))
         changed = {tensor.untyped_storage()._cdata for tensor in written}
         seen = set()
         for tensor in (*tensors, *made):
@@ -388,8 +408,8 @@ class Device:
             if frame.f_code.co_filename.endswith("distributed_c10d.py"):
                 return
             frame = frame.f_back
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.device.type == "cpu":
                 with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage
                     self.host_uses(tensor, f"{name} @ {line()}", written)
 
@@ -471,10 +491,15 @@ class Device:
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+    for index, name in _writes(func):
+        yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
+
+
+@functools.cache
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that the operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _repeat(key: Tensor, query: Tensor) -> Tensor:
@@ -530,8 +555,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        leaves = tree_leaves((args, kwargs))
-        if fake is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        if fake is not None or any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what is inside comes by itself

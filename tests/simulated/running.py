@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
+
+from tests.simulated.case import Case
 
 TIMEOUT_S = 600
 SMALL = (
@@ -34,20 +37,6 @@ SMALL = (
 """A plan that takes a second."""
 WIDER = (*SMALL, "model.args.d_model=256", "model.args.num_layers=4", "model.args.d_hidden=768")
 """Large enough that what the allocator rounds up does not count."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One run of the engine; `worker.Case` says what its fields mean."""
-
-    name: str
-    words: tuple[str, ...]
-    on: str = "cuda"
-    looks: bool = True
-    limit: int | None = None
-    run: str = ""
-    plant: str = ""
-    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,48 +72,60 @@ class Found:
 
 def carry_out(cases: list[Case], folder: Path, guard: Path, *, ranks: int = 1) -> dict[str, Found]:
     """Run `cases` one after the other; name → what was found."""
-    return finish(start(cases, folder, guard, ranks=ranks), cases, folder, ranks=ranks)
+    return Ranks(cases, folder, guard, ranks=ranks).finish()
 
 
-def start(
-    cases: list[Case], folder: Path, guard: Path, *, ranks: int
-) -> list[subprocess.Popen[str]]:
-    folder.mkdir(parents=True, exist_ok=True)
-    words = [f"cluster.procs_per_node={ranks}"]
-    listed = [asdict(case) | {"words": [*case.words, *words]} for case in cases]
-    (folder / "cases.json").write_text(json.dumps(listed))
-    port = random.SystemRandom().randrange(20_000, 60_000)
-    command = [sys.executable, "-m", "tests.simulated.worker", str(folder)]
-    common = {"SIMULATED_GUARD": str(guard), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | common | {"FIRST_PORT": str(port), "PYTHONPATH": paths}
-    return [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+class Ranks:
+    """The processes that carry out `cases`; in a store for each case they find each other."""
 
+    def __init__(self, cases: list[Case], folder: Path, guard: Path, *, ranks: int) -> None:
+        self.cases, self.folder = cases, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        words = [f"cluster.procs_per_node={ranks}"]
+        self.stores = [TCPStore("127.0.0.1", 0, is_master=True) for _ in cases]
+        told = [asdict(case) | {"words": [*case.words, *words]} for case in cases]
+        ports = [store.port for store in self.stores]
+        (folder / "cases.json").write_text(json.dumps([*zip(ports, told, strict=True)]))
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        common = {
+            "SIMULATED_GUARD": str(guard),
+            "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": paths,
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        self.processes = [self._begin(rank, os.environ | common) for rank in range(ranks)]
 
-def finish(
-    processes: list[subprocess.Popen[str]], cases: list[Case], folder: Path, *, ranks: int
-) -> dict[str, Found]:
-    try:
-        texts = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    found = {}
-    for case in cases:
-        files = [folder / case.name / f"found-{rank}.json" for rank in range(ranks)]
-        assert all(file.exists() for file in files), texts[0][-3000:]
-        seen = [json.loads(file.read_text()) for file in files]
-        found[case.name] = Found(folder / case.name, seen)
-    return found
+    def _begin(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self._log(rank).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.simulated.worker", str(self.folder)],
+                env=environment | {"RANK": str(rank)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    def finish(self) -> dict[str, Found]:
+        """Name → what was found, when every process has ended."""
+        deadline = time.monotonic() + TIMEOUT_S
+        try:
+            for process in self.processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in self.processes:
+                process.kill()
+        found = {}
+        for case in self.cases:
+            folder, ranks = self.folder / case.name, range(len(self.processes))
+            files = [folder / f"found-{rank}.json" for rank in ranks]
+            missing = [rank for rank in ranks if not files[rank].exists()]
+            assert not missing, self._log(missing[0]).read_text()[-3000:]
+            found[case.name] = Found(folder, [json.loads(file.read_text()) for file in files])
+        return found
 
 
 def apart(found: Found, wanted: Found) -> tuple[float, float]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.simulated.case import Case
 from tests.simulated.ordering import Memory, Timeline
-from tests.simulated.running import SMALL, WIDER, Case, Found, apart, carry_out
+from tests.simulated.running import SMALL, WIDER, Found, apart, carry_out
 
 STEPS = 4
 QUIET = ("train.eval_steps=0",)
@@ -62,7 +63,7 @@ def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fo
             for n, words in PLANNED.items()
         ),
         *(
-            Case(name=n, words=(*GEMINI, f"plugin.budget.device={size}"), limit=size)
+            Case(name=n, words=(*GEMINI, *QUIET, f"plugin.budget.device={size}"), limit=size)
             for n, size in BUDGETS.items()
         ),
         Case(name="disk", words=(*GEMINI, BELOW, *lower), limit=30 * MIB),
@@ -72,7 +73,7 @@ def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fo
             for name, words in (("user", (USER,)), ("recorded", RECORDED), ("huge", NOT_FINITE))
             for on in ("cpu", "cuda")
         ),
-        Case(name="no wait", words=(*GEMINI, BELOW), plant="no_wait_stream"),
+        Case(name="no wait", words=(*GEMINI, *QUIET, BELOW), plant="no_wait_stream"),
         Case(
             name="no synchronize",
             words=(*GEMINI, BELOW, "checkpoint.every=2"),

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from colotrain.spec.plugins import ROWS
-from tests.simulated.running import SMALL, Case, Found, apart, finish, start
+from tests.simulated.case import Case
+from tests.simulated.running import SMALL, Found, Ranks, apart
 
 FACTORS = {
     "plugin": tuple(ROWS),
@@ -80,10 +81,9 @@ def carried_out(settings: list[Setting], folder: Path, guard: Path) -> dict[str,
     references = {setting.reference() for setting in settings}
     alone = [*references, *(s.case() for s in settings if s.ranks == 1)]
     both = [s.case() for s in settings if s.ranks == 2]
-    first = start(alone, folder / "1", guard, ranks=1)
-    second = start(both, folder / "2", guard, ranks=2)
-    found = finish(first, alone, folder / "1", ranks=1)
-    return found | finish(second, both, folder / "2", ranks=2)
+    first = Ranks(alone, folder / "1", guard, ranks=1)
+    second = Ranks(both, folder / "2", guard, ranks=2)
+    return first.finish() | second.finish()
 
 
 def check(setting: Setting, found: dict[str, Found]) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +26,7 @@ from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from
 from colotrain.torch_internals import timeout_s
 from tests.simulated import plants
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One run of the engine."""
-
-    name: str
-    words: list[str]
-    on: str = "cuda"
-    """The simulated device, or cpu."""
-    looks: bool = True
-    """Keep the gradients, for which the host waits."""
-    limit: int | None = None
-    """Bytes of the device's memory."""
-    run: str = ""
-    """The run that this case goes on with; by default one of its own."""
-    plant: str = ""
-    """A mistake to make: the name of a function of `plants`."""
-    attempt: int = 0
-
+from tests.simulated.case import Case
 
 GRADIENTS: dict[str, torch.Tensor] = {}
 """Parameter → whole gradient, of the last step."""
@@ -112,10 +92,9 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    for number, fields in enumerate(json.loads((folder / "cases.json").read_text())):
+    for port, fields in json.loads((folder / "cases.json").read_text()):
         case = Case(**fields)
-        os.environ |= {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = str(int(os.environ["FIRST_PORT"]) + number)
+        os.environ |= {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_PORT": str(port)}
         (folder / case.name).mkdir(exist_ok=True, parents=True)
         try:
             found = carry_out(case, folder)
