@@ -98,7 +98,7 @@ VALUES = {
         "fusedadam": "take optim.name=adamw",
     },
     "train.activation_checkpointing": {
-        "true": "take blocks",
+        "true": "take full",
     },
 }
 """Key → value in lower case → what to write instead."""

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from colotrain.events.log import Event
 
-# What a rank says when a peer of its process group has gone.
+OF_A_WAITING_RANK = (
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Some NCCL operations have failed or timed out",
+    "Watchdog caught collective operation timeout",
+)
+"""What NCCL's watchdog says as it aborts a rank whose collective another rank never joined."""
 OF_A_PEER = (
     "Connection closed by peer",
     "Connection reset",
@@ -18,13 +24,9 @@ OF_A_PEER = (
     "Read error",
     "Write error",
     "Timed out waiting",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    "Some NCCL operations have failed or timed out",
-    "Watchdog caught collective operation timeout",
+    *OF_A_WAITING_RANK,
 )
-OF_A_WAITING_RANK = OF_A_PEER[-4:]
-"""What NCCL's watchdog says as it aborts a rank whose collective another rank never joined."""
+"""What a rank says when a peer of its process group has gone."""
 
 ERRNO = "[Errno "
 """Of disks and networks, which may be well the next time."""

@@ -58,15 +58,16 @@ class Postponed(types.ModuleType):
 
 def postpone_compiler() -> None:
     """Call after `import torch`, and before anything is compiled."""
-    torch = sys.modules.get("torch")
-    if torch is None or COMPILER in sys.modules:
+    if "torch" not in sys.modules or COMPILER in sys.modules:
         return
-    stand_in, name = Postponed(COMPILER), f"{COMPILER}.config"
-    path = Path(str(torch.__file__)).with_name("_dynamo") / "config.py"
+    package, name = importlib.util.find_spec(COMPILER), f"{COMPILER}.config"
+    if package is None or package.origin is None:
+        return
+    path = Path(package.origin).with_name("config.py")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         return
-    config = importlib.util.module_from_spec(spec)
-    sys.modules[COMPILER], sys.modules[name] = stand_in, config
-    stand_in.__dict__["config"] = config
+    config = sys.modules[name] = importlib.util.module_from_spec(spec)  # looked for there by itself
     spec.loader.exec_module(config)
+    sys.modules[COMPILER] = stand_in = Postponed(COMPILER)
+    stand_in.__dict__.update(config=config, __spec__=package, __file__=package.origin)

@@ -223,7 +223,7 @@ def _elastic(current: Launch) -> None:
         spec=spec,
         logs_specs=logs,
         start_method="forkserver",
-        **_patience(LocalElasticAgent),
+        **_shutdown_timeout(LocalElasticAgent),
         exit_barrier_timeout=min(300.0, plan.elastic.hang_timeout_s),
     )
     current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
@@ -243,7 +243,7 @@ def _elastic(current: Launch) -> None:
         rendezvous.end(current.whole_cause() if ends_all else "")
 
 
-def _patience(agent: type) -> dict[str, Any]:
+def _shutdown_timeout(agent: type) -> dict[str, Any]:
     """Seconds that workers are given to end, where the agent can be told (torch 2.12)."""
     known = inspect.signature(agent).parameters
     return {"shutdown_timeout": 10} if "shutdown_timeout" in known else {}

@@ -144,10 +144,10 @@ class Meeting:
             with connection, connection.makefile("rwb") as stream:
                 connection.settimeout(SILENT_S)
                 member = self._welcome(stream, connection.getsockname()[0])
-                here = member is not None
-                while here and member is not None:
+                while member is not None:
                     wait_readable(connection, SILENT_S)
-                    here = self._heed(stream, member)
+                    if not self._heed(stream, member):
+                        break
         except TimeoutError:
             why = f"was silent for {SILENT_S:.0f} s"
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

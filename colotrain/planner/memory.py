@@ -1,7 +1,7 @@
 """What a plan needs, in bytes per rank. Standard library only; `plan`'s shapes go in and out.
 
-A step is walked through allocation by allocation, as the engine carries it out on `fully_shard`
-(torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py of torch 2.13).
+A step is walked through allocation by allocation, as the engine carries it out on `fully_shard` of
+torch 2.13: what a group's gather, reduction and release allocate and free, in their order.
 The tensors' peak is the highest moment of it; what malloc keeps beside them is `tally`'s to say.
 """
 

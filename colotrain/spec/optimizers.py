@@ -46,9 +46,8 @@ OPTIMIZERS = {
         is_elementwise=True,
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
-    "muon": Optimizer(
-        state_tensors=2, num_betas=(2,), momentum_beta=1
-    ),  # at most: embeddings are AdamW's
+    # At most: AdamW's, of embeddings; a matrix has one.
+    "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1),
     "adafactor": Optimizer(state_tensors=0),
 }
 OF_THE_USERS = Optimizer(state_tensors=2)

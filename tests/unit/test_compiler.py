@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 PROGRAM = """
+import importlib.util
+import inspect
 import sys
 import torch
 from colotrain.launch.compiler import postpone_compiler
@@ -20,6 +22,8 @@ optimizer.step()
 optimizer.zero_grad()
 torch.nn.functional.embedding(torch.empty(3, dtype=torch.int64, device="meta"),
                               torch.empty(4, 2, device="meta"))
+assert importlib.util.find_spec("torch._dynamo").name == "torch._dynamo"
+inspect.getmodule(here)  # which looks at every module's file
 print(here())
 
 @torch._disable_dynamo
