@@ -69,7 +69,7 @@ def verify(
         optimizer=optimizer,
         steps=steps,
     )
-    limits = Tolerance.for_precision(setting.plan.train.precision)
+    limits = None
     if tolerance is not None:
         limits = Tolerance(loss=tolerance, gradient=tolerance, parameter=tolerance)
     console = stderr_console()
@@ -88,7 +88,7 @@ def verify(
         raise
     shutil.rmtree(folder)
     if as_json:
-        print_json(to_json(results, limits))
+        print_json(to_json(results))
     else:
         stdout_console().print(_table(results))
     wrong = [result for result in results if not result.passed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +37,16 @@ class Tolerance:
     parameter_floor: float = 1.0
 
     @staticmethod
-    def for_precision(precision: str) -> Tolerance:
-        """What rounding in the compute precision explains; weights stay in their own."""
-        limit = PRECISIONS[precision].tolerance
-        floor = 0.0 if PRECISIONS[precision].is_cast else 1.0
+    def explained_by(precision: str, dtypes: Iterable[torch.dtype]) -> Tolerance:
+        """What rounding in the compute precision and the parameters' own `dtypes` explains.
+
+        The coarsest counts for all: a block in half precision changes the loss, and the gradients
+        of blocks before it that are in float32.
+        """
+        names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+        present = [p for n, p in PRECISIONS.items() if n == precision or p.dtype in names]
+        coarsest = max(present, key=lambda p: p.tolerance)
+        limit, floor = coarsest.tolerance, 0.0 if coarsest.is_cast else 1.0
         return Tolerance(loss=limit, gradient=limit, parameter=limit, parameter_floor=floor)
 
 
@@ -57,6 +64,7 @@ class CaseResult:
     optimizer_steps: int
     expected_optimizer_steps: int
     frozen_unchanged: bool
+    tolerance: Tolerance
     difference: str | None
     """The first thing that differs: what, in which parameter and step; None when nothing does."""
     draws: bool = False
@@ -68,9 +76,15 @@ class CaseResult:
 
 
 def compare(
-    plan: RunPlan, reference: Trajectory, found: Trajectory, tolerance: Tolerance
+    plan: RunPlan, reference: Trajectory, found: Trajectory, tolerance: Tolerance | None = None
 ) -> CaseResult:
-    """Every loss, gradient and parameter of every step, the step count, and frozen bytes."""
+    """Every loss, gradient and parameter of every step, the step count, and frozen bytes.
+
+    Without a `tolerance`, what the precisions of the plan and of the model's parameters explain.
+    """
+    if tolerance is None:
+        dtypes = (value.dtype for value in reference.parameters[0].values())
+        tolerance = Tolerance.explained_by(plan.train.precision, dtypes)
     check = _Check(reference, found)
     check.parameters(0, tolerance)
     for step in range(len(reference.losses)):
@@ -90,6 +104,7 @@ def compare(
         optimizer_steps=found.optimizer_steps,
         expected_optimizer_steps=reference.optimizer_steps,
         frozen_unchanged=check.frozen_unchanged,
+        tolerance=tolerance,
         difference=f"{DRAWS} ({check.difference})"
         if reference.draws and check.difference
         else check.difference,
@@ -190,18 +205,19 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def to_json(results: list[CaseResult], tolerance: Tolerance) -> dict[str, Any]:
-    """The document that `verify --json` prints."""
+def to_json(results: list[CaseResult]) -> dict[str, Any]:
+    """The document that `verify --json` prints; cases of one model have one tolerance."""
     from dataclasses import asdict
 
-    cases = []
+    cases, tolerance = [], None
     for result in results:
         case = asdict(result)
+        tolerance = case.pop("tolerance")
         case["freeze"] = list(result.freeze)
         cases.append({**case, "passed": result.passed})
     return {
         "passed": all(result.passed for result in results),
         "reference": "single process",
-        "tolerance": asdict(tolerance),
+        "tolerance": tolerance,
         "cases": cases,
     }

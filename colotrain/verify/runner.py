@@ -28,7 +28,7 @@ def verify(
     plans: Sequence[RunPlan],
     folder: Path,
     *,
-    tolerance: Tolerance,
+    tolerance: Tolerance | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Iterator[CaseResult]:
     """Compare each plan with its reference, in the order given within each world size.

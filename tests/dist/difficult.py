@@ -454,6 +454,16 @@ class MixedDtypes(Stack):
         return x.to(self.head.weight.dtype)
 
 
+class HalfBlocks(MixedDtypes):
+    """One layer in bfloat16 and a frozen one in float16, in a model that is in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.float()
+        self.layers[1].bfloat16()
+        self.layers[2].half().requires_grad_(False)
+
+
 class LayerInPlace(Layer):
     """Changes what it is given, returns that, and a view of its weight."""
 
@@ -535,6 +545,7 @@ MODELS = {
         TiedModules,
         Transposed,
         MixedDtypes,
+        HalfBlocks,
         InPlace,
         Penalty,
     )

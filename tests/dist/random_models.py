@@ -238,19 +238,15 @@ def outcomes(
             continue
         plans.setdefault(plan.world_size, []).append((seed, plan))
     for ranks, group in plans.items():
-        yield from _compared(group, folder / f"{ranks}", precision)
+        yield from _compared(group, folder / f"{ranks}")
 
 
-def _compared(
-    group: list[tuple[int, Any]], folder: Path, precision: str
-) -> Iterator[tuple[int, str]]:
+def _compared(group: list[tuple[int, Any]], folder: Path) -> Iterator[tuple[int, str]]:
     from colotrain.errors import ColotrainError
-    from colotrain.verify.compare import Tolerance
     from colotrain.verify.runner import verify
 
-    tolerance = Tolerance.for_precision(precision)
     try:
-        results = list(verify([plan for _, plan in group], folder, tolerance=tolerance))
+        results = list(verify([plan for _, plan in group], folder))
     except ColotrainError as error:
         if len(group) == 1:
             files = [file.read_text("utf-8") for file in folder.rglob("rank*.jsonl")]
@@ -262,8 +258,8 @@ def _compared(
             yield group[0][0], f"{kind}: {error}"
             return
         half = len(group) // 2
-        yield from _compared(group[:half], folder / "a", precision)
-        yield from _compared(group[half:], folder / "b", precision)
+        yield from _compared(group[:half], folder / "a")
+        yield from _compared(group[half:], folder / "b")
         return
     for (seed, plan), result in zip(group, results, strict=True):
         known = f"{plan.plugin.name}, {plan.world_size} ranks"
