@@ -17,7 +17,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
     A block that shares a parameter with anything outside it is left out: a parameter can live in
     one group only.
     """
-    candidates = list(_outermost(model, prefix=""))
+    candidates = repeated_modules(model)
     owners: dict[nn.Parameter, set[int]] = {}
     inside = {name: index for index, (name, _) in enumerate(candidates)}
     for path, module in model.named_modules(remove_duplicate=False):  # a module may be in two
@@ -29,6 +29,11 @@ def find_blocks(model: nn.Module) -> list[Block]:
                 owners.setdefault(parameter, set()).add(index)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
     return [block for index, block in enumerate(candidates) if index not in shared]
+
+
+def repeated_modules(model: nn.Module) -> list[Block]:
+    """The outermost members of the model's lists of like modules."""
+    return list(_outermost(model, prefix=""))
 
 
 def _outermost(module: nn.Module, prefix: str) -> Iterator[Block]:

@@ -51,7 +51,7 @@ from colotrain.engine.probes import matmul_peak_flops, memory_now, own_log
 from colotrain.engine.recording import lasting_bytes, record_failure
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
-from colotrain.engine.sharding.grouping import UNPACKED, find_groups
+from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
 from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
     make_mesh,
@@ -322,6 +322,7 @@ def agree_on_groups(
             batch=trial,
             kind=lambda name: stays_gathered(name, plan.plugin),
             split=plan.plugin.split_blocks,
+            tell=(lambda text: events.write("note", text=text)) if is_gathered(plan) else None,
         )
         names = {id(module): name for name, module in model.named_modules()}
         inside = [(name, [names[id(m)] for m in modules]) for name, modules in groups]

@@ -47,6 +47,57 @@ def test_blocks_whose_parameters_are_used_outside_them_are_no_groups() -> None:
     assert len(groups) == 4  # a dtype is asked for outside
 
 
+class Alone(difficult.Stack):
+    """Called once each, but for what a subclass makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+
+
+class Twice(Alone):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return super().features(super().features(x))
+
+
+class Sharing(Alone):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.norm = self.layers[0].norm
+
+
+class Fails(Alone):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class OneTwice(Alone):
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](super().features(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Alone, None),
+        (OneTwice, None),  # a small part of the model
+        (Twice, "layers.0, layers.1, layers.2 … are called 2 times"),
+        (Sharing, "layers.0, layers.1, layers.2 … share parameters with others"),
+        (difficult.Penalty, "layers.0, layers.1, layers.2 have weights that are used outside them"),
+        (Fails, "are in a model whose forward failed with one sample"),
+    ],
+)
+def test_why_most_of_a_model_is_gathered_at_once_is_told(
+    model: type[torch.nn.Module], says: str | None
+) -> None:
+    batch = {name: torch.stack([s[name] for s in difficult.samples(2)]) for name in ("x", "kind")}
+    batch["target"] = torch.zeros(2, dtype=torch.long)
+    told: list[str] = []
+    grouping.find_groups(model(), chunk_bytes=None, batch=batch, tell=told.append)
+    assert len(told) == (says is not None)
+    assert (says or "") in "".join(told)
+
+
 def test_building_a_model_on_paper_does_not_load_the_compiler() -> None:
     code = (
         "import sys\n"

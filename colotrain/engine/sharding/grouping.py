@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,18 @@ from colotrain.engine.model_blocks import (
     Group,
     find_blocks,
     parameter_bytes,
+    repeated_modules,
     sharded_parameters,
 )
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.spec.packing import Unit, pack
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.precisions import PRECISIONS
 from colotrain.torch_internals import FakeTensorMode, tree_leaves
 
 LARGEST_REAL_TRIAL_BYTES = 2 << 30
+LARGE_SHARE = 0.5
+"""Part of the parameters above which it is said why the root holds them."""
 UNPACKED = (
     f"torch {torch.__version__}: each block is a group of its own (from 2.13 on they are packed to "
     "plugin.chunk_size)"
@@ -44,6 +49,7 @@ def find_groups(
     batch: dict[str, Tensor] | None,
     kind: Callable[[str], Any] = lambda name: None,
     split: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> list[Group]:
     """The groups of `model`: name of the first module, and the modules.
 
@@ -51,22 +57,52 @@ def find_groups(
     is left to the root. With `chunk_bytes`, neighbours of one `kind(name)` are packed until a
     group reaches that size, and with `split` larger blocks are cut into modules that are called
     once. They are in the model's order, but for modules inside others, which come before those.
+    `tell` is called with a line where the root is left with most of the parameters, and why.
     """
     blocks = find_blocks(model)
-    if chunk_bytes is None or not HAS_SEVERAL_MODULES:
-        callable_ = {name for name, _ in blocks}
-        if batch is not None:
-            callable_ = called_once(model, blocks, batch)
+    packs = chunk_bytes is not None and HAS_SEVERAL_MODULES
+    inside = [part for block in blocks for part in _parts(*block)] if packs and split else []
+    tried = [*blocks, *inside]
+    against = reasons_against(model, tried, batch) if batch is not None else {}
+    callable_ = {name for name, _ in tried} - against.keys()
+    if tell is not None and (text := _of_root(model, against)):
+        tell(text)
+    if not packs:
         return [(name, [module]) for name, module in blocks if name in callable_]
-    inside = [part for block in blocks for part in _parts(*block)] if split else []
-    callable_ = {name for name, _ in (*blocks, *inside)}
-    if batch is not None:
-        callable_ = called_once(model, [*blocks, *inside], batch)
     units = [_unit(*block, callable_, split=split) for block in blocks if block[0] in callable_]
     return [
         (chunk.names[0], [model.get_submodule(name) for name in chunk.names])
-        for chunk in pack(units, chunk_bytes, kind)
+        for chunk in pack(units, cast(int, chunk_bytes), kind)
     ]
+
+
+def is_gathered(plan: RunPlan) -> bool:
+    """Whether groups are gathered around their use: ranks of a host may hold one copy instead."""
+    ranks = plan.plugin.mesh[-1]
+    cast_to, here = PRECISIONS[plan.train.precision], plan.cluster
+    shared = here.device == "cpu" and not cast_to.is_cast and here.procs_per_node % ranks == 0
+    return plan.plugin.parameters_live == "use" and ranks > 1 and not shared
+
+
+def _of_root(model: nn.Module, against: Mapping[str, str]) -> str:
+    """A line on the blocks that the root holds, if that is most of the model; otherwise nothing."""
+    candidates, grouped = repeated_modules(model), {name for name, _ in find_blocks(model)}
+    left = [(name, block) for name, block in candidates if name in against or name not in grouped]
+    inside = {p for _, block in left for p in block.parameters()}
+    share = sum(p.numel() for p in inside) / max(1, sum(p.numel() for p in model.parameters()))
+    if len(candidates) < 2 or share <= LARGE_SHARE:
+        return ""
+    names_of: dict[str, list[str]] = {}
+    for name, _ in left:
+        names_of.setdefault(against.get(name, "share parameters with others"), []).append(name)
+    told = (
+        f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''} {reason}"
+        for reason, names in names_of.items()
+    )
+    return (
+        f"{len(left)} of {len(candidates)} blocks, {share:.0%} of the parameters, are gathered all "
+        f"at once: {'; '.join(told)}"
+    )
 
 
 def _parts(name: str, module: nn.Module) -> Iterator[Block]:
@@ -101,8 +137,11 @@ def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> 
     )
 
 
-def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]) -> set[str]:
-    """Names of the blocks that a forward calls exactly once, and uses nowhere else.
+def reasons_against(
+    model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]
+) -> dict[str, str]:
+    """Block name → why it cannot be a group, for those that a forward does not call exactly once,
+    or uses elsewhere.
 
     A penalty over all parameters, say, uses them outside their blocks.
     The trial runs on a copy without storage: on the meta device, and where that does not work with
@@ -111,17 +150,31 @@ def called_once(model: nn.Module, blocks: list[Block], batch: dict[str, Tensor])
     counts only if its neighbours of the same kind get inputs of the same shape (experts that share
     out the tokens do not). Where nothing runs, no block counts.
     """
+    names = [name for name, _ in blocks]
     modes = (lambda: torch.device("meta"), lambda: FakeTensorMode(allow_non_fake_inputs=True))
     for make in modes:  # the second loads torch's compiler, and is rarely needed
         calls = _trial(_without_storage, model, blocks, batch, mode=make())
         if calls is not None:
-            return {name for name, shapes in calls.items() if len(shapes) == 1}
+            return {name: why for name in names if (why := _against(calls.get(name)))}
     real = all(not p.is_meta for p in model.parameters())
     if not real or parameter_bytes(model) > LARGEST_REAL_TRIAL_BYTES:
-        return set()
+        return dict.fromkeys(names, "are in a model whose forward does not run without values")
     one = {name: tensor[:1].clone() for name, tensor in batch.items()}
     calls = _trial(copy.deepcopy, model, blocks, one, mode=torch.device("cpu"))
-    return _regular(blocks, calls) if calls is not None else set()
+    if calls is None:
+        return dict.fromkeys(names, "are in a model whose forward failed with one sample")
+    regular = _regular(blocks, calls)
+    irregular = "are called as values decide, or not once each"
+    return {n: _against(calls.get(n)) or irregular for n in names if n not in regular}
+
+
+def _against(calls: list[Any] | None) -> str:
+    """Why a block with these calls cannot be a group; empty where it can."""
+    if calls is None:
+        return "have weights that are used outside them"
+    if len(calls) == 1:
+        return ""
+    return f"are called {len(calls)} times" if calls else "are not called"
 
 
 def _regular(blocks: list[Block], calls: dict[str, list[Any]]) -> set[str]:
