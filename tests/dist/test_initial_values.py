@@ -57,7 +57,45 @@ FUNCTIONS: dict[str, Callable[[Tensor], object]] = {
     "python": lambda w: w.data.fill_(float(torch.rand(()))),
 }
 """Ways to initialise a weight of 7 × 6."""
-AS_PLAIN = ("constant_", "ones_", "zeros_", "eye_", "dirac_", "numpy")
+
+
+def seeded() -> torch.Generator:
+    """A generator of the user's own."""
+    return torch.Generator().manual_seed(11)
+
+
+WITH_ARGUMENTS: dict[str, Callable[[Tensor], object]] = {
+    "uniform_ own": lambda w: init.uniform_(w, -2.0, 5.0, generator=seeded()),
+    "normal_ own": lambda w: init.normal_(w, 1.0, 3.0, generator=seeded()),
+    "trunc_normal_ own": lambda w: init.trunc_normal_(w, 0.5, 2, -1, 1, generator=seeded()),
+    "xavier_uniform_ own": lambda w: init.xavier_uniform_(w, gain=5 / 3, generator=seeded()),
+    "xavier_normal_ own": lambda w: init.xavier_normal_(w, gain=0.2, generator=seeded()),
+    "kaiming_uniform_ own": lambda w: init.kaiming_uniform_(
+        w, a=5**0.5, mode="fan_out", nonlinearity="leaky_relu", generator=seeded()
+    ),
+    "kaiming_normal_ own": lambda w: init.kaiming_normal_(
+        w, mode="fan_out", nonlinearity="tanh", generator=seeded()
+    ),
+    "orthogonal_ own": lambda w: init.orthogonal_(w, gain=2.0, generator=seeded()),
+    "dirac_ own": lambda w: init.dirac_(w.view(6, 7, 1), groups=2),
+    "method own": lambda w: w.data.normal_(0.0, 2.0, generator=seeded()),
+    "tensor own": lambda w: w.copy_(torch.randn(w.shape, generator=seeded())),
+}
+"""Arguments that are not the default ones, a generator among them: values are plain torch's."""
+DRAWN_WITH_ARGUMENTS: dict[str, Callable[[Tensor], object]] = {
+    "xavier_uniform_ gain": lambda w: init.xavier_uniform_(w, gain=init.calculate_gain("tanh")),
+    "xavier_normal_ gain": lambda w: init.xavier_normal_(w, gain=3.0),
+    "kaiming_uniform_ mode": lambda w: init.kaiming_uniform_(w, a=0.5, mode="fan_out"),
+    "kaiming_normal_ mode": lambda w: init.kaiming_normal_(
+        w, mode="fan_out", nonlinearity="linear"
+    ),
+    "orthogonal_ gain": lambda w: init.orthogonal_(w, gain=0.5),
+    "sparse_ own": lambda w: init.sparse_(w, 0.3, std=2.0, generator=seeded()),  # places it draws
+    "sparse_ std": lambda w: init.sparse_(w, sparsity=0.2, std=1.0),
+    "trunc_normal_ bounds": lambda w: init.trunc_normal_(w, 1.0, 0.5, 0.0, 1.5),
+}
+FUNCTIONS |= WITH_ARGUMENTS | DRAWN_WITH_ARGUMENTS
+AS_PLAIN = ("constant_", "ones_", "zeros_", "eye_", "dirac_", "numpy", *WITH_ARGUMENTS)
 
 
 class Zoo(nn.Module):
