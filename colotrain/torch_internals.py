@@ -106,9 +106,12 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def storage_id(tensor_or_storage: Any) -> int:
-    """The same for all tensors that look at the same memory."""
+    """The same for all tensors that look at the same memory; 0 within `torch.vmap`."""
     found = tensor_or_storage
-    storage = found.untyped_storage() if isinstance(found, Tensor) else found
+    try:
+        storage = found.untyped_storage() if isinstance(found, Tensor) else found
+    except NotImplementedError:
+        return 0
     key: int = storage._cdata
     return key
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from colotrain.engine.freezing import thawed_later
 from colotrain.engine.model_blocks import Group, sharded_parameters
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import FreezePlan, ModelPlan
-from colotrain.torch_internals import hooks_after_gradient_of
+from colotrain.torch_internals import hooks_after_gradient_of, storage_id, tree_leaves
+
+CONTENTS = ("_parameters", "_buffers", "_modules")
+"""Attributes in which torch keeps what a module consists of."""
 
 
 def check_dtypes(
@@ -48,6 +52,21 @@ def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
                 "ones)",
                 "fix": "make the embedding with sparse=False",
             }
+    yield from _shares_memory(model)
+    given = set(model.parameters())
+    own = {name for name, _ in nn.Module.named_parameters(model)}
+    for name, parameter in model.named_parameters():
+        if name not in own:
+            yield {
+                "expected": f"named_parameters() that names them as the modules do (it has {name})",
+                "fix": "leave named_parameters() as it is",
+            }
+        if parameter.requires_grad and parameter not in given:
+            yield {
+                "expected": "parameters() that gives out all that train (its own leaves out "
+                f"{name})",
+                "fix": "freeze what shall not train (requires_grad_(False))",
+            }
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             yield {
@@ -60,3 +79,55 @@ def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
                 "would see neither the whole gradient nor the whole parameter)",
                 "fix": "use register_hook to change its gradient, and optim to update it",
             }
+
+
+def _shares_memory(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Tensors that look at a parameter's memory, which training changes; sharding parts the two."""
+    known: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *_kept_tensors(model)):
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not plain or not tensor.numel():
+            continue
+        others = known.setdefault(storage_id(tensor), [])
+        for other, parameter in others:
+            if _overlap(parameter, tensor):
+                yield {
+                    "expected": f"memory of its own for each parameter ({name} looks at that of "
+                    f"{other})",
+                    "fix": "tie parameters as one (head.weight = embed.weight), and give other "
+                    "tensors a .clone(), or compute them in forward",
+                }
+        if isinstance(tensor, nn.Parameter):
+            others.append((name, tensor))
+
+
+def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors in attributes, lists and dicts of modules, but no parameters."""
+    for prefix, module in model.named_modules():
+        for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+            leaves = tree_leaves(value) if key not in CONTENTS else ()
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    yield f"{prefix}.{key}" if prefix else key, leaf
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether an element of two tensors on one storage is in the same place."""
+    (first, end), (other, other_end) = _extent(a), _extent(b)
+    start, stop = max(first, other), min(end, other_end)
+    if start >= stop or a.dtype != b.dtype:
+        return start < stop
+    taken = torch.zeros(max(end, other_end) // a.element_size(), dtype=torch.bool, device="cpu")
+    _places(taken, a).fill_(True)
+    return bool(_places(taken, b).any())
+
+
+def _places(taken: Tensor, tensor: Tensor) -> Tensor:
+    return taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte of the storage that `tensor` looks at, and the one after the last."""
+    first, steps = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((size - 1) * step for size, step in steps)
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()

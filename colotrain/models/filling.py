@@ -225,10 +225,7 @@ class Filling:
                 continue
             other = next((s for s in self.slots if s.whole is found), None)
             if other is not None:
-                raise ColotrainError(
-                    f"model.target: init_weights() ties {slot.name} to {other.name}",
-                    "tie them when the model is made",
-                )
+                raise _ties(slot, other)
             if found is None:
                 raise _reshaped(slot, "nothing")
             self.assign(slot, found)
@@ -237,6 +234,9 @@ class Filling:
         """The parameter's whole value becomes `value`."""
         if value.shape != slot.whole.shape or value.dtype != slot.whole.dtype:
             raise _reshaped(slot, f"{value.dtype} {tuple(value.shape)}")
+        for other in self.found_in([value]):
+            if other is not slot:
+                raise _ties(slot, other)
         self.need(slot, value=False)
         _copy(slot, value)
 
@@ -248,6 +248,13 @@ def _has_memory(tensor: Tensor) -> bool:
 def _copy(slot: Slot, value: Tensor) -> None:
     with torch.no_grad():
         slot.whole.copy_(value)
+
+
+def _ties(slot: Slot, other: Slot) -> ColotrainError:
+    return ColotrainError(
+        f"model.target: init_weights() ties {slot.name} to {other.name}",
+        "tie them when the model is made",
+    )
 
 
 def _reshaped(slot: Slot, found: str) -> ColotrainError:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +167,39 @@ class Shard(DTensor):
 GRAD: Any = cast(Any, torch.Tensor.grad).__get__
 
 
+class Replaced(nn.Parameter):
+    """A parameter as the model was made with it, of which somebody has kept a reference.
+
+    Training changes its shards only: what is computed of this one would be of the initial value,
+    and its gradient would go nowhere.
+    """
+
+    _name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)) or func == GRAD:
+            return result
+        name = next(p._name for p in tree_leaves((args, kwargs)) if isinstance(p, cls))
+        raise ColotrainError(
+            f"model: computes with {name} by a reference from when it was made (in a list, a hook "
+            "or a closure), which training does not change",
+            "reach it through its module (self.layer.weight)",
+        )
+
+
+def watch_replaced(originals: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
+    """Have those of `originals` that sharding has replaced, and are still there, refuse use."""
+    kept = set(model.parameters())
+    for name, reference in originals.items():
+        parameter = reference()
+        if parameter is not None and parameter not in kept and type(parameter) is nn.Parameter:
+            parameter.__class__ = Replaced
+            parameter._name = name  # type: ignore[attr-defined]
+
+
 @dataclass(slots=True, eq=False)
 class ForwardWatch:
     """Ends the run when a forward changes a sharded parameter in place, or uses one too early.
@@ -178,6 +212,13 @@ class ForwardWatch:
     """torch's own records."""
     versions: dict[int, int] = field(default_factory=dict)
     """Index of the parameter → its version when the forward began."""
+    owners: list[tuple[nn.Module, str, str, Any]] = field(default_factory=list)
+    """Module, key and name of each parameter, and torch's own record of it (itself where it is not
+    sharded)."""
+    frozen: list[Any] = field(default_factory=list)
+    """Records of the parameters that did not train when the forward began."""
+    size: int = 0
+    """Entries of the modules for parameters and submodules."""
     aliases: list[tuple[str, Tensor]] = field(default_factory=list)
     running: bool = False
 
@@ -188,7 +229,38 @@ class ForwardWatch:
         for index, param in enumerate(self.params):
             when_whole(param, partial(self._adopt, index))
         root.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
-        root.register_forward_hook(lambda *_: self._end())
+        root.register_forward_hook(lambda *_: self._end(root))
+        records = {param.sharded_param: param for param in self.params}
+        for prefix, module in root.named_modules():
+            module.register_state_dict_pre_hook(lambda *_: self._refuse_state_dict())
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    self.owners.append((module, key, name, records.get(parameter, parameter)))
+        self.size = _num_entries(root)
+
+    def _refuse_state_dict(self) -> None:
+        if self.running:  # torch would leave the forward with shards
+            raise ColotrainError(
+                "model: forward calls state_dict()", "use named_parameters() and named_buffers()"
+            )
+
+    def _find_made(self, root: nn.Module) -> None:
+        """Refuse parameters that the forward has made: they would never train, or be lost."""
+        for module, key, name, known in self.owners:
+            found = module._parameters.get(key)
+            is_plain = isinstance(known, nn.Parameter)
+            own = (known,) if is_plain else (known.sharded_param, whole_of(known))
+            if found is None or not any(found is parameter for parameter in own):
+                raise made_in_forward(name)
+        if (size := _num_entries(root)) == self.size:
+            return
+        self.size, names = size, {name for _, _, name, _ in self.owners}
+        for prefix, module in root.named_modules():
+            for key, parameter in module._parameters.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if parameter is not None and name not in names:
+                    raise made_in_forward(name)
 
     def _adopt(self, index: int, whole: nn.Parameter) -> None:
         if type(whole) is nn.Parameter:
@@ -210,13 +282,22 @@ class ForwardWatch:
         for index in self.versions:
             self.versions[index] = self._version(index)
         self.aliases.clear()
+        self.frozen = [p for p in self.params if not p.sharded_param.requires_grad]
         for param in self.params:
             if type(param.sharded_param) is DTensor:
                 _become(param.sharded_param, Shard, name_of(param))
         self.running = True
 
-    def _end(self) -> None:
+    def _end(self, root: nn.Module) -> None:
         self.running = False
+        self._find_made(root)
+        for param in self.frozen:
+            found = (param.sharded_param, whole_of(param))
+            if any(p is not None and p.requires_grad for p in found):
+                raise ColotrainError(
+                    f"model: forward begins to train {name_of(param)}, which was frozen",
+                    "let freeze.unfreeze name the step",
+                )
         for param in self.params:
             if type(param.sharded_param) is Shard:
                 _become(param.sharded_param, DTensor, None)
@@ -239,6 +320,17 @@ def changed_in_place(name: str) -> ColotrainError:
         f"model: forward changes {name} in place (as max_norm and clamps do)",
         "compute with a changed copy, or change it in train.on_gradients",
     )
+
+
+def made_in_forward(name: str) -> ColotrainError:
+    return ColotrainError(
+        f"model: forward makes the parameter {name}, which no optimizer knows",
+        "make it when the model is made, and compute with changed copies of it",
+    )
+
+
+def _num_entries(root: nn.Module) -> int:
+    return sum(len(module._parameters) + len(module._modules) for module in root.modules())
 
 
 def _become(shard: Any, cls: type, name: str | None) -> None:

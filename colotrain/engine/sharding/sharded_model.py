@@ -7,6 +7,7 @@ that divides is `accumulation`.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ from colotrain.engine.sharding.parameters import (
     ForwardWatch,
     attach_,
     attached_to,
+    watch_replaced,
 )
 from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
@@ -147,6 +149,7 @@ def shard_(
     """
     check_parameters(model, plan.model)
     attached = attached_to(model)
+    originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
     for parameter in model.parameters():  # fully_shard takes no other
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -187,6 +190,7 @@ def shard_(
         mesh=mesh,
         attached=attached,
     )
+    watch_replaced(originals, model)
     attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
     fsdp_groups = [params for group in groups for params in group.fsdp_groups]
     reduce_unused_(model, fsdp_groups)

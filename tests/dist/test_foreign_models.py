@@ -1,0 +1,85 @@
+"""Other people's models: trained as in one process of plain torch, or refused with a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colotrain.engine.sharding.grouping import find_groups
+from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
+from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.errors import ColotrainError, ConfigError
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.plugins import ROWS
+from colotrain.verify import runner
+from tests.dist.difficult import samples
+from tests.dist.foreign import AT_PLAN, IN_FORWARD, TRAIN, make
+from tests.dist.test_difficult_models import check, one_reference_for_all_plugins, plan_of
+from tests.dist.test_transport import plan_of as tiny_plan
+from tests.dist.test_transport import run
+
+__all__ = ["one_reference_for_all_plugins"]
+
+
+def plan(model: str, plugin: str, *overrides: str) -> RunPlan:
+    """One micro-batch a step: averages that a forward keeps depend on how often it runs."""
+    own = ("model.target=tests.dist.foreign:make", "train.micro_batch=6")
+    return plan_of(model, plugin, *own, *overrides)
+
+
+def test_they_train_as_in_one_process_where_groups_are_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.gathering")
+    check([plan(model, "zero3") for model in (*TRAIN, "FunctionalOwn")], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["tests.dist.gathering", runner.WORKER])
+@pytest.mark.parametrize("plugin", ROWS)
+def test_they_do_under_every_plugin(
+    plugin: str, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", worker)
+    check([plan(model, plugin) for model in TRAIN], tmp_path)
+
+
+def test_an_average_beside_the_modules_differs_by_rounding_alone(tmp_path: Path) -> None:
+    [result] = check([plan("DoubleEma", "zero1", "train.grad_clip=null")], tmp_path)
+    assert 0.0 < result.max_abs_gradient < 1e-14
+
+
+@pytest.mark.parametrize("model", AT_PLAN)
+def test_what_sharding_would_lose_is_refused_when_it_is_planned(model: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(AT_PLAN[model])):
+        plan(model, "zero2")
+
+
+def two_steps(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    for _ in range(2):
+        model(**batch).backward()
+
+
+def refuses(rank: int, plans: list[RunPlan]) -> None:
+    rows = samples(4, seed=rank)
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    for name, says in IN_FORWARD.items():
+        for plan in plans:
+            for shared in (False, True):
+                torch.manual_seed(0)
+                model = make(name)
+                groups = find_groups(model, chunk_bytes=None, batch=batch)
+                sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
+                common = hold_in_common(sharded) if shared else None
+                house = common.house if common is not None else lambda fresh: None
+                materialise_(sharded, device="cpu", seed=0, house=house)
+                with pytest.raises(ColotrainError, match=says):
+                    two_steps(model, batch)
+
+
+def test_what_a_forward_may_not_do_is_refused_by_name() -> None:
+    run(refuses, 2, [tiny_plan(plugin, 2) for plugin in ("zero1", "zero3")])
