@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from colotrain.engine.optim.shard_optimizer import schedule
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer, schedule
 from colotrain.errors import ConfigError
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS
@@ -77,3 +79,13 @@ def test_wsd_is_constant_and_then_falls_in_a_line() -> None:
     default = plan_of("Stack", "zero2", WSD[0], "optim.schedule.min_lr_ratio=0.5").optim
     rates = [schedule(default, step, 10) for step in range(10)]
     assert rates == pytest.approx([1.0] * 8 + [0.75, 0.5])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_updates_parameters_in_half_precision(dtype: torch.dtype) -> None:
+    shard = nn.Parameter(torch.ones(64, dtype=dtype))
+    shard.grad = torch.ones_like(shard)
+    optimizer = ShardOptimizer(plan_of("Stack", "zero1").optim, max_steps=1)
+    optimizer.add({"weight": shard})
+    optimizer.step(factor=1.0)
+    assert torch.equal(shard.detach(), torch.ones_like(shard) - torch.full_like(shard, 0.1))

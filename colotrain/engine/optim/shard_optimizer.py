@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.offload.tiers import Tiers
-from colotrain.engine.optim.optimizers import is_hidden_matrix, make, settled
+from colotrain.engine.optim.optimizers import fused_sgd_is_wrong, is_hidden_matrix, make, settled
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.sharded_model import local_shard, shard_range
 from colotrain.errors import ColotrainError
@@ -60,13 +60,15 @@ class ShardOptimizer:
         self.shards.update(fresh)
         self.stepped.update(fresh if of_shards else parameters)
         self._names |= {self.stepped[name]: name for name in fresh}
-        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
-        for name in fresh:
-            key = settings_of(name, parameters[name].ndim, self.plan)
+        groups: dict[tuple[float, float, bool, bool], list[nn.Parameter]] = {}
+        for name, shard in fresh.items():
+            settings = settings_of(name, parameters[name].ndim, self.plan)
+            key = (*settings, self.plan.name == "sgd" and fused_sgd_is_wrong(shard))
             groups.setdefault(key, []).append(self.stepped[name])
-        for (lr_scale, weight_decay, muon), chosen in groups.items():
+        for (lr_scale, weight_decay, muon, loops), chosen in groups.items():
             group = {"params": chosen, "weight_decay": weight_decay, "lr_scale": lr_scale}
             group |= {"muon": muon} if self.plan.name == "muon" else {}
+            group |= {"fused": False} if loops else {}
             if self.torch is None:
                 self.torch = make(self.plan, [group], self)
                 self.torch.register_step_post_hook(self._count)
