@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,3 +167,22 @@ class Late(HalfLoss):
         if self.how == "tensor" and self.forwards > 1:
             loss = loss + weight.square().sum()
         return loss
+
+
+class FailsOnce(HalfLoss):
+    """Raises in a backward in the middle of its second step, when a file is not there yet."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file, self.forwards = Path(file), 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        loss = super().forward(input_ids, labels)
+        self.forwards += self.training
+        if self.forwards == 4 and not self.file.exists():
+            loss.register_hook(self.fail)
+        return loss
+
+    def fail(self, grad: Tensor) -> None:
+        self.file.touch()
+        raise RuntimeError("a hook of the user's")

@@ -135,3 +135,12 @@ def test_a_weight_used_outside_its_block_in_evaluation_alone_counts_whole(here: 
     for name, losses_of in found.items():
         assert losses_of, name
         assert losses_of == pytest.approx(found["zero1-1"], rel=1e-6), name
+
+
+def test_after_an_exception_in_backward_nothing_is_added_to_what_it_left(here: Colotrain) -> None:
+    file = here.cwd / "failed"
+    once = ("model.target=tests.dist.idioms:FailsOnce", f"model.args.file={file}")
+    found = here.run(*OF_TOKENS, *once, "checkpoint.every=1", "name=once")
+    assert file.exists()
+    assert found["restarts"] == 1
+    assert losses(found) == losses(here.run(*OF_TOKENS, *once, "name=straight"))
