@@ -15,7 +15,7 @@ from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
 from colotrain.runs.resolving import Setting
 from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
-from colotrain.spec.plan import CheckpointPlan, RunPlan
+from colotrain.spec.plan import CheckpointPlan, RunPlan, TrainPlan
 
 CATEGORIES = (
     "parameters",
@@ -76,6 +76,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         f"{batch.accumulation_steps} × {batch.data_parallel} ranks; "
         f"{batch.tokens_per_step:,} {unit} per step",
     )
+    yield "steps", _steps(plan.train)
     yield (
         "parameters",
         f"{counts.total:,}: {counts.trainable:,} trained, {counts.frozen:,} frozen",
@@ -96,10 +97,18 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     yield "checkpoints", _checkpoints(plan.checkpoint)
 
 
+def _steps(train: TrainPlan) -> str:
+    if not train.epoch_steps:
+        return f"{train.max_steps:,}"
+    rest = "" if train.epoch_steps == int(train.epoch_steps) else ", the last filled from the next"
+    epochs = f"{train.max_steps / train.epoch_steps:.3g} epochs of {train.epoch_steps:.6g} steps"
+    return f"{train.max_steps:,}: {epochs}{rest}"
+
+
 def _checkpoints(checkpoint: CheckpointPlan) -> str:
     if not checkpoint.enabled:
         return "none (checkpoint.every=0)"
-    often = f"every {checkpoint.every} steps, " if checkpoint.every else ""
+    often = f"every {checkpoint.every:.6g} steps, " if checkpoint.every else ""
     if checkpoint.every_s:
         often = f"every {format_seconds(checkpoint.every_s)}, "
     return f"{often}when asked to stop, and at the end; the newest {checkpoint.keep} are kept"

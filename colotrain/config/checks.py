@@ -51,6 +51,7 @@ AT_LEAST: dict[str, float] = {
 ABOVE_ZERO = (
     "optim.lr",
     "optim.eps",
+    "train.epochs",
     "train.grad_clip",
     "checkpoint.minutes",
     "elastic.hang_timeout_s",
@@ -58,6 +59,7 @@ ABOVE_ZERO = (
 )
 SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
+    "optim.schedule.warmup_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "optim.schedule.min_lr_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
 TRACKERS = ("tensorboard", "wandb")

@@ -34,7 +34,11 @@ from colotrain.config.values import delete_, resolve_references, set_
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import MISSING, to_plain
 
-ONE_OF = {"model": ("target", "hf"), "data": ("corpus", "path", "mixture", "target")}
+ONE_OF = {
+    "model": ("target", "hf"),
+    "data": ("corpus", "path", "mixture", "target"),
+    "train": ("max_steps", "epochs"),
+}
 """Section → keys of which a run has one."""
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
@@ -85,7 +89,8 @@ def _give_way(config: DictConfig, overrides: Sequence[Override], notices: list[s
                 continue
             notices.append(f"{chosen[0]} takes the place of {section}.{name}={found[name]}")
             found[name] = [] if name == "mixture" else None
-            found["args"] = {}
+            if "args" in found:
+                found["args"] = {}
 
 
 def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from colotrain.errors import Problem
 
-STEPS = "write train.max_steps (steps = samples × epochs / train.global_batch)"
+EPOCHS = "write train.epochs"
 BATCH = "write train.global_batch (samples per step over all ranks) or train.micro_batch (per rank)"
 KEYS = {
     "lr": "write optim.lr",
@@ -22,6 +22,7 @@ KEYS = {
     "scheduler": "write optim.schedule.name",
     "warmup": "write optim.schedule.warmup_steps",
     "warmup_steps": "write optim.schedule.warmup_steps",
+    "warmup_ratio": "write optim.schedule.warmup_ratio",
     "batch_size": BATCH,
     "train_batch_size": "write train.global_batch (samples per step over all ranks)",
     "per_device_train_batch_size": "write train.micro_batch (samples per rank at once)",
@@ -35,10 +36,10 @@ KEYS = {
     "gradient_checkpointing": "write train.activation_checkpointing=full",
     "num_workers": "leave it out: batches are read ahead by each rank (data.workers tokenizes)",
     "dataloader_num_workers": "leave it out: batches are read ahead by each rank",
-    "epochs": STEPS,
-    "max_epochs": STEPS,
-    "num_epochs": STEPS,
-    "num_train_epochs": STEPS,
+    "epochs": EPOCHS,
+    "max_epochs": EPOCHS,
+    "num_epochs": EPOCHS,
+    "num_train_epochs": EPOCHS,
     "steps": "write train.max_steps",
     "num_steps": "write train.max_steps",
     "max_length": "write data.seq_len",

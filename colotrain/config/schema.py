@@ -138,8 +138,13 @@ class Data:
 class Train:
     """The training settings."""
 
-    max_steps: int = 100
-    """Optimizer steps of the whole run."""
+    max_steps: int | None = None
+    """Optimizer steps of the whole run; null: what `epochs` come to, or 100."""
+    epochs: float | None = None
+    """Passes over the training data, instead of `max_steps`."""
+    last_batch: Literal["fill", "drop"] = "fill"
+    """What becomes of an epoch's last samples that do not fill a global batch: a step fills it with
+    samples of the next epoch, or they are left out of this epoch."""
     global_batch: int | None = None
     """Samples per step over all ranks."""
     micro_batch: int | None = None
@@ -155,9 +160,10 @@ class Train:
     all but the outputs of matrix products, convolutions and attention (selective)."""
     compile: bool = False
     """Compile each block with torch.compile."""
-    eval_every: int | None = None
-    """Steps between evaluations; 0 or null turns them off but for the one after the last step and
-    the one before the first, which is left out where it is predicted to take five minutes."""
+    eval_every: int | str | None = None
+    """Steps between evaluations, or epochs as in `0.5ep`; 0 or null turns them off but for the one
+    after the last step and the one before the first, which is left out where it is predicted to
+    take five minutes."""
     eval_steps: int = 8
     """Global batches per evaluation; 0: none ever."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -179,6 +185,8 @@ class Schedule:
     """wsd: steps of the linear end; null: a fifth of the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
+    warmup_ratio: float | None = None
+    """The warm-up as a share of the run, instead of `warmup_steps`."""
     min_lr_ratio: float = 0.1
     """Learning rate at the last step, as a share of `optim.lr`."""
 
@@ -264,9 +272,9 @@ class Elastic:
 class Checkpoint:
     """Saved states of the run."""
 
-    every: int | Literal["auto"] | None = "auto"
-    """Steps between checkpoints; auto: by time (`minutes`); null: only when the run is asked to
-    stop and at its end; 0: none at all."""
+    every: int | str | None = "auto"
+    """Steps between checkpoints, or epochs as in `1ep`; auto: by time (`minutes`); null: only when
+    the run is asked to stop and at its end; 0: none at all."""
     minutes: float = 10.0
     """Between checkpoints by time."""
     keep: int = 2

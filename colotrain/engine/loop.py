@@ -295,5 +295,9 @@ def unfreeze_(run: Run) -> None:
         freeze_as_of(run, run.step)
 
 
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def is_due(step: int, every: float) -> bool:
+    """Whether `step` is the first to complete another `every` steps, which may be a fraction."""
+    if every <= 0:
+        return False
+    before, after = ((s / every + 1e-9) // 1 for s in (step - 1, step))
+    return after > before

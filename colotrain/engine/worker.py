@@ -24,7 +24,7 @@ from colotrain.data.read.loader import (
     BatchLoader,
     Split,
     open_samples,
-    order_of,
+    planned_order,
     targets_per_sample,
 )
 from colotrain.data.read.samples import StreamSamples
@@ -301,8 +301,7 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
         samples = open_samples(plan.data, split)
     if split == "validation" and len(samples) == 0:
         return None
-    order = order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
-    return BatchLoader(samples, order, plan.batch, rank=rank)
+    return BatchLoader(samples, planned_order(samples, plan, split), plan.batch, rank=rank)
 
 
 def agree_on_groups(

@@ -129,7 +129,7 @@ def _steps(value: Any, _: Flat) -> Answer:
 
 def _val_interval(value: Any, flat: Flat) -> Answer:
     if isinstance(value, float) and value <= 1:
-        return Answer(outcome="none", note="evaluation is by steps: set train.eval_every")
+        return taken("train.eval_every", lambda share: f"{share:g}ep")(value, flat)
     steps = whole(flat.get("trainer.accumulate_grad_batches") or 1)
     note = "batches become optimizer steps"
     settings = {"train.eval_every": max(1, whole(value) // steps)}
@@ -188,11 +188,11 @@ def _scheduler(value: Any, _: Flat) -> Answer:
 
 
 def _epochs(value: Any, flat: Flat) -> Answer:
-    """Steps say how long a run is; how many an epoch has, the file does not say."""
     if flat.get("trainer.max_steps") not in (-1, None):
         return Answer(outcome="none", note="the length of a run is train.max_steps")
-    what = "epochs of your data" if value in (-1, None) else f"{value} epochs of your data"
-    return Answer(outcome="asked", note=f"set train.max_steps: the steps of {what}")
+    if value in (-1, None):
+        return Answer(outcome="asked", note="no limit: set train.epochs or train.max_steps")
+    return taken("train.epochs", whole)(value, flat)
 
 
 def _recomputed(value: Any, _: Flat) -> Answer:
@@ -211,6 +211,8 @@ def _length(value: Any, flat: Flat) -> Answer:
     steps = flat.get("trainer.max_steps")
     if str(flat.get("lr_scheduler.class_path")).endswith("ConstantLR"):
         return Answer(outcome="none", note="the learning rate is the same from the first step on")
+    if steps in (-1, None) and value == flat.get("trainer.max_epochs"):
+        return Answer(outcome="decided", note="the schedule ends with the run")
     if steps in (-1, None):
         note = f"set train.max_steps, where the schedule ends: Lightning counts {value} epochs"
         return Answer(outcome="asked", note=note)
@@ -271,7 +273,7 @@ RULES: Rules = {
     "trainer.gradient_clip_val": deepspeed.RULES["gradient_clipping"],
     "trainer.gradient_clip_algorithm": _clip_algorithm,
     "trainer.val_check_interval": _val_interval,
-    "trainer.check_val_every_n_epoch": none("evaluation is by steps: set train.eval_every"),
+    "trainer.check_val_every_n_epoch": taken("train.eval_every", lambda n: f"{n}ep"),
     "trainer.limit_val_batches": _val_batches,
     "trainer.limit_*_batches": none("the length of a run is train.max_steps"),
     "trainer.num_sanity_val_steps": decided("the first evaluation is before the first step"),

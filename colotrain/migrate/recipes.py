@@ -124,7 +124,8 @@ def settings(found: Sequence[Finding]) -> dict[str, Any]:
         merged.pop("plugin.reshard", None)
     if merged.get("plugin.name") != "gemini":
         merged.pop("plugin.disk_path", None)
-    return {**merged, **_sizes(merged)}
+    length = {"train.max_steps": None} if "train.epochs" in merged else {}  # the base has steps
+    return {**merged, **length, **_sizes(merged)}
 
 
 def _order(finding: Finding) -> tuple[bool, bool]:

@@ -17,6 +17,7 @@ from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Tra
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import Question, Traces
 from colotrain.planner.durations import evaluates_first, warn_of_durations
+from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
 from colotrain.planner.fix_hints import memory_warnings, verdicts
 from colotrain.planner.machine import Machine
 from colotrain.planner.model import SurveyModel, at_peak, count, look, warn_of_length
@@ -62,14 +63,15 @@ def investigate(
     name: str | None = None,
     found: Sequence[Problem] = (),
     trace: TraceModel | None = None,
+    samples: CountSamples | None = None,
     hints: bool = True,
 ) -> tuple[RunPlan, Situation]:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
     `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
-    and time are left out). `found` are problems of composing `config`, reported with those
-    found here. With the plan comes the situation in which alternatives to it can be weighed.
-    Without `hints` nothing is warned of memory.
+    and time are left out), `samples` counts those of the training data. `found` are problems of
+    composing `config`, reported with those found here. With the plan comes the situation in which
+    alternatives to it can be weighed. Without `hints` nothing is warned of memory.
     """
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
@@ -77,6 +79,7 @@ def investigate(
         raise ConfigError(hinted(problems))
     settings = _with_tokenizer(settings)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
+    problems += check_epochs(settings)
     scale, batch = scale_out(settings, machine, problems)
     if batch is not None:
         problems += _check_sizes(settings.elastic, scale, batch)
@@ -91,10 +94,13 @@ def investigate(
         problems += check_override_names(settings.plugin, looked)
     if problems or looked is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
-    again = functools.partial(investigate, survey=survey, machine=machine, trace=trace, hints=False)
-    optim, train = _optim(settings.optim), _train(settings.train)
+    again = functools.partial(
+        investigate, survey=survey, machine=machine, trace=trace, samples=samples, hints=False
+    )
+    steps = in_steps(settings, data, global_batch=batch.global_batch, count=samples)
+    optim, train = _optim(settings.optim, steps), _train(settings.train, steps)
     observe = _observe(settings.observe)
-    batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings)
+    batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
     at_most = at_peak(looked, freeze)
     situation = Situation(
         scale=scale,
@@ -140,7 +146,7 @@ def investigate(
         time=option.time,
         flops_per_token=looked.flops_per_token,
         warnings=(
-            *_warnings(settings, scale, machine),
+            *_warnings(settings, scale, machine, steps),
             *warn_of_length(settings.data, looked),
             *warn_of_durations(train, batch_plan, option.time),
         ),
@@ -219,23 +225,26 @@ def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
     )
 
 
-def _train(train: Train) -> TrainPlan:
+def _train(train: Train, steps: Steps) -> TrainPlan:
     return TrainPlan(
-        max_steps=train.max_steps,
+        max_steps=steps.max_steps,
         seed=train.seed,
         precision=train.precision,
         grad_clip=train.grad_clip,
         activation_checkpointing=train.activation_checkpointing,
         compile=train.compile,
-        eval_every=train.eval_every or 0,
+        eval_every=steps.eval_every,
         eval_steps=train.eval_steps,
         on_nonfinite=train.on_nonfinite,
         max_rollbacks=train.max_rollbacks,
         on_gradients=train.on_gradients,
+        epochs=train.epochs,
+        epoch_steps=steps.per_epoch,
+        last_batch=train.last_batch,
     )
 
 
-def _optim(optim: Optim) -> OptimPlan:
+def _optim(optim: Optim, steps: Steps) -> OptimPlan:
     betas, place = list(optim.betas), optimizer_of(optim.name).momentum_beta
     if optim.momentum is not None and place is not None and place < len(betas):
         betas[place] = optim.momentum
@@ -246,7 +255,7 @@ def _optim(optim: Optim) -> OptimPlan:
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         schedule=optim.schedule.name,
-        warmup_steps=optim.schedule.warmup_steps,
+        warmup_steps=steps.warmup_steps,
         final_ratio=optim.schedule.min_lr_ratio,
         decay_steps=optim.schedule.decay_steps,
         args=optim.args,
@@ -267,14 +276,14 @@ def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
     )
 
 
-def _checkpoint(settings: Config) -> CheckpointPlan:
+def _checkpoint(settings: Config, steps: Steps) -> CheckpointPlan:
     """`every: auto` saves by time, `every: null` at the end only, `every: 0` never."""
     checkpoint = settings.checkpoint
     named = checkpoint.resume not in ("auto", "none")
     by_time = checkpoint.every == "auto"
     return CheckpointPlan(
         enabled=checkpoint.every != 0,
-        every=checkpoint.every if isinstance(checkpoint.every, int) else 0,
+        every=steps.save_every,
         every_s=60 * checkpoint.minutes if by_time else 0.0,
         keep=checkpoint.keep,
         async_=checkpoint.async_,
@@ -341,9 +350,9 @@ def _default_name(settings: Config, plugin: str) -> str:
     return f"{about}-{plugin}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]:
+def _warnings(settings: Config, scale: Scale, machine: Machine, planned: Steps) -> Iterator[str]:
     """What is allowed and probably not meant."""
-    steps, warmup = settings.train.max_steps, settings.optim.schedule.warmup_steps
+    steps, warmup = planned.max_steps, planned.warmup_steps
     if warmup >= steps:
         yield (
             f"optim.schedule.warmup_steps={warmup}: the run ends after {steps} steps, "

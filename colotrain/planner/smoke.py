@@ -36,10 +36,15 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     small["accumulate"]["steps"] = steps
     small["train"] |= {
         "max_steps": STEPS,
+        "epochs": None,
         "global_batch": steps * batch.data_parallel,
         "micro_batch": 1,
         "eval_every": None,  # there is an evaluation before the first step and after the last
         "eval_steps": min(plan.train.eval_steps, 1),
+    }
+    small["optim"]["schedule"] |= {
+        "warmup_steps": plan.optim.warmup_steps,
+        "warmup_ratio": None,
     }
     small["checkpoint"] |= {"every": 1, "keep": 1, "resume": "auto"}
     small["observe"] |= {"log_every": 1, "trackers": []}

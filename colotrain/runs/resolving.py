@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from colotrain import host
@@ -24,6 +24,7 @@ from colotrain.planner.machine import Machine
 from colotrain.planner.plugin import Situation
 from colotrain.planner.smoke import shrink
 from colotrain.runs.job import is_job, on_nodes
+from colotrain.show.console import stderr_console
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
@@ -139,7 +140,12 @@ def _resolve(
     with Looker(meanwhile=meanwhile) as looker:
         looks = Looks(looker)
         return investigate(
-            config, survey=looks.survey, machine=machine, found=found, trace=looks.follow
+            config,
+            survey=looks.survey,
+            machine=machine,
+            found=found,
+            trace=looks.follow,
+            samples=looks.count,
         )
 
 
@@ -148,6 +154,7 @@ class Looks:
     """Looks at models: kept ones, or new ones in a process of the warm server or, else, here."""
 
     looker: Looker
+    counted: dict[str, int] = field(default_factory=dict)
 
     def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         def look() -> tuple[Survey, Dependencies | None]:
@@ -167,6 +174,19 @@ class Looks:
 
         about = (freeze, (data.seq_len, data.target, data.args), *how)
         return kept(Followed, model, about, look).trace
+
+    def count(self, data: DataPlan, seed: int) -> int:
+        """The samples of the training split; what must be tokenized for it is, with progress."""
+        from colotrain.data.prepare.tokens import prepare_all
+        from colotrain.show.progress import preparation
+
+        if data.source != "target":
+            with preparation(stderr_console()) as progress:
+                prepare_all(data, progress=progress)
+        key = repr((data, seed))
+        if key not in self.counted:
+            self.counted[key], _ = self._look("count_samples", data, seed)
+        return self.counted[key]
 
     def _look(self, function: str, *args: Any) -> Any:
         if is_warm() and LOOK not in sys.modules:

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+from colotrain.spec.plan import TrainPlan
+
 
 def shown(value: Any, form: str) -> str:
     """A number in the format `form`, `-` where there is none; "nan" and "inf" as they are."""
@@ -37,6 +39,13 @@ def format_duration(seconds: float | None) -> str:
     if hours:
         return f"{hours}h{rest_minutes:02d}m"
     return f"{minutes}m{rest_s:02d}s" if minutes else f"{rest_s}s"
+
+
+def epoch(step: int, train: TrainPlan) -> str:
+    """`2.31/3`: how many epochs were trained, where it is known what one is."""
+    return (
+        f"{step / train.epoch_steps:.2f}/{train.epochs or train.max_steps / train.epoch_steps:.4g}"
+    )
 
 
 def clean(text: str) -> str:

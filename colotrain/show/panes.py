@@ -26,7 +26,7 @@ from colotrain.show.charts import (
     stacked,
     stacked_bar,
 )
-from colotrain.show.formatting import clean, format_bytes, format_duration, shortened, shown
+from colotrain.show.formatting import clean, epoch, format_bytes, format_duration, shortened, shown
 from colotrain.show.frame import Scene, stragglers, worst_parameters
 from colotrain.spec.memory import Ledger
 
@@ -56,7 +56,10 @@ def header(scene: Scene, width: int) -> list[Text]:
         first.append(f": {clean(view.cause)}")
     max_steps = view.max_steps or plan.train.max_steps
     elapsed = scene.until - view.launched_at if view.launched_at is not None else None
-    numbers = f" step {view.steps}/{max_steps}  elapsed {format_duration(elapsed)}"
+    numbers = f" step {view.steps}/{max_steps}"
+    if plan.train.epoch_steps:
+        numbers += f"  epoch {epoch(view.steps, plan.train)}"
+    numbers += f"  elapsed {format_duration(elapsed)}"
     if not scene.ended:
         numbers += f"  ETA {format_duration(view.eta_s)}"
         numbers += _within(scene)

@@ -19,9 +19,9 @@ from colotrain.events.kinds import StepProgress
 from colotrain.events.log import Event
 from colotrain.events.view import ENDED, RunView, unit
 from colotrain.rundir import RunDir
-from colotrain.show.formatting import clean, format_bytes, format_duration, quoted, shown
+from colotrain.show.formatting import clean, epoch, format_bytes, format_duration, quoted, shown
 from colotrain.show.terminal import is_live
-from colotrain.spec.plan import RunPlan
+from colotrain.spec.plan import RunPlan, TrainPlan
 
 REFRESH_PER_SECOND = 4
 SHORTEST_LINE_S, LONGEST_LINE_S = 10.0, 60.0
@@ -175,6 +175,7 @@ def step_line(event: Event, view: RunView, plan: RunPlan) -> str:
     step = event.count("step")
     fields = {
         "step": f"{step}/{plan.train.max_steps}",
+        **({"epoch": epoch(step, plan.train)} if plan.train.epoch_steps else {}),
         "loss": shown(event.number("loss"), ".4f"),
         "val": shown(_validation_loss(view, step), ".4f"),
         f"{unit(view, plan)}_per_s": shown(event.number("tokens_per_s"), ".0f"),
@@ -262,7 +263,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         restarts += f" (last: {view.restart_causes[-1]})"
     return [
         ("status", status),
-        ("steps", f"{summary['steps']}/{plan.train.max_steps}"),
+        ("steps", _steps(summary["steps"], plan.train)),
         ("loss", f"{shown(loss['first'], '.4f')} → {shown(loss['last'], '.4f')}"),
         ("validation loss", shown(_validation_loss(view), ".4f")),
         (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"], ",.0f")),
@@ -272,6 +273,11 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         ("restarts", restarts),
         ("run directory", summary["run_dir"]),
     ]
+
+
+def _steps(steps: int, train: TrainPlan) -> str:
+    of_all = f"{steps}/{train.max_steps}"
+    return of_all + (f", epoch {epoch(steps, train)}" if train.epoch_steps else "")
 
 
 def _mfu(mfu: Any, view: RunView) -> str:

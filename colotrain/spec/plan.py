@@ -133,14 +133,19 @@ class TrainPlan:
     grad_clip: float | None
     activation_checkpointing: Recompute
     compile: bool
-    eval_every: int
-    """0: only before the first and after the last step."""
+    eval_every: float
+    """In steps; 0: only before the first and after the last step."""
     eval_steps: int
     eval_first: bool = True
     """There is an evaluation before the first step."""
     on_nonfinite: Literal["stop", "skip", "rollback"]
     max_rollbacks: int = 3
     on_gradients: str | None = None
+    epochs: float | None = None
+    """What `max_steps` was made from."""
+    epoch_steps: float = 0.0
+    """Steps of an epoch; 0: not known, for nothing was said in epochs."""
+    last_batch: Literal["fill", "drop"] = "fill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +209,7 @@ class ElasticPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
     enabled: bool
-    every: int
+    every: float
     """Steps between checkpoints; 0: not by steps."""
     keep: int
     resume: str

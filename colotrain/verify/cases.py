@@ -34,6 +34,7 @@ class Variant:
                 "global_batch": global_batch,
                 "micro_batch": micro_batch,
                 "max_steps": steps,
+                "epochs": None,
                 "eval_every": None,
                 "eval_steps": 1,
                 "on_gradients": None,

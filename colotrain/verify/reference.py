@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import open_samples, order_of, stack
+from colotrain.data.read.loader import open_samples, planned_order, stack
 from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.seeding import seeded
@@ -100,7 +100,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
         samples = MaskedSamples(open_samples(plan.data, "train"))
-    order = order_of(samples.samples, seed=plan.train.seed, shuffle=plan.data.shuffle)
+    order = planned_order(samples.samples, plan)
     size = plan.batch.global_batch
     losses, gradients, parameters = [], [], [_values(model, own)]
     for step in range(steps):

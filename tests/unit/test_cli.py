@@ -428,7 +428,7 @@ def test_json_has_no_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str])
         ("plugin.name=gem", ["plugin.name=gemini"]),
         ("cluster=lo", ["cluster=local"]),
         ("train.max_s", ["train.max_steps="]),
-        ("optim.schedule.w", ["optim.schedule.warmup_steps="]),
+        ("optim.schedule.warmup_s", ["optim.schedule.warmup_steps="]),
         ("train.precision=b", ["train.precision=bf16"]),
         ("train.compile=", ["train.compile=true", "train.compile=false"]),
         ("accumulate.steps=", ["accumulate.steps=auto"]),

@@ -23,7 +23,7 @@ from colotrain.spec.plugins import ROWS
         ("lr=1e-3", "write optim.lr"),
         ("train.batch_size=8", "train.global_batch (samples per step over all ranks) or"),
         ("data.num_workers=2", "leave it out"),
-        ("train.epochs=3", "train.max_steps"),
+        ("train.num_epochs=3", "write train.epochs"),
         ("train.precision=bf16-mixed", "write train.precision=bf16"),
         ("optim.name=adam", "optim.name=adamw with optim.weight_decay=0"),
         ("model.hf=meta-llama/Llama-3.2-1B", "names are not downloaded: give a directory"),

@@ -254,11 +254,29 @@ def test_the_trainer_says_how_long_a_run_is(schedule: str, argument: str) -> Non
     assert "trainer.max_steps" in found[0].note
     same = recipes.settings(lightning_of(schedule, 10, **{argument: 10}))
     assert same["train.max_steps"] == 10
-    for steps in (-1, None):  # epochs, of nobody knows how many steps
+    for steps in (-1, None):  # neither epochs are said nor steps
         found = lightning_of(schedule, steps, **{argument: 10})
         assert "train.max_steps" not in recipes.settings(found)
         assert found[0].outcome == "asked"
         assert any("set train.max_steps" in question for question in recipes.questions(found))
+
+
+def test_epochs_stay_epochs() -> None:
+    trainer = {"max_epochs": 10, "check_val_every_n_epoch": 2}
+    scheduler = {
+        "class_path": "torch.optim.lr_scheduler.CosineAnnealingLR",
+        "init_args": {"T_max": 10},
+    }
+    found = recipes.findings({"trainer": trainer, "lr_scheduler": scheduler}, "lightning")
+    taken = recipes.settings(found)
+    assert (taken["train.epochs"], taken["train.max_steps"]) == (10, None)
+    assert taken["train.eval_every"] == "2ep"
+    assert not any(finding.outcome == "asked" for finding in found)
+    half = recipes.findings({"trainer": {"val_check_interval": 0.5}}, "lightning")
+    assert recipes.settings(half)["train.eval_every"] == "0.5ep"
+    longer = {"trainer": trainer, "lr_scheduler": {**scheduler, "init_args": {"T_max": 20}}}
+    asked = [f.key for f in recipes.findings(longer, "lightning") if f.outcome == "asked"]
+    assert asked == ["lr_scheduler.init_args.T_max"]
 
 
 def test_a_folder_is_taken_only_where_something_goes_to_it() -> None:

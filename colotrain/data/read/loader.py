@@ -18,7 +18,7 @@ from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
 from colotrain.data.read.samples import user_samples
 from colotrain.dotted import described
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.spec.plan import BatchPlan, DataPlan
+from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 __all__ = [
     "IGNORE_INDEX",
@@ -30,6 +30,7 @@ __all__ = [
     "count_targets",
     "open_samples",
     "order_of",
+    "planned_order",
     "read_sample",
     "refuse_empty",
     "stack",
@@ -61,14 +62,34 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
     return Mixture(opened, [part.weight for part in plan.mixture])
 
 
-def order_of(samples: Samples, *, seed: int, shuffle: bool) -> SampleOrder | MixtureOrder:
-    """The order that samples come in; a `ConfigError` where there are none."""
+def planned_order(
+    samples: Samples, plan: RunPlan, split: Split = "train"
+) -> SampleOrder | MixtureOrder:
+    """The order that the samples of a run come in; a `ConfigError` where there are too few."""
+    drops = split == "train" and plan.train.last_batch == "drop"
+    whole = plan.batch.global_batch if drops else 1
+    if 0 < len(samples) < whole:
+        expected = f"at most {len(samples)}, the training samples, under train.last_batch=drop"
+        fix = "lower it, or set train.last_batch=fill"
+        raise ConfigError(
+            [Problem(key="train.global_batch", value=whole, expected=expected, fix=fix)]
+        )
+    return order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle, whole=whole)
+
+
+def order_of(
+    samples: Samples, *, seed: int, shuffle: bool, whole: int = 1
+) -> SampleOrder | MixtureOrder:
+    """The order that samples come in; a `ConfigError` where there are none.
+
+    `whole`: of an epoch the most samples are used that are a multiple of it.
+    """
     refuse_empty(samples)
     if isinstance(samples, Mixture):
         return MixtureOrder(
             samples.sizes, samples.weights, seed=seed, shuffle=shuffle, order=SampleOrder
         )
-    return SampleOrder(len(samples), seed=seed, shuffle=shuffle)
+    return SampleOrder(len(samples), seed=seed, shuffle=shuffle, whole=whole)
 
 
 def refuse_empty(samples: Samples) -> None:
@@ -80,20 +101,22 @@ def refuse_empty(samples: Samples) -> None:
 class SampleOrder:
     """Which sample stands at which position: a function of seed and position alone.
 
-    Epoch `position // num_samples` is a permutation of its own, made from (seed, epoch) by sorting
+    Epoch `position // num_used` is a permutation of its own, made from (seed, epoch) by sorting
     raw Philox numbers, whose stream numpy keeps the same in every version (NEP 19). Only the
-    current epoch's is held: 4 or 8 bytes per sample. A stream keeps its own order.
+    current epoch's is held: 4 or 8 bytes per sample. A stream keeps its own order. Of an epoch
+    `num_used` samples are used, the most that are a multiple of `whole`.
     """
 
-    def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, num_samples: int, seed: int, shuffle: bool, whole: int = 1) -> None:
         self.num_samples = num_samples
+        self.num_used = num_samples // whole * whole
         self.seed = seed
         self.shuffle = shuffle and num_samples < sys.maxsize
         self._epoch = -1
         self._permutation = np.empty(0, np.uint32)
 
     def sample_at(self, position: int) -> int:
-        epoch, index = divmod(position, self.num_samples)
+        epoch, index = divmod(position, self.num_used)
         if not self.shuffle:
             return index
         if epoch != self._epoch:

@@ -14,6 +14,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
+from colotrain.models.seeding import seeded
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.plan import (
     DataPlan,
@@ -143,3 +144,10 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
         return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
     tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def count_samples(data: DataPlan, seed: int) -> int:
+    """The samples of the training split, made as the ranks will make them; a stream's are
+    `sys.maxsize`."""
+    with seeded(seed):
+        return len(open_samples(data, "train"))

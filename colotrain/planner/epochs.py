@@ -1,0 +1,117 @@
+"""Epochs: the steps that passes over the training data come to."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from colotrain.config.schema import Config
+from colotrain.errors import ConfigError, Problem
+from colotrain.spec.plan import DataPlan
+
+DEFAULT_STEPS = 100
+IN_EPOCHS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)ep")
+CountSamples = Callable[[DataPlan, int], int]
+"""The samples of the training split: data and the run's seed. May have to prepare the data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What the settings say in epochs or as shares of the run, in optimizer steps."""
+
+    max_steps: int
+    eval_every: float
+    save_every: float
+    warmup_steps: int
+    per_epoch: float = 0.0
+    """0: nothing was said in epochs, so the samples were not counted."""
+
+
+def in_steps(
+    settings: Config, data: DataPlan, *, global_batch: int, count: CountSamples | None
+) -> Steps:
+    """Count the training samples if anything is said in epochs; `ConfigError` if that has no sense.
+
+    An epoch has samples ÷ global batch steps, rounded down where `train.last_batch=drop`. A run
+    ends with the first step that completes its epochs.
+    """
+    train, schedule, save = settings.train, settings.optim.schedule, settings.checkpoint.every
+    per_epoch = 0.0
+    keys = list(said_in_epochs(settings))
+    if keys and count is not None:
+        samples = count(data, train.seed)
+        if samples >= 1 << 62:
+            raise ConfigError(
+                [_wrong(keys[0], "no epochs: the length of a stream is not known", "use steps")]
+            )
+        per_epoch = samples / global_batch
+        if train.last_batch == "drop":
+            per_epoch = float(samples // global_batch)
+        if per_epoch == 0:
+            expected = f"at most {samples}, the training samples, under train.last_batch=drop"
+            raise ConfigError([_wrong("train.global_batch", expected, "lower it, or use fill")])
+    max_steps = train.max_steps or DEFAULT_STEPS
+    if train.epochs is not None:
+        max_steps = max(1, math.ceil(round(train.epochs * per_epoch, 6)))
+    warmup_steps = schedule.warmup_steps
+    if schedule.warmup_ratio is not None:
+        warmup_steps = round(schedule.warmup_ratio * max_steps)
+    return Steps(
+        max_steps=max_steps,
+        eval_every=_every(train.eval_every, per_epoch),
+        save_every=0 if save == "auto" else _every(save, per_epoch),
+        warmup_steps=warmup_steps,
+        per_epoch=per_epoch,
+    )
+
+
+def said_in_epochs(settings: Config) -> Iterator[str]:
+    """The keys whose values are epochs."""
+    if settings.train.epochs is not None:
+        yield "train.epochs"
+    if isinstance(settings.train.eval_every, str):
+        yield "train.eval_every"
+    every = settings.checkpoint.every
+    if isinstance(every, str) and every != "auto":
+        yield "checkpoint.every"
+
+
+def check_epochs(settings: Config) -> Iterator[Problem]:
+    """What of epochs can be told without the data."""
+    train, schedule = settings.train, settings.optim.schedule
+    if train.epochs is not None and train.max_steps is not None:
+        expected, fix = "one of train.epochs and train.max_steps", "set the other to null"
+        yield Problem(key="train.epochs", value=train.epochs, expected=expected, fix=fix)
+    if schedule.warmup_ratio is not None and schedule.warmup_steps:
+        key, expected = "optim.schedule.warmup_ratio", "one of warmup_ratio and warmup_steps"
+        fix = "set optim.schedule.warmup_steps=0"
+        yield Problem(key=key, value=schedule.warmup_ratio, expected=expected, fix=fix)
+    every = {"train.eval_every": train.eval_every, "checkpoint.every": settings.checkpoint.every}
+    for key, value in every.items():
+        if not isinstance(value, str) or (key, value) == ("checkpoint.every", "auto"):
+            continue
+        found = IN_EPOCHS.fullmatch(value)
+        if found is None or float(found[1]) == 0:
+            also = "auto, " if key == "checkpoint.every" else ""
+            expected = f"{also}a number of steps, or of epochs as in 0.5ep"
+            yield Problem(key=key, value=value, expected=expected, fix="for example 1ep")
+    keys = list(said_in_epochs(settings))
+    if train.last_batch == "drop":
+        keys.append("train.last_batch")
+    if settings.data.mixture and keys:
+        expected = "no epochs with data.mixture, whose parts are passed over at different paces"
+        yield _wrong(keys[0], expected, "use steps, and train.last_batch=fill")
+
+
+def _every(value: int | str | None, per_epoch: float) -> float:
+    """Steps between two; whole ones as an int."""
+    if not isinstance(value, str):
+        return value or 0
+    steps = round(float(value.removesuffix("ep")) * per_epoch, 6)
+    return int(steps) if steps == int(steps) and steps >= 1 else max(1, steps)
+
+
+def _wrong(key: str, expected: str, fix: str) -> Problem:
+    return Problem(key=key, expected=expected, fix=fix)

@@ -1,0 +1,132 @@
+"""Epochs: what is said in passes over the data becomes steps, or is refused."""
+
+from __future__ import annotations
+
+import random
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from colotrain.config.compose import gather
+from colotrain.data.read.loader import SampleOrder
+from colotrain.engine.loop import is_due
+from colotrain.spec.plan import RunPlan
+from tests.unit.test_resolve import LAPTOP, lines, resolve, survey, with_values
+
+OF_64 = ("train.global_batch", 64)
+
+
+def planned(samples: int, *pairs: tuple[str, Any]) -> RunPlan:
+    config = with_values(OF_64, *pairs)
+    return resolve(config, survey=survey, machine=LAPTOP, samples=lambda data, seed: samples)
+
+
+def refused(samples: int, *pairs: tuple[str, Any]) -> list[str]:
+    return lines(with_values(OF_64, *pairs), samples=lambda data, seed: samples)
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs", "last_batch", "steps"),
+    [
+        (640, 3, "fill", 30),
+        (650, 1, "fill", 11),
+        (650, 3, "fill", 31),
+        (650, 3, "drop", 30),
+        (650, 0.5, "fill", 6),
+        (10, 2, "fill", 1),
+        (64, 0.01, "fill", 1),
+    ],
+)
+def test_epochs_become_the_steps_that_complete_them(
+    samples: int, epochs: float, last_batch: str, steps: int
+) -> None:
+    plan = planned(samples, ("train.epochs", epochs), ("train.last_batch", last_batch))
+    assert (plan.train.max_steps, plan.train.epochs) == (steps, epochs)
+    assert plan.train.epoch_steps == (samples // 64 if last_batch == "drop" else samples / 64)
+
+
+def test_without_epochs_nothing_is_counted() -> None:
+    def never(data: object, seed: int) -> int:
+        raise AssertionError
+
+    plan = resolve(with_values(OF_64), survey=survey, machine=LAPTOP, samples=never)
+    assert (plan.train.max_steps, plan.train.epoch_steps) == (100, 0)
+
+
+def test_evaluations_saves_and_the_warm_up_are_shares_of_the_run() -> None:
+    plan = planned(
+        640,
+        ("train.epochs", 4),
+        ("train.eval_every", "0.25ep"),
+        ("checkpoint.every", "1ep"),
+        ("optim.schedule.warmup_ratio", 0.1),
+    )
+    assert (plan.train.eval_every, plan.checkpoint.every, plan.optim.warmup_steps) == (2.5, 10, 4)
+    steps = planned(640, ("train.max_steps", 25), ("train.eval_every", "1ep"))
+    assert (steps.train.max_steps, steps.train.eval_every) == (25, 10)
+
+
+def test_what_is_every_fraction_of_an_epoch_does_not_drift() -> None:
+    for _ in range(200):
+        every = Fraction(random.randint(10, 400), random.randint(1, 10))
+        if every < 1:
+            continue
+        due = [step for step in range(1, 400) if is_due(step, float(every))]
+        wanted = [-(-n * every // 1) for n in range(1, 400) if n * every <= 399]
+        assert due == wanted
+    assert not any(is_due(step, 0) for step in range(1, 9))
+
+
+@pytest.mark.parametrize("count", [64, 65, 127, 640, 1000])
+def test_an_epoch_that_drops_its_rest_uses_every_other_sample_once(count: int) -> None:
+    order = SampleOrder(count, seed=random.randint(0, 2**40), shuffle=True, whole=64)
+    used = count // 64 * 64
+    for epoch in range(3):
+        found = order.samples_at(range(epoch * used, (epoch + 1) * used))
+        assert len(set(found)) == used
+        assert set(found) <= set(range(count))
+    plain = SampleOrder(count, seed=order.seed, shuffle=True)
+    assert order.samples_at(range(used)) == plain.samples_at(range(used))
+
+
+@pytest.mark.parametrize(
+    ("samples", "given", "key", "says"),
+    [
+        (640, {"train.epochs": 2, "train.max_steps": 9}, "train.epochs=2.0", "one of train.epochs"),
+        (640, {"train.epochs": 0}, "train.epochs=0.0", "a number above 0"),
+        (640, {"train.eval_every": "often"}, "train.eval_every=often", "as in 0.5ep"),
+        (640, {"checkpoint.every": "0ep"}, "checkpoint.every=0ep", "auto, a number of steps"),
+        (60, {"train.epochs": 2, "train.last_batch": "drop"}, "train.global_batch", "at most 60"),
+        (sys.maxsize, {"train.epochs": 1}, "train.epochs", "the length of a stream is not known"),
+        (
+            640,
+            {"optim.schedule.warmup_ratio": 0.1, "optim.schedule.warmup_steps": 5},
+            "optim.schedule.warmup_ratio=0.1",
+            "one of warmup_ratio and warmup_steps",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    samples: int, given: dict[str, Any], key: str, says: str
+) -> None:
+    (line,) = refused(samples, *given.items())
+    assert line.startswith(key)
+    assert says in line
+
+
+def test_a_mixture_has_no_epochs() -> None:
+    mixture = [{"path": "a", "weight": 1}, {"path": "b", "weight": 2}]
+    data = {"mixture": mixture, "seq_len": 128}
+    for key, value in (("train.epochs", 1), ("train.last_batch", "drop")):
+        found = refused(640, ("data", data), (key, value))
+        assert any(line.startswith(f"{key}: expected no epochs") for line in found)
+
+
+def test_epochs_that_an_argument_names_take_the_place_of_the_recipes_steps() -> None:
+    notices: list[str] = []
+    config, problems = gather(["recipe=llm-tiny", "train.epochs=2"], notices=notices)
+    assert problems == []
+    assert (config["train"]["max_steps"], config["train"]["epochs"]) == (None, 2)
+    assert notices == ["train.epochs takes the place of train.max_steps=200"]
