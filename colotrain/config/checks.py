@@ -25,6 +25,7 @@ from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 AT_LEAST: dict[str, float] = {
     "data.seq_len": 1,
     "data.workers": 1,
+    "data.num_workers": 0,
     "train.max_steps": 1,
     "train.global_batch": 1,
     "train.micro_batch": 1,

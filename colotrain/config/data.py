@@ -41,6 +41,7 @@ def data_plan(data: Data, problems: list[Problem]) -> DataPlan | None:
         isolate=data.isolate,
         on_bad=data.on_bad,
         workers=0 if data.workers == "auto" else data.workers,
+        num_workers=data.num_workers,
         shuffle=data.shuffle,
         validation_fraction=data.validation_fraction,
     )

@@ -128,6 +128,9 @@ class Data:
     """What a record that cannot be used does: end the preparation, or be counted and left out."""
     workers: int | Literal["auto"] = "auto"
     """Processes that tokenize records; auto: one per core, at most 16."""
+    num_workers: int = 0
+    """Processes of each rank that read micro-batches ahead, for a dataset of your own whose samples
+    take time; 0: the rank reads them itself, between forward passes."""
     shuffle: bool = True
     """Draw samples in an order made from the seed; otherwise in file order."""
     validation_fraction: float = 0.05

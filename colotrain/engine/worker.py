@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colotrain.data.read.ahead import read_ahead
 from colotrain.data.read.loader import (
     BatchLoader,
     Split,
@@ -301,7 +302,8 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
         samples = open_samples(plan.data, split)
     if split == "validation" and len(samples) == 0:
         return None
-    return BatchLoader(samples, planned_order(samples, plan, split), plan.batch, rank=rank)
+    loader = BatchLoader(samples, planned_order(samples, plan, split), plan.batch, rank=rank)
+    return read_ahead(loader, plan, split)
 
 
 def agree_on_groups(

@@ -109,6 +109,8 @@ class DataPlan:
     on_bad: Literal["stop", "skip"] = "stop"
     workers: int = 0
     """0: one per core."""
+    num_workers: int = 0
+    """Processes of a rank that read micro-batches ahead; 0: it reads them itself."""
     shuffle: bool
     validation_fraction: float
 

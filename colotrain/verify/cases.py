@@ -40,6 +40,7 @@ class Variant:
                 "on_gradients": None,
                 "on_nonfinite": "stop",  # there is no checkpoint to roll back to
             },
+            "data": {**(config.get("data") or {}), "num_workers": 0},  # the reference reads itself
             "accumulate": {"steps": self.accumulation_steps},
             "cluster": {
                 **(config.get("cluster") or {}),

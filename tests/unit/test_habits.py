@@ -22,7 +22,7 @@ from colotrain.spec.plugins import ROWS
         ("train.lr=1e-3", "write optim.lr"),
         ("lr=1e-3", "write optim.lr"),
         ("train.batch_size=8", "train.global_batch (samples per step over all ranks) or"),
-        ("data.num_workers=2", "leave it out"),
+        ("train.num_workers=2", "write data.num_workers"),
         ("train.num_epochs=3", "write train.epochs"),
         ("train.precision=bf16-mixed", "write train.precision=bf16"),
         ("optim.name=adam", "optim.name=adamw with optim.weight_decay=0"),

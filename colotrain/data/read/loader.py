@@ -152,10 +152,14 @@ class BatchLoader:
 
     def ids(self, step: int, micro_batch_index: int) -> list[int]:
         """The samples of a micro-batch of this rank."""
+        return self.order.samples_at(self.positions(step, micro_batch_index))
+
+    def positions(self, step: int, micro_batch_index: int) -> range:
+        """Where they stand in the order."""
         batch = self.batch
         block = micro_batch_index * batch.data_parallel + self.rank
         start = step * batch.global_batch + block * batch.micro_batch
-        return self.order.samples_at(range(start, start + batch.micro_batch))
+        return range(start, start + batch.micro_batch)
 
     def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
         """The stacked samples: each value is `[micro_batch, ...]`."""

@@ -1,0 +1,141 @@
+"""Micro-batches that other processes read while training goes on: `data.num_workers`."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from colotrain.data.prepare.prepared import Split
+from colotrain.data.read.loader import BatchLoader, read_sample, stack
+from colotrain.data.read.samples import StreamSamples
+from colotrain.errors import ConfigError, Problem
+from colotrain.parent_process import end_with
+from colotrain.spec.plan import RunPlan
+
+AHEAD = 2
+"""Micro-batches that each process reads ahead."""
+
+
+def read_ahead(loader: BatchLoader, plan: RunPlan, split: Split) -> BatchLoader:
+    """The loader, or one whose micro-batches `data.num_workers` processes read.
+
+    A `ConfigError` for a stream, which one process alone can read in its order.
+    """
+    if not plan.data.num_workers:
+        return loader
+    if isinstance(loader.samples, StreamSamples):
+        key, value, expected = "data.num_workers", plan.data.num_workers, "0 for a stream"
+        fix = "read ahead inside the stream, or give a map-style dataset"
+        raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
+    again = plan.train.eval_steps if split == "validation" else None
+    return AheadLoader(loader, num_workers=plan.data.num_workers, seed=plan.train.seed, again=again)
+
+
+class AheadLoader(BatchLoader):
+    """A loader whose micro-batches are read in order by processes of torch's DataLoader.
+
+    They are forked from this one at once, while it holds little, and stay; where another
+    micro-batch than the next one is asked for, they go on from there. What a sample draws at random
+    is a function of the seed and its position, so that it is the same for any number of processes
+    and ranks, and after a resume. After `again` steps the first one is read again, as evaluation
+    does.
+    """
+
+    def __init__(
+        self, loader: BatchLoader, *, num_workers: int, seed: int, again: int | None
+    ) -> None:
+        super().__init__(loader.samples, loader.order, loader.batch, loader.rank)
+        self.seed = seed
+        self._numbers = _Numbers(again and again * self.batch.accumulation_steps)
+        self._read: DataLoader[Any] = DataLoader(
+            _Read(self),
+            batch_size=None,  # an item is a micro-batch
+            sampler=self._numbers,
+            num_workers=num_workers,
+            prefetch_factor=AHEAD,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+            collate_fn=_as_it_is,
+            worker_init_fn=_End(os.getpid()),
+        )
+        self._batches = iter(self._read)
+        self._next = 0
+
+    def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
+        number = step * self.batch.accumulation_steps + micro_batch_index
+        if number != self._next:
+            self._numbers.first = number
+            self._batches = iter(self._read)
+        self._next = self._numbers.after(number)
+        found = next(self._batches)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def read(self, number: int) -> dict[str, Tensor]:
+        """Micro-batch `number` of this rank, counted over steps, read here."""
+        step, index = divmod(number, self.batch.accumulation_steps)
+        samples = {}
+        for position in self.positions(step, index):
+            _seed(self.seed, position)
+            sample = self.order.sample_at(position)
+            samples[sample] = read_sample(self.samples, sample)
+        return stack(samples, self.ids(step, index))
+
+
+class _Numbers:
+    """The numbers of micro-batches from `first` on; after `cycle` of them from 0 again."""
+
+    def __init__(self, cycle: int | None) -> None:
+        self.first, self.cycle = 0, cycle
+
+    def __iter__(self) -> Iterator[int]:
+        number = self.first
+        while True:
+            yield number
+            number = self.after(number)
+
+    def after(self, number: int) -> int:
+        return (number + 1) % self.cycle if self.cycle else number + 1
+
+
+class _Read(Dataset[Any]):
+    """Micro-batches by number; an error is given as it is, to be raised where it is asked for."""
+
+    def __init__(self, loader: AheadLoader) -> None:
+        self.loader = loader
+
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return self.loader.read(number)
+        except Exception as error:
+            return error
+
+
+class _End:
+    """Lets a process end with the rank that it reads for, however that ends."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, _: int) -> None:
+        end_with(self.rank)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _seed(seed: int, position: int) -> None:
+    """Seed the generators that a user's dataset may draw from."""
+    first, second = np.random.SeedSequence([seed, position]).generate_state(2)
+    torch.manual_seed(int(first) << 32 | int(second))
+    random.seed(int(first))
+    np.random.seed(second)
