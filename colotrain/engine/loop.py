@@ -255,6 +255,9 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
     run.must_roll_back = run.plan.train.on_nonfinite == "rollback"
     if run.plan.train.on_nonfinite == "stop":
         fix = "lower optim.lr, or set train.on_nonfinite=skip or rollback"
+        if origin is not None and origin.input is not None:
+            fix = "correct or leave out these samples, or set train.on_nonfinite=skip"
+            raise ColotrainError(problem, fix)
         if run.loss_scale.dynamic and not math.isfinite(result.loss):
             fix = f"let the model compute its loss in float32 (logits.float()), {fix}"
         raise ColotrainError(problem, fix)

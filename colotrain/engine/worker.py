@@ -12,7 +12,6 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -36,7 +35,7 @@ from colotrain.engine.allocator import place_what_passes, place_what_stays
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.changed_inputs import CHANGES_INPUTS
 from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.manifest import complete, tidy
+from colotrain.engine.checkpoint.manifest import tidy, where_to_resume
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
@@ -364,15 +363,6 @@ def agree_on_targets(
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
     """The first micro-batch of rank 0, the same on every rank."""
     return BatchLoader(data.samples, data.order, data.batch, rank=0).micro_batch(0, 0)
-
-
-def where_to_resume(plan: RunPlan, rundir: RunDir) -> Path:
-    """The run's own checkpoints, or before there are any, those that the plan names."""
-    asked = plan.checkpoint.resume
-    if asked in ("auto", "none") or complete(rundir.checkpoints):
-        return rundir.checkpoints
-    inside = Path(asked) / "checkpoints"
-    return inside if inside.is_dir() else Path(asked)
 
 
 def announce(run: Run, attempt: int) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.engine.checkpoint.manifest import MANIFEST, Manifest, complete, damage, read_manifest
+from colotrain.engine.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check_batch,
+    complete,
+    damage,
+    read_manifest,
+    where_to_resume,
+)
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.liveness import find
 from colotrain.records import to_plain
@@ -17,6 +25,7 @@ from colotrain.rundir import RUNS, RunDir
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.formatting import clean, format_bytes, format_duration
 from colotrain.show.terminal import is_live
+from colotrain.spec.plan import RunPlan
 
 WITHOUT_TERMINAL = 1000  # columns
 SUPERSEDED = "superseded"
@@ -54,6 +63,20 @@ def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Pat
 
 def folders(rundir: RunDir) -> list[Path]:
     return sorted(rundir.checkpoints.glob("step-*"), reverse=True)
+
+
+def check_goes_on(plan: RunPlan, rundir: RunDir) -> None:
+    """A `ConfigError` where the ranks would refuse to go on from what is saved."""
+    where = where_to_resume(plan, rundir)
+    for folder in (*complete(where), where):
+        if plan.checkpoint.resume == "none" or not (folder / MANIFEST).is_file():
+            continue
+        try:
+            manifest = read_manifest(folder)
+        except ColotrainError:  # it is damaged: an older one is taken
+            continue
+        check_batch(manifest, folder, plan.batch.global_batch)
+        return
 
 
 def go_back(rundir: RunDir, chosen: Path) -> str | None:

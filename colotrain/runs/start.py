@@ -20,8 +20,8 @@ from colotrain.launch.rendezvous import Node
 from colotrain.planner import learned
 from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
+from colotrain.runs import checkpoints, naming, smoke, trust
 from colotrain.runs import detach as detached
-from colotrain.runs import naming, smoke, trust
 from colotrain.runs.resolving import check_fits, check_place, place_of, settle, tell
 from colotrain.schedulers import queue
 from colotrain.show.console import print_json, stderr_console
@@ -177,7 +177,6 @@ def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
 def go_back(rundir: RunDir, asked: str) -> None:
     """Let the run go on from the checkpoint that was asked for, although it has newer ones."""
     from colotrain.events import liveness
-    from colotrain.runs import checkpoints
 
     if asked == "none":
         fix = "use `colotrain run` with another name to begin anew"
@@ -210,6 +209,8 @@ def train(
     if not node.is_head:
         return help_out(plan, rundir, node, console=console)
     began_at = began_at or command_began_at()
+    checkpoints.check_goes_on(plan, rundir)
+    before = trust.written(rundir)
     try:
         exit_code, cause = carry_out(
             plan, rundir, config, node=node, console=console, began_at=began_at
@@ -217,6 +218,9 @@ def train(
     except KeyboardInterrupt:  # before there were workers
         print(f"interrupted: {where_to_go_on(plan, rundir)}", file=sys.stderr, flush=True)
         raise
+    if exit_code == ColotrainError.exit_code and _made_no_step(rundir, since=began_at):
+        trust.put_back(before)
+        plan = rundir.plan()
     document, view = sum_up(plan, rundir)
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := smoke.close(document, plan, rundir)):
@@ -230,6 +234,13 @@ def train(
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, where_to_go_on(plan, rundir))
     return exit_code
+
+
+def _made_no_step(rundir: RunDir, *, since: float) -> bool:
+    """Whether a launch ended before its first step: its settings never trained anything."""
+    from colotrain.events.log import EventReader
+
+    return not any(e.kind == "step" and e.t >= since for e in EventReader(rundir).drain())
 
 
 def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:

@@ -46,6 +46,18 @@ def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> 
     sign(rundir, plan, config=text)
 
 
+def written(rundir: RunDir) -> dict[Path, str]:
+    """What `write_down` left in the run directory before: file → text."""
+    files = (rundir.plan_file, rundir.config_file, rundir.signature_file)
+    return {path: path.read_text("utf-8") for path in files if path.is_file()}
+
+
+def put_back(before: dict[Path, str]) -> None:
+    """Undo a `write_down` whose settings trained nothing: a run's plan is that of its results."""
+    for path, text in before.items():
+        write_atomically(path, text)
+
+
 def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
     """Say that this user wrote the plan, and `config` where it is given.
 

@@ -126,6 +126,10 @@ def test_the_first_bad_value_is_named(
     assert 75 in found["samples"]
     error = next(line for line in result.err.splitlines() if line.startswith("error:"))
     assert f"{phase} of micro-batch 3 on rank 1, module {module}" in error
+    in_data = "samples [75], whose x is not finite itself; correct or leave out these samples"
+    assert (in_data in error, found["input"]) == (
+        (True, "x") if data == "bad_data" else (False, None)
+    )
     assert not [e for e in colotrain.events("planted") if e.kind == "restart"]
 
 

@@ -235,3 +235,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_kept_for_a_good_one(
     assert resumed.code == 0, resumed.err
     assert losses(resumed.json) == losses(straight)
     assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-00000004"]
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(colotrain: Colotrain) -> None:
+    colotrain.run(*SMALL, "name=kept", "train.max_steps=3", "plugin=zero1")
+    rundir = colotrain.rundir("kept")
+    files = (rundir.plan_file, rundir.config_file, rundir.summary_file)
+    before = [file.read_bytes() for file in files]
+    result = colotrain("resume", "kept", "train.global_batch=16", "train.max_steps=5")
+    assert result.code == 2
+    assert "train.global_batch=16: expected 8, as in " in result.err
+    assert [file.read_bytes() for file in files] == before
+    result = colotrain("resume", "kept", "model.args.d_hidden=96", "train.max_steps=5")
+    assert result.code == 1  # what the checkpoint holds has another shape, which ranks find
+    assert [file.read_bytes() for file in files[:2]] == before[:2]
+    assert colotrain.resume("kept", "train.max_steps=5")["steps"] == 5

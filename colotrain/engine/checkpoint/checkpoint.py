@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor
 from colotrain.engine import generators
 from colotrain.engine.checkpoint import plain_state
 from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
-from colotrain.engine.checkpoint.manifest import MANIFEST, Manifest, complete, damage, read_manifest
+from colotrain.engine.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check_batch,
+    complete,
+    damage,
+    read_manifest,
+)
 from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.freezing import thawed_later
@@ -188,12 +195,7 @@ def restore(run: Run, path: Path) -> None:
     parameter's next update; a model parameter that is missing is an error.
     """
     manifest = read_manifest(path)
-    if manifest.global_batch != run.plan.batch.global_batch:
-        raise ColotrainError(
-            f"train.global_batch={run.plan.batch.global_batch}: {path} was made with "
-            f"{manifest.global_batch}, so samples would be skipped or repeated",
-            f"set train.global_batch={manifest.global_batch}",
-        )
+    check_batch(manifest, path, run.plan.batch.global_batch)
     if run.rank == 0 and (changed := _other_samples(run, manifest)):
         text = (
             f"warning: {path.name} was made with another {', '.join(changed)}: the order of "

@@ -18,9 +18,10 @@ from typing import Any
 
 import xxhash
 
-from colotrain.errors import ColotrainError, ConfigError
+from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.records import from_plain, to_plain
-from colotrain.rundir import write_atomically
+from colotrain.rundir import RunDir, write_atomically
+from colotrain.spec.plan import RunPlan
 
 MANIFEST = "manifest.json"
 SCHEMA = 3
@@ -140,6 +141,24 @@ def complete(folder: Path) -> list[Path]:
     """Checkpoints under `folder` that were written to the end, newest first."""
     found = [path.parent for path in folder.glob(f"step-*/{MANIFEST}")]
     return sorted(found, reverse=True)
+
+
+def where_to_resume(plan: RunPlan, rundir: RunDir) -> Path:
+    """The run's own checkpoints, or before there are any, those that the plan names."""
+    asked = plan.checkpoint.resume
+    if asked in ("auto", "none") or complete(rundir.checkpoints):
+        return rundir.checkpoints
+    inside = Path(asked) / "checkpoints"
+    return inside if inside.is_dir() else Path(asked)
+
+
+def check_batch(manifest: Manifest, folder: Path, global_batch: int) -> None:
+    """A `ConfigError` where the batches of a run are not those that a checkpoint counted."""
+    if manifest.global_batch != global_batch:
+        key, then = "train.global_batch", manifest.global_batch
+        expected = f"{then}, as in {folder}: samples would be skipped or repeated"
+        problem = Problem(key=key, value=global_batch, expected=expected, fix=f"set {key}={then}")
+        raise ConfigError([problem])
 
 
 def publish(temporary: Path, final: Path) -> None:

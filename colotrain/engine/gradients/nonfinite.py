@@ -35,12 +35,16 @@ class Origin:
     parameter: str | None
     samples: tuple[int, ...]
     """Samples of that micro-batch with values that are not finite, or else all of them."""
+    input: str | None = None
+    """The tensor of the batch that is not finite itself."""
 
     def __str__(self) -> str:
         where = f"{self.phase} of micro-batch {self.micro_batch} on rank {self.rank}"
         names = [f"module {self.module or '(the model itself)'}"] if self.phase != "reduce" else []
         names += [f"parameter {self.parameter}"] if self.parameter else []
-        return ", ".join([where, *names, f"samples {list(self.samples)[:8]}"])
+        samples = f"samples {list(self.samples)[:8]}"
+        samples += f", whose {self.input} is not finite itself" if self.input else ""
+        return ", ".join([where, *names, samples])
 
 
 class Watch:
@@ -107,7 +111,7 @@ def locate(
 
     def noted() -> Iterator[Batch]:
         for batch in batches:
-            seen.append(_bad_rows(batch))
+            seen.append(_bad_inputs(batch))
             yield batch
 
     with watch.on():
@@ -116,7 +120,8 @@ def locate(
     mine = None
     if watch.found is not None:
         micro_batch, phase, module, parameter = watch.found
-        rows, of_batch = seen[micro_batch - 1], ids[micro_batch - 1]
+        bad, of_batch = seen[micro_batch - 1], ids[micro_batch - 1]
+        rows = sorted({row for rows in bad.values() for row in rows})
         mine = Origin(
             step=step,
             rank=dist.get_rank(),
@@ -125,6 +130,7 @@ def locate(
             module=module,
             parameter=parameter,
             samples=tuple(of_batch[row] for row in rows) or tuple(of_batch),
+            input=next(iter(bad), None),
         )
     return _first_of_all_ranks(mine) or _after_reduction(state, ids, step)
 
@@ -172,7 +178,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from (t for item in vars(value).values() for t in _tensors(item))
 
 
-def _bad_rows(batch: Batch) -> list[int]:
-    floating = [t.flatten(1) for t in batch.values() if t.is_floating_point() and t.ndim > 1]
-    bad = [torch.nonzero(~torch.isfinite(t).all(1)).flatten().tolist() for t in floating]
-    return sorted({row for rows in bad for row in rows})
+def _bad_inputs(batch: Batch) -> dict[str, list[int]]:
+    """Tensor of the batch → its rows with values that are not finite, where it has any."""
+    floating = {n: t.reshape(len(t), -1) for n, t in batch.items() if t.is_floating_point()}
+    bad = {n: (~torch.isfinite(t).all(1)).nonzero().flatten().tolist() for n, t in floating.items()}
+    return {name: rows for name, rows in bad.items() if rows}
