@@ -333,7 +333,10 @@ def _report(found: Comparison, first: str, second: str, tolerance: float) -> lis
     if found.first is None:
         return [f"{first} and {second}: no difference above {tolerance:g} in {seen}"]
     parts = [part for part in (found.loss, found.gradient) if part is not None]
-    return [_part(part, first, second) for part in sorted(parts, key=lambda part: part.step)]
+    lines = [_part(part, first, second) for part in sorted(parts, key=lambda part: part.step)]
+    if found.loss is None and found.losses:
+        lines.append(f"the losses of {found.losses} steps agree within {tolerance:g}")
+    return lines
 
 
 def _part(part: Difference, first: str, second: str) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from colotrain.config.sizes import format_size
 from colotrain.errors import ColotrainError
 from colotrain.planner.advise import largest_micro_batch
+from colotrain.planner.budget import existing
 from colotrain.planner.layout import Layout
 from colotrain.planner.plugin import Situation
 from colotrain.rundir import OFFLOAD
@@ -37,6 +39,21 @@ def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
         yield (
             f"memory: what {room} per rank cannot hold rests on disk, in the run's own folder "
             f"({OFFLOAD}/, at most {space} per rank); plugin.disk_path=none forbids it"
+        )
+    if (
+        budget is not None
+        and plan.cluster.device == "cpu"
+        and plan.memory.total > budget.host_bytes
+    ):
+        yield (
+            f"plugin.budget.host: {format_size(budget.host_bytes)} are less than the "
+            f"{format_size(plan.memory.total)} that a rank needs at least, and will be exceeded"
+        )
+    named = budget.disk_path if budget is not None else None
+    if named not in (None, OFFLOAD) and not Path(str(named)).exists():
+        yield (
+            f"plugin.disk_path={named}: is not there yet, and would be made on the disk of "
+            f"{existing(Path(str(named)))}"
         )
     range_ = f"{format_size(peak.low)} to {format_size(peak.high)}"
     if peak.verdict(capacity) == "tight":

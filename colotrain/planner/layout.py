@@ -13,6 +13,8 @@ STATE_BYTES = 4
 CPU_BASELINE_BYTES = 257 << 20
 """Of torch 2.13 for CPU: 240 to 248 MiB when everything is built, less the model; and 8 to 15 MiB
 of its libraries' pages that are first touched in training."""
+TRANSFORMERS_BYTES = 55 << 20
+"""What a rank holds of transformers and a model of it, beside what it has anyway."""
 CUDA_BASELINE_BYTES = 800 << 20
 """A context of about 0.5 GiB, and NCCL's channels."""
 
@@ -62,6 +64,7 @@ def layout_of(
     device: str = "cpu",
     procs_per_node: int = 1,
     records_gradients: bool = False,
+    uses_transformers: bool = False,
 ) -> Layout:
     """The layout of a plugin that is decided, on ranks that are known."""
     shard = plugin.mesh[-1]
@@ -80,7 +83,7 @@ def layout_of(
         split_blocks=plugin.split_blocks,
         reshard_overrides=plugin.reshard_overrides,
         records_gradients=records_gradients,
-        baseline=baseline_bytes(device, world=shard),
+        baseline=baseline_bytes(device, uses_transformers=uses_transformers),
     )
 
 
@@ -97,10 +100,12 @@ def counter_bytes(optim: OptimPlan) -> int:
     return 4 if optimizer_of(optim.name).counts_steps else 0
 
 
-def baseline_bytes(device: str, *, world: int) -> int:
+def baseline_bytes(device: str, *, uses_transformers: bool) -> int:
     """What a worker holds before there is a model.
 
     On CPU: the interpreter with torch, most of it inherited from the server that workers are forked
     from, and the pages of libraries that training touches. On CUDA: the context and NCCL's buffers.
     """
-    return CUDA_BASELINE_BYTES if device == "cuda" else CPU_BASELINE_BYTES
+    if device == "cuda":
+        return CUDA_BASELINE_BYTES
+    return CPU_BASELINE_BYTES + (TRANSFORMERS_BYTES if uses_transformers else 0)

@@ -101,6 +101,7 @@ class Situation:
             device=self.scale.device,
             procs_per_node=self.scale.procs_per_node,
             records_gradients=0 < every <= steps,
+            uses_transformers=self.question.survey.uses_transformers,
         )
 
 

@@ -342,6 +342,8 @@ class Survey:
     """The model takes `document_ids` and keeps documents apart."""
     built_whole: bool = False
     """It cannot be built without storage: every rank begins with the whole model."""
+    uses_transformers: bool = False
+    """It has modules of that library, which every rank imports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

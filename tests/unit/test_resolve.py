@@ -856,3 +856,27 @@ def test_no_limits_are_no_limits(container: Files) -> None:
 
 def _fields(machine: Machine) -> dict[str, Any]:
     return {name: getattr(machine, name) for name in machine.__slots__}
+
+
+def test_a_budget_below_what_a_rank_needs_and_a_folder_that_is_not_there_are_told(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "nvme" / "scratch"
+    gemini = (("plugin.name", "gemini"), ("plugin.disk_path", str(folder)))
+    warned = plan(*gemini, ("plugin.budget.host", "100MiB")).warnings
+    assert any("100 MiB are less than the" in text and "exceeded" in text for text in warned)
+    made = (
+        f"plugin.disk_path={folder}: is not there yet, and would be made on the disk of {tmp_path}"
+    )
+    assert made in warned
+    folder.mkdir(parents=True)
+    warned = plan(*gemini, ("plugin.budget.host", "4GiB")).warnings
+    assert not any("plugin." in text for text in warned)
+
+
+def test_a_model_of_transformers_counts_the_library() -> None:
+    def with_library(*about: Any) -> Survey:
+        return dataclasses.replace(survey(*about), uses_transformers=True)
+
+    without = plan().memory.baseline
+    assert resolve(BASE, survey=with_library, machine=LAPTOP).memory.baseline > without

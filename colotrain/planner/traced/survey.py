@@ -57,6 +57,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         vocab_size=vocab_size(module),
         **positions(module),
         built_whole=whole,
+        uses_transformers=any("transformers" in type(m).__module__ for m in module.modules()),
         isolates="document_ids" in inspect.signature(module.forward).parameters,
     )
 
