@@ -11,6 +11,7 @@ from colotrain.migrate.findings import (
     Rules,
     asked,
     clip,
+    decay,
     decided,
     disk,
     is_on,
@@ -29,6 +30,7 @@ FINAL_RATIO = {"linear": 0.0, "cosine": 0.0001, "constant": 1.0}
 WARMUP_STEPS, WARMUP_MAX_LR = 1000, 0.001
 """Of DeepSpeed's schedules by default; the second of WarmupDecayLR, whatever the optimizer's is."""
 OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+LOG = "warm-up is linear here; DeepSpeed's is logarithmic unless warmup_type is linear"
 BUFFERS = "buffers and prefetching follow from the groups of the model"
 OWNED = "colotrain owns accumulation and divides the loss in one place"
 
@@ -87,7 +89,14 @@ def _schedule(value: Any, flat: Flat) -> Answer:
         settings["optim.schedule.warmup_steps"] = WARMUP_STEPS
     if name == "linear" and flat.get("scheduler.params.warmup_max_lr") is None:
         settings["optim.lr"] = WARMUP_MAX_LR
-    return Answer(outcome="taken", settings=settings)
+    is_linear = flat.get("scheduler.params.warmup_type") == "linear"
+    return Answer(outcome="taken", note="" if is_linear else LOG, settings=settings)
+
+
+def _warmup(value: Any, _: Flat) -> Answer:
+    if value == "linear":
+        return Answer(outcome="decided", note="warm-up is linear")
+    return Answer(outcome="none", note=LOG)
 
 
 def _stage(value: Any, flat: Flat) -> Answer:
@@ -156,7 +165,7 @@ RULES: Rules = {
     "optimizer.params.lr": taken("optim.lr", number),
     "optimizer.params.betas": taken("optim.betas", numbers),
     "optimizer.params.eps": taken("optim.eps", number),
-    "optimizer.params.weight_decay": taken("optim.weight_decay", number),
+    "optimizer.params.weight_decay": decay,
     "optimizer.params.momentum": _momentum,
     "optimizer.params.torch_adam": decided("torch's fused implementation is used"),
     "optimizer.params.adam_w_mode": decided("weight decay is always decoupled"),
@@ -169,7 +178,7 @@ RULES: Rules = {
     "scheduler.params.cos_min_ratio": taken("optim.schedule.min_lr_ratio", number),
     "scheduler.params.warmup_min_lr": decided("warm-up begins at 0"),
     "scheduler.params.warmup_min_ratio": decided("warm-up begins at 0"),
-    "scheduler.params.warmup_type": decided("warm-up is linear"),
+    "scheduler.params.warmup_type": _warmup,
     "scheduler.params.last_batch_iteration": decided("a resumed run knows its step"),
     "scheduler.params.*": none("an argument of a schedule that colotrain does not have"),
     "fp16.enabled": _precision("fp16"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from colotrain.migrate.deepspeed import plain_name
-from colotrain.migrate.findings import is_on
+from colotrain.migrate.findings import DECAY_OF_ALL, is_on
 
 ALWAYS: dict[str, Any] = {
     "train.grad_clip": None,
@@ -54,3 +54,5 @@ def _optimizer(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
         if given.get(f"{arguments}.{argument}") is None:
             decays = argument == "weight_decay" and name == "adamw" and is_torch
             yield key, TORCH_ADAMW_DECAY if decays else value
+            if decays:
+                yield from DECAY_OF_ALL.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Outcome = Literal["taken", "decided", "asked", "none", "unknown"]
@@ -40,6 +40,10 @@ class Finding:
     settings: dict[str, Any]
 
 
+DECAY_OF_ALL: dict[str, Any] = {
+    "optim.rules": [{"match": "*", "weight_decay": "${optim.weight_decay}"}]
+}
+"""Without it matrices decay, and vectors do not."""
 Rule = Callable[[Any, Flat], Answer]
 Rules = Mapping[str, Rule]
 """Glob on dotted keys → rule. The first glob that fits decides."""
@@ -118,6 +122,15 @@ def taken(key: str, convert: Callable[[Any], Any] = lambda value: value, note: s
             return Answer(outcome="none", note=f"{value!r} is nothing that {key} can be")
 
     return rule
+
+
+def decay(value: Any, flat: Flat) -> Answer:
+    """Weight decay as torch and DeepSpeed apply it: to all parameters, not to matrices alone."""
+    answer = taken("optim.weight_decay", number)(value, flat)
+    if not answer.settings.get("optim.weight_decay"):
+        return answer
+    note = "norms and biases decay as well, as they do there"
+    return replace(answer, note=note, settings=answer.settings | DECAY_OF_ALL)
 
 
 def whole(value: Any) -> int:

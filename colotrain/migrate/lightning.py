@@ -9,6 +9,7 @@ from colotrain.migrate.findings import (
     Answer,
     Flat,
     Rules,
+    decay,
     decided,
     disk,
     is_on,
@@ -172,6 +173,15 @@ def _callback(value: Any, _: Flat) -> Answer:
     return Answer(outcome="none", note="per step, your code is called by train.on_gradients")
 
 
+def _kept(value: Any, _: Flat) -> Answer:
+    """How many checkpoints are kept: the best ones there, the newest ones here."""
+    if whole(value) < 1:
+        there = "keeping all is not available" if whole(value) else "there none are saved"
+        return Answer(outcome="none", note=f"{there}: checkpoint.keep says how many are kept")
+    note = "the newest are kept, not the best by a monitored value"
+    return taken("checkpoint.keep", whole, note)(value, {})
+
+
 def _optimizer(value: Any, _: Flat) -> Answer:
     return deepspeed.optimizer_name(str(value))
 
@@ -286,9 +296,7 @@ RULES: Rules = {
     "trainer.callbacks.class_path": _callback,
     "trainer.callbacks[*].class_path": _callback,
     "trainer.callbacks[*].init_args.every_n_train_steps": taken("checkpoint.every", whole),
-    "trainer.callbacks[*].init_args.save_top_k": decided(
-        "the newest are kept: checkpoint.keep says how many"
-    ),
+    "trainer.callbacks*.init_args.save_top_k": _kept,
     "trainer.callbacks*": none("an argument of the callback above"),
     "trainer.enable_checkpointing": decided(CHECKPOINTS),
     "trainer.enable_progress_bar": decided(SHOWN),
@@ -319,7 +327,7 @@ RULES: Rules = {
     "optimizer.init_args.lr": taken("optim.lr", number),
     "optimizer.init_args.betas": taken("optim.betas", numbers),
     "optimizer.init_args.eps": taken("optim.eps", number),
-    "optimizer.init_args.weight_decay": taken("optim.weight_decay", number),
+    "optimizer.init_args.weight_decay": decay,
     "optimizer.init_args.momentum": _momentum,
     "optimizer.init_args.fused": decided("torch's fused implementation is used"),
     "optimizer.init_args.foreach": decided("torch's fused implementation is used"),

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from test_compose import compose
 
 from colotrain.cli.main import guarded
+from colotrain.engine.optim.shard_optimizer import settings_of
 from colotrain.migrate import recipes
 from colotrain.migrate.findings import MEANING, Finding, flatten
+from colotrain.runs.resolving import plan_from
 
 FOREIGN = Path(__file__).parent / "foreign"
 KINDS = ("deepspeed", "accelerate", "lightning")
@@ -157,6 +159,7 @@ def test_of_two_plugins_the_one_that_holds_more_is_taken() -> None:
     assert recipes.settings(recipes.findings(config, "deepspeed"))["plugin.name"] == "gemini"
 
 
+LINEAR = {"warmup_type": "linear"}
 SILENT = {
     "train.grad_clip": None,
     "optim.schedule.name": "constant",
@@ -223,6 +226,58 @@ def test_what_a_file_does_not_say_is_as_its_own_tool_has_it(
     assert guarded(["import-config", str(path), "--kind", kind, "--to", "recipes/mine.yaml"]) == 0
     composed = dict(flatten(compose(["recipe=mine"])))
     assert {key: composed[key] for key in expected} == expected
+
+
+TORCH = {"class_path": "torch.optim.AdamW"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "decay"),
+    [
+        ("deepspeed", deepspeed_of({"type": "AdamW", "params": {"weight_decay": 0.3}}), 0.3),
+        ("deepspeed", deepspeed_of({"type": "AdamW", "params": {"torch_adam": True}}), 0.01),
+        ("deepspeed", deepspeed_of({"type": "AdamW"}), 0.0),
+        ("lightning", {"optimizer": TORCH | {"init_args": {"weight_decay": 0.3}}}, 0.3),
+        ("lightning", {"optimizer": TORCH}, 0.01),
+        ("lightning", {"optimizer": TORCH | {"init_args": {"weight_decay": 0}}}, 0.0),
+    ],
+)
+def test_norms_and_biases_decay_as_they_do_there(
+    folder: Path, kind: str, config: dict[str, Any], decay: float
+) -> None:
+    path = write(folder, kind, {**config, "seed": 1})
+    assert guarded(["import-config", str(path), "--kind", kind, "--to", "recipes/mine.yaml"]) == 0
+    for words, expected in (([], decay), (["optim.weight_decay=0.5"], 0.5 if decay else 0.0)):
+        plan = plan_from(["recipe=mine", *words], here=False)
+        assert settings_of("norm.weight", 1, plan.optim)[1] == expected
+    assert settings_of("layer.weight", 2, plan.optim)[1] == 0.5
+
+
+def test_a_warm_up_that_is_not_linear_is_said() -> None:
+    for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+        for params, told in (({}, True), ({"warmup_type": "log"}, True), (LINEAR, False)):
+            scheduler = {"type": name, "params": params}
+            found = recipes.findings({"scheduler": scheduler}, "deepspeed")
+            assert all(("logarithmic" in finding.note) == told for finding in found if params)
+            assert ("logarithmic" in found[0].note) == told
+
+
+@pytest.mark.parametrize(
+    ("kept", "settings", "note"),
+    [
+        (3, {"checkpoint.keep": 3}, "the newest are kept, not the best"),
+        (-1, {}, "keeping all is not available"),
+        (0, {}, "none are saved"),
+    ],
+)
+def test_how_many_checkpoints_are_kept_is_taken(
+    kept: int, settings: dict[str, Any], note: str
+) -> None:
+    callback = {"init_args": {"save_top_k": kept, "monitor": "loss"}, "class_path": "Model"}
+    for callbacks in ([callback], callback):
+        found = recipes.findings({"trainer": {"callbacks": callbacks}}, "lightning")
+        assert found[0].settings == settings
+        assert note in found[0].note
 
 
 def test_what_comes_from_neither_is_listed_in_the_recipe() -> None:
