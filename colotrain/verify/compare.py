@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from colotrain.spec.plan import RunPlan
-from colotrain.spec.precisions import PRECISIONS
+from colotrain.spec.precisions import PRECISIONS, Precision
 from colotrain.verify.reference import Trajectory, distance, max_abs
 
 DRAWS = (
@@ -27,27 +27,44 @@ class Tolerance:
     A loss: relative to itself, at least 1. A gradient: relative to the largest value of the step's,
     and far less where the parameter's own is small, so that none may vanish. A parameter: absolute
     in fp32; in half precision relative to the largest change since the beginning. Twice the
-    rounding of plain torch is always allowed: AdamW turns a gradient that is nothing but rounding
-    into a whole step.
+    rounding of plain torch is always allowed as well: AdamW turns a gradient that is nothing but
+    rounding into a whole step.
     """
 
     loss: float = 1e-6
     gradient: float = 1e-6
     parameter: float = 1e-6
     parameter_floor: float = 1.0
+    own_gradient: float | None = None
+    """Relative to the largest value of the same gradient; None: `gradient` says how much."""
 
     @staticmethod
-    def explained_by(precision: str, dtypes: Iterable[torch.dtype]) -> Tolerance:
-        """What rounding in the compute precision and the parameters' own `dtypes` explains.
+    def explained_by(
+        precision: str, dtypes: Iterable[torch.dtype], computed_in: Iterable[torch.dtype] = ()
+    ) -> Tolerance:
+        """What rounding in the compute precision and the parameters' own `dtypes` explains, and in
+        the dtypes that the forward computes in by itself, with autocast say.
 
         The coarsest counts for all: a block in half precision changes the loss, and the gradients
-        of blocks before it that are in float32.
+        of blocks before it that are in float32. Where autocast alone brings half precision, plain
+        torch's rounding is measured with it, and a gradient may be off by less of itself.
         """
-        names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
-        present = [p for n, p in PRECISIONS.items() if n == precision or p.dtype in names]
-        coarsest = max(present, key=lambda p: p.tolerance)
+        known = _coarsest(precision, dtypes)
+        coarsest = max(known, _coarsest(precision, computed_in), key=lambda p: p.tolerance)
         limit, floor = coarsest.tolerance, 0.0 if coarsest.is_cast else 1.0
-        return Tolerance(loss=limit, gradient=limit, parameter=limit, parameter_floor=floor)
+        return Tolerance(
+            loss=limit,
+            gradient=limit,
+            parameter=limit,
+            parameter_floor=floor,
+            own_gradient=None if coarsest == known else limit,
+        )
+
+
+def _coarsest(precision: str, dtypes: Iterable[torch.dtype]) -> Precision:
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    present = [p for n, p in PRECISIONS.items() if n == precision or p.dtype in names]
+    return max(present, key=lambda p: p.tolerance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +97,12 @@ def compare(
 ) -> CaseResult:
     """Every loss, gradient and parameter of every step, the step count, and frozen bytes.
 
-    Without a `tolerance`, what the precisions of the plan and of the model's parameters explain.
+    Without a `tolerance`, what the precisions of the plan, of the model's parameters and of what
+    its forward computes explain.
     """
     if tolerance is None:
         dtypes = (value.dtype for value in reference.parameters[0].values())
-        tolerance = Tolerance.explained_by(plan.train.precision, dtypes)
+        tolerance = Tolerance.explained_by(plan.train.precision, dtypes, reference.computed_in)
     check = _Check(reference, found)
     check.parameters(0, tolerance)
     for step in range(len(reference.losses)):
@@ -148,8 +166,8 @@ class _Check:
                 continue
             off = distance(wanted[name], found[name])
             self._measure("gradient", off)
-            limit = _limit(tolerance.gradient, largest=largest, own=max_abs(wanted[name]))
-            if not off <= max(limit, 2 * rounding.get(name, 0.0)):
+            limit = _limit(tolerance, largest=largest, own=max_abs(wanted[name]))
+            if not off <= limit + 2 * rounding.get(name, 0.0):
                 self.differs(f"gradient of {name} in step {step + 1}: differs by {off:.3g}")
         return None
 
@@ -193,10 +211,12 @@ class _Check:
         self.largest[kind] = off if math.isnan(off) else max(self.largest[kind], off)
 
 
-def _limit(tolerance: float, *, largest: float, own: float) -> float:
+def _limit(tolerance: Tolerance, *, largest: float, own: float) -> float:
     """What a gradient may be off by: less than itself, unless it is nothing but rounding."""
-    of_own = min(1000 * tolerance, 0.5) * own
-    return min(tolerance * largest, max(of_own, tolerance * largest / 100))
+    of_all, share = tolerance.gradient * largest, tolerance.own_gradient
+    if share is None:
+        share = min(1000 * tolerance.gradient, 0.5)
+    return min(of_all, max(share * own, of_all / 100))
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -23,6 +23,7 @@ from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import FreezePlan, ParameterInfo, RunPlan
+from colotrain.torch_internals import TorchDispatchMode, tree_leaves
 from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.optimizers import optimizer_of
 
@@ -46,6 +47,8 @@ class Trajectory:
     """"gradients" or "parameters" → name → how far plain torch is off in the model's own dtype."""
     draws: bool = False
     """Whether the model's forward draws random numbers, dropout apart."""
+    computed_in: frozenset[torch.dtype] = frozenset()
+    """Dtypes of what the forward computes when the model is in its own: autocast's among them."""
 
 
 def least_bytes(parameters: Sequence[ParameterInfo], *, steps: int) -> int:
@@ -69,7 +72,7 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
         "gradients": list(map(_distances, exact.gradients, plain.gradients)),
         "parameters": list(map(_distances, exact.parameters, plain.parameters)),
     }
-    return replace(exact, rounding=rounding)
+    return replace(exact, rounding=rounding, computed_in=plain.computed_in)
 
 
 def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
@@ -95,7 +98,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     model.to(dtype)
     begin_training_(model)
     serve_signals_(model)
-    draws = False
+    draws, seen = False, _Dtypes()
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
@@ -113,7 +116,8 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         model.zero_grad(set_to_none=True)
         before = states(CPU)
         with without_dropout(model):
-            loss = _mean_loss(model(**batch))
+            with seen:
+                loss = _mean_loss(model(**batch))
             draws = draws or _differ(before, states(CPU))
             loss.backward()
         losses.append(loss.item())
@@ -131,7 +135,25 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         optimizer_steps=steps,
         frozen=frozenset(frozen),
         draws=draws,
+        computed_in=frozenset(seen.dtypes),
     )
+
+
+class _Dtypes(TorchDispatchMode):
+    """Collects the dtypes of what operations return, below autocast's casts."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.dtypes.update(t.dtype for t in tree_leaves(out) if isinstance(t, Tensor))
+        return out
 
 
 def serve_signals_(model: nn.Module) -> None:

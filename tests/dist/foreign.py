@@ -824,8 +824,6 @@ IN_FORWARD = {
 """Refused in the first forward or backward that does it."""
 OF_BLOCKS = ("FunctionalOwn",)
 """Refused where blocks stay gathered, right where they do not."""
-ROUNDS = ("Autocast",)
-"""Compute in half precision by themselves, of which a plan in float32 does not know."""
 
 MODELS = {
     name: model
@@ -837,8 +835,24 @@ MODELS = {
 }
 
 
-TRAIN = tuple(n for n in MODELS if n not in (*AT_PLAN, *IN_FORWARD, *OF_BLOCKS, *ROUNDS))
+TRAIN = tuple(n for n in MODELS if n not in (*AT_PLAN, *IN_FORWARD, *OF_BLOCKS))
 """Train as in plain torch."""
+SAMPLE = (
+    "HiddenEma",  # a copy beside the modules
+    "ReplacedBuffer",  # buffers
+    "HalvesOfOne",  # two parameters in one memory
+    "Cached",  # parametrizations
+    "ReentrantCheckpoint",  # activation checkpointing of its own
+    "Ensemble",  # torch.func
+    "BackwardHooks",  # hooks
+    "OneWithoutGrad",  # parts without gradients
+    "ByName",  # what blocks take and give
+    "FreezesInForward",  # requires_grad in forward
+    "Autocast",  # dtypes
+    "Mixture",  # values decide what is used
+    "TrainedParameters",  # methods of torch that are overridden
+)
+"""One of each kind of idiom among those that train."""
 
 
 def make(name: str) -> nn.Module:

@@ -17,7 +17,7 @@ from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.dist.difficult import samples
-from tests.dist.foreign import AT_PLAN, IN_FORWARD, TRAIN, make
+from tests.dist.foreign import AT_PLAN, IN_FORWARD, OF_BLOCKS, SAMPLE, TRAIN, make
 from tests.dist.test_difficult_models import check, one_reference_for_all_plugins, plan_of
 from tests.dist.test_transport import plan_of as tiny_plan
 from tests.dist.test_transport import run
@@ -31,21 +31,29 @@ def plan(model: str, plugin: str, *overrides: str) -> RunPlan:
     return plan_of(model, plugin, *own, *overrides)
 
 
-def test_they_train_as_in_one_process_where_groups_are_gathered(
+def test_one_of_each_kind_trains_as_in_one_process_where_groups_are_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "WORKER", "tests.dist.gathering")
-    check([plan(model, "zero3") for model in (*TRAIN, "FunctionalOwn")], tmp_path)
+    check([plan(model, "zero3") for model in (*SAMPLE, *OF_BLOCKS)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", ["tests.dist.gathering", runner.WORKER])
 @pytest.mark.parametrize("plugin", ROWS)
-def test_they_do_under_every_plugin(
+def test_all_do_under_every_plugin(
     plugin: str, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "WORKER", worker)
     check([plan(model, plugin) for model in TRAIN], tmp_path)
+
+
+def test_an_error_of_a_tenth_is_found_in_a_layer_in_autocast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.scales_a_layers_gradient")
+    [result] = runner.verify([plan("Autocast", "zero3")], tmp_path)
+    assert "gradient of layers.0.linear.weight in step 1" in (result.difference or "")
 
 
 def test_an_average_beside_the_modules_differs_by_rounding_alone(tmp_path: Path) -> None:
