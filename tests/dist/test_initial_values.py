@@ -229,6 +229,9 @@ class Odd(Zoo):
         if self.what == "ties":
             self.bare.fill_(1.0)
             self.layers["ones_"].weight = self.layers["normal_"].weight
+        if self.what == "ties data":
+            self.bare.fill_(1.0)
+            self.layers["ones_"].weight.data = self.layers["normal_"].weight.data
         if self.what == "reshapes":
             self.bare.data = torch.ones(4)
         if self.what == "adds":
@@ -243,6 +246,7 @@ class Odd(Zoo):
     [
         ("leaves", r"init_weights\(\) leaves bare unset \(1 in all\)"),
         ("ties", r"init_weights\(\) ties layers\.ones_\.weight to layers\.normal_\.weight"),
+        ("ties data", r"init_weights\(\) ties layers\.ones_\.weight to layers\.normal_\.weight"),
         ("reshapes", r"init_weights\(\) replaces bare .* by torch.float32 \(4,\)"),
         ("adds", r"init_weights\(\) adds the parameter more"),
     ],
