@@ -19,12 +19,11 @@ from colotrain.data.read.loader import count_targets
 from colotrain.engine.gradients.gradients import GradientState, note_use
 from colotrain.engine.sharding.sharded_model import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
+from colotrain.models.outputs import count_in, loss_in
 
 Batch = dict[str, Tensor]
 SHIFTS = "_colotrain_shifts_labels"
 """Set on a model whose loss does not count the first label of a row (`engine.label_shift`)."""
-COUNT = "num_targets"
-"""Beside `.loss`: how many targets it is the mean of."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,12 +80,17 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`weighted_output` without the output."""
+    return weighted_output(model, batch)[:2]
+
+
+def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any]:
     """The summed loss of a micro-batch and its number of targets.
 
-    `model(**batch)` returns the pair itself, or the mean loss (alone or as `.loss`), which is
-    multiplied by the number of targets: the output's `num_targets` where it has that, otherwise
-    labels that are not -100 (without each row's first, where the model shifts them itself), or
-    samples without labels.
+    `model(**batch)` returns the pair itself, or the mean loss (alone, as `.loss` or `["loss"]`),
+    which is multiplied by the number of targets: the output's `num_targets` where it has that,
+    otherwise labels that are not -100 (without each row's first, where the model shifts them
+    itself), or samples without labels.
     The sum is in float32 at least: a half-precision mean times a number of tokens would be rounded
     again, or would overflow.
     """
@@ -99,18 +103,20 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         if own_count.numel() != 1 or not _may_be_count(own_count):
             raise _wrong_output(output)
         own_count = own_count.to(loss_sum.device).reshape(())
-        return (_nothing(loss_sum), own_count * 0) if no_targets else (loss_sum, own_count)
-    loss = getattr(output, "loss", output)
+        if no_targets:
+            return _nothing(loss_sum), own_count * 0, output
+        return loss_sum, own_count, output
+    loss = loss_in(output)
     if not _is_scalar(loss):
         raise _wrong_output(output)
     if no_targets:
-        return _nothing(_exact(loss)), torch.zeros((), device=loss.device)
-    if getattr(output, COUNT, None) is not None:
-        weight = torch.as_tensor(getattr(output, COUNT)).reshape(()).float().to(loss.device)
+        return _nothing(_exact(loss)), torch.zeros((), device=loss.device), output
+    if (own := count_in(output)) is not None:
+        weight = torch.as_tensor(own).reshape(()).float().to(loss.device)
     else:
         targets = float(_num_samples(batch) if count is None else count)
         weight = torch.full((), targets, dtype=torch.float32, device=loss.device)
-    return _exact(loss) * weight, weight
+    return _exact(loss) * weight, weight, output
 
 
 def _nothing(loss: Tensor) -> Tensor:
@@ -136,7 +142,7 @@ def _may_be_count(value: Tensor) -> bool:
 def _wrong_output(output: Any) -> ColotrainError:
     return ColotrainError(
         f"model: forward returned {_describe(output)}",
-        "return the scalar mean loss, (loss_sum, count), or an object with .loss",
+        "return the scalar mean loss, (loss_sum, count), an object with .loss, or a dict with it",
     )
 
 

@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.read.loader import BatchLoader
-from colotrain.engine.accumulation import to_device, weighted_loss
+from colotrain.engine.accumulation import to_device, weighted_output
 from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.models.outputs import metrics_in
 
 
 @torch.no_grad()
@@ -23,25 +24,50 @@ def evaluate(run: Run) -> None:
     training = {module: module.training for module in model.modules()}
     model.eval()
     with interruptible(run, "evaluation"):
-        sums = sum_losses(run, data)
+        sums, metrics = sum_losses(run, data)
         reshard(run.sharded)
         run.progress.begin_agreement()
         dist.all_reduce(sums)
+        means = _over_all_ranks(metrics)
     for module, mode in training.items():  # parts that the user put in evaluation stay there
         module.training = mode
     loss_sum, count = sums.tolist()
     if run.rank == 0:
-        run.events.write("eval", step=run.step, loss=loss_sum / max(count, 1.0), tokens=count)
+        more = {"metrics": means} if means else {}
+        loss = loss_sum / max(count, 1.0)
+        run.events.write("eval", step=run.step, loss=loss, tokens=count, **more)
 
 
-def sum_losses(run: Run, data: BatchLoader) -> Tensor:
-    """The summed loss, and the number of targets, of this rank's validation micro-batches."""
+Metrics = dict[str, tuple[float, float]]
+"""Name → sum and count."""
+
+
+def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
+    """Of this rank's validation micro-batches the summed loss with the number of targets, and
+    what else the model returns."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    metrics: Metrics = {}
     num = run.plan.batch.accumulation_steps
     total = num * run.plan.train.eval_steps
     for index in range(total):
         run.at("evaluation")
         run.progress.at_micro_batch(index, of=total, calls=len(run.sharded.calls))
         batch = to_device(data.micro_batch(*divmod(index, num)), run.device)
-        sums += torch.stack([x.double() for x in weighted_loss(run.sharded.module, batch)])
-    return sums
+        loss, count, output = weighted_output(run.sharded.module, batch)
+        sums += torch.stack([loss.double(), count.double()])
+        for name, value, weight in metrics_in(output, count):
+            before = metrics.get(name, (0.0, 0.0))
+            metrics[name] = before[0] + value.item(), before[1] + weight.item()
+    return sums, metrics
+
+
+def _over_all_ranks(metrics: Metrics) -> dict[str, float]:
+    """Name → mean over all ranks, of those that any has. All ranks must call."""
+    everyone: list[Metrics] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, metrics)
+    found = {}
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        own = [one.get(name, (0.0, 0.0)) for one in everyone]
+        count = sum(part[1] for part in own)
+        found[name] = sum(part[0] for part in own) / count if count else float("nan")
+    return found

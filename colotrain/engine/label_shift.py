@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from colotrain.data.read.packing import IGNORE_INDEX
 from colotrain.engine import generators
-from colotrain.engine.accumulation import COUNT, SHIFTS, Batch
+from colotrain.engine.accumulation import SHIFTS, Batch
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
+from colotrain.models.outputs import count_in, loss_in
 
 FEWEST_LABELS = 3
 
@@ -70,9 +71,9 @@ def shifts_labels(model: nn.Module, sample: Batch) -> bool:
         masked = torch.full_like(labels, IGNORE_INDEX)
         masked[:, list(places)] = target
         output = model(**{**sample, "labels": masked})
-        if isinstance(output, tuple) or getattr(output, COUNT, None) is not None:
+        if isinstance(output, tuple) or count_in(output) is not None:
             return None
-        return getattr(output, "loss", output)
+        return loss_in(output)
 
     with unchanged(model, labels.device):
         last, both = loss(-1), loss(0, -1)

@@ -63,6 +63,7 @@ class Attempt:
                 self._add_step(event, rank)
             case "eval" if rank == 0 and (loss := event.number("loss")) is not None:
                 self.evals[event.count("step")] = loss
+                self.latest[event.kind] = event
             case "resumed" if rank == 0:
                 self.latest[event.kind] = event
                 self._forget(event.count("step"))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from colotrain.errors import ColotrainError
 from colotrain.events.attempt import Attempt, History, heat_of, merge
 from colotrain.events.gradients import GradientRecord
-from colotrain.events.kinds import Checkpoint, Failure
+from colotrain.events.kinds import Checkpoint, Failure, metrics_of
 from colotrain.events.log import Event, EventReader
 from colotrain.events.view import ENDED, RunView
 from colotrain.rundir import RunDir
@@ -107,6 +107,7 @@ class Fold:
             skipped_steps=history.skipped,
             loss=tuple(history.loss),
             evals=tuple(merge(attempts, lambda attempt: attempt.evals).items()),
+            metrics=metrics_of(_latest(attempts, "eval")),
             grad_norms=tuple(history.grad_norms),
             throughput=tuple(history.throughput),
             step_times=tuple(history.step_times),

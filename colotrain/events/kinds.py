@@ -178,3 +178,11 @@ class Nonfinite:
 
     def _batch(self) -> str:
         return f", micro-batch {self.micro_batch}" if self.micro_batch else ""
+
+
+def metrics_of(event: Event | None) -> dict[str, float]:
+    """What the model returned beside the loss in an evaluation (`eval`)."""
+    found = event.fields.get("metrics") if event is not None else None
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): float(value) for name, value in found.items()}

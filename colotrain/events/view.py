@@ -61,6 +61,8 @@ class RunView:
     skipped_steps: int = 0
     loss: Series = ()
     evals: Series = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the model returned beside the loss in the last evaluation."""
     grad_norms: Series = ()
     throughput: Series = ()
     """Tokens per second, without the first step of each attempt, which warms up."""
@@ -134,6 +136,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "history": [list(pair) for pair in view.loss],
         },
         "validation_loss": view.evals[-1][1] if view.evals else None,
+        **({"metrics": view.metrics} if view.metrics else {}),
         "tokens_per_s": tokens_per_s,
         "unit": unit(view, plan),
         "mfu": mfu(view, plan, tokens_per_s),

@@ -85,6 +85,7 @@ def loss(scene: Scene, width: int, height: int) -> list[Text]:
     if view.evals:
         title.append(f"  {MARK} ", f"bold {ORANGE}")
         title.append(f"validation {view.evals[-1][1]:.4f}")
+        title.append("".join(f"  {name} {value:.4g}" for name, value in view.metrics.items()))
     title.append(f"  log scale  lr {shown(view.lr, '.2g')}", "dim")
     return [title, *chart(view.loss, view.evals, width=width, height=height - 1, log=True)]
 

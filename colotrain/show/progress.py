@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.events.fold import eta_s, follow
-from colotrain.events.kinds import StepProgress
+from colotrain.events.kinds import StepProgress, metrics_of
 from colotrain.events.log import Event
 from colotrain.events.view import ENDED, RunView, unit
 from colotrain.rundir import RunDir
@@ -205,6 +205,9 @@ def event_line(event: Event, *, brief: bool = False) -> str:
     """`event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without the end's cause."""
     values = {"rank": event.rank, "attempt": event.attempt} | event.fields
     names = [name for name in _LINES[event.kind] if values.get(name) not in (None, "")]
+    if event.kind == "eval":
+        values |= {name: shown(value, ".6g") for name, value in metrics_of(event).items()}
+        names += metrics_of(event)
     if brief and event.kind == "done":
         names = [name for name in names if name != "cause"]
     return " ".join([f"event={event.kind}", *(f"{name}={quoted(values[name])}" for name in names)])
@@ -220,6 +223,7 @@ def message_of(event: Event) -> Text | None:
             line = f"resumed from step {step}: {words('path')}"
         case "eval":
             line = f"step {step}: validation loss {shown(event.number('loss'), '.4f')}"
+            line += "".join(f", {name} {value:.4g}" for name, value in metrics_of(event).items())
         case "checkpoint":
             line = f"step {step}: checkpoint saved in {format_duration(event.number('seconds'))}"
         case "checkpoint_failed":
@@ -266,6 +270,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         ("steps", _steps(summary["steps"], plan.train)),
         ("loss", f"{shown(loss['first'], '.4f')} → {shown(loss['last'], '.4f')}"),
         ("validation loss", shown(_validation_loss(view), ".4f")),
+        *((f"validation {name}", f"{value:.4g}") for name, value in view.metrics.items()),
         (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"], ",.0f")),
         ("MFU", _mfu(summary["mfu"], view)),
         ("peak memory", _peaks(peaks) + _foreseen(summary["memory"])),

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from colotrain.events.gradients import record_of
+from colotrain.events.kinds import metrics_of
 from colotrain.events.log import Event
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -142,7 +143,8 @@ def values_of(event: Event, names: Event | None) -> dict[str, float]:
         return {tag: value for tag, value in found.items() if value is not None}
     if event.kind == "eval":
         loss = event.number("loss")
-        return {} if loss is None else {"validation/loss": loss}
+        metrics = {f"validation/{name}": value for name, value in metrics_of(event).items()}
+        return metrics if loss is None else {"validation/loss": loss, **metrics}
     if event.kind == "gradients" and names is not None:
         return _gradients(event, names)
     return {}

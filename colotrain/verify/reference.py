@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from colotrain.data.read.loader import open_samples, planned_order, stack
 from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
+from colotrain.models.outputs import loss_in
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import FreezePlan, ParameterInfo, RunPlan
 from colotrain.torch_internals import TorchDispatchMode, tree_leaves
@@ -170,7 +171,7 @@ def _differ(before: Tensors, after: Tensors) -> bool:
 def _mean_loss(output: Any) -> Tensor:
     if isinstance(output, tuple) and len(output) == 2:
         return output[0] / output[1]
-    return getattr(output, "loss", output)
+    return loss_in(output)
 
 
 def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:

@@ -21,6 +21,7 @@ from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.precision import cast_dtype
 from colotrain.errors import UsageError
+from colotrain.models.outputs import loss_in
 from colotrain.spec.plan import Recompute, Segment, Trace, Work
 from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
 
@@ -204,7 +205,7 @@ def loss_of(output: Any) -> Tensor:
     """The loss in what a model returns (see `engine.accumulation.weighted_loss`)."""
     if isinstance(output, tuple):
         output = output[0]
-    loss: Tensor = getattr(output, "loss", output)
+    loss: Tensor = loss_in(output)
     return loss.reshape(())
 
 

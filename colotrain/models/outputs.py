@@ -1,0 +1,50 @@
+"""What a model's forward may return beside its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COUNT = "num_targets"
+"""Beside the loss: how many targets it is the mean of."""
+
+
+def loss_in(output: Any) -> Any:
+    """The loss: `output["loss"]`, `output.loss`, or what was returned itself."""
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", output)
+
+
+def count_in(output: Any) -> Any:
+    """The number of targets, where the model says it; else None."""
+    return output.get(COUNT) if isinstance(output, Mapping) else getattr(output, COUNT, None)
+
+
+def metrics_in(output: Any, weight: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, sum, count) of each further scalar of a mapping.
+
+    A pair is its sum and count itself; any other scalar is the mean over `weight` targets.
+    """
+    if not isinstance(output, Mapping):
+        return
+    for name, value in output.items():
+        if name in ("loss", COUNT):
+            continue
+        if isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value)):
+            yield name, _exact(value[0]), _exact(value[1])
+        elif _is_number(value):
+            yield name, _exact(value) * weight.double().cpu(), weight.double().cpu()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)
+
+
+def _exact(value: Any) -> Tensor:
+    return torch.as_tensor(value).detach().double().cpu().reshape(())
