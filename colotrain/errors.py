@@ -78,11 +78,14 @@ class DoesNotFit(ColotrainError):
     exit_code = exit_codes.DOES_NOT_FIT
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """A `did you mean` hint of the names nearest to `word`, or the known names, or nothing."""
+def suggest(word: str, known: Iterable[str], *, section: str = "") -> str:
+    """A `did you mean` hint of the names nearest to `word`, or the known names, or nothing.
+
+    `section` goes before each name that is suggested.
+    """
     names = sorted(set(known))
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     if near:
-        return "did you mean " + " or ".join(near) + "?"
+        return "did you mean " + " or ".join(section + name for name in near) + "?"
     shown = [*names[:20], f"and {len(names) - 20} more"] if len(names) > 20 else names
     return "known: " + ", ".join(shown) if names else ""

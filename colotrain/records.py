@@ -129,8 +129,10 @@ def _arguments(
 
 def _unknown(cls: type, name: str, value: Any, path: str) -> Problem:
     """Names the nearest keys, or those that have this name in a section below."""
-    below = [leaf for leaf in leaves(cls) if leaf.endswith(f".{name}")]
-    fix = f"did you mean {' or '.join(below)}?" if below else suggest(name, field_types(cls))
+    section = path.removesuffix(name)
+    below = [f"{section}{leaf}" for leaf in leaves(cls) if leaf.endswith(f".{name}")]
+    nearest = suggest(name, field_types(cls), section=section)
+    fix = f"did you mean {' or '.join(below)}?" if below else nearest
     shown = None if isinstance(value, Mapping | list) else value
     return Problem(key=path, value=shown, expected="a known key", fix=fix)
 

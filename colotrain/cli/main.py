@@ -379,7 +379,9 @@ def guarded(arguments: list[str]) -> int:
             sys.stderr.write(f"{line}\n")
         return error.exit_code
     except ClickUsageError as error:
-        sys.stderr.write(f"error: {_usage(error)}\n")
+        from colotrain.cli.options import explain
+
+        sys.stderr.write(f"error: {explain(error, arguments)}\n")
         return UsageError.exit_code
     except OSError as error:  # of a file that somebody named, or in the folder they work in
         if error.filename is None and error.errno not in FULL:
@@ -390,11 +392,3 @@ def guarded(arguments: list[str]) -> int:
         return ColotrainError.exit_code if error.errno in FULL else UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-
-
-def _usage(error: Exception) -> str:
-    """Click's message on one line, and where help is."""
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "colotrain"
-    message = getattr(error, "format_message", lambda: str(error))()
-    return f"{' '.join(message.split()).rstrip('.')}; see `{path} --help`"

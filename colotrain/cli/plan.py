@@ -49,6 +49,10 @@ def plan(
     """
     if len(words) == 1 and _names_a_run(words[0]):
         return show_run(words[0], as_json=as_json)
+    if run := next((word for word in words if _names_a_run(word)), None):
+        config = RunDir.find(run).config_file
+        fix = f"`colotrain plan recipe={config} KEY=VALUE` plans what it was with changes"
+        raise UsageError(f"{run}: a run is shown as it was, without settings beside it", fix)
     if measure:
         from colotrain.cli.measure import measure as measure_machine
 

@@ -11,6 +11,7 @@ from colotrain.errors import Problem
 
 EPOCHS = "write train.epochs"
 BATCH = "write train.global_batch (samples per step over all ranks) or train.micro_batch (per rank)"
+OFFLOAD = "take plugin=gemini, which offloads what exceeds plugin.budget"
 KEYS = {
     "lr": "write optim.lr",
     "learning_rate": "write optim.lr",
@@ -48,12 +49,17 @@ KEYS = {
     "dataset": "write data.path, or data.target for a dataset of your own",
     "model_name": "write model.hf=DIRECTORY, or model.target",
     "model_name_or_path": "write model.hf=DIRECTORY",
+    "name_or_path": "write model.hf=DIRECTORY",
     "pretrained": "write model.hf=DIRECTORY",
     "devices": "write cluster.procs_per_node",
     "num_nodes": "write cluster.nodes",
     "nnodes": "write cluster.nodes",
     "nproc_per_node": "write cluster.procs_per_node",
     "gpus": "write cluster.procs_per_node",
+    "offload": OFFLOAD,
+    "cpu_offload": OFFLOAD,
+    "offload_optimizer": OFFLOAD,
+    "offload_param": OFFLOAD,
     "strategy": "write plugin=zero3 (fully sharded) and the like",
     "mixed_precision": "write train.precision=bf16",
     "fp16": "write train.precision=fp16",

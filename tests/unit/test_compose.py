@@ -256,7 +256,7 @@ def test_unknown_keys_are_kept_so_that_reading_can_name_them_all() -> None:
         from_plain(Config, compose(["trian.max_steps=3", "train.max_step=3", "max_steps=3"]))
     found = "\n".join(error.value.lines())
     assert "trian: expected a known key; did you mean train?" in found
-    assert "train.max_step=3: expected a known key; did you mean max_steps" in found
+    assert "train.max_step=3: expected a known key; did you mean train.max_steps" in found
     assert "max_steps=3: expected a known key; did you mean train.max_steps?" in found
 
 

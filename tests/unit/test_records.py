@@ -58,7 +58,7 @@ def test_a_record_survives_the_way_to_plain_data_and_back() -> None:
         ({"name": "a", "inner": 3}, "inner=3: expected the keys size, rate, names, except"),
         (
             {"name": "a", "inner": {"siz": 3}},
-            "inner.siz=3: expected a known key; did you mean size",
+            "inner.siz=3: expected a known key; did you mean inner.size?",
         ),
         ({"name": "a", "size": 3}, "size=3: expected a known key; did you mean inner.size?"),
         ({"name": "a", "at": {"x": []}}, "expected an integer before each `:`"),
