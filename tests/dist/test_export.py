@@ -169,7 +169,48 @@ def test_an_adapter_goes_out_and_in_again(
     base = load_file(colotrain.cwd / "gpt2" / "model.safetensors")
     embedding = "transformer.wte.weight"
     assert torch.equal(merged[embedding], base[embedding])
-    assert not torch.equal(merged["lm_head.weight"], base[embedding])
+    adapter = load_file(colotrain.cwd / "adapter" / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.lm_head.lora_{part}.weight"] for part in "AB")
+    torch.testing.assert_close(merged["lm_head.weight"], base[embedding] + b @ a * 5 / 3)
+    config = json.loads((colotrain.cwd / "first-merged" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("first", ["embed", "head"])
+def test_an_adapter_of_a_tied_head_is_merged_into_the_head_alone(
+    first: str, colotrain: Colotrain, export: Callable[..., Result]
+) -> None:
+    layers = {"embed": "torch.nn.Embedding(9, 4)", "head": "torch.nn.Linear(4, 9, bias=False)"}
+    made = "".join(
+        f"        self.{name} = {layers[name]}\n"
+        for name in sorted(layers, key=lambda name: name != first)
+    )
+    module = f"tied_by_{first}"  # this process keeps what it has imported
+    (colotrain.cwd / f"{module}.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        f"{made}"
+        "        self.head.weight = self.embed.weight\n"
+        "    def forward(self, x):\n"
+        "        return torch.nn.functional.cross_entropy(self.head(self.embed(x)), x)\n"
+        "def data(): return [{'x': torch.tensor(i % 9)} for i in range(64)]\n"
+    )
+    own = (f"model.target={module}:Model", f"data.target={module}:data", "name=tied")
+    lora = ("adapter.name=lora", "adapter.rank=2", "adapter.alpha=3", "adapter.targets=[head]")
+    options = ("plugin=zero3", "train.max_steps=3", "train.global_batch=4", "optim.lr=0.1")
+    colotrain.run(*own, *lora, *options, "cluster.procs_per_node=2")
+    done = export("tied", "--to", "out", "--json")
+    assert done.code == 0, done.err
+    assert "no longer tied" in done.json["notes"][0]
+    found = load_file(colotrain.cwd / "out" / "model.safetensors")
+    stored = read_whole(colotrain.rundir("tied").checkpoint(3))
+    shared, a, b = (stored[f"model.{n}.weight"] for n in (first, "head.lora_A", "head.lora_B"))
+    assert found.keys() == {"embed.weight", "head.weight"}
+    assert torch.equal(found["embed.weight"], shared)
+    assert (b @ a).abs().max().item() > 1e-2
+    torch.testing.assert_close(found["head.weight"], shared + b @ a * 3 / 2)
 
 
 def test_peft_computes_the_same_with_an_exported_adapter(
