@@ -111,7 +111,8 @@ def _checkpoints(checkpoint: CheckpointPlan) -> str:
     often = f"every {checkpoint.every:.6g} steps, " if checkpoint.every else ""
     if checkpoint.every_s:
         often = f"every {format_seconds(checkpoint.every_s)}, "
-    return f"{often}when asked to stop, and at the end; the newest {checkpoint.keep} are kept"
+    best = f" and that of the best {checkpoint.best_metric}" if checkpoint.best_metric else ""
+    return f"{often}when asked to stop, and at the end; the newest {checkpoint.keep}{best} are kept"
 
 
 def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -93,6 +93,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)
     yield from _check_rollback(settings)
+    yield from _check_best(settings)
     for name in settings.observe.trackers:
         if name not in TRACKERS:
             expected, key = f"one of {', '.join(TRACKERS)}", "observe.trackers"
@@ -246,6 +247,16 @@ def _check_rollback(settings: Config) -> Iterator[Problem]:
         key, value = "checkpoint.every", settings.checkpoint.every
         expected = "steps between checkpoints, for train.on_nonfinite=rollback to go back to"
         yield Problem(key=key, value=value, expected=expected, fix="for example 100")
+
+
+def _check_best(settings: Config) -> Iterator[Problem]:
+    best, key = settings.checkpoint.best, "checkpoint.best.metric"
+    every, steps = settings.checkpoint.every, settings.train.eval_steps
+    needed = {"checkpoint.every": every, "train.eval_steps": steps}
+    off = [name for name, value in needed.items() if value == 0]
+    if best.metric is not None and off:
+        expected, fix = f"null under {off[0]}=0", f"raise {off[0]}"
+        yield Problem(key=key, value=best.metric, expected=expected, fix=fix)
 
 
 def find_resume(resume: str) -> Path | None:

@@ -272,6 +272,16 @@ class Elastic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The checkpoint of the best evaluation, which is kept beside the newest."""
+
+    metric: str | None = None
+    """`validation_loss`, or the name of a metric that the model returns; null: none is kept."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest value is the best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """Saved states of the run."""
 
@@ -282,6 +292,8 @@ class Checkpoint:
     """Between checkpoints by time."""
     keep: int = 2
     """How many are kept; the last good one always is."""
+    best: Best = field(default_factory=Best)
+    """The checkpoint of the best evaluation."""
     async_: bool = True
     """Train on while the state is written (written `async`); may take the memory of a copy."""
     resume: str = "auto"

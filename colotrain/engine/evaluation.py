@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,12 +13,16 @@ from colotrain.engine.accumulation import to_device, weighted_output
 from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.errors import ColotrainError
 from colotrain.models.outputs import metrics_in
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Mean loss over `train.eval_steps` global batches of the validation split."""
+    """Mean loss over `train.eval_steps` global batches of the validation split.
+
+    `run.best` is then this step's, if it is the best so far. All ranks must call.
+    """
     run.at("evaluation")
     plan, model, data = run.plan, run.sharded.module, run.validation_data
     if plan.train.eval_steps == 0 or data is None:
@@ -32,10 +38,30 @@ def evaluate(run: Run) -> None:
     for module, mode in training.items():  # parts that the user put in evaluation stay there
         module.training = mode
     loss_sum, count = sums.tolist()
+    loss = loss_sum / max(count, 1.0)
+    is_best = _is_best(run, {"validation_loss": loss, **means})
     if run.rank == 0:
-        more = {"metrics": means} if means else {}
-        loss = loss_sum / max(count, 1.0)
+        more = ({"metrics": means} if means else {}) | ({"best": True} if is_best else {})
         run.events.write("eval", step=run.step, loss=loss, tokens=count, **more)
+
+
+def _is_best(run: Run, found: dict[str, float]) -> bool:
+    """Whether this evaluation is the best so far, by the metric that the plan names."""
+    metric, lowest = run.plan.checkpoint.best_metric, run.plan.checkpoint.best_mode == "min"
+    if metric is None:
+        return False
+    if metric not in found:
+        raise ColotrainError(
+            f"checkpoint.best.metric={metric}: the evaluation has no such value",
+            f"name one of {', '.join(found)}",
+        )
+    value, before = found[metric], run.best[1] if run.best else None
+    if not math.isfinite(value) or run.step == 0:
+        return False
+    if before is None or (value < before if lowest else value > before):
+        run.best = run.step, value
+        return True
+    return False
 
 
 Metrics = dict[str, tuple[float, float]]

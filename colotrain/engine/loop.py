@@ -87,7 +87,7 @@ def train(run: Run) -> str:
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
-        if result.save:
+        if result.save or (run.best is not None and run.best[0] == run.step):
             checkpoint.save(run)
     checkpoint.save(run)
     checkpoint.finish_saving(run)

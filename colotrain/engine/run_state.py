@@ -122,6 +122,8 @@ class Run:
     """torch's generator at the beginning of the step."""
     checksums: dict[str, int] | None = None
     """Of this rank's state after the last update, where they are to be compared before the next."""
+    best: tuple[int, float] | None = None
+    """Step and value of the best evaluation so far, where its checkpoint is to be kept."""
     saved_step: int = -1
     can_be_saved: bool = False
     """Whether the state was found to be such that a checkpoint can hold it."""

@@ -289,6 +289,8 @@ def _checkpoint(settings: Config, steps: Steps) -> CheckpointPlan:
         async_=checkpoint.async_,
         resume=str(find_resume(checkpoint.resume)) if named else checkpoint.resume,
         content=checkpoint.content,
+        best_metric=checkpoint.best.metric,
+        best_mode=checkpoint.best.mode,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -45,6 +46,8 @@ class Row:
     age_s: float | None = None
     plugin: str | None = None
     world_size: int | None = None
+    best: bool = False
+    """Of the run's best evaluation (`checkpoint.best`), as far as it was saved."""
     path: str
 
 
@@ -52,6 +55,8 @@ def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Pat
     """Print a run's checkpoints, the newest first; 1 where one of them is damaged."""
     rundir = find(name, root=root)
     rows = [row_of(folder, verify=verify) for folder in folders(rundir)]
+    best = best_step(rundir)
+    rows = [replace(row, best=row.step is not None and row.step == best) for row in rows]
     if as_json:
         print_json(to_plain(rows))
     elif rows:
@@ -59,6 +64,14 @@ def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Pat
     else:
         print(f"{rundir.name}: no checkpoints")
     return 1 if any(row.state == "damaged" for row in rows) else 0
+
+
+def best_step(rundir: RunDir) -> int | None:
+    """The step of the best evaluation, as the newest checkpoint that can be read knows it."""
+    for folder in folders(rundir):
+        with suppress(ColotrainError):
+            return read_manifest(folder).best_step
+    return None
 
 
 def folders(rundir: RunDir) -> list[Path]:
@@ -152,6 +165,8 @@ def print_table(rows: list[Row]) -> None:
 def cells(row: Row) -> list[Text]:
     style = "red" if row.state == "damaged" else "green"
     state = Text(row.state, style=style)
+    if row.best:
+        state.append(", best")
     if row.problem:
         state.append(clean(f": {row.problem}"))
     return [

@@ -40,7 +40,7 @@ _LINES = {
     "launch": ("world_size", "host", "pid"),
     "started": ("attempt", "world_size", "host", "device", "step"),
     "resumed": ("step", "path"),
-    "eval": ("step", "loss"),
+    "eval": ("step", "loss", "best"),
     "checkpoint": ("step", "seconds", "path"),
     "checkpoint_failed": ("step", "error"),
     "restart": ("attempt", "cause"),

@@ -219,6 +219,9 @@ class CheckpointPlan:
     """Seconds between checkpoints; 0: not by time."""
     content: Literal["all", "trained"] = "all"
     async_: bool = True
+    best_metric: str | None = None
+    """The checkpoint of its best evaluation is kept; None: the newest alone are."""
+    best_mode: Literal["min", "max"] = "min"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

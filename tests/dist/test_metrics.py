@@ -93,3 +93,47 @@ def test_verify_takes_the_loss_of_a_dict(colotrain: Colotrain) -> None:
     words = (*SETTINGS, "model.target=metrics_mine:Classifier", "plugin=zero2")
     result = colotrain("verify", *words, "--plugins", "zero2", "--world-sizes", "2")
     assert result.code == 0, result.out + result.err
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept_also_across_a_resume(
+    colotrain: Colotrain,
+) -> None:
+    (colotrain.cwd / "metrics_mine.py").write_text(PROGRAM + RISING)
+    words = (
+        *SETTINGS,
+        "model.target=metrics_mine:Scripted",
+        "train.eval_every=2",
+        "checkpoint.keep=1",
+        "checkpoint.best.metric=score",
+        "checkpoint.best.mode=max",
+        "plugin=zero3",
+    )
+    colotrain.run(*words, "name=best", "train.max_steps=12")
+    rundir = colotrain.rundir("best")
+    kept = sorted(path.name for path in rundir.checkpoints.glob("step-*"))
+    assert kept == ["step-00000006", "step-00000012"]
+    marked = [e.fields["step"] for e in colotrain.events("best") if e.fields.get("best")]
+    assert marked == [2, 4, 6]
+    colotrain.resume("best", "train.max_steps=16")
+    kept = sorted(path.name for path in rundir.checkpoints.glob("step-*"))
+    assert kept == ["step-00000006", "step-00000016"]
+    rows = colotrain("checkpoints", "best", "--json").json
+    assert {row["step"]: row["best"] for row in rows} == {16: False, 6: True}
+    wrong = colotrain("run", *words, "name=wrong", "checkpoint.best.metric=bleu")
+    assert wrong.code == 1
+    assert "checkpoint.best.metric=bleu: the evaluation has no such value" in wrong.err
+    assert "name one of validation_loss, accuracy, recall, score" in wrong.err
+
+
+RISING = """
+
+class Scripted(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x, labels):
+        if self.training:
+            self.steps += 0.5  # two micro-batches a step
+        return {**super().forward(x, labels), "score": -(self.steps - 6).abs()}
+"""

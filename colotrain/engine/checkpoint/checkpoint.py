@@ -160,6 +160,8 @@ def manifest_of(run: Run) -> Manifest:
         global_batch=run.plan.batch.global_batch,
         skipped_batches=run.skipped_batches,
         rollbacks=run.rollbacks,
+        best_step=run.best[0] if run.best else None,
+        best_value=run.best[1] if run.best else None,
         frozen=dict(run.gradients.frozen),
         plan=to_plain(run.plan),
         versions=_versions(),
@@ -342,6 +344,8 @@ def _take_progress(run: Run, manifest: Manifest) -> None:
     run.micro_batches = manifest.micro_batches
     run.skipped_batches = manifest.skipped_batches
     run.rollbacks = max(run.rollbacks, manifest.rollbacks)
+    if manifest.best_step is not None and manifest.best_value is not None:
+        run.best = manifest.best_step, manifest.best_value
     if run.loss_scale.dynamic and manifest.loss_scale is not None:
         run.loss_scale.scale = manifest.loss_scale
         run.loss_scale.clean_steps = manifest.clean_steps

@@ -54,6 +54,9 @@ class Manifest:
     skipped_batches: int = 0
     """Global batches that rollbacks passed over: step k reads batch k + this many."""
     rollbacks: int = 0
+    best_step: int | None = None
+    """The step of the best evaluation so far (`checkpoint.best`), and what it found."""
+    best_value: float | None = None
     frozen: dict[str, str] = field(default_factory=dict)
     """Parameters that do not train in the next step, and the patterns that froze them."""
     plan: dict[str, Any] = field(default_factory=dict)
@@ -195,14 +198,15 @@ def tidy(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(folder: Path, *, keep: int, newest: Path) -> None:
-    """Keep `newest` and the `keep` - 1 before it; delete the rest.
+def prune(folder: Path, *, keep: int, newest: Path, best: int | None = None) -> None:
+    """Keep `newest`, the `keep` - 1 before it, and that of step `best`; delete the rest.
 
     `newest` was just written and is good. What is of a later step was passed over as damaged
     when the run resumed.
     """
     known = complete(folder)
     kept = known[known.index(newest) :][: max(keep, 1)]
+    kept += [path for path in known if best is not None and path.name == f"step-{best:08d}"]
     for path in set(known) - set(kept):
         grave = path.with_name(f".{path.name}.gone")
         shutil.rmtree(grave, ignore_errors=True)

@@ -264,7 +264,8 @@ class Saver:
         except OSError as error:
             return f"rank 0: {error}"
         with suppress(OSError):  # what cannot be deleted now will be after the next save
-            prune(self.rundir.checkpoints, keep=self.plan.checkpoint.keep, newest=save.final)
+            best, keep = save.manifest.best_step, self.plan.checkpoint.keep
+            prune(self.rundir.checkpoints, keep=keep, newest=save.final, best=best)
         return None
 
     def _tell(self, save: Save) -> None:
