@@ -118,7 +118,7 @@ class Monitor:
         seen = len(run.sharded.calls), self.progress.micro_batch
         if seen != self.seen:
             self.seen = seen
-            run.heartbeat.beat(run.step + 1, run.phase)
+            run.heartbeat.beat(run.phase_step, run.phase)
         now = time.perf_counter()
         elapsed = now - last.began
         pause = min(max(SHORTEST_PAUSE_S, elapsed / 20), LONGEST_PAUSE_S)
@@ -197,7 +197,7 @@ class Monitor:
                 run.events.write("stopped", step=last.step, reason=reason)
                 code = 0
             else:
-                code = record_failure(run.events, error, phase=run.phase, step=last.step + 1)
+                code = record_failure(run.events, error, phase=run.phase, step=run.phase_step)
             _depart(store)
         except BaseException as error:
             code = record_failure(run.events, error, phase="leaving", step=last.step + 1)

@@ -141,7 +141,12 @@ class Run:
     def at(self, phase: str) -> None:
         """Say what this rank does now: for the event of a failure, and as a sign of life."""
         self.phase = phase
-        self.heartbeat.beat(self.step + 1, phase)
+        self.heartbeat.beat(self.phase_step, phase)
+
+    @property
+    def phase_step(self) -> int:
+        """The step that `phase` is part of: a checkpoint is of the last one that is done."""
+        return self.step + (self.phase != "checkpoint")
 
     def ask_to_stop(self, reason: str, *, error: ColotrainError | None = None) -> None:
         """Save and end the run on all ranks, as soon as can be; any thread of any rank may call.

@@ -98,7 +98,7 @@ def main(path: str) -> int:
         monitor.start(run)
         train(run)
     except Exception as error:
-        phase, step = (run.phase, run.step + 1) if run else ("start", 0)
+        phase, step = (run.phase, run.phase_step) if run else ("start", 0)
         exit_code = record_failure(events, error, phase=phase, step=step)
         if run is not None and isinstance(error, ColotrainError):
             run.saver.linger()  # every rank has met it, and can finish what it was saving

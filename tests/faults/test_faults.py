@@ -244,7 +244,8 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(colotrain: Colotrain, small_
     result = colotrain("run", *PLAN, "checkpoint.every=null", env=environment())
     assert result.code == 1
     [error] = [line for line in result.err.splitlines() if line.startswith("error:")]
-    assert "checkpoint of step 12" in error
+    assert "failed in checkpoint of step 12: " in error
+    assert "step 13" not in error
     assert "No space left on device" in error
     assert not list(small_disk.glob("*step*"))
 
