@@ -65,13 +65,15 @@ def investigate(
     trace: TraceModel | None = None,
     samples: CountSamples | None = None,
     hints: bool = True,
+    smoke: bool = False,
 ) -> tuple[RunPlan, Situation]:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
     `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
     and time are left out), `samples` counts those of the training data. `found` are problems of
     composing `config`, reported with those found here. With the plan comes the situation in which
-    alternatives to it can be weighed. Without `hints` nothing is warned of memory.
+    alternatives to it can be weighed. Without `hints` nothing is warned of memory, and where
+    `config` is a `smoke` run's nothing of its length.
     """
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
@@ -145,8 +147,10 @@ def investigate(
         memory_shape=situation.shape(plugin),
         time=option.time,
         flops_per_token=looked.flops_per_token,
+        smoke=smoke,
         warnings=(
-            *_warnings(settings, scale, machine, steps),
+            *(() if smoke else _warnings_of_length(settings, steps)),
+            *_warnings(settings, scale, machine),
             *warn_of_length(settings.data, looked),
             *warn_of_durations(train, batch_plan, option.time),
         ),
@@ -352,8 +356,8 @@ def _default_name(settings: Config, plugin: str) -> str:
     return f"{about}-{plugin}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _warnings(settings: Config, scale: Scale, machine: Machine, planned: Steps) -> Iterator[str]:
-    """What is allowed and probably not meant."""
+def _warnings_of_length(settings: Config, planned: Steps) -> Iterator[str]:
+    """What the run is too short for."""
     steps, warmup = planned.max_steps, planned.warmup_steps
     if warmup >= steps:
         yield (
@@ -363,6 +367,10 @@ def _warnings(settings: Config, scale: Scale, machine: Machine, planned: Steps) 
     for step in sorted(settings.freeze.unfreeze):
         if step > steps:
             yield f"freeze.unfreeze.{step}: never happens, the run ends after {steps} steps"
+
+
+def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]:
+    """What is allowed and probably not meant."""
     if not scale.memory_bytes:
         yield (
             "cluster.memory: not known of these GPUs, so nothing tells whether the plan fits: "

@@ -93,8 +93,7 @@ def settle(
     plan, situation = _resolve(config, machine, found=problems)
     if smoke:
         config = shrink(config, plan)
-        plan, situation = _resolve(config, machine)
-        plan = replace(plan, smoke=True)
+        plan, situation = _resolve(config, machine, smoke=True)
     plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if here:
         check_place(plan, machine, several=several, submit=submit if is_job(config) else "")
@@ -132,7 +131,7 @@ def tell(*settings: Setting, warnings: bool = False) -> None:
 
 
 def _resolve(
-    config: dict[str, Any], machine: Machine, found: Sequence[Problem] = ()
+    config: dict[str, Any], machine: Machine, found: Sequence[Problem] = (), *, smoke: bool = False
 ) -> tuple[RunPlan, Situation]:
     from colotrain.planner.resolve import investigate
 
@@ -146,6 +145,7 @@ def _resolve(
             found=found,
             trace=looks.follow,
             samples=looks.count,
+            smoke=smoke,
         )
 
 

@@ -14,7 +14,7 @@ from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import trust
 from colotrain.runs.naming import check_job, check_name
 from colotrain.runs.resolving import Setting, check_fits, settle, tell
-from colotrain.runs.sweep import Element, elements_of, write_sweep
+from colotrain.runs.sweep import Element, elements_of, named, write_sweep
 from colotrain.schedulers import queue
 from colotrain.schedulers.slurm import Job, render
 from colotrain.show.console import print_json
@@ -77,14 +77,18 @@ def submit_sweep(
 ) -> int:
     """Submit a job array, a run for every combination of the values given with commas."""
     elements = elements_of(overrides)
-    settings = [settle_job(element.overrides) for element in elements]
+    settings = []
+    for element in elements:
+        with named(element):
+            settings.append(settle_job(element.overrides))
     plans = [setting.plan for setting in settings]
     if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
     check_one_section(settings)
     tell(*settings, warnings=True)
-    for setting in settings if not force else ():
-        check_fits(setting)
+    for element, setting in zip(elements, settings, strict=True) if not force else ():
+        with named(element):
+            check_fits(setting)
     rundirs = [RunDir(RUNS / plan.name) for plan in plans]
     folder, slurm = RunDir(RUNS / elements[0].sweep), section(settings[0].config)
     cwd = Path.cwd()
@@ -108,10 +112,10 @@ def submit_sweep(
     write_sweep(folder, elements)
     number = queue.submit(str(folder.script_file))
     for index, rundir in enumerate(rundirs):
-        element = queue.Submitted(
+        submitted = queue.Submitted(
             job=f"{number}_{index}", script=str(folder.script_file), sweep=folder.name
         )
-        queue.remember(rundir, element)
+        queue.remember(rundir, submitted)
     document = {
         "sweep": folder.name,
         "job": number,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from colotrain.errors import ConfigError, UsageError, suggest
+from colotrain.errors import ColotrainError, ConfigError, UsageError, suggest
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RUNS, RunDir, run_name, write_atomically
 from colotrain.spec.exit_codes import DONE, STOPPED, WORST_FIRST
@@ -57,6 +59,19 @@ def elements_of(overrides: list[str]) -> list[Element]:
     ]
 
 
+@contextmanager
+def named(element: Element) -> Iterator[None]:
+    """Errors of one combination say which it is."""
+    chosen = f"with {' '.join(f'{key}={value}' for key, value in element.chosen.items())}: "
+    try:
+        yield
+    except ConfigError as error:
+        problems = [replace(problem, key=chosen + problem.key) for problem in error.problems]
+        raise ConfigError(problems) from error
+    except ColotrainError as error:
+        raise type(error)(chosen + error.problem, error.fix) from error
+
+
 def write_sweep(folder: RunDir, elements: list[Element]) -> None:
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps(to_plain(Sweep(elements=tuple(elements))), indent=2)
@@ -81,7 +96,6 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
 
     Exit code 1 where one failed; a stop ends the sweep with the code of the run it stopped.
     """
-    from colotrain.errors import ColotrainError
     from colotrain.runs.naming import check_name
     from colotrain.runs.resolving import settle
     from colotrain.runs.start import run
@@ -89,9 +103,10 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
 
     elements = elements_of(overrides)
     for element in elements:  # all are looked at before the first is run
-        made = settle(element.overrides)
-        if not overwrite:
-            check_name(RunDir(RUNS / made.plan.name), made.plan, made.config)
+        with named(element):
+            made = settle(element.overrides)
+            if not overwrite:
+                check_name(RunDir(RUNS / made.plan.name), made.plan, made.config)
     write_sweep(RunDir(RUNS / elements[0].sweep), elements)
     codes: dict[str, int] = {}
     for element in elements:

@@ -22,6 +22,12 @@ OVER = (
     *("PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
 )
 
+UNREACHED = (
+    *("unable to contact", "communication connection failure", "connection refused"),
+    *("could not establish a configuration source", "socket timed out", "zero bytes were"),
+)
+"""Parts of what sbatch says where the controller does not answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
@@ -57,6 +63,7 @@ def test(script: str) -> str:
     done = _run(["sbatch", "--test-only"], text=script, timeout_s=SUBMIT_S)
     said = _said(done)
     if done.returncode:
+        _check_reached(said)
         raise UsageError(f"SLURM refuses the job: {said}", "see `sinfo` for what there is")
     return said
 
@@ -66,8 +73,15 @@ def submit(script_file: str) -> str:
     done = _run(["sbatch", "--parsable", script_file], timeout_s=SUBMIT_S)
     found = re.match(r"(\d+)", done.stdout.strip())
     if done.returncode or found is None:
+        _check_reached(_said(done))
         raise UsageError(f"SLURM refuses the job: {_said(done)}", f"its script is {script_file}")
     return found[1]
+
+
+def _check_reached(said: str) -> None:
+    if re.search("|".join(UNREACHED), said, re.IGNORECASE):
+        problem = f"SLURM cannot be reached from here ({said.rpartition('; ')[2]})"
+        raise UsageError(problem, "`--dry-run` prints the script")
 
 
 def cancel(job: str) -> None:
@@ -97,7 +111,7 @@ def _run(
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:
     lines = [
-        re.sub(r"^\w+: (error: )?", "", line).strip()
+        re.sub(r"^\w+: ((error|fatal): )?", "", line).strip()
         for line in (done.stderr or done.stdout).splitlines()
         if line.strip()
     ]

@@ -43,6 +43,12 @@ def test_the_plan_is_shrunk_and_what_would_come_later_comes_at_once() -> None:
     assert plan.optim == whole.optim
 
 
+def test_nothing_is_warned_of_a_length_that_is_not_the_runs_own() -> None:
+    warm = (*SMALL, "optim.schedule.warmup_steps=100", "train.max_steps=50")
+    assert not any("the run ends after" in line for line in smoke_plan(*warm).warnings)
+    assert any("the run ends after" in line for line in plan_from(warm).warnings)
+
+
 @pytest.mark.parametrize("plugin", ["zero1", "zero2", "zero3", "fsdp-hybrid", "gemini"])
 def test_the_plugin_and_the_ranks_stay(plugin: str) -> None:
     plan = smoke_plan(*SMALL, f"plugin={plugin}", "train.global_batch=4")

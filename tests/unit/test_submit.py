@@ -174,6 +174,49 @@ def test_refused_jobs_show_the_reason_alone(slurm: Path, capsys: pytest.CaptureF
     assert not Path("runs/no").exists()
 
 
+@pytest.mark.parametrize("verb", ["run", "submit"])
+def test_what_is_wrong_with_a_combination_names_it(
+    slurm: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    where = TINY if verb == "submit" else TINY[:2]
+    words = ["name=odd", "--sweep", "train.seed=0,1", "optim.lr=1e-3,-1"]
+    assert guarded([verb, *where, *words]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
+    assert line.startswith("error: with train.seed=0 optim.lr=-1: optim.lr=-1.0: expected a number")
+    assert not Path("runs").exists()
+
+
+def test_a_combination_that_does_not_fit_is_named(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["cluster.memory=1MiB", "name=odd", "--sweep", "train.seed=0,1", "--dry-run"]
+    assert guarded(["submit", *TINY, *words]) == 3
+    assert "error: with train.seed=0: zero2 needs at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "DNS SRV lookup failed\nsbatch: fatal: Could not establish a configuration source",
+        "Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "allocation failure: Socket timed out on send/recv operation",
+    ],
+)
+def test_a_slurm_that_cannot_be_reached_refuses_nothing(
+    slurm: Path, capsys: pytest.CaptureFixture, said: str
+) -> None:
+    reason = said.rpartition("fatal: ")[2]
+    for words in ([], ["--sweep", "train.seed=1,2"], ["--test-only"]):
+        put(slurm, "sbatch", f"echo 'sbatch: error: {said}' >&2; exit 1")
+        assert guarded(["submit", *TINY, "name=no", *words]) == 2
+        line = f"error: SLURM cannot be reached from here ({reason}); `--dry-run` prints the script"
+        assert capsys.readouterr().err.splitlines()[-1] == line
+    taken = 'if [ "$1" = --test-only ]; then exit 0; fi'
+    put(slurm, "sbatch", f"{taken}; echo 'sbatch: error: {said}' >&2; exit 1")
+    assert guarded(["submit", *TINY, "name=later"]) == 2
+    assert "SLURM cannot be reached from here" in capsys.readouterr().err
+
+
 def test_every_combination_the_last_changing_fastest() -> None:
     assert combinations(["a.b=1,2", "c=x", "d=[1,2],[3]"]) == [
         ["a.b=1", "c=x", "d=[1,2]"],
