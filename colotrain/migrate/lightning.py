@@ -178,7 +178,7 @@ def _kept(value: Any, _: Flat) -> Answer:
     if whole(value) < 1:
         there = "keeping all is not available" if whole(value) else "there none are saved"
         return Answer(outcome="none", note=f"{there}: checkpoint.keep says how many are kept")
-    note = "the newest are kept, not the best by a monitored value"
+    note = "the newest are kept, not the best: checkpoint.best.metric keeps one more, the best"
     return taken("checkpoint.keep", whole, note)(value, {})
 
 
