@@ -319,7 +319,7 @@ RULES: Rules = {
     "model.*": none(f"{CODE} (model.target)"),
     "data.class_path": none(f"{CODE} (data.target), or give the files (data.path)"),
     "data.init_args.batch_size": taken("train.micro_batch", whole, "samples of one rank at once"),
-    "data.init_args.num_workers": decided("samples are read from memory maps"),
+    "data.init_args.num_workers": taken("data.num_workers", whole),
     "data.init_args.*": none("arguments of your data go to data.args"),
     "data.batch_size": taken("train.micro_batch", whole, "samples of one rank at once"),
     "data.*": none(f"{CODE} (data.target), or give the files (data.path)"),

