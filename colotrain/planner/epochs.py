@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from colotrain.config.schema import Config
 from colotrain.errors import ConfigError, Problem
+from colotrain.spec.batch import too_few
 from colotrain.spec.plan import DataPlan
 
 DEFAULT_STEPS = 100
@@ -40,7 +41,8 @@ def in_steps(
     train, schedule, save = settings.train, settings.optim.schedule, settings.checkpoint.every
     per_epoch = 0.0
     keys = list(said_in_epochs(settings))
-    if keys and count is not None:
+    if keys:
+        assert count is not None, "nothing that can count the samples was given"
         samples = count(data, train.seed)
         if samples >= 1 << 62:
             raise ConfigError(
@@ -50,8 +52,7 @@ def in_steps(
         if train.last_batch == "drop":
             per_epoch = float(samples // global_batch)
         if per_epoch == 0:
-            expected = f"at most {samples}, the training samples, under train.last_batch=drop"
-            raise ConfigError([_wrong("train.global_batch", expected, "lower it, or use fill")])
+            raise ConfigError([too_few(samples, global_batch)])
     max_steps = train.max_steps or DEFAULT_STEPS
     if train.epochs is not None:
         max_steps = max(1, math.ceil(round(train.epochs * per_epoch, 6)))

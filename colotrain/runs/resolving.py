@@ -180,11 +180,11 @@ class Looks:
         from colotrain.data.prepare.tokens import prepare_all
         from colotrain.show.progress import preparation
 
-        if data.source != "target":
-            with preparation(stderr_console()) as progress:
-                prepare_all(data, progress=progress)
         key = repr((data, seed))
         if key not in self.counted:
+            if data.source != "target":
+                with preparation(stderr_console()) as progress:
+                    prepare_all(data, progress=progress)
             self.counted[key], _ = self._look("count_samples", data, seed)
         return self.counted[key]
 

@@ -101,3 +101,10 @@ def _indivisible(g: int, factors: dict[str, int]) -> Problem:
     expected = f"a multiple of {unit} = {shown}"
     fix = f"set train.global_batch={near}"
     return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
+
+
+def too_few(samples: int, global_batch: int) -> Problem:
+    """Training samples that do not fill a single batch, where those left over are dropped."""
+    expected = f"at most {samples}, the training samples, under train.last_batch=drop"
+    fix = "lower it, or set train.last_batch=fill"
+    return Problem(key="train.global_batch", value=global_batch, expected=expected, fix=fix)

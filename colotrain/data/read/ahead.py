@@ -52,7 +52,7 @@ class AheadLoader(BatchLoader):
         self, loader: BatchLoader, *, num_workers: int, seed: int, again: int | None
     ) -> None:
         super().__init__(loader.samples, loader.order, loader.batch, loader.rank)
-        self.seed = seed
+        self.seed, rank_pid = seed, os.getpid()
         self._numbers = _Numbers(again and again * self.batch.accumulation_steps)
         self._read: DataLoader[Any] = DataLoader(
             _Read(self),
@@ -62,8 +62,8 @@ class AheadLoader(BatchLoader):
             prefetch_factor=AHEAD,
             persistent_workers=True,
             multiprocessing_context="fork",
-            collate_fn=_as_it_is,
-            worker_init_fn=_End(os.getpid()),
+            collate_fn=lambda item: item,
+            worker_init_fn=lambda _: end_with(rank_pid),
         )
         self._batches = iter(self._read)
         self._next = 0
@@ -117,20 +117,6 @@ class _Read(Dataset[Any]):
             return self.loader.read(number)
         except Exception as error:
             return error
-
-
-class _End:
-    """Lets a process end with the rank that it reads for, however that ends."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __call__(self, _: int) -> None:
-        end_with(self.rank)
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 def _seed(seed: int, position: int) -> None:

@@ -18,6 +18,7 @@ from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
 from colotrain.data.read.samples import user_samples
 from colotrain.dotted import described
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.batch import too_few
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 __all__ = [
@@ -69,11 +70,7 @@ def planned_order(
     drops = split == "train" and plan.train.last_batch == "drop"
     whole = plan.batch.global_batch if drops else 1
     if 0 < len(samples) < whole:
-        expected = f"at most {len(samples)}, the training samples, under train.last_batch=drop"
-        fix = "lower it, or set train.last_batch=fill"
-        raise ConfigError(
-            [Problem(key="train.global_batch", value=whole, expected=expected, fix=fix)]
-        )
+        raise ConfigError([too_few(len(samples), whole)])
     return order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle, whole=whole)
 
 
