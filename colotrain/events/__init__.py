@@ -1,1 +1,1 @@
-"""A run's events as they are written, read and added up."""
+"""The events of a run: writing them, reading them back and summarizing them."""

@@ -1,4 +1,4 @@
-"""What the fold keeps of each attempt, and the history of those steps that survived."""
+"""State that the fold keeps per attempt, and the step history that survives rollbacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colotrain.events.view import SMOOTHING_STEPS, RankView
 from colotrain.spec.memory import Ledger
 
 SMOOTHING = 0.2
-"""Weight of a rank's newest step in its smoothed time."""
+"""Weight of a rank's newest step in the moving average of its step time."""
 SAVES_KEPT = 64
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """What the workers of one attempt have written so far."""
+    """State of one attempt, accumulated from the events of its workers."""
 
     number: int
     started: dict[int, Event] = field(default_factory=dict)
@@ -33,19 +33,19 @@ class Attempt:
     evals: dict[int, float] = field(default_factory=dict)
     peaks: dict[int, int] = field(default_factory=dict)
     ledgers: dict[int, Ledger] = field(default_factory=dict)
-    """What each rank held at its peak."""
+    """Memory breakdown of each rank at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     gradients: GradientHistory = field(default_factory=GradientHistory)
     nonfinite: Nonfinite | None = None
-    """The first."""
+    """First nonfinite event of the attempt."""
     saves: deque[Checkpoint] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
     latest: dict[str, Event] = field(default_factory=dict)
-    """Rank 0's last event of every other kind."""
+    """Rank 0's last event of each kind that has no field of its own here."""
     progress: StepProgress | None = None
-    """How far the step, or the evaluation, that takes long is; None where none does."""
+    """Progress of a long step or evaluation that is running now; None where none is."""
     ready_at: float = -math.inf
-    """When a rank last started or did a step."""
+    """Latest Unix time at which any rank started or completed a step."""
 
     def add(self, event: Event, rank: int) -> None:
         if event.kind in ("started", "step"):
@@ -78,12 +78,12 @@ class Attempt:
                     self.saves.append(Checkpoint.of(event))
 
     def _forget(self, step: int) -> None:
-        """A rollback: what came after `step` is done again."""
+        """Roll back: drop the records of steps after `step`, which will be run again."""
         self.steps = {n: done for n, done in self.steps.items() if n <= step}
         self.evals = {n: loss for n, loss in self.evals.items() if n <= step}
 
     def saving(self) -> tuple[int, float] | None:
-        """(step, since when) of the checkpoint that is being written."""
+        """Return (step, start as Unix time) of the checkpoint that is being written, if any."""
         started = self.latest.get("checkpoint_started")
         ended = [e.t for k in ("checkpoint", "checkpoint_failed") if (e := self.latest.get(k))]
         if started is None or max(ended, default=-math.inf) >= started.t:
@@ -91,7 +91,7 @@ class Attempt:
         return started.count("step"), started.t
 
     def save_failure(self) -> str | None:
-        """Why the last save failed; None where it did not."""
+        """Return why the last save failed, or None if it did not."""
         failed, saved = self.latest.get("checkpoint_failed"), self.latest.get("checkpoint")
         if failed is None or (saved is not None and saved.t > failed.t):
             return None
@@ -115,7 +115,7 @@ class Attempt:
             self.steps[event.count("step")] = Step.of(event)
 
     def base(self) -> int | None:
-        """Steps done before this attempt, or None while that is not known."""
+        """Return how many steps were done before this attempt, or None while that is not known."""
         if self.started:
             return self.started[min(self.started)].count("step")
         if "resumed" in self.latest:
@@ -124,7 +124,9 @@ class Attempt:
 
 
 def _busy_s(event: Event) -> float:
-    """What the rank itself needed: with `compute_s`, without the wait for the others."""
+    """Return the rank's own seconds in a step: without the wait for other ranks if it has
+    `compute_s`.
+    """
     compute_s = event.number("compute_s")
     if compute_s is None:
         return event.number("step_s") or 0.0
@@ -140,9 +142,9 @@ class History:
     throughput: list[tuple[int, float]] = field(default_factory=list)
     step_times: list[tuple[int, float]] = field(default_factory=list)
     recent: deque[Step] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
-    """The last steps of the attempt that did the very last one."""
+    """Last steps, all of the attempt that did the newest one."""
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """(from, to): times between the last surviving step of an attempt and the next's first."""
+    """Unix times (end of an attempt's last surviving step, end of the next attempt's first)."""
     last: Step | None = None
     skipped: int = 0
 
@@ -174,7 +176,7 @@ class History:
         return max(0.0, (self.recent[-1].t - self.recent[0].t) / (len(self.recent) - 1))
 
     def lost_s(self, launches: Sequence[Event]) -> float:
-        """Time lost to restarts; a run that was ended and launched again has not lost it."""
+        """Return the seconds lost to restarts; gaps that contain a new launch do not count."""
         lost = [
             end - start
             for start, end in self.gaps
@@ -183,7 +185,10 @@ class History:
         return max(0.0, sum(lost))
 
     def times(self, saves: Iterable[Checkpoint]) -> tuple[tuple[str, float], ...]:
-        """(what, mean seconds) of the last steps, from the end of one to the end of the next."""
+        """Return (activity, mean seconds per step) over the recent steps.
+
+        The activities of a step add up to the time from its predecessor's end to its own.
+        """
         if self.last is None:
             return ()
         steps = list(self.recent)[1:] or [self.last]
@@ -207,7 +212,10 @@ class History:
 
 
 def merge(attempts: Iterable[Attempt], part: Callable[[Attempt], dict[int, T]]) -> dict[int, T]:
-    """`part` of every attempt by step: each keeps its past only up to the step it resumed from."""
+    """Merge `part` of all attempts by step.
+
+    An attempt replaces everything after the step that it resumed from.
+    """
     merged: dict[int, T] = {}
     for attempt in attempts:
         base = attempt.base()
@@ -217,7 +225,7 @@ def merge(attempts: Iterable[Attempt], part: Callable[[Attempt], dict[int, T]]) 
 
 
 def heat_of(attempts: Sequence[Attempt]) -> Heat:
-    """The heat map of the layers that the newest records have."""
+    """Return the heat map over all attempts that have the same layers as the newest records."""
     known = [attempt for attempt in attempts if attempt.gradients.columns]
     if not known:
         return Heat()

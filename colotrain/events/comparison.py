@@ -1,4 +1,4 @@
-"""Where two runs part: the first step whose loss differs, and the first gradient that does."""
+"""Comparison of two runs: the first step whose losses or gradients differ."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ from colotrain.rundir import RunDir
 
 COMPARED = ("norm", "max_abs", "update_ratio")
 NOISE = 1e-7
-"""Norms that are a smaller share of the global norm are rounding errors of single precision."""
+"""Norms below this share of the global norm count as single-precision rounding errors."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first thing in which two runs differ."""
+    """The first loss or gradient in which two runs differ."""
 
     step: int
     parameter: str | None
-    """None: the loss."""
+    """Name of the parameter; None if the losses differ."""
     field: str
     values: tuple[float | str | None, float | str | None]
     num_parameters: int = 0
-    """How many parameters differ in this record."""
+    """Number of parameters that differ in this record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two runs over the steps that both have."""
+    """Result of comparing two runs over the steps that both have."""
 
     losses: int
-    """Steps whose losses were compared."""
+    """Number of steps whose losses were compared."""
     records: int
-    """Gradient records that were compared."""
+    """Number of gradient records that were compared."""
     loss: Difference | None
     gradient: Difference | None
 
     @property
     def first(self) -> Difference | None:
-        """The earlier one; of one step the loss, which comes first."""
+        """The earlier difference; the loss if both are in the same step, for it is computed
+        first.
+        """
         found = [part for part in (self.loss, self.gradient) if part is not None]
         return min(found, key=lambda part: part.step, default=None)
 
 
 def compare(first: RunDir, second: RunDir, *, tolerance: float) -> Comparison:
-    """`tolerance` is relative to the larger of two values."""
+    """Compare the losses and gradients of two runs.
+
+    `tolerance` is relative to the larger of two values.
+    """
     num_losses, loss = 0, None
     for step, ours, theirs in _joined(losses(first), losses(second)):
         num_losses += 1
@@ -68,7 +73,7 @@ def compare(first: RunDir, second: RunDir, *, tolerance: float) -> Comparison:
 def compare_records(
     ours: GradientRecord, theirs: GradientRecord, tolerance: float
 ) -> Difference | None:
-    """The first parameter, in the order of the model, whose gradients differ."""
+    """Return the first parameter, in model order, whose gradients differ."""
     other = {row.name: row for row in theirs.parameters}
     noise = NOISE * max(ours.global_norm or 0.0, theirs.global_norm or 0.0)
     pairs = [(row, other.get(row.name)) for row in ours.parameters]
@@ -115,7 +120,7 @@ def _same(ours: float | None, theirs: float | None, tolerance: float) -> bool:
 def _joined(
     first: Iterator[tuple[int, T]], second: Iterator[tuple[int, T]]
 ) -> Iterator[tuple[int, T, T]]:
-    """(step, of the first, of the second) of the steps that both have; each comes by step."""
+    """Yield (step, first's item, second's item) for the steps that both sorted iterators have."""
     ours, theirs = next(first, None), next(second, None)
     while ours is not None and theirs is not None:
         if ours[0] == theirs[0]:

@@ -1,8 +1,8 @@
-"""Fold: events in, RunView out.
+"""Fold: turns a run's events into a `RunView`.
 
 The fold is a pure function of the events: the order in which files are read does not matter, only
-the order of the lines inside each file. After a restart steps repeat; the later attempt's record
-of a step replaces the earlier, and steps above the one it resumed from are forgotten.
+the order of the lines inside each file. After a restart, steps repeat: the later attempt's record
+of a step replaces the earlier one, and steps after the one it resumed from are dropped.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from colotrain.rundir import RunDir
 
 
 class Fold:
-    """Accumulates events; `view()` is the picture so far."""
+    """Accumulates events; `view()` returns the state of the run so far."""
 
     def __init__(self, *, max_steps: int = 0) -> None:
-        """Without `max_steps` (0) there is no `eta_s`."""
+        """Create an empty fold; without `max_steps` (0) its views have no `eta_s`."""
         self._max_steps = max_steps
         self._attempts: dict[int, Attempt] = {}
         self._launches: list[Event] = []
         self._restarts: list[Event] = []
         self._done: Event | None = None
         self._history: History | None = History()
-        """None: has to be merged again from the attempts."""
+        """Merged history of all attempts; None if it must be merged again."""
         self._first_steps: dict[int, float] = {}
-        """Attempt → when its first step was done."""
+        """Attempt → Unix time at which its first step was done."""
         self._last_event_at = -math.inf
 
     def add(self, events: Iterable[Event]) -> Fold:
@@ -63,7 +63,9 @@ class Fold:
             self._extend(attempt, event.count("step"))
 
     def _extend(self, attempt: Attempt, step: int) -> None:
-        """Append to the history where the step follows its last; otherwise merge it anew."""
+        """Append `step` to the history if it follows the last one; otherwise mark it for
+        merging.
+        """
         last = self._history.last if self._history else None
         follows = last is None or (last.attempt == attempt.number and last.step < step)
         latest = attempt.number == max(self._attempts)
@@ -149,7 +151,7 @@ class Fold:
         )
 
     def _time_to_first_step_s(self) -> float | None:
-        """From the start of the newest command that made a step to its first one."""
+        """Seconds from the start of the newest command that completed a step to that first step."""
         for launch in sorted(self._launches, key=lambda event: event.t, reverse=True):
             began_at = launch.number("began_at") or launch.t
             first_at = min((t for t in self._first_steps.values() if t >= began_at), default=None)
@@ -182,12 +184,12 @@ class Fold:
 
 
 def fold(events: Iterable[Event], *, max_steps: int = 0) -> RunView:
-    """The view that `events` give, in any interleaving of their files."""
+    """Return the view of `events`, whose files may be interleaved in any order."""
     return Fold(max_steps=max_steps).add(events).view()
 
 
 def follow(rundir: RunDir, *, ranks: Collection[int] | None = None) -> RunView:
-    """Read everything a run has written until now; `ranks` limits whose files are read."""
+    """Read all events of a run so far; `ranks` limits which ranks' files are read."""
     try:
         max_steps = rundir.plan().train.max_steps
     except ColotrainError:
@@ -200,14 +202,14 @@ def follow(rundir: RunDir, *, ranks: Collection[int] | None = None) -> RunView:
 
 
 def eta_s(pace_s: float | None, lost_s: float, steps: int, steps_to_go: int | None) -> float | None:
-    """Time for the steps to go, with restarts as often and as long as they were so far."""
+    """Estimate the seconds for the remaining steps, assuming restarts cost as much as so far."""
     if pace_s is None or steps_to_go is None:
         return None
     return (pace_s + lost_s / max(steps, 1)) * max(0, steps_to_go)
 
 
 def _last_record(attempts: list[Attempt]) -> GradientRecord | None:
-    """The newest record that a restart has not forgotten."""
+    """Return the newest gradient record that no later attempt has rolled back."""
     base: float = math.inf
     for attempt in reversed(attempts):
         record = attempt.gradients.record()
@@ -223,7 +225,7 @@ def _finite(value: float) -> float | None:
 
 
 def _by_rank(attempts: Iterable[dict[int, int]]) -> tuple[int, ...]:
-    """The highest value of each rank; 0 for a rank that has said nothing."""
+    """Return each rank's highest value; 0 for a rank without one."""
     highest: dict[int, int] = {}
     for values in attempts:
         for rank, value in values.items():
@@ -232,7 +234,7 @@ def _by_rank(attempts: Iterable[dict[int, int]]) -> tuple[int, ...]:
 
 
 def _tiers(event: Event | None) -> dict[str, dict[str, int]]:
-    """Kind → tier → bytes; what is not such a table is left out."""
+    """Return the event's table of kind → tier → bytes; malformed entries are left out."""
     table = event.fields.get("bytes") if event else None
     if not isinstance(table, dict):
         return {}

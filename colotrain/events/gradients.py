@@ -1,7 +1,7 @@
-"""Gradient records: what rank 0's `parameters` and `gradients` events say, by parameter and layer.
+"""Gradient records, by parameter and layer, from rank 0's `parameters` and `gradients` events.
 
-A `gradients` event holds columns in the order of the names that `parameters` lists once per
-attempt. Nothing here fails on what a damaged file holds: what cannot be read is None.
+A `parameters` event lists the parameter names once per attempt; each `gradients` event holds
+columns in the order of these names. A damaged file raises no error: unreadable values are None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from colotrain.events.log import Event, decode, event_files
 from colotrain.rundir import RunDir
 
 MOST_COLUMNS = 256
-"""Records that a heat map keeps; a longer history is thinned out evenly."""
+"""Maximum number of records in a heat map; a longer history is thinned out evenly."""
 STATUSES = ("trained", "frozen", "unused", "zero", "nonfinite")
 
 
@@ -35,7 +35,7 @@ class ParameterGradient:
     max_abs: float | None
     zero_fraction: float | None
     nonfinite: int
-    """Elements that are not finite."""
+    """Number of elements that are not finite."""
     update_ratio: float | None
     """Norm of the optimizer's change over the norm of the parameter."""
     aliases: tuple[str, ...]
@@ -43,22 +43,24 @@ class ParameterGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How far gradients of single micro-batches agree; None where that cannot be told."""
+    """How well the gradients of single micro-batches agree; None where that is unknown."""
 
     scale: float | None
-    """Gradient noise scale in samples: up to about this batch, more samples a step pay."""
+    """Gradient noise scale in samples: batches up to about this size still gain from more
+    samples.
+    """
     cosine: float | None
-    """Mean cosine between two of them."""
+    """Mean cosine similarity between the gradients of two micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseRecord(Noise):
-    """The noise of a step, of all parameters together and of each."""
+    """Gradient noise of one step: over all parameters and per parameter."""
 
     micro_batches: int
-    """Of all ranks."""
+    """Number of micro-batches, summed over all ranks."""
     samples: int
-    """In each of them."""
+    """Samples per micro-batch."""
     parameters: dict[str, Noise]
 
 
@@ -71,11 +73,11 @@ class GradientRecord:
     t: float
     global_norm: float | None
     clipped_to: float | None
-    """The norm after clipping; None where nothing was clipped."""
+    """Norm after clipping; None if nothing was clipped."""
     parameters: tuple[ParameterGradient, ...]
-    """In the order of the model."""
+    """Gradients in the model's parameter order."""
     noise: NoiseRecord | None = None
-    """Where it was asked for."""
+    """Gradient noise; None unless it was measured in this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +85,15 @@ class Cell:
     """The gradient of one layer in one step."""
 
     status: str
-    """The worst of its parameters': `nonfinite`, then `trained`, `zero`, `unused`, `frozen`."""
+    """Worst status of the layer's parameters: `nonfinite`, then `trained`, `zero`, `unused`,
+    `frozen`.
+    """
     norm: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heat:
-    """Layers × time: `cells[i]` are those of `steps[i]`, in the order of `layers`."""
+    """Layers × steps: `cells[i]` has the cells of step `steps[i]`, in the order of `layers`."""
 
     layers: tuple[str, ...] = ()
     steps: tuple[int, ...] = ()
@@ -103,15 +107,15 @@ class GradientHistory:
     names: Event | None = None
     newest: Event | None = None
     layers: dict[str, list[int]] = field(default_factory=dict)
-    """Layer → which columns are its parameters'."""
+    """Layer → column indices of its parameters."""
     columns: dict[int, tuple[Cell, ...]] = field(default_factory=dict)
-    """Step → one cell per layer, of every `stride`-th record."""
+    """Step → one cell per layer; every `stride`-th record is kept."""
     stride: int = 1
     seen: int = 0
     _shown: GradientRecord | None = None
 
     def add(self, event: Event) -> None:
-        """Take a `parameters` or `gradients` event; any other is ignored."""
+        """Add a `parameters` or `gradients` event; ignore any other."""
         if event.kind == "parameters":
             self.names, self.layers = event, {}
             for index, name in enumerate(_texts(event, "names")):
@@ -135,14 +139,16 @@ class GradientHistory:
             self.stride *= 2
 
     def record(self) -> GradientRecord | None:
-        """The newest record."""
+        """Return the newest record, or None."""
         if self._shown is None and self.names is not None and self.newest is not None:
             self._shown = record_of(self.names, self.newest)
         return self._shown
 
 
 def layer_of(name: str) -> str:
-    """`blocks.3` of `blocks.3.attention.wq.weight`: the module, up to its first number."""
+    """Return the module's name up to its first number: `blocks.3` for
+    `blocks.3.attention.wq.weight`.
+    """
     module, _, _ = name.rpartition(".")
     parts = (module or name).split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
@@ -158,7 +164,7 @@ def _cell(parts: Sequence[tuple[str, float | None]]) -> Cell:
 
 
 def record_of(names: Event, event: Event) -> GradientRecord:
-    """The record in a `gradients` event; `names` is its attempt's `parameters` event."""
+    """Build the record of a `gradients` event; `names` is its attempt's `parameters` event."""
     known = _texts(names, "names")
     rows = zip(
         known,
@@ -250,7 +256,7 @@ def _mapping(event: Event, name: str) -> dict[str, Any]:
 
 
 def records(rundir: RunDir) -> Iterator[GradientRecord]:
-    """Every record of a run, by step. What a later attempt did over again is left out."""
+    """Yield all gradient records of a run by step, without those that a later attempt replaced."""
     files = [(path, attempt) for path, rank, attempt in event_files(rundir, ranks={0}) if rank == 0]
     limits = _limits([path for path, _ in files])
     for (path, attempt), limit in zip(files, limits, strict=True):
@@ -263,7 +269,7 @@ def records(rundir: RunDir) -> Iterator[GradientRecord]:
 
 
 def losses(rundir: RunDir) -> Iterator[tuple[int, float | None]]:
-    """(step, loss) of every step of a run, as `records`."""
+    """Yield (step, loss) of a run by step, without steps that a later attempt replaced."""
     files = [(path, attempt) for path, rank, attempt in event_files(rundir, ranks={0}) if rank == 0]
     for (path, attempt), limit in zip(files, _limits([path for path, _ in files]), strict=True):
         for event in _events(path, ("step",), attempt):
@@ -272,7 +278,7 @@ def losses(rundir: RunDir) -> Iterator[tuple[int, float | None]]:
 
 
 def _limits(paths: Sequence[Path]) -> list[float]:
-    """The last step of each attempt that no later one began before."""
+    """Return the last step of each attempt that no later attempt replaced."""
     limits, limit = [], math.inf
     for path in reversed(paths):
         limits.append(limit)
@@ -283,7 +289,7 @@ def _limits(paths: Sequence[Path]) -> list[float]:
 
 
 def _events(path: Path, kinds: tuple[str, ...], attempt: int | None) -> Iterator[Event]:
-    """Events of some kinds; other lines are not even parsed."""
+    """Yield the events of `kinds`; skip other lines without parsing them."""
     marks = [f'"{kind}"'.encode() for kind in kinds]
     try:
         with path.open("rb") as file:
