@@ -1,8 +1,8 @@
-"""How glibc's malloc places what a worker holds on the CPU; nothing happens with another libc.
+"""Configures glibc's malloc for a worker on CPU; with another libc nothing happens.
 
-What lives as long as the run (shards, optimizer state) is given pages of its own; what comes and
-goes in a step shares one heap, which is never given back in between: new pages cost a quarter of
-the time of a step. Left to itself malloc mixes the two, and the holes between them stay resident.
+Memory that lives as long as the run (shards, optimizer state) gets its own pages. Memory of one
+step comes from one heap that is not returned to the system between steps, because new pages cost a
+quarter of a step's time. By default malloc mixes the two, and the holes between them stay resident.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""glibc's malloc.h."""
+"""Parameter numbers of mallopt, from glibc's malloc.h."""
 LASTING_BYTES = 128 << 10
-"""While building, allocations from this size on get pages of their own."""
+"""While the model is built, allocations of at least this size get their own pages."""
 FLEETING_BYTES = 32 << 20
-"""While training, only those from this size on do; malloc accepts no more than this."""
+"""While training, only allocations of at least this size do; malloc accepts no larger value."""
 KEPT_BYTES = 1 << 30
-"""While training, so much free memory at the end of the heap is kept for the next step."""
+"""While training, free bytes at the end of the heap that are kept for the next step."""
 
 
 def place_what_stays() -> None:
-    """To be called before the model and the optimizer are built."""
+    """Configure malloc for memory that lasts; call before the model and the optimizer are built."""
     _set(M_MMAP_THRESHOLD, LASTING_BYTES)
 
 
 def place_what_passes() -> None:
-    """To be called when everything that lasts is there: what building left over is given back."""
+    """Configure malloc for memory of one step; call when everything that lasts is allocated.
+
+    Also returns the free memory that building left over to the system.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

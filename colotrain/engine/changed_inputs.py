@@ -1,4 +1,4 @@
-"""Modules whose forward changes a tensor in place that it is given."""
+"""Finds modules whose forward changes an input tensor in place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from colotrain.torch_internals import tree_leaves, version_of
 
 CHANGES_INPUTS = "_colotrain_changes_inputs"
-"""Set on a module whose forward does so."""
+"""Attribute set on a module whose forward changes an input tensor in place."""
 
 
 def when_inputs_change(module: nn.Module, act: Callable[[], None]) -> None:
-    """Call `act` after each forward of `module` that changes a tensor in place that it is given."""
+    """Call `act` after each forward of `module` that changed an input tensor in place."""
     given: list[list[tuple[Tensor, int]]] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The generators of random numbers that a forward may draw from: torch's, Python's and numpy's."""
+"""State of the random number generators a forward may use: torch's, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def states(device: torch.device) -> dict[str, Tensor]:
-    """Where this rank's generators are now, as tensors that a checkpoint can hold."""
+    """Return the state of this rank's generators as tensors that a checkpoint can hold."""
     _, numbers, gauss = random.getstate()
     kind: dict[str, Any] = np.random.get_state(legacy=False)
     state = {
@@ -29,7 +29,7 @@ def states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_states(device: torch.device, own: dict[str, Tensor]) -> None:
-    """Set this rank's generators to where they were."""
+    """Set this rank's generators to a state that `states` returned."""
     torch.set_rng_state(own[""])
     has_gauss, gauss = own[".python_gauss"].tolist()
     random.setstate((3, tuple(own[".python"].tolist()), gauss if has_gauss else None))

@@ -1,4 +1,4 @@
-"""The blocks of a model: members of its lists of like modules, which may be gathered one by one."""
+"""The repeated blocks of a model: members of module lists, which may be gathered one by one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """The outermost members of the model's lists of like modules, in the model's order.
+    """Return the outermost modules that repeat in a list or container, in the model's order.
 
-    A block that shares a parameter with anything outside it is left out: a parameter can live in
-    one group only.
+    A block that shares a parameter with a module outside it is left out, because a parameter can
+    belong to one group only.
     """
     candidates = repeated_modules(model)
     owners: dict[nn.Parameter, set[int]] = {}
     inside = {name: index for index, (name, _) in enumerate(candidates)}
-    for path, module in model.named_modules(remove_duplicate=False):  # a module may be in two
+    for path, module in model.named_modules(remove_duplicate=False):  # a module may have two paths
         parts = path.split(".")
         known_as = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
         index = next((inside[name] for name in known_as if name in inside), -1)
@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def repeated_modules(model: nn.Module) -> list[Block]:
-    """The outermost members of the model's lists of like modules."""
+    """Return the outermost members of containers that hold several modules of the same type."""
     return list(_outermost(model, prefix=""))
 
 
@@ -51,7 +51,7 @@ def _is_repeated(child: nn.Module, container: nn.Module) -> bool:
 
 
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that a group can hold; scalar and empty ones are whole on every rank."""
+    """Return the parameters that a group can hold; scalars and empty ones are never sharded."""
     return [p for p in module.parameters() if p.ndim and p.numel()]
 
 

@@ -1,7 +1,8 @@
-"""Tensors that go into a group's modules and come out of them.
+"""Tensors that enter and leave the modules of a group.
 
-`fully_shard` ties a group's backward to them: it begins when the gradient of an output comes, and
-ends when those of the inputs are done. Some tensors it does not see, or would not let be changed.
+`fully_shard` hooks a group's backward to these tensors: it begins when an output's gradient comes
+and ends when the inputs' gradients are done. This module covers tensors that `fully_shard` does not
+find, or that it would forbid to be changed in place.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from colotrain.errors import ColotrainError
 from colotrain.torch_internals import base_of, pytree, storage_id, tree_leaves
 
 DEEPEST_OUTPUT = 3
-"""Objects inside one another that a forward's outputs are looked for in."""
+"""Levels of nested objects in which a forward's outputs are searched."""
 
 
 def watch_tensors(module: nn.Module) -> None:
-    """Have `fully_shard`, which was applied to `module`, see what it misses."""
+    """Add hooks to `module`, a `fully_shard` module, for the tensors that `fully_shard` misses."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     module.register_forward_hook(_copy_parameters, prepend=True)
     module.register_forward_hook(_tell_of_hidden_outputs, with_kwargs=True)
@@ -41,10 +42,11 @@ def watch_tensors(module: nn.Module) -> None:
 
 
 def _after_gradients(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """End the backward of `group` (torch's own record) when the inputs' gradients are whole.
+    """End the backward of `group` (an FSDPParamGroup) when the gradients of all inputs are
+    complete.
 
-    torch's own way hands the module views of its inputs, which must not be changed in place. This
-    one waits for what else uses the inputs, too.
+    torch's own way gives the module views of its inputs, which must not be changed in place. This
+    way also waits for other uses of the inputs.
     """
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if tensors and torch.is_grad_enabled():
@@ -53,7 +55,8 @@ def _after_gradients(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _copy_parameters(module: nn.Module, args: Any, output: Any) -> Any:
-    """The output with copies of what is a view of the group's parameters, which are freed now."""
+    """Return the output with every view of a parameter of the group, freed now, replaced by a copy.
+    """
     whole = {storage_id(whole) for group in groups_of(module) for whole in wholes_of(group)}
     dense = [t for t, _ in _tensors_of(output) if t.layout == torch.strided]
     found = [t for t in dense if storage_id(t) in whole]
@@ -69,11 +72,11 @@ def _copy_parameters(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _tell_of_hidden_outputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Let `fully_shard` see the backward of outputs that it does not know, or loses.
+    """Register backward hooks on outputs that `fully_shard` does not find, or whose hooks get lost.
 
-    It looks into tuples, dicts and dataclasses. Of any other object with `.loss` the group would
-    neither be gathered for its backward nor reduced after it. An output that is a view may be
-    changed in place by others, and forgets its hooks then; what it is a view of does not.
+    It searches tuples, dicts and dataclasses. For any other object with `.loss` the group would not
+    be gathered for its backward nor reduced after it. An output that is a view loses its hooks when
+    other code changes it in place; the tensor it is a view of does not.
     """
     if not torch.is_grad_enabled():
         return
@@ -89,7 +92,8 @@ def _tell_of_hidden_outputs(module: nn.Module, args: Any, kwargs: Any, output: A
 
 
 def _tensors_of(output: Any, depth: int = 0) -> Iterator[tuple[Tensor, bool]]:
-    """Tensors, and whether they are in objects that torch does not look into."""
+    """Yield the tensors in `output`, and whether each is in an object that torch does not search.
+    """
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf, depth > 0

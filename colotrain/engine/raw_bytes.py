@@ -1,4 +1,4 @@
-"""The bytes of a tensor where they lie."""
+"""Access to a tensor's bytes without a copy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU; of one that is not contiguous, those of a copy.
+    """Return the bytes of a CPU tensor; a tensor that is not contiguous is copied first.
 
-    The tensor stays alive as long as the view. `Tensor.numpy` would do the same, but torch then
-    refuses to resize the storage ever again, as FSDP does with whole parameters.
+    The view keeps the tensor alive. `Tensor.numpy` would do the same, but torch then refuses to
+    resize the storage ever again, as FSDP does with whole parameters.
     """
     flat = tensor.detach().contiguous()
     if not flat.numel():

@@ -1,1 +1,1 @@
-"""Where model data rests: device, host or disk."""
+"""Keeps parameters, gradients and optimizer state on the device, on the host or on disk."""

@@ -1,7 +1,8 @@
-"""Memory that rests in a file: mapped, written back and dropped by range.
+"""Memory mapped from files, which is written back and dropped page range by page range.
 
-The files have no name: they are gone with the last process that maps them, however it ends. Their
-space is taken when they are made, so that a full disk is known then and never met as SIGBUS.
+The files have no name in their folder, so the kernel deletes each one when the last process that
+maps it ends, however it ends. Disk space is allocated when a file is made: a full disk is then an
+error at that point, not a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from colotrain.errors import ColotrainError
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 64
-"""Of the tensors inside a region, in bytes: as malloc aligns them for vector instructions."""
+"""Alignment in bytes of the tensors inside a region: malloc's for vector instructions."""
 MADV_WILLNEED, MADV_DONTNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 3, 4, 22, 23
-WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4  # of sync_file_range
+WAIT_BEFORE, WRITE, WAIT_AFTER = 1, 2, 4  # flags of sync_file_range
 
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls run without the interpreter's lock
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through ctypes release the interpreter's lock
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 @dataclass(slots=True, kw_only=True)
 class _File:
-    """A mapped file and how much of it has been handed out."""
+    """A mapped file, of which the first `used` bytes are handed out."""
 
     handle: int
     memory: mmap.mmap
@@ -45,7 +46,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Whole pages of a file, mapped."""
+    """A range of whole pages of a mapped file."""
 
     file: _File
     start: int
@@ -65,40 +66,40 @@ class Region:
         return tensors
 
     def fetch(self, *, to_write: bool) -> None:
-        """Read the pages and map them; blocks until they are there."""
+        """Read the pages and map them; blocks until they are in memory."""
         advice = MADV_POPULATE_WRITE if to_write else MADV_POPULATE_READ
-        if _libc.madvise(self.address, self.num_bytes, advice) != 0:  # before Linux 5.14
+        if _libc.madvise(self.address, self.num_bytes, advice) != 0:  # Linux before 5.14
             _libc.madvise(self.address, self.num_bytes, MADV_WILLNEED)
 
     def start_writing(self) -> None:
-        """Begin to write back what was changed, and take the pages out of this process."""
-        self.drop()  # first: only then does the file know all pages that were changed
+        """Begin to write the changed pages to disk, and unmap them from this process."""
+        self.drop()  # first: the kernel learns here which pages were changed
         _libc.sync_file_range(self.file.handle, self.start, self.num_bytes, WRITE)
 
     def finish_writing(self, *, forget: bool) -> None:
-        """Wait until it is written; with `forget`, free the page cache of it too."""
+        """Wait until the pages are written; with `forget`, also free their page cache."""
         flags = WAIT_BEFORE | WRITE | WAIT_AFTER
         _libc.sync_file_range(self.file.handle, self.start, self.num_bytes, flags)
         if forget:
             os.posix_fadvise(self.file.handle, self.start, self.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def drop(self) -> None:
-        """Take the pages out of this process's memory; the content stays in the file."""
+        """Unmap the pages from this process; their content stays in the file."""
         _libc.madvise(self.address, self.num_bytes, MADV_DONTNEED)
 
 
 @dataclass(slots=True, kw_only=True)
 class DiskStore:
-    """This rank's files in a folder."""
+    """The files in which this rank keeps tensors, all in one folder."""
 
     folder: Path
     limit: int
-    """Bytes this rank may take."""
+    """Bytes that this rank may use."""
     taken: int = 0
     files: list[_File] = field(default_factory=list)
 
     def reserve(self, num_bytes: int) -> None:
-        """Take space now that later regions will need. Errors of the disk are for people."""
+        """Allocate disk space for later regions. Raises `ColotrainError` where it cannot be had."""
         if num_bytes <= 0:
             return
         num_bytes = whole_pages(num_bytes)
@@ -120,7 +121,7 @@ class DiskStore:
         self.taken += num_bytes
 
     def take(self, num_bytes: int) -> Region:
-        """A region of its own, from what is reserved where that suffices. It holds zeros."""
+        """Return a region of zeros, in reserved space where enough is left."""
         num_bytes = whole_pages(num_bytes)
         file = next((f for f in self.files if len(f.memory) - f.used >= num_bytes), None)
         if file is None:
@@ -133,7 +134,7 @@ class DiskStore:
 
 
 def _open(folder: Path, num_bytes: int) -> _File:
-    """A file without a name, its space allocated."""
+    """Make a file without a name and allocate its space."""
     handle = _nameless(folder)
     try:
         os.posix_fallocate(handle, 0, num_bytes)
@@ -146,7 +147,7 @@ def _open(folder: Path, num_bytes: int) -> _File:
 def _nameless(folder: Path) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file system without them
+    except OSError:  # the file system does not support O_TMPFILE
         handle, name = tempfile.mkstemp(dir=folder, prefix=".colotrain-")
         os.unlink(name)
         return handle
@@ -175,7 +176,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def return_free_memory() -> None:
-    """Give back to the system what the C library keeps of freed memory, where it can."""
+    """Return memory that the C library has freed but kept to the system (glibc only)."""
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""What groups weigh, and what else a rank will need: where placement begins."""
+"""Bytes of each parameter group, and of everything else a rank needs: the input of placement."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Modules = list[tuple[str, list[nn.Module]]]
 
 
 def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) -> list[GroupBytes]:
-    """What each group weighs on a rank, the root's last, when all that ever trains does so.
+    """Return the bytes of each group per rank, the root group's last.
 
-    `state_ratio` is bytes of optimizer state per byte of parameter. The same on every rank: shards
-    are counted with the padding that makes them equal.
+    Gradients and optimizer state count for every parameter that trains now or is unfrozen later;
+    `state_ratio` is bytes of optimizer state per byte of parameter. The result is the same on every
+    rank, because shards are counted with the padding that makes them equal.
     """
     ranks = plan.plugin.mesh[-1]
     thawed = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
@@ -33,7 +34,7 @@ def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) 
         whole = trained = 0
         for parameter in (p for module in modules for p in module.parameters()):
             known_as = names.pop(parameter, None)
-            if known_as is None:  # counted with a group inside this one
+            if known_as is None:  # counted with a group inside this one already
                 continue
             rows = -(-parameter.shape[0] // ranks)
             size = rows * (parameter.numel() // parameter.shape[0]) * parameter.itemsize
@@ -45,11 +46,12 @@ def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) 
 
 
 def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> Other:
-    """What else a rank will need, before any step has shown it. All ranks must call.
+    """Estimate what else a rank needs, before any step was measured. All ranks must call.
 
-    Gathered parameters: the root's with the output of its gather, and two groups'; of one group
-    the whole gradient, the part of it being added, and the input of its reduction; activations as
-    the ledger has them.
+    At their peak these exist together: the gathered parameters of the root group, twice (once as
+    the output of its all-gather), and of the two largest other groups; of one group the whole
+    gradient, the part being added to it and the input of its reduce-scatter; and the activations of
+    the plan's memory breakdown.
     """
     now = memory_now()[0] if plan.cluster.device == "cpu" else 0
     base = torch.tensor(now, dtype=torch.int64, device=plan.cluster.device)

@@ -1,7 +1,7 @@
-"""Where one group's tensors rest on this rank, and moving them.
+"""The memory of one group's tensors on this rank, and moving the tensors between tiers.
 
-Parameters and gradients are `fully_shard`'s: their sharded tensors are given other memory. In the
-state of torch's optimizer tensors are exchanged for those kept below.
+Parameters and gradients belong to `fully_shard`: its sharded tensors get other memory. In the state
+of torch's optimizer, tensors are replaced by those of `Home.kept`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ State = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class Home:
-    """Where one group's tensors rest on this rank."""
+    """The memory of one group's tensors on this rank."""
 
     index: int
     group: Group
     names: dict[str, Any]
-    """Parameter name → torch's record of it (FSDPParam)."""
+    """Parameter name → torch's record of the parameter (FSDPParam)."""
     parameters: Tier
-    """Where the parameters are now; on CPU the device is the host."""
+    """Tier in which the parameters are now; on CPU this is "host" or "disk"."""
     pinned: bool
-    """Memory on the host is to be page-locked, for copies to and from a GPU."""
+    """Memory on the host must be page-locked, for copies to and from a GPU."""
     regions: dict[Kind, list[Region]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Parameter name → mapped memory for its sharded gradient."""
     kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """The optimizer state that rests below the device."""
+    """Parameter name → key → tensor of optimizer state in a tier below the device."""
     last_trained: str = ""
-    """The last parameter of the group whose gradient is reduced."""
+    """Name of the group's last parameter whose gradient is reduced."""
 
     def pages(self, *kinds: Kind) -> list[Region]:
         return [region for kind in kinds for region in self.regions.get(kind, [])]
@@ -70,7 +70,7 @@ class Home:
         return [torch.empty(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
 
     def keep_gradient(self, name: str, leaf: Tensor, store: DiskStore | None) -> Tensor:
-        """Bring the sharded gradient of `leaf` to disk; returns the local part there."""
+        """Copy the sharded gradient of `leaf` to disk; returns its local part there."""
         local = local_of(leaf.grad)
         if name not in self.gradients:
             self._make_room_for_gradients(store)
@@ -93,7 +93,7 @@ class Home:
         self.gradients |= dict(zip(missing, region.carve(sizes, dtypes), strict=True))
 
     def raise_state(self, names: list[str], optimizer: Any, *, to_stay: bool) -> None:
-        """Optimizer state where the shards are; `to_stay` gives up its place below."""
+        """Copy optimizer state to the shards' device; `to_stay` frees its memory below."""
         for name in names:
             shard = optimizer.shards[name]
             for key, kept in self.kept.get(name, {}).items():
@@ -106,7 +106,7 @@ class Home:
     def lower_state(
         self, names: list[str], optimizer: Any, tier: Tier, store: DiskStore | None
     ) -> None:
-        """Bring the state of `names` to where it rests; what is there already stays as it is."""
+        """Copy the optimizer state of `names` to `tier`; tensors that are there already stay."""
         states = {name: _large(optimizer.torch.state[optimizer.shards[name]]) for name in names}
         fresh = {n: s for n, s in states.items() if s and n not in self.kept}
         if fresh:
@@ -116,7 +116,7 @@ class Home:
                 kept = self.kept[name][key]
                 if value is not kept:
                     kept.copy_(value, non_blocking=self.pinned)
-                    if value.is_cuda:  # it is freed here, and read by the stream that copies
+                    if value.is_cuda:  # freed here while the copying stream still reads it
                         value.record_stream(torch.cuda.current_stream())
                     optimizer.torch.state[optimizer.shards[name]][key] = kept
 
@@ -144,5 +144,5 @@ def _take(store: DiskStore | None, sizes: Sequence[int], dtypes: Sequence[torch.
 
 
 def _large(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a parameter's state that are worth moving: not its step count."""
+    """Return the tensors of a parameter's state that are worth moving: all but its step count."""
     return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim > 0 and v.numel()}

@@ -1,6 +1,7 @@
-"""Page-locked memory of the size that is asked for.
+"""Page-locked memory of exactly the size that is asked for.
 
-torch's own allocator rounds up to a power of two: 128 GiB for the 75 of a 7 B model's states.
+torch's own allocator rounds up to a power of two: to 128 GiB for the 75 GiB of optimizer state of a
+model with 7 billion parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from colotrain.errors import ColotrainError
 
 
 def page_locked(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Flat tensors of `sizes` elements in one piece of memory that a GPU copies from and to."""
+    """Return flat tensors of `sizes` elements in one block of page-locked host memory."""
     each = list(zip(sizes, dtypes, strict=True))
     num_bytes = whole_pages(max(1, sum(aligned(n * d.itemsize) for n, d in each)))
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

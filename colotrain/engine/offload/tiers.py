@@ -1,8 +1,8 @@
-"""Where parameters, gradients and optimizer state rest: device, host or disk, group by group.
+"""Moves parameters, gradients and optimizer state between device, host and disk, group by group.
 
-The decision is `tiers.place`, the same on every rank; here it is carried out. What rests on disk
-is mapped memory (`disk.Region`) under the very tensors that training works on, so that nothing else
-needs to know of it; pages are fetched before they are used, written back and dropped afterwards.
+`spec.offload.place` decides, the same on every rank; this module carries the decision out. Tensors
+on disk lie in mapped memory (`disk.Region`) and training works on these very tensors, so no other
+module has to know. Pages are read before they are used, then written back and dropped.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from colotrain.spec.offload import (
 from colotrain.spec.plan import RunPlan
 
 TENSORS_OF_STATE = 3
-"""Space for alignment is kept for so many tensors of optimizer state per parameter."""
+"""Tensors of optimizer state per parameter for which space for alignment is reserved."""
 MARGIN = 0.1
-"""Added to what is measured: the next step's peak is not exactly this one's."""
+"""Fraction added to measured bytes, because the next step's peak differs a little."""
 
 
 class Tiers:
-    """The tiers of a sharded model. Everything here is decided alike on every rank."""
+    """The tiers of a sharded model. Every decision here is the same on all ranks."""
 
     def __init__(
         self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], guess: Other
@@ -70,7 +70,7 @@ class Tiers:
         self.homes: list[Home] = []
         self.common: Common | None = None
         self.norms: dict[str, Tensor] = {}
-        """Parameter name → norm of the local gradient, where that has gone to disk."""
+        """Parameter name → norm of its local gradient, where the gradient was moved to disk."""
         self.store: DiskStore | None = None
         self.settled, self.exhausted = False, False
         self.crowded = self.begun_empty = True
@@ -79,7 +79,7 @@ class Tiers:
         self.writing: Future[None] | None = None
         self.lane = torch.cuda.Stream() if self.device == "cuda" else None
         self.order: dict[tuple[int, int], int] = {}
-        """Two groups gathered one after the other → the one that came next, the last time."""
+        """The last two groups gathered → the group that was gathered after them the last time."""
         self.gathered = (-1, -1)
 
     # -- deciding
@@ -88,7 +88,7 @@ class Tiers:
         return place(self.sizes, self.budget, other, device=self.device)
 
     def begin_step(self) -> None:
-        """Measure from here. With room for everything free memory is kept: new pages cost time."""
+        """Start measuring memory. Freed memory is kept while all fits: new pages cost time."""
         self.trim()
         self.begun_empty = self.crowded or self.placement.streams or held_now() > self._limit
         if self.begun_empty:
@@ -96,11 +96,11 @@ class Tiers:
         reset_peak()
 
     def offloads(self, index: int) -> bool:
-        """Whether a group's parameters begin outside the device (CUDA alone has another)."""
+        """Whether a group's parameters start below the device. On CPU they never do."""
         return self.device != "cpu" and self.placement.groups[index].parameters != self.top
 
     def is_short(self) -> bool:
-        """Whether this rank used more memory than it may, not counting what was free and kept."""
+        """Whether this rank used more memory than its budget, freed but kept memory left aside."""
         if self.exhausted:
             return False
         self.crowded = not self.settled or memory_now()[1] > self._limit
@@ -111,10 +111,10 @@ class Tiers:
         return self.budget.host_bytes if self.device == "cpu" else self.budget.device_bytes
 
     def settle(self, optimizer: Any) -> bool:
-        """Place anew by what the last forward and backward needed. All ranks must call.
+        """Place groups anew from what the last forward and backward needed. All ranks must call.
 
-        The first time anything may move either way; later only down. Returns whether anything
-        changed.
+        The first call may move anything up or down, later calls only down. Returns whether the
+        placement changed.
         """
         now, peak = held_now(), memory_now()[1]
         model = self._resident(optimizer)
@@ -131,7 +131,7 @@ class Tiers:
             wanted = self._decide(self.other)
         if self.settled:
             wanted = lowest(wanted, self.placement)
-        if self.device != "cpu":  # `fully_shard` has to know from the beginning
+        if self.device != "cpu":  # `fully_shard` must know from the start where parameters are
             wanted = with_parameters_of(wanted, self.placement)
         changed = wanted.groups != self.placement.groups
         self._reserve(wanted)
@@ -141,7 +141,7 @@ class Tiers:
         return changed
 
     def _reserve(self, wanted: Placement) -> None:
-        """Take `wanted` over with the space it needs on disk, on every rank or on none."""
+        """Adopt `wanted` and reserve its space on disk, on every rank or on none."""
         before, self.placement, problem = self.placement, wanted, None
         try:
             if wanted.uses_disk:
@@ -155,7 +155,7 @@ class Tiers:
             raise problem or ColotrainError("another rank finds no space on disk", "see its log")
 
     def _resident(self, optimizer: Any) -> int:
-        """Bytes of model data that are in the uppermost tier now."""
+        """Return the bytes of parameters, gradients and optimizer state now in the top tier."""
         has_state = optimizer.steps > 0
         return sum(
             (size.parameters if placed.parameters == self.top else 0)
@@ -165,7 +165,7 @@ class Tiers:
         )
 
     def describe(self) -> dict[str, Any]:
-        """The `tiers` event."""
+        """Return the fields of the `tiers` event."""
         moved = moved_bytes(
             self.sizes,
             self.placement,
@@ -184,7 +184,7 @@ class Tiers:
     # -- carrying out
 
     def attach(self, sharded: ShardedModel, common: Common | None) -> None:
-        """Take the groups of `sharded` over, and the space on disk. Before they have storage."""
+        """Take over the groups of `sharded`, before they have storage, and reserve disk space."""
         self.common = common
         names = {id(p): name for name, p in sharded.module.named_parameters()}
         for index, group in enumerate(sharded.groups):
@@ -210,7 +210,7 @@ class Tiers:
         self.store.reserve(need)
 
     def _on_disk_bytes(self, home: Home) -> int:
-        """Space that a group's regions take, with room for alignment."""
+        """Return the bytes that a group's regions take on disk, with room for alignment."""
         size, placed = self.sizes[home.index], self.placement.groups[home.index]
         kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
         found = [getattr(size, k) for k in kinds if getattr(placed, k) == "disk"]
@@ -218,7 +218,7 @@ class Tiers:
         return sum(whole_pages(n + gaps) for n in found if n)
 
     def house_parameters(self, fresh: bool) -> None:
-        """Bring each group's parameters where they belong; `fresh` ones have no values yet."""
+        """Move each group's parameters to their tier; with `fresh` they have no values to copy."""
         wanted = [placed.parameters for placed in self.placement.groups]
         moving = [h for h in self.homes if h.names and h.parameters != wanted[h.index]]
         for home in moving:
@@ -231,19 +231,19 @@ class Tiers:
                 self._watch_gathers(home.index, fsdp_group)
 
     def release(self, parameter: Tensor) -> None:
-        """Write back and drop a parameter that was just filled."""
+        """Write back and drop the pages of a parameter that was just filled."""
         for home in self.homes:
             if home.parameters == "disk" and home.holds(parameter):
                 self._write_back(home, "parameters")
 
     def trim(self) -> None:
-        """Take every page that rests on disk out of this process's memory."""
+        """Unmap from this process every page that is kept on disk."""
         for home in self.homes:
             for region in home.pages("parameters", "gradients", "optimizer"):
                 region.drop()
 
     def _move(self, optimizer: Any) -> None:
-        """Parameters move now, optimizer state at its next visit, gradients when next reduced."""
+        """Move parameters now, optimizer state at its next update, gradients when next reduced."""
         self.house_parameters(fresh=False)
         for home in self.homes:
             for name, param in home.names.items():
@@ -252,7 +252,7 @@ class Tiers:
         self.watch_gradients()
 
     def _write_back(self, home: Home, *kinds: Kind) -> None:
-        """Start writing now; at most one group's pages are on their way at a time."""
+        """Start writing back a group's pages, once those of the group before it are written."""
         regions = home.pages(*kinds)
         if not regions:
             return
@@ -263,10 +263,10 @@ class Tiers:
     # -- parameters, around each gather
 
     def _watch_gathers(self, index: int, fsdp_group: Any) -> None:
-        """After every all-gather of the group drop its pages and fetch those of the next."""
+        """After every all-gather of the group, drop its pages and read those of the next group."""
         if hasattr(fsdp_group, "_colotrain_gather"):
             return
-        alone = is_gathered_alone(fsdp_group)  # then waiting copies
+        alone = is_gathered_alone(fsdp_group)  # then `wait_for_unshard` copies out of the shards
         name = "wait_for_unshard" if alone else "unshard"
         gather = fsdp_group._colotrain_gather = getattr(fsdp_group, name)
 
@@ -293,7 +293,7 @@ class Tiers:
     # -- gradients
 
     def watch_gradients(self) -> None:
-        """Have the gradients of groups that keep them on disk go there as they are reduced."""
+        """Register hooks that move reduced gradients to disk, for groups that keep them there."""
         if not any(placed.gradients == "disk" for placed in self.placement.groups):
             return
         for home in self.homes:
@@ -307,7 +307,7 @@ class Tiers:
                     leaf.register_post_accumulate_grad_hook(hook)
 
     def _gradient(self, home: Home, name: str, leaf: Tensor) -> None:
-        """Called when a sharded gradient is complete or has been added to."""
+        """Move a sharded gradient to disk. Hook, called when it is complete or was added to."""
         self.norms.pop(name, None)
         if self.placement.groups[home.index].gradients != "disk" or leaf.grad is None:
             return
@@ -320,9 +320,9 @@ class Tiers:
     # -- the optimizer
 
     def visit(self, optimizer: Any) -> Iterator[list[str]]:
-        """Names of the parameters to update, group by group, their state at hand meanwhile.
+        """Yield the names of parameters to update, group by group, with their state at hand.
 
-        While one group is updated the next one's pages are fetched, or its state is copied to the
+        While one group is updated, the next group's pages are read, or its state is copied to the
         device.
         """
         return_free_memory()
@@ -362,15 +362,15 @@ class Tiers:
         known = len(home.kept)
         with self._copying(after_update=True):
             home.lower_state(names, optimizer, tier, self.store)
-        if len(home.kept) > known:  # what the optimizer itself allocated is free again
+        if len(home.kept) > known:  # the optimizer's own allocation is free again
             return_free_memory()
         if self.lane is not None and home.pages("optimizer"):
-            self.lane.synchronize()  # its pages can be written only when they are there
+            self.lane.synchronize()  # its pages can be written only once they are copied
         self._write_back(home, "parameters", "optimizer")
 
     @contextmanager
     def _copying(self, *, after_update: bool) -> Iterator[None]:
-        """On CUDA: copies on a stream of their own, beside the update of another group."""
+        """On CUDA, run copies on their own stream, in parallel with another group's update."""
         if self.lane is None:
             yield
             return
@@ -380,12 +380,12 @@ class Tiers:
             yield
 
     def _join(self) -> None:
-        """Let the update wait for the copies made so far."""
+        """Make the update's stream wait for the copies made so far."""
         if self.lane is not None:
             torch.cuda.current_stream().wait_stream(self.lane)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Optimizer state of `names` is not wanted any more."""
+        """Drop the optimizer state of `names`."""
         for name in names:
             for home in self.homes:
                 home.kept.pop(name, None)

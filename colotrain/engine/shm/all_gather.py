@@ -1,9 +1,9 @@
 """All-gather between the ranks of one host, through shared memory.
 
-The buffer of an all-gather is itself shared where it can be: all ranks get the same one, and each
-has filled its own part of it, so that meeting is all there is to do. Tensors that lie elsewhere
-(too large, or the buffer is in use) go through a window of fixed size, piece by piece. Which of the
-two a call takes, the ranks agree on when they meet.
+Where possible the output buffer of an all-gather is itself shared memory, the same on all ranks:
+each rank has filled its own part before the call, so the all-gather is only a barrier. Other
+outputs (too large, or made while the buffer is in use) are copied piece by piece through windows of
+fixed size. Which of the two a call uses, the ranks agree on at its barrier.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor
 from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
 
 WINDOW_BYTES = 4 << 20
-"""Of each rank, in two halves: one is filled while the other is read."""
+"""Bytes of each rank's window. It has two halves: one is filled while the other is read."""
 PATIENCE_S = 0.5
-"""How long to wait for others to let go of a buffer before taking another one."""
-MEET, RELEASED, NUM_BELLS = 0, 1, 2  # what bells are rung for
+"""Seconds to wait until other ranks have released a buffer, before using ordinary memory."""
+MEET, RELEASED, NUM_BELLS = 0, 1, 2  # what the semaphores count
 CALL_FIELDS = 3
 
 
 class Buffer:
-    """The part of the shared memory that is lent, to one tensor at a time."""
+    """The part of the shared memory that holds outputs of all-gathers, one tensor at a time."""
 
     def __init__(self, channel: Channel, start: int, num_bytes: int) -> None:
         self.channel, self.start, self.num_bytes = channel, start, num_bytes
         self.lent: weakref.ref[Any] | None = None
         self.shared = False
-        """The tensor it is lent to took part in a collective."""
+        """Whether the tensor that uses the buffer took part in a collective."""
         self.owed: Counter[int] = Counter()
-        """How often each other rank has yet to ring: it may read here until it does."""
+        """Rank → how often it has yet to post RELEASED; until then it may still read the buffer."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A tensor in this buffer; None where it does not fit or someone still uses it."""
+        """Return a tensor in this buffer; None where it does not fit or the buffer is in use."""
         num_bytes = numel * dtype.itemsize
         if self.lent is not None or not 0 < num_bytes <= self.num_bytes or not self._is_free():
             return None
@@ -67,11 +67,11 @@ class Buffer:
 
 
 class Channel:
-    """The all-gathers of one process group, whose ranks run on one host, through shared memory.
+    """All-gathers through shared memory, for a process group whose ranks run on one host.
 
-    All ranks of `group` must make it together, and gather in the same order, from one thread at a
-    time. `buffer_bytes` is the largest output to share. Raises `Unavailable` on all ranks or on
-    none; the all-gathers raise `PeerLost`.
+    All ranks of `group` must create it together and call its all-gathers in the same order, from
+    one thread at a time. `buffer_bytes` is the largest output that lies in shared memory. Raises
+    `Unavailable` on all ranks or on none; the all-gathers raise `PeerLost`.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, buffer_bytes: int) -> None:
@@ -92,13 +92,11 @@ class Channel:
         self.memory.meet(MEET, "all-gather")
 
     def meet(self, call: tuple[int, int, int]) -> list[list[int]]:
-        """Wait for all ranks, each with what it gathers: bytes, dtype, whether in the buffer.
-
-        Raises `ValueError` where ranks differ in the first two.
+        """Wait for all ranks; returns what each gathers: bytes, dtype, whether it is in the buffer.
         """
         self.num_meetings += 1
         calls = self.calls[: 2 * self.size * CALL_FIELDS].view(2, self.size, CALL_FIELDS)
-        calls = calls[self.num_meetings % 2]  # a rank may be one meeting ahead, not two
+        calls = calls[self.num_meetings % 2]  # a rank may be one call ahead, not two
         calls[self.rank] = torch.tensor(call)
         self.barrier()
         found = cast(list[list[int]], calls.tolist())
@@ -113,14 +111,14 @@ class Channel:
 
     @torch.no_grad()
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        """`output` [size · n] becomes the `input` [n] of every rank."""
+        """Set `output` [size · n] to the `input` [n] of every rank, in the order of the ranks."""
         buffer = self.buffer
         direct = buffer.holds(output)
         own = output.chunk(self.size)[self.rank] if output.numel() else output
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         found = self.meet((own.nbytes, _code(own.dtype), int(direct)))
-        if direct:  # else the buffer may still be lent, and others count on its return
+        if direct:  # otherwise another tensor may still use the buffer and release it
             buffer.shared = True
         buffer.owed.update(peer for peer in self.peers if found[peer][2])
         if all(other[2] for other in found):
@@ -135,7 +133,11 @@ class Channel:
                 parts[peer, first:last] = windows[peer]
 
     def _halves(self, num_bytes: int) -> list[Tensor]:
-        """The half of each rank's window that is next; who is there has read the one before."""
+        """Return the half of each rank's window to use next.
+
+        Its earlier content is no longer needed: a rank that is at this round has read the one
+        before.
+        """
         self.num_rounds += 1
         offset = self.num_rounds % 2 * self.half_bytes
         return [self.memory.bytes(start + offset, num_bytes) for start in self.windows]

@@ -1,9 +1,9 @@
-"""Gradients of ranks that share memory: each tells the others just what they need, and waits late.
+"""Reduce-scatter of gradients between the ranks of one host, through shared memory.
 
-Stands in for the reduce-scatters of `fully_shard`'s groups. When backward has a group's gradients,
-a rank copies the rows that its peers hold into shared memory, and rings. Its own rows it sums when
-the next group's gradients have come: by then its peers have rung, too, for they are rarely a whole
-group behind. Sums are in the order of the ranks, whoever came first.
+It replaces the reduce-scatters of `fully_shard`'s groups. When backward has the gradients of a
+group, a rank copies the rows that its peers hold into shared memory and posts their semaphores. It
+sums its own rows only when backward has the next group's gradients: ranks are rarely a whole group
+behind, so its peers have posted by then. Sums are in rank order, whichever rank came first.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
 from colotrain.torch_internals import call_after_backward, hooks_after_gradient_of
 
 NUM_SLOTS = 2
-"""One is filled while the other is read."""
+"""Slots per pair of ranks: one is written while the other is read."""
 MOST_WRITTEN_BYTES = 32 << 20
-"""What a rank has for all others in all slots; groups that are larger go in pieces."""
+"""Upper bound of the bytes that a rank writes for all others; larger groups go in pieces."""
 SUM_BYTES = 256 << 10
-"""Sums are made in pieces that stay in a core's cache."""
-WRITTEN, READ, NUM_BELLS = 0, 1, 2  # what bells are rung for
+"""Bytes summed at a time, so that a piece stays in a core's cache."""
+WRITTEN, READ, NUM_BELLS = 0, 1, 2  # what the semaphores count
 
 
 @dataclass(slots=True)
 class Gradient:
-    """A parameter's gradient of one backward."""
+    """The gradient of one parameter in one backward."""
 
     param: Any
-    """torch's own record (FSDPParam)."""
+    """torch's record of the parameter (FSDPParam)."""
     whole: Tensor
-    """This rank's, flat."""
+    """This rank's gradient of the whole parameter, flat."""
     sums: Tensor | None = None
-    """This rank's rows of the sum over ranks, flat."""
+    """This rank's rows of the gradient summed over ranks, flat."""
     onto: bool = False
-    """They are added to what is there."""
+    """Whether sums are added to what `sums` already holds."""
 
     def rows(self, rank: int, first: int, last: int) -> Tensor:
-        """Elements `first` to `last` of the shard of `rank`, without padding."""
+        """Return elements `first` to `last` of the shard of `rank`, without padding."""
         start = rank * numel_of(self.param)
         return self.whole[start + first : start + last]
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Those of a group in one backward."""
+    """The gradients of one group in one backward."""
 
     index: int
-    """Of the group."""
+    """Position of the group in `Reduction.groups`."""
     params: Any
-    """torch's own record (FSDPParamGroup)."""
+    """torch's record of the group (FSDPParamGroup)."""
     each: list[Gradient]
     dtype: torch.dtype
-    """What they are exchanged in."""
+    """Dtype in which ranks exchange the gradients."""
     flat: Tensor | None = None
-    """The sums, where replicas have to add theirs."""
+    """All sums in one tensor, where they are all-reduced between replicas."""
 
     @property
     def replicated(self) -> bool:
@@ -80,11 +80,11 @@ class Gradients:
 
 @dataclass(slots=True)
 class Message:
-    """As much of a group's gradients as goes to the other ranks at once."""
+    """The part of a group's gradients that is exchanged at once."""
 
     gradients: Gradients
     parts: list[tuple[Gradient, int, int]] = field(default_factory=list)
-    """Gradient, first and last element of its shards."""
+    """Gradient, and the first and last element of each shard that are exchanged."""
     num_bytes: int = 0
     slot: int = 0
     is_last: bool = False
@@ -93,8 +93,8 @@ class Message:
 class Reduction:
     """Sums the gradients of a sharded model over its shard group, whose ranks run on one host.
 
-    All ranks must make it together. Raises `Unavailable` on all of them or on none; backward raises
-    `PeerLost`, and `ValueError` where ranks reduce different groups.
+    All ranks must create it together. Raises `Unavailable` on all of them or on none; backward
+    raises `PeerLost`, and `ValueError` where ranks reduce different groups.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -109,20 +109,20 @@ class Reduction:
         self.memory = SharedMemory(group, num_bytes, num_bells=NUM_BELLS)
         said = self.memory.bytes(0, self.size * NUM_SLOTS * 16).view(torch.int64)
         self.said = said.view(NUM_SLOTS, self.size, 2)
-        """What a rank has written: the group's index, and bytes."""
+        """int64 [slot, rank, 2], shared: index of the group and bytes that a rank has written."""
         self.written: deque[Message] = deque()
-        """What others have been told, and this rank has not summed yet."""
+        """Messages that this rank has written and not yet summed."""
         self.count = 0
         self.partial: dict[int, Tensor] = {}
-        """Group → the sums of this host, which replicas do not know yet."""
+        """Group → sums of the micro-batches so far, not yet all-reduced between replicas."""
 
     def install(self) -> None:
-        """Take the place of `fully_shard`'s own reduce-scatters. All ranks must call."""
+        """Replace `fully_shard`'s own reduce-scatters. All ranks must call."""
         for index, params in enumerate(self.groups):
             params.post_backward = partial(self._post_backward, index, params)
 
     def close(self) -> None:
-        """Go back to `fully_shard`'s own. All ranks must call, between two steps."""
+        """Return to `fully_shard`'s own reduce-scatters. All ranks must call, between two steps."""
         for params in self.groups:
             del params.post_backward
         self.memory.close()
@@ -133,7 +133,7 @@ class Reduction:
             self.reduce(Gradients(index, params, each, dtype))
 
     def reduce(self, gradients: Gradients) -> None:
-        """Tell the others of a group's gradients, and sum the group before. All ranks must call."""
+        """Write a group's gradients for the peers; sum those of the group before. Collective."""
         if not self.written:
             call_after_backward(self.finish)
         for message in self._messages(gradients):
@@ -142,7 +142,7 @@ class Reduction:
                 self._sum(self.written.popleft())
 
     def finish(self) -> None:
-        """Sum what has been told so far: the end of every backward."""
+        """Sum every message that is still to be summed, at the end of a backward."""
         while self.written:
             self._sum(self.written.popleft())
 
@@ -180,7 +180,7 @@ class Reduction:
         self.written.append(message)
 
     def _parts(self, message: Message, writer: int, reader: int) -> Sequence[Tensor]:
-        """The shared memory for what one rank has for another, flat, part by part."""
+        """Return the memory in which `writer` puts data for `reader`: one flat tensor per part."""
         place = (message.slot * self.size + writer) * (self.size - 1) + reader - (reader > writer)
         at = self.said_bytes + place * self.part_bytes
         flat = self.memory.bytes(at, message.num_bytes).view(message.gradients.dtype)
@@ -211,8 +211,8 @@ class Reduction:
             self._end(gradients)
 
     def _begin(self, gradients: Gradients) -> None:
-        """Say where the sums go: to what earlier micro-batches came to, or to new memory."""
-        if gradients.replicated:  # their sums become gradients when all micro-batches are in them
+        """Choose where the sums go: onto those of earlier micro-batches, or into new memory."""
+        if gradients.replicated:  # sums become gradients only after the step's last micro-batch
             known = self.partial.pop(gradients.index, None)
             gradients.flat = _lay(gradients.each, gradients.dtype, onto=known)
             return
@@ -225,7 +225,7 @@ class Reduction:
         _lay(fresh, dtype_of(gradients.params) or gradients.dtype)
 
     def _end(self, gradients: Gradients) -> None:
-        """Hand the sums over, once replicas have added theirs."""
+        """Store the sums as gradients, after the all-reduce between replicas if there are any."""
         params = gradients.params
         if gradients.replicated:
             assert gradients.flat is not None
@@ -240,16 +240,16 @@ class Reduction:
 
 
 class Alone:
-    """Gradients of a rank that is alone: nothing is to be summed, so nothing is copied.
+    """Stores the gradients of a model on a single rank without copying them.
 
-    `fully_shard` copies each group's gradients twice even then, to be reduced and to be divided.
+    `fully_shard` copies each group's gradients twice even then, to reduce and to divide them.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
 
     def install(self) -> None:
-        """Take the place of `fully_shard`'s own reduce-scatters."""
+        """Replace `fully_shard`'s own reduce-scatters."""
         for params in self.groups:
             params.post_backward = partial(self._post_backward, params)
 
@@ -259,7 +259,7 @@ class Alone:
 
 
 def taken_from(params: Any) -> list[Gradient]:
-    """A group's gradients, when backward has them all; `fully_shard` finds none to reduce.
+    """Take a group's gradients when backward has them all, so that `fully_shard` reduces none.
 
     Its own `post_backward` (torch 2.13) still runs: it frees the parameters.
     """
@@ -278,9 +278,9 @@ def taken_from(params: Any) -> list[Gradient]:
 
 
 def hand_over(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) -> None:
-    """Let `sums` be the sharded parameter's gradient, or be added to it; then run its hooks.
+    """Add `sums` to the sharded parameter's gradient, then run its post-accumulate hooks.
 
-    `is_there`: they were added to it already.
+    With `is_there` they were added already.
     """
     param, leaf = gradient.param, gradient.param.sharded_param
     if not is_there:
@@ -293,7 +293,7 @@ def hand_over(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) 
 
 
 def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = None) -> Tensor:
-    """Let the sums lie one after the other in new memory, or in what is there already."""
+    """Let the sums of `each` lie one after the other in `onto`, or in new memory."""
     sizes = [numel_of(gradient.param) for gradient in each]
     flat = torch.empty(sum(sizes), dtype=dtype) if onto is None else onto
     for gradient, sums in zip(each, flat.split(sizes), strict=True):
@@ -302,7 +302,7 @@ def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = 
 
 
 def _take(param: Any, even: bool) -> Gradient | None:
-    """The gradient of `param`, which loses it; zeros where it trains and was not used (`even`)."""
+    """Take the gradient from `param`; with `even`, zeros for a trainable one that was not used."""
     if whole_of(param) is None:
         return None
     param.accumulate_unsharded_grad_if_needed()
@@ -318,9 +318,9 @@ def _take(param: Any, even: bool) -> Gradient | None:
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor, *, onto: bool = False) -> None:
-    """`out` = parts[0] + parts[1] + …, in this order, or `out` += that sum (`onto`).
+    """Set `out` to parts[0] + parts[1] + … in this order; with `onto`, add that sum to `out`.
 
-    16-bit floats add up in fp32.
+    16-bit floats are summed in fp32.
     """
     narrow = out.is_floating_point() and out.dtype.itemsize < 4
     dtype = torch.float32 if narrow else out.dtype
@@ -339,7 +339,7 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor, *, onto: bool = False) ->
 
 
 def part_bytes(sharded: ShardedModel) -> int:
-    """The most bytes that a rank has for another at once."""
+    """Return the most bytes that a rank writes for another rank at once."""
     largest = 0
     for group in sharded.groups:
         total = 0

@@ -1,9 +1,9 @@
-"""Memory that the ranks of one host share, and how they wait for one another in it.
+"""Memory that the ranks of one host share, with semaphores by which they wait for one another.
 
-The memory is an anonymous file (memfd): it has no name in any file system, so however the ranks
-die, the kernel frees it with the last of them, and the size of /dev/shm is no limit to it. A rank
-calls another by a POSIX semaphore that lies in the memory: who waits sleeps in the kernel, and
-libc's semaphores order reads and writes on every architecture.
+The memory is an anonymous file (memfd). It has no name in any file system, so the kernel frees it
+when the last rank ends, however the ranks end, and the size of /dev/shm does not limit it. Ranks
+signal each other by POSIX semaphores in the memory: a waiting rank sleeps in the kernel, and libc's
+semaphores order reads and writes on every architecture.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from colotrain.torch_internals import timeout_s
 
 PAGE = mmap.PAGESIZE
 SEMAPHORE_BYTES = 64
-"""One cache line each; sem_t takes 32 bytes or less."""
+"""Bytes per semaphore: one cache line, as sem_t takes 32 bytes or less."""
 HEADER_BYTES = 64
-"""16 random bytes that prove the memory to be the one meant; then which rank was found gone."""
+"""Bytes of the header: 16 random ones that identify the memory, then the entry `LOST`."""
 LOST = 2
-"""Where in the header, in int64s: 1 + the rank that was found gone."""
+"""Index in the header, in int64s, of 1 + the rank whose process was found to have ended."""
 TRIES = 20
-"""Attempts, each after giving the core away, before a waiting rank goes to sleep."""
+"""Attempts, each followed by giving up the core, before a waiting rank sleeps."""
 LOOK_EVERY_S = 0.2
-"""How often a sleeping rank looks whether the others live."""
+"""Seconds between two checks of a sleeping rank that the other ranks still run."""
 SHARE_OF_FREE_MEMORY = 0.5
-"""Less is left alone."""
+"""Largest part of the host's free memory that is used by default."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Unavailable(Exception):
-    """Why ranks cannot share memory; raised on all of them or on none."""
+    """Ranks cannot share memory; the message says why. Raised on all ranks or on none."""
 
 
 class PeerLost(RuntimeError):
-    """A rank ended, or did not come in time, while this one waited for it."""
+    """A rank ended, or did not come within the timeout, while this one waited for it."""
 
 
 class _Timespec(ctypes.Structure):
@@ -57,7 +57,7 @@ class _Timespec(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hello:
-    """What the ranks tell each other before they share memory."""
+    """What each rank tells the others before they share memory."""
 
     host: str
     pid: int
@@ -69,8 +69,8 @@ class _Hello:
 class SharedMemory:
     """`num_bytes` of memory, zero at first, mapped by all ranks of a group on one host.
 
-    All ranks of `group` must create it together. Beside the bytes there are `num_bells` bells for
-    each ordered pair of ranks: `ring` counts one up for a rank, `wait` counts one down.
+    All ranks of `group` must create it together. It also has `num_bells` semaphores for each
+    ordered pair of ranks: `ring` posts one for a rank, `wait` waits for one.
     """
 
     def __init__(
@@ -126,20 +126,20 @@ class SharedMemory:
         self.pids = [hello.pid for hello in hellos]
         self.watched = [os.pidfd_open(pid) for pid in self.pids]
         self.close = weakref.finalize(self, _close, self.watched)
-        """Stop watching the other ranks; the memory goes with the last tensor that uses it."""
+        """Stop watching the other ranks. The last tensor that uses the memory unmaps it."""
 
     def bytes(self, start: int, num_bytes: int) -> Tensor:
-        """A view of the shared bytes: uint8 [num_bytes]."""
+        """Return a view of the shared bytes: uint8 [num_bytes]."""
         start += self._start
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
     def advise(self, advice: int, start: int, num_bytes: int) -> None:
-        """`madvise` for shared bytes that begin and end with a page."""
+        """Call `madvise` on shared bytes, which must begin and end at a page."""
         if num_bytes:
             self.memory.madvise(advice, self._start + start, num_bytes)
 
     def lend(self, start: int, num_bytes: int) -> Any:
-        """The shared bytes as a buffer of its own, whose end a weak reference can tell."""
+        """Return the shared bytes as an object of their own, which can have a weak reference."""
         return (ctypes.c_ubyte * num_bytes).from_buffer(self.memory, self._start + start)
 
     def _bell(self, bell: int, sender: int, receiver: int) -> ctypes.c_void_p:
@@ -147,15 +147,15 @@ class SharedMemory:
         return ctypes.c_void_p(self._address + index * SEMAPHORE_BYTES)
 
     def ring(self, bell: int, receiver: int) -> None:
-        """Count `bell` of the rank `receiver` up by one."""
+        """Post semaphore `bell` of the rank `receiver`."""
         _libc.sem_post(self._bell(bell, self.rank, receiver))
 
     def wait(self, bell: int, sender: int, *, what: str) -> None:
-        """Count `bell` down by one, once the rank `sender` has rung it.
+        """Wait until the rank `sender` has posted semaphore `bell` of this rank.
 
         Raises `PeerLost` within seconds of the end of that process, or when any rank found another
-        one gone, or after the timeout of the process group. Time that this process was stopped
-        (SIGSTOP) does not count: so were the others.
+        one ended, or after the timeout of the process group. Time in which this process was stopped
+        (SIGSTOP) does not count, because the other ranks were stopped too.
         """
         waited_s, looked_at = 0.0, time.monotonic()
         while not self.heard(bell, sender, within_s=LOOK_EVERY_S):
@@ -171,7 +171,7 @@ class SharedMemory:
                 raise PeerLost(f"Timed out waiting {self.timeout_s:g} s for {name} in {what}")
 
     def meet(self, bell: int, what: str) -> None:
-        """Wait until all ranks are here, each of which rings `bell`. Raises as `wait` does."""
+        """Wait until all ranks are here: a barrier on semaphore `bell`. Raises as `wait` does."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for peer in peers:
             self.ring(bell, peer)
@@ -179,7 +179,7 @@ class SharedMemory:
             self.wait(bell, peer, what=what)
 
     def heard(self, bell: int, sender: int, *, within_s: float) -> bool:
-        """Count `bell` down by one if the rank `sender` rings it within about `within_s`."""
+        """Return whether the rank `sender` posts semaphore `bell` within about `within_s`."""
         semaphore = self._bell(bell, sender, self.rank)
         for _ in range(TRIES):
             if _libc.sem_trywait(semaphore) == 0:
@@ -190,7 +190,10 @@ class SharedMemory:
         return _sleep(semaphore, within_s)
 
     def _lost(self, sender: int) -> int | None:
-        """The rank that another rank found gone (who then may be gone too), or else `sender`."""
+        """Return the rank that has ended: the one that any rank has found, or else `sender`.
+
+        The rank that found it may have ended too. None while all run.
+        """
         if self.header[LOST]:
             return int(self.header[LOST]) - 1
         poll = select.poll()
@@ -203,7 +206,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can still be had on this host, within the limits of a container."""
+    """Return the bytes of free memory on this host, within the limits of a container."""
     return host.free_bytes()
 
 
@@ -221,7 +224,7 @@ def _create(num_bytes: int, num_semaphores: int, token: bytes, share_of_free: fl
         address = ctypes.addressof(first)
         for index in range(num_semaphores):
             _libc.sem_init(ctypes.c_void_p(address + index * SEMAPHORE_BYTES), 1, 0)
-        del first  # or the mapping could not be closed
+        del first  # otherwise the mapping cannot be closed
     return fd
 
 
@@ -232,7 +235,7 @@ def _close(fds: list[int]) -> None:
 
 
 def _host() -> str:
-    """The same on two ranks if they can share memory and see each other's processes."""
+    """Return a text that is equal on ranks that share memory and see their processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     known = [str(p.read_text() if p is boot else p.readlink()) for p in (boot, space) if p.exists()]
@@ -252,8 +255,8 @@ def _agree(problems: list[str | None]) -> None:
 
 
 def _sleep(semaphore: ctypes.c_void_p, within_s: float) -> bool:
-    """Wait in the kernel; False after that time, or when a signal came."""
-    if hasattr(_libc, "sem_clockwait"):  # glibc 2.30; the other one jumps with the wall clock
+    """Wait in the kernel. False after that time, or when a signal came."""
+    if hasattr(_libc, "sem_clockwait"):  # glibc 2.30; the other call jumps with the wall clock
         until = ctypes.byref(_timespec(time.monotonic() + within_s))
         return bool(_libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, until) == 0)
     until = ctypes.byref(_timespec(time.time() + within_s))

@@ -1,12 +1,12 @@
-"""Parameters in common: the ranks of a host hold one copy, so that nobody has to gather it.
+"""Parameters in shared memory: the ranks of a host hold one copy, so that no rank gathers them.
 
-Each rank's shards lie in memory that all ranks of the shard group map, those of a parameter one
-after the other, in the order of the ranks: together they are the whole parameter. Every rank
-updates its own rows, and computes with the whole. A meeting before the first use of a step says
-that all have updated theirs; that all have done with a step is agreed on before its update anyway.
+Each rank's shards lie in memory that all ranks of the shard group map. The shards of a parameter
+lie one after the other in rank order, so together they are the whole parameter. Every rank updates
+its own rows and computes with the whole. A barrier before the first forward of a step waits for all
+updates. No second barrier is needed: ranks agree that a step is over before they update.
 
-On CPU alone, and where computing is in the dtype of the parameters: a cast is a copy. A rank that
-is alone in its shard group holds its parameters whole as it is, and needs no other's memory.
+This works on CPU only, and only where parameters are computed with in their own dtype, because a
+cast makes a copy. A rank alone in its shard group holds whole parameters anyway, in its own memory.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from colotrain.engine.sharding.sharded_model import Group, ShardedModel, numel_o
 from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, Unavailable, round_up
 
 MADV_POPULATE_WRITE = 23
-"""Linux 5.14, mman.h; elsewhere every page is read."""
+"""Flag of madvise (mman.h) since Linux 5.14; on older ones every page is read instead."""
 ALIGNMENT = 64
 SHARE_OF_FREE_MEMORY = 0.9
-"""The ranks' own parts would need it, too."""
-MEETING = 0  # what the only bell is rung for
+"""Largest part of free memory that may be used: each rank's own shards would need it, too."""
+MEETING = 0  # index of the only semaphore
 
 
 class Common:
-    """The parameters that the ranks of a shard group hold in common.
+    """The parameters that the ranks of a shard group share.
 
-    All ranks must make it together, after `shard_`, and then `house` together. Raises `Unavailable`
-    on all ranks of the group or on none.
+    All ranks must create it together, after `shard_`, and then call `house` together. Raises
+    `Unavailable` on all ranks of the group or on none.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -53,7 +53,7 @@ class Common:
         group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
         self.rank, self.size = group.rank(), group.size()
         self.ranges: dict[str, tuple[int, int]] = {}
-        """Group → where its memory begins, and its bytes: pages, which can be given back alone."""
+        """Group → start and bytes of its memory: whole pages, which can be freed separately."""
         end = 0
         for part in sharded.groups:
             self.ranges[part.name] = end, round_up(sum(self._sizes(part)), PAGE)
@@ -62,17 +62,17 @@ class Common:
         if self.size > 1 and end:
             self.memory = SharedMemory(group, end, num_bells=1, share_of_free=SHARE_OF_FREE_MEMORY)
         self.parts: dict[str, Group] = {}
-        """Name → what is held in common now."""
+        """Group name → group whose parameters are in shared memory now."""
 
     def _sizes(self, part: Group) -> list[int]:
-        """Bytes of each parameter, whole and padded."""
+        """Return the bytes of each parameter of `part`, whole and padded."""
         return [
             round_up(self.size * numel_of(param) * param.sharded_param.dtype.itemsize, ALIGNMENT)
             for param in part.params
         ]
 
     def house(self, fresh: bool) -> None:
-        """Let the sharded parameters lie in the common memory; `fresh` ones have no values yet."""
+        """Move the sharded parameters to shared memory; `fresh` ones have no values to copy."""
         for part in self.sharded.groups:
             at, _ = self.ranges[part.name]
             for param, num_bytes in zip(part.params, self._sizes(part), strict=True):
@@ -90,9 +90,10 @@ class Common:
         root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
 
     def _meet(self) -> None:
-        """Before a forward: wait for the others' updates, unless parameters are in use already.
+        """Wait for the other ranks' updates, before a forward that finds the parameters not in use.
 
-        Which the root's tell, for every rank runs it in every forward.
+        The root group shows whether they are in use: every rank runs the root module in every
+        forward.
         """
         root = self.sharded.groups[-1].fsdp_groups
         in_use = root and all(params.is_unsharded for params in root)
@@ -100,7 +101,7 @@ class Common:
             self.memory.meet(MEETING, "the parameters' update")
 
     def populate(self) -> None:
-        """Touch what is in common, so that from here on it counts: a rank's own share of it."""
+        """Touch all shared pages, so that this rank's part of them counts as used memory."""
         if self.memory is None:
             return
         for name in self.parts:
@@ -115,12 +116,12 @@ class Common:
         leave_out(held * (self.size - 1) // self.size)
 
     def gather_bytes(self, groups: Iterable[Group]) -> int:
-        """What it takes to gather those of `groups` that are in common: two of them at once."""
+        """Return the bytes needed to gather the shared ones of `groups`, two of them at a time."""
         sizes = sorted(self.ranges[part.name][1] for part in groups if part.name in self.parts)
         return sum(sizes[-2:])
 
     def give_up(self, groups: Iterable[Group]) -> None:
-        """Groups whose parameters lie elsewhere now are gathered again, and their memory is freed.
+        """Gather groups again whose parameters lie elsewhere now, and free their shared memory.
 
         All ranks of the shard group must call with the same groups, between two steps.
         """
@@ -135,14 +136,14 @@ class Common:
         self.memory.meet(MEETING, "giving parameters up")
         if self.rank == 0:
             for part in gone:
-                with suppress(OSError):  # where pages cannot be given back, they stay
+                with suppress(OSError):  # pages that cannot be freed stay
                     self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
-        self.memory.meet(MEETING, "giving parameters up")  # it counts no more when it is gone
+        self.memory.meet(MEETING, "giving parameters up")  # counted until it is freed
         self._count()
 
 
 class InPlace:
-    """Stands in for the all-gathers of one of `fully_shard`'s groups: all is there already."""
+    """Replaces the all-gathers of one of `fully_shard`'s groups whose parameters are shared."""
 
     def __init__(self, params: Any) -> None:
         self.params, self.asked = params, False
@@ -152,7 +153,7 @@ class InPlace:
 
     @staticmethod
     def restore_gathers(params: Any, size: int) -> None:
-        """From here on the whole parameters, which others know, are what `size` ranks gather."""
+        """Let the whole parameters, which others refer to, be gathered from `size` ranks again."""
         del params.unshard, params.wait_for_unshard
         for param in params.fsdp_params:
             del param._colotrain_whole
@@ -179,10 +180,10 @@ class InPlace:
 
 
 def hold_in_common(sharded: ShardedModel) -> Common | None:
-    """A place for the parameters of `sharded` that its ranks have in common; None where not.
+    """Make shared memory for the parameters of `sharded`; None where ranks cannot share them.
 
-    All ranks must call. Not where parameters are cast or on another device, where a shard group
-    spans hosts, and where there is no memory for it.
+    All ranks must call. Parameters cannot be shared where they are cast or on another device, where
+    a shard group spans hosts, and where there is not enough memory.
     """
     leave_out(0)
     cast = any(p.mp_policy.param_dtype is not None for p in sharded.fsdp_params())

@@ -1,8 +1,8 @@
-"""Shared memory under the collectives of `fully_shard`, for ranks of one host on CPU.
+"""Connects the collectives of `fully_shard` to shared memory, for ranks of one host on CPU.
 
 `fully_shard` asks for the buffer of an all-gather (`allocate`), fills it, calls the collective and
-reads the result; both take part here, so that most data is never sent at all. Reduce-scatters are
-replaced as a whole (`engine.shm.reduce_scatter`).
+reads the result. Buffer and collective come from this module, so most data is never sent.
+Reduce-scatters are replaced as a whole (`engine.shm.reduce_scatter`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from colotrain.engine.shm.reduce_scatter import Alone, Reduction
 from colotrain.engine.shm.shared_memory import Unavailable
 
 LARGEST_BUFFER_BYTES = 64 << 20
-"""Larger groups go through the window, so that little memory is kept between their uses."""
+"""Largest buffer in shared memory: larger groups use windows, and no memory between their uses."""
 
 
 class SharedAllGather(AllGather):
-    """`fully_shard`'s all-gather over a channel."""
+    """`fully_shard`'s all-gather, carried out by a `Channel`."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -53,7 +53,7 @@ class SharedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All ranks of the channel's group must call; done on return."""
+        """Gather. All ranks of the channel's group must call; the result is there on return."""
         if output_tensor.device.type != "cpu":
             return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
         assert group == self.channel.group, "an all-gather over another group than its buffer's"
@@ -62,7 +62,7 @@ class SharedAllGather(AllGather):
 
 
 class Done(dist.Work):
-    """Work that was finished when it was handed out."""
+    """Work that was complete before it was returned."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -79,21 +79,21 @@ class Transport:
 
     @property
     def num_bytes(self) -> int:
-        """Shared memory on the host, for all ranks of the shard group together."""
+        """Bytes of shared memory on the host, for all ranks of the shard group together."""
         return self.channel.memory.num_bytes + self.reduction.memory.num_bytes
 
     def close(self) -> None:
-        """Go back to the process group. All ranks must call, between two steps."""
+        """Return to the process group's collectives. All ranks must call, between two steps."""
         _use(self.sharded, DefaultAllGather())
         self.reduction.close()
         self.channel.memory.close()
 
 
 def install(sharded: ShardedModel) -> Transport | None:
-    """Let the collectives of `sharded` go through shared memory where its shard group is one host.
+    """Make the collectives of `sharded` use shared memory where its shard group is on one host.
 
-    All ranks must call, after `shard_`. Returns None on all ranks, and rank 0 says why on stderr,
-    where the process group is to be used: several hosts in a shard group, or no memory for it.
+    All ranks must call, after `shard_`. Returns None on all ranks where the process group is used:
+    a shard group spans several hosts, or memory is short. Rank 0 then prints the reason to stderr.
     """
     group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
     if sharded.mesh.device_type != "cpu":
@@ -125,15 +125,15 @@ def install(sharded: ShardedModel) -> Transport | None:
 
 
 def _let_go(state: Any, *_: object) -> None:
-    """Drop what a group was gathered in; `fully_shard` holds it until the next group is there.
+    """Drop the buffer of a group's all-gather, which `fully_shard` keeps until the next one.
 
-    A GPU's stream may still copy from it; a CPU has done so when the group's forward begins.
+    A GPU's stream may still copy from it; on CPU the copy is done when the group's forward begins.
     """
     forget_gathered(state)
 
 
 def buffer_bytes(sharded: ShardedModel) -> int:
-    """The largest all-gather's buffer that is worth sharing."""
+    """Return the bytes of the largest all-gather whose output should be in shared memory."""
     size, largest = sharded.mesh.size(sharded.mesh.ndim - 1), 0
     for group in sharded.groups:
         num_bytes = sum(
