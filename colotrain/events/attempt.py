@@ -124,9 +124,7 @@ class Attempt:
 
 
 def _busy_s(event: Event) -> float:
-    """Return the rank's own seconds in a step: without the wait for other ranks if it has
-    `compute_s`.
-    """
+    """Return a rank's seconds in a step, without the wait for other ranks if it has `compute_s`."""
     compute_s = event.number("compute_s")
     if compute_s is None:
         return event.number("step_s") or 0.0
@@ -185,10 +183,7 @@ class History:
         return max(0.0, sum(lost))
 
     def times(self, saves: Iterable[Checkpoint]) -> tuple[tuple[str, float], ...]:
-        """Return (activity, mean seconds per step) over the recent steps.
-
-        The activities of a step add up to the time from its predecessor's end to its own.
-        """
+        """Return (activity, mean seconds) of the recent steps, each from its predecessor's end."""
         if self.last is None:
             return ()
         steps = list(self.recent)[1:] or [self.last]
@@ -212,10 +207,7 @@ class History:
 
 
 def merge(attempts: Iterable[Attempt], part: Callable[[Attempt], dict[int, T]]) -> dict[int, T]:
-    """Merge `part` of all attempts by step.
-
-    An attempt replaces everything after the step that it resumed from.
-    """
+    """Merge `part` by step; an attempt replaces all after the step that it resumed from."""
     merged: dict[int, T] = {}
     for attempt in attempts:
         base = attempt.base()

@@ -43,18 +43,13 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The earlier difference; the loss if both are in the same step, for it is computed
-        first.
-        """
+        """Earlier difference; the loss if both are in the same step, for it is computed first."""
         found = [part for part in (self.loss, self.gradient) if part is not None]
         return min(found, key=lambda part: part.step, default=None)
 
 
 def compare(first: RunDir, second: RunDir, *, tolerance: float) -> Comparison:
-    """Compare the losses and gradients of two runs.
-
-    `tolerance` is relative to the larger of two values.
-    """
+    """Compare two runs; `tolerance` is relative to the larger of two values."""
     num_losses, loss = 0, None
     for step, ours, theirs in _joined(losses(first), losses(second)):
         num_losses += 1

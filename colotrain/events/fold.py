@@ -63,9 +63,7 @@ class Fold:
             self._extend(attempt, event.count("step"))
 
     def _extend(self, attempt: Attempt, step: int) -> None:
-        """Append `step` to the history if it follows the last one; otherwise mark it for
-        merging.
-        """
+        """Append `step` to the history if it is the next one; otherwise mark it for merging."""
         last = self._history.last if self._history else None
         follows = last is None or (last.attempt == attempt.number and last.step < step)
         latest = attempt.number == max(self._attempts)

@@ -46,9 +46,7 @@ class Noise:
     """How well the gradients of single micro-batches agree; None where that is unknown."""
 
     scale: float | None
-    """Gradient noise scale in samples: batches up to about this size still gain from more
-    samples.
-    """
+    """Gradient noise scale in samples: larger batches pay up to about this size."""
     cosine: float | None
     """Mean cosine similarity between the gradients of two micro-batches."""
 
@@ -85,9 +83,7 @@ class Cell:
     """The gradient of one layer in one step."""
 
     status: str
-    """Worst status of the layer's parameters: `nonfinite`, then `trained`, `zero`, `unused`,
-    `frozen`.
-    """
+    """Worst of the parameters' states: `nonfinite`, then `trained`, `zero`, `unused`, `frozen`."""
     norm: float | None
 
 
@@ -146,9 +142,7 @@ class GradientHistory:
 
 
 def layer_of(name: str) -> str:
-    """Return the module's name up to its first number: `blocks.3` for
-    `blocks.3.attention.wq.weight`.
-    """
+    """Return the module's name up to its first number: `blocks.3` of `blocks.3.attn.wq.weight`."""
     module, _, _ = name.rpartition(".")
     parts = (module or name).split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]

@@ -1,7 +1,7 @@
-"""Signs of life: a small file per rank, in which it says when, and in what, it was last seen.
+"""Heartbeats: each rank records its step, phase and time in a small file of its own.
 
-Written by the ranks, read by the launcher of the same machine. Times are of the monotonic clock,
-which all processes of a machine share and nobody sets.
+The ranks write them and the launcher of the same machine reads them. Times are of the monotonic
+clock, which all processes of a machine share and which setting the clock does not change.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LINE_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What a rank said last."""
+    """The last heartbeat of one rank."""
 
     rank: int
     pid: int
     step: int
-    """The step it is in, from 1."""
+    """Step that the rank is in, from 1."""
     phase: str
     t: float
-    """Seconds of the monotonic clock."""
+    """Monotonic clock in seconds when it was written."""
     patience_s: float
-    """How long it may stay silent from then on."""
+    """Seconds that the rank may stay silent after `t`."""
 
 
 class Heartbeat:
-    """A rank's own; without a path it is silent. Costs microseconds and never raises."""
+    """Writes one rank's heartbeats, unless the path is None. Takes microseconds, never raises."""
 
     def __init__(self, path: Path | None = None, *, rank: int = 0, patience_s: float = 0.0) -> None:
         self.rank, self.patience_s, self._handle = rank, patience_s, -1
@@ -62,7 +62,7 @@ class Heartbeat:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The last signs of life in `folder`, by rank; what cannot be read is left out."""
+    """Return the last heartbeats in `folder`, by rank; unreadable ones are left out."""
     found = []
     for path in folder.glob("rank*.json"):
         try:

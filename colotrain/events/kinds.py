@@ -1,4 +1,4 @@
-"""What single events say, as records: failures, checkpoints, steps, numbers that are not finite."""
+"""Typed records of single events: failures, checkpoints, steps, non-finite numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from colotrain.events.log import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank failed (`failed`)."""
+    """Failure of one rank (`failed`)."""
 
     rank: int
     attempt: int
@@ -43,11 +43,11 @@ class Checkpoint:
     step: int
     path: str
     seconds: float | None
-    """Time it took to save; None where it was only resumed from."""
+    """Seconds that saving took; None if it was only resumed from."""
     stall_s: float | None = None
-    """Of it, the time that training stood still."""
+    """Seconds of `seconds` during which training stood still."""
     t: float
-    """Unix seconds: when it was saved or resumed from."""
+    """Unix time at which it was saved or resumed from."""
 
     @staticmethod
     def of(event: Event) -> Checkpoint:
@@ -59,30 +59,30 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgress:
-    """How far a step, or an evaluation, that takes long is (`progress`)."""
+    """Progress within a step or evaluation that takes long (`progress`)."""
 
     step: int
-    """The step that is being computed, or after which is evaluated."""
+    """Step that is being computed, or after which the evaluation runs."""
     what: str
-    """step or evaluation."""
+    """"step" or "evaluation"."""
     micro_batch: int
-    """The one that is being computed, from 1."""
+    """Micro-batch that is being computed, from 1."""
     micro_batches: int
     done: float
-    """Share that is done, between 0 and 1."""
+    """Fraction that is done, between 0 and 1."""
     seconds: float
-    """Since it began."""
+    """Seconds since the step or evaluation began."""
     t: float
-    """Unix seconds: when this was so."""
+    """Unix time of this report."""
 
     @property
     def whole_s(self) -> float | None:
-        """How long it takes as a whole, at the rate so far; None where that cannot be told yet."""
+        """Estimated total seconds at the rate so far; None while nothing is done."""
         return self.seconds / self.done if self.done > 0 else None
 
     @property
     def eta_s(self) -> float | None:
-        """How long it takes from then on."""
+        """Estimated seconds from `t` to the end; None while nothing is done."""
         return None if self.whole_s is None else max(0.0, self.whole_s - self.seconds)
 
     @staticmethod
@@ -99,14 +99,14 @@ class StepProgress:
 
 
 class Step(NamedTuple):
-    """What rank 0 recorded of one step (`step`)."""
+    """Rank 0's record of one step (`step`)."""
 
     attempt: int
     step: int
     t: float
     loss: float | None
     tokens: float | None
-    """Targets of all ranks: tokens, samples, or what the model counts."""
+    """Targets summed over all ranks: tokens, samples, or what the model counts."""
     tokens_per_s: float | None
     grad_norm: float | None
     clip_ratio: float | None
@@ -114,9 +114,9 @@ class Step(NamedTuple):
     step_s: float | None
     data_s: float | None
     compute_s: float | None
-    """Forward and backward, with what of the collectives is inside them."""
+    """Seconds in forward and backward, with the collectives inside them."""
     reduce_s: float | None
-    """The wait for the other ranks."""
+    """Seconds of waiting for the other ranks."""
     optimizer_s: float | None
     optimizer_steps: int
     micro_batches: int
@@ -147,15 +147,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nonfinite:
-    """Where numbers that are not finite began (`nonfinite`)."""
+    """Origin of the first non-finite number (`nonfinite`)."""
 
     parameter: str | None
     module: str | None
     rank: int | None
-    """None: a second pass over the step was clean."""
+    """Rank where it arose; None if a second pass over the step found nothing."""
     step: int
     micro_batch: int | None
-    """Of the step, from 1."""
+    """Micro-batch within the step, from 1."""
     phase: str
 
     @staticmethod
@@ -170,7 +170,7 @@ class Nonfinite:
         )
 
     def __str__(self) -> str:
-        """`blocks.1.mlp in backward of step 5, rank 1, micro-batch 3`."""
+        """Return text like `blocks.1.mlp in backward of step 5, rank 1, micro-batch 3`."""
         if self.rank is None:
             return f"step {self.step}, in which a second pass met nothing"
         what = self.module or self.parameter or "the model itself"
@@ -181,7 +181,7 @@ class Nonfinite:
 
 
 def metrics_of(event: Event | None) -> dict[str, float]:
-    """What the model returned beside the loss in an evaluation (`eval`)."""
+    """Return the metrics that the model returned beside the loss in an evaluation (`eval`)."""
     found = event.fields.get("metrics") if event is not None else None
     if not isinstance(found, dict):
         return {}

@@ -1,7 +1,7 @@
-"""Who launches a run, and whether that process still lives.
+"""Identity of a run's launcher process, and whether that process is still alive.
 
-The launcher's identity file names host, boot, process and the process's start time, so that a
-process id that was given out again is not mistaken for the launcher.
+The launcher's identity file records host, boot, process id and process start time, so that another
+process that reuses the id is not mistaken for the launcher.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from colotrain.records import from_plain, to_plain
 from colotrain.rundir import HOW_TO_START, RUNS, RunDir, write_atomically
 
 SILENT_S = 120.0
-"""A run on another host whose event files are older than this is taken for dead."""
+"""Seconds without new events after which a run on another host is presumed dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,12 @@ class Launcher:
     host: str
     boot_id: str
     pid_namespace: str
-    """Containers may share host name and boot, and yet count processes on their own."""
+    """PID namespace: containers can share host name and boot id but number processes separately."""
     pid: int
     start_time: str
-    """Opaque; equal for the same process only. Empty where the system does not tell."""
+    """Opaque value, equal only for the same process; empty where the system does not tell."""
     job: str = ""
-    """Of SLURM, which never lets two allocations of one job be."""
+    """SLURM job id. SLURM never runs two allocations of one job at once."""
 
 
 _UNKNOWN = ""
@@ -47,10 +47,10 @@ _PLACE = ("host", "boot_id", "pid_namespace")
 
 
 def claim(rundir: RunDir) -> contextlib.ExitStack:
-    """Become the launcher of a run, until `release` or to the end of a `with` over the result.
+    """Become the launcher of a run, until `release` or the end of a `with` over the result.
 
-    Raises `UsageError` where another live process is. Two launchers that try at once are
-    serialised by a lock on the folder, where the filesystem has locks for folders.
+    Raises `UsageError` if another live process is the launcher. Two launchers that claim a run at
+    once are serialized by a lock on its folder, if the filesystem supports such locks.
     """
     with _locked(rundir.path):
         holder, mine = launcher_of(rundir), _identity(os.getpid())
@@ -70,15 +70,15 @@ def claim(rundir: RunDir) -> contextlib.ExitStack:
 
 
 def release(rundir: RunDir) -> None:
-    """Stop being the launcher; without effect for any other process."""
+    """Give up being the launcher; no effect in any other process."""
     if launcher_of(rundir) == _identity(os.getpid()):
         rundir.launcher_file.unlink(missing_ok=True)
 
 
 def is_alive(rundir: RunDir) -> bool | None:
-    """Whether the run's launcher lives; None where that cannot be told from here.
+    """Whether the run's launcher is alive; None if that cannot be told from this process.
 
-    It ran on another host, in another container, or before a reboot.
+    It cannot be told if the launcher ran on another host, in another container or before a reboot.
     """
     holder = launcher_of(rundir)
     if holder is None:
@@ -91,10 +91,10 @@ def is_alive(rundir: RunDir) -> bool | None:
 
 
 def state(rundir: RunDir, view: RunView) -> str:
-    """finished, failed, preempted, interrupted, running, starting, or dead.
+    """Return finished, failed, preempted, interrupted, running, starting, or dead.
 
-    Dead: the launcher is gone and has not said how the run ended. A run that was never launched,
-    such as one that waits in a queue, is starting.
+    Dead means that the launcher is gone without having recorded how the run ended. A run that was
+    never launched, for example one that waits in a queue, is starting.
     """
     if view.status in ENDED or _holds(rundir):
         return view.status
@@ -105,7 +105,7 @@ def state(rundir: RunDir, view: RunView) -> str:
 
 
 def has_trained(rundir: RunDir) -> bool:
-    """Whether the run has made a step."""
+    """Whether the run has completed a step."""
     for path, rank, _ in event_files(rundir, ranks={0}):
         if rank is not None:
             with contextlib.suppress(OSError), path.open("rb") as lines:
@@ -117,7 +117,7 @@ def has_trained(rundir: RunDir) -> bool:
 def find(
     name: str | None, *, root: Path = RUNS, counts: Callable[[RunDir], bool] = has_trained
 ) -> RunDir:
-    """The run called `name`; with None the newest that `counts`, starts just now, or is queued."""
+    """Return the run `name`; if None, the newest that is alive, queued, or passes `counts`."""
     if name is not None:
         return RunDir.find(name, root=root)
     known = RunDir.all(root)[::-1]
@@ -127,19 +127,19 @@ def find(
 
 
 def _is_queued(rundir: RunDir) -> bool:
-    """Whether it is a job that was neither started nor cancelled by `colotrain stop`."""
+    """Whether the run is a job that was neither started nor cancelled by `colotrain stop`."""
     over = rundir.launcher_events.exists() or rundir.cancel_file.exists()
     return rundir.job_file.exists() and not over
 
 
 def _holds(rundir: RunDir) -> bool:
-    """Whether a launcher seems to live; elsewhere, whether the run has written lately."""
+    """Whether a launcher seems alive; on another host, whether the run has written recently."""
     alive = is_alive(rundir)
     return _silence_s(rundir) <= SILENT_S if alive is None else alive
 
 
 def _silence_s(rundir: RunDir) -> float:
-    """Seconds since the run last wrote an event or was claimed."""
+    """Return the seconds since the run last wrote an event or was claimed."""
     files = [path for path, _, _ in event_files(rundir)] + [rundir.launcher_file]
     written = [when for path in files if (when := _modified_at(path)) is not None]
     return time.time() - max(written, default=float("-inf"))
@@ -153,7 +153,7 @@ def _modified_at(path: Path) -> float | None:
 
 
 def launcher_of(rundir: RunDir) -> Launcher | None:
-    """Who the identity file names; None where there is none that can be read."""
+    """Return the launcher in the identity file; None if there is no readable one."""
     try:
         return from_plain(Launcher, json.loads(rundir.launcher_file.read_text("utf-8")))
     except (OSError, ValueError, RecursionError, ConfigError):
@@ -186,9 +186,9 @@ def _pid_namespace() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When process `pid` began, or None where it is gone, or a zombie.
+    """Return the start time of process `pid`; None if it is gone or a zombie.
 
-    Clock ticks since boot: wall-clock times shift when the clock is set.
+    The unit is clock ticks since boot, because wall-clock times shift when the clock is set.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
@@ -199,21 +199,21 @@ def _start_time(pid: int) -> str | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is such a process, where /proc is missing (macOS) or hides other users'."""
+    """Whether the process exists, if /proc is missing (macOS) or hides other users' processes."""
     if pid <= 0:
         return False
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it is another user's
+    except OSError:  # the process belongs to another user
         return True
     return True
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder`; without one where it cannot be locked (some network filesystems)."""
+    """Hold a lock on `folder`; some network filesystems have none and it is left unlocked."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:

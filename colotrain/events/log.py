@@ -1,9 +1,9 @@
-"""Events: one append-only JSON-lines file per rank and attempt, and one of the launcher.
+"""Event files: append-only JSON lines, one file per rank and attempt and one per launcher.
 
 Writers never block training and never raise into it. Readers follow files that are still being
-written, on this machine or over a shared filesystem: a torn last line waits for the next poll, a
-line that is no event is skipped and counted. Numbers that JSON cannot hold travel as the texts
-"nan", "inf" and "-inf".
+written, on this machine or over a shared filesystem: an incomplete last line waits for the next
+poll; a line that is not an event is skipped and counted. Numbers that JSON cannot represent are
+written as the strings "nan", "inf" and "-inf".
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 from colotrain.rundir import RunDir
 
 LINE_LIMIT = 16 << 20
-"""Bytes that one read takes from one file; a longer line is skipped."""
+"""Maximum bytes per read of one file; a longer line is skipped."""
 POLL_LIMIT = 32 << 20
-"""Bytes after which a poll leaves the remaining files to the next one."""
+"""Bytes after which a poll leaves the remaining files to the next poll."""
 OUTLINE_BYTES = 2 << 10
-"""An outline has the first line of a long file and so many bytes of its end,"""
+"""Bytes at the end of a long file that its outline includes, besides the first line."""
 OUTLINE_LINES = 4
-"""or more where these are not even so many lines."""
+"""Minimum lines at the end of a long file in its outline, even beyond `OUTLINE_BYTES`."""
 FILES_PER_POLL = 256
-"""Files of ranks other than 0 that one poll of an outline looks at again, in turn."""
+"""Files of ranks other than 0 that one poll of an outline rereads, in rotation."""
 
 _WORKER_FILE = re.compile(r"rank(\d{5,7})-attempt(\d{4,7})\.jsonl")
 _LAUNCHER_FILE = re.compile(r"launcher\.jsonl|node\d{5,7}\.jsonl")
@@ -42,7 +42,7 @@ _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened. `rank` and `attempt` say who wrote it: None is the launcher."""
+    """One event; `rank` and `attempt` of the worker that wrote it are None for the launcher."""
 
     kind: str
     t: float
@@ -50,10 +50,10 @@ class Event:
     rank: int | None = None
     attempt: int | None = None
     fields: dict[str, Any]
-    """Everything else in the record. The readers below never fail, whatever it holds."""
+    """All other fields of the record. The methods below never raise, whatever it holds."""
 
     def number(self, name: str) -> float | None:
-        """A numeric field, or None where there is none."""
+        """Return a numeric field, or None if there is none."""
         value = self.fields.get(name)
         try:
             return float(value) if isinstance(value, int | float) else None
@@ -61,7 +61,7 @@ class Event:
             return None
 
     def count(self, name: str) -> int:
-        """A field that counts something; 0 where there is none."""
+        """Return an integer field; 0 if there is none."""
         value = self.number(name)
         return int(value) if value is not None and math.isfinite(value) else 0
 
@@ -71,10 +71,10 @@ class Event:
 
 
 class EventWriter:
-    """Appends events to one file, each with a single write, so that lines never interleave.
+    """Appends events to one file, each with a single write so that lines never interleave.
 
-    Nothing is raised: an event that cannot be written (a full disk) is dropped and counted in
-    `dropped`, and the first one is announced on stderr.
+    Nothing is raised: an event that cannot be written (for example on a full disk) is dropped and
+    counted in `dropped`; a warning on stderr announces the first one.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -82,7 +82,7 @@ class EventWriter:
         self.dropped = 0
         self._handle: int | None = None
         self._torn = False
-        """The file ends inside a line: the next event has to start a new one."""
+        """Whether the file ends within a line, so that the next event must start a new one."""
 
     def __enter__(self) -> EventWriter:
         return self
@@ -91,7 +91,7 @@ class EventWriter:
         self.close()
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event; `t` is now unless it is among `fields`."""
+        """Append one event; its `t` is the current time unless given in `fields`."""
         line = encode({"t": time.time(), "kind": kind, **fields})
         try:
             self._append(line)
@@ -128,29 +128,29 @@ class EventWriter:
 
 
 class EventReader:
-    """Reads what was added to a run's event files since the last `poll`."""
+    """Reads the events that were added to a run's files since the last `poll`."""
 
     def __init__(
         self, rundir: RunDir, *, ranks: Collection[int] | None = None, outline: bool = False
     ) -> None:
-        """`ranks` limits which workers' files are read; the launcher's always is.
+        """`ranks` limits which workers' files are read; the launchers' files always are.
 
-        `outline`: of long files of ranks other than 0 only the beginning and the end are read,
-        so that a run of a thousand ranks opens in seconds. What is added later is read in full,
-        but of many ranks not at every poll.
+        With `outline`, only the beginning and the end of long files of ranks other than 0 are read,
+        so that a run of a thousand ranks opens in seconds. Events added later are read in full, but
+        with many ranks not at every poll.
         """
         self.skipped = 0
-        """Lines that were no events."""
+        """Number of lines that were not events."""
         self.behind = False
-        """Whether the last poll stopped at its memory limit: there is more to read now."""
+        """Whether the last poll stopped at its memory limit and more can be read now."""
         self._rundir, self._ranks, self._outline = rundir, ranks, outline
         self._offsets: dict[str, int] = {}
         self._polls = 0
 
     def poll(self) -> list[Event]:
-        """New events, by time across files and in the order of writing within each file.
+        """Return new events, by time across files and in written order within each file.
 
-        Memory is bounded: after a long run, poll again while `behind` to have read everything.
+        Memory is bounded: after a long run, poll again while `behind` to read everything.
         """
         batches: list[list[Event]] = []
         num_bytes, self.behind = 0, False
@@ -165,14 +165,14 @@ class EventReader:
         return list(heapq.merge(*batches, key=lambda event: event.t))
 
     def drain(self) -> list[Event]:
-        """All that is new, however much: what `poll` gives until it is no longer behind."""
+        """Return all new events, however many: polls until nothing is left."""
         events = self.poll()
         while self.behind:
             events += self.poll()
         return events
 
     def pass_over(self) -> None:
-        """Take everything that was written so far as read, however long it is."""
+        """Skip everything written so far, as if it had been read."""
         for path, _, _ in event_files(self._rundir, ranks=self._ranks):
             with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
                 at = os.fstat(file.fileno()).st_size
@@ -185,7 +185,7 @@ class EventReader:
                         break
 
     def _due(self) -> list[tuple[Path, int | None, int | None]]:
-        """The files to look at in this poll."""
+        """Return the files that this poll has to look at."""
         files = list(event_files(self._rundir, ranks=self._ranks))
         self._polls += 1
         num_turns = 1 + len(files) // FILES_PER_POLL if self._outline else 1
@@ -198,14 +198,14 @@ class EventReader:
         ]
 
     def _take(self, path: Path, *, outline: bool) -> bytes:
-        """The whole lines after what was already read."""
+        """Return the complete lines after those already read."""
         try:
             with open(path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 if outline and path.name not in self._offsets and size > 2 * OUTLINE_BYTES:
                     return self._take_outline(file, path.name, size)
                 return self._take_rest(file, path.name, size)
-        except OSError:  # the run is being deleted, or the filesystem has a bad moment
+        except OSError:  # the run is being deleted, or the filesystem fails for now
             return b""
 
     def _take_rest(self, file: FileIO, name: str, size: int) -> bytes:
@@ -220,7 +220,7 @@ class EventReader:
         return chunk[:end]
 
     def _take_outline(self, file: FileIO, name: str, size: int) -> bytes:
-        """The first line and the last ones."""
+        """Return the first line and the last ones."""
         length = OUTLINE_BYTES
         while length < size:
             last = os.pread(file.fileno(), length, size - length)
@@ -241,7 +241,7 @@ class EventReader:
 
 
 def read(path: Path | str) -> list[Event]:
-    """Every event of one file; a torn last line and lines that are no events are left out."""
+    """Return all events of a file, without an incomplete last line and invalid lines."""
     path = Path(path)
     match = _WORKER_FILE.fullmatch(path.name)
     rank, attempt = (int(match[1]), int(match[2])) if match else (None, None)
@@ -257,7 +257,7 @@ def read(path: Path | str) -> list[Event]:
 def event_files(
     rundir: RunDir, *, ranks: Collection[int] | None = None
 ) -> Iterator[tuple[Path, int | None, int | None]]:
-    """(file, rank, attempt) of every event file there is, those of the launchers first."""
+    """Yield (file, rank, attempt) of every event file, the launchers' files first."""
     try:
         names = sorted(os.listdir(rundir.events))
     except OSError:
@@ -271,7 +271,7 @@ def event_files(
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """One line of valid JSON; what JSON has no words for is written as text."""
+    """Return one line of valid JSON; values that JSON cannot represent become strings."""
     try:
         text = json.dumps(record, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:
@@ -280,7 +280,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes, *, rank: int | None = None, attempt: int | None = None) -> Event | None:
-    """The event in `line`, or None where there is none."""
+    """Return the event in `line`, or None if there is none."""
     try:
         record = json.loads(line)
         kind, t = record.pop("kind"), float(record.pop("t"))
@@ -294,7 +294,7 @@ def decode(line: bytes, *, rank: int | None = None, attempt: int | None = None) 
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with every float that JSON cannot hold replaced by its text."""
+    """Return `value` with every non-finite float replaced by a string."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):

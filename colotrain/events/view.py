@@ -1,4 +1,4 @@
-"""RunView: what a run's events say about it, as one immutable picture, and its summary."""
+"""RunView: an immutable snapshot of a run, computed from its events, and its JSON summary."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from colotrain.spec.plan import RunPlan
 ENDED = ("finished", "failed", "preempted", "interrupted")
 SMOOTHING_STEPS = 20
 Series = tuple[tuple[int, float], ...]
-"""(step, value) pairs, by step."""
+"""(step, value) pairs, ordered by step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """One rank of the latest attempt that has done a step."""
+    """State of one rank of the latest attempt that completed a step."""
 
     rank: int
     step: int
-    """The last step it has done."""
+    """Last step that the rank completed."""
     t: float
-    """When: Unix seconds."""
+    """Unix time at which the rank completed `step`."""
     rss: int
-    """Bytes."""
+    """Resident memory in bytes."""
     peak: int
-    """Bytes, of this attempt."""
+    """Peak memory in bytes within this attempt."""
     busy_s: float
-    """Smoothed seconds of a step that it did not wait, as far as it tells; else the whole step."""
+    """Smoothed seconds per step without waiting; of the whole step if the wait is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,83 +44,84 @@ class RunView:
     status: str = "starting"
     """starting, running, or how it ended: finished, failed, preempted, interrupted.
 
-    Whether its processes still live is for `events.liveness.state` to say."""
+    `events.liveness.state` tells whether its processes are alive.
+    """
     cause: str | None = None
-    """Why it failed, stopped or is failing, in words."""
+    """Why the run failed, stopped or is failing."""
     failure: Failure | None = None
-    """The rank of the latest attempt that failed first."""
+    """Failure of the rank that failed first in the latest attempt."""
     exit_code: int | None = None
     world_size: int = 0
     attempt: int | None = None
     steps: int = 0
     max_steps: int = 0
     progress: StepProgress | None = None
-    """How far the step, or the evaluation, that takes long just now is."""
+    """Progress of a long step or evaluation that is running now."""
     optimizer_steps: int = 0
     micro_batches: int = 0
     skipped_steps: int = 0
     loss: Series = ()
     evals: Series = ()
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the model returned beside the loss in the last evaluation."""
+    """Metrics that the model returned beside the loss in the last evaluation."""
     grad_norms: Series = ()
     throughput: Series = ()
-    """Tokens per second, without the first step of each attempt, which warms up."""
+    """Tokens per second, without the first step of each attempt, which is a warm-up."""
     step_times: Series = ()
-    """Seconds, without those first steps."""
+    """Seconds per step, without the first step of each attempt."""
     tokens_per_step: float | None = None
-    """What the last step counted: tokens, samples, or targets (`unit`)."""
+    """Count of the last step in the unit that `unit` returns: tokens, samples, or targets."""
     tokens_per_s: float | None = None
     tokens_per_s_smooth: float | None = None
     """Mean over the last `SMOOTHING_STEPS` steps."""
     step_s: float | None = None
     data_s: float | None = None
     pace_s: float | None = None
-    """Mean time from step to step, with what happens in between (validation, checkpoints)."""
+    """Mean seconds from step to step, including validation and checkpoints in between."""
     lost_s: float = 0.0
-    """Time lost to restarts: what was done over again, and what it took to start."""
+    """Seconds lost to restarts: repeated steps and the time to start again."""
     eta_s: float | None = None
-    """Restarts included, at the rate they came so far."""
+    """Estimated seconds to the end, including restarts at their rate so far."""
     times: tuple[tuple[str, float], ...] = ()
-    """(what, mean seconds per step) over the last `SMOOTHING_STEPS` steps."""
+    """(activity, mean seconds per step) over the last `SMOOTHING_STEPS` steps."""
     grad_norm: float | None = None
     clip_ratio: float | None = None
     lr: float | None = None
     peak_by_rank: tuple[int, ...] = ()
-    """Bytes, the highest of all attempts."""
+    """Peak bytes per rank over all attempts."""
     rss_by_rank: tuple[int, ...] = ()
-    """Bytes, of the latest attempt that has done a step."""
+    """Resident bytes per rank in the latest attempt that completed a step."""
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
-    """gemini: what of the model (parameters, gradients, optimizer) → tier → bytes per rank."""
+    """gemini only: category (parameters, gradients, optimizer) → tier → bytes per rank."""
     ledgers: dict[int, Ledger] = field(default_factory=dict)
-    """Rank → what it held at its peak; activations with all else that is there within a step."""
+    """Rank → memory breakdown at its peak; activations include everything else within a step."""
     ranks: tuple[RankView, ...] = ()
     gradients: GradientRecord | None = None
-    """The newest record."""
+    """Newest gradient record."""
     heat: Heat = field(default_factory=Heat)
     nonfinite: Nonfinite | None = None
-    """Where the latest attempt first met a number that is not finite."""
+    """Origin of the first non-finite number in the latest attempt."""
     restarts: int = 0
     restart_causes: tuple[str, ...] = ()
     resumed: tuple[int, ...] = ()
-    """The steps that attempts resumed from."""
+    """Steps from which attempts resumed."""
     checkpoint: Checkpoint | None = None
     saving: tuple[int, float] | None = None
-    """(step, since when) of the checkpoint that is being written."""
+    """(step, start as Unix time) of the checkpoint that is being written."""
     save_failure: str | None = None
-    """What went wrong with the last save, if anything did."""
+    """Why the last save failed; None if it did not."""
     launched_at: float | None = None
     first_step_at: float | None = None
     last_event_at: float | None = None
     ended_at: float | None = None
     time_to_first_step_s: float | None = None
-    """From the start of the newest command that made a step to the end of its first one."""
+    """Seconds from the start of the newest command that completed a step to that first step."""
     peak_flops_per_s: float | None = None
     peak_flops_what: str = ""
 
 
 def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
-    """The document `summary.json` of the design; numbers that JSON cannot hold are texts."""
+    """Return the content of `summary.json`; numbers that JSON cannot represent are strings."""
     losses = [loss for _, loss in view.loss]
     tokens_per_s, step_s = overall_tokens_per_s(view), typical_step_s(view)
     measured = measured_peak(view, plan)
@@ -164,39 +165,40 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
 
 
 def measured_peak(view: RunView, plan: RunPlan) -> int:
-    """Of the rank that peaked. What CUDA reports leaves out the context, which the plan has in."""
+    """Peak bytes of the worst rank, plus the CUDA context (`baseline`), which CUDA leaves out."""
     highest = max(view.peak_by_rank, default=0)
     return highest + plan.memory.baseline if plan.cluster.device == "cuda" and highest else highest
 
 
 def error(predicted: float, measured: float) -> float | None:
-    """How much more was predicted than measured, as a share of that; None where either lacks."""
+    """Return the relative error of a prediction; None if either value is missing."""
     return predicted / measured - 1 if predicted and measured else None
 
 
 def unit(view: RunView, plan: RunPlan) -> str:
-    """What speeds and losses are of: tokens, samples, or targets of the user's own counting."""
+    """Return the unit of throughput and loss: tokens, samples, or the dataset's own targets."""
     if plan.data.source != "target":
         return "tokens"
     return "samples" if view.tokens_per_step in (None, plan.batch.global_batch) else "targets"
 
 
 def overall_tokens_per_s(view: RunView) -> float:
-    """The median step's speed, without the steps that warm up; 0.0 where there is none."""
+    """Return the median step's tokens per second, without warm-up steps; 0.0 without any step."""
     steady = [value for _, value in view.throughput]
     return statistics.median(steady) if steady else view.tokens_per_s or 0.0
 
 
 def typical_step_s(view: RunView) -> float:
-    """The median step's seconds by its own clock; 0.0 where there is none.
+    """Return the median step's measured seconds, without warm-up steps; 0.0 without any step.
 
-    A dataset of the user's own may count other tokens than the plan does.
+    This is not derived from tokens per second, because a user's dataset may count tokens
+    differently from the plan.
     """
     steady = [seconds for _, seconds in view.step_times]
     return statistics.median(steady) if steady else view.step_s or 0.0
 
 
 def mfu(view: RunView, plan: RunPlan, tokens_per_s: float) -> float:
-    """The share of the measured peak of all ranks that `tokens_per_s` uses; 0.0 without a peak."""
+    """Return the model FLOPs utilization: share of all ranks' measured peak; 0.0 without a peak."""
     ideal = (view.world_size or plan.world_size) * (view.peak_flops_per_s or 0.0)
     return plan.flops_per_token * tokens_per_s / ideal if ideal else 0.0
