@@ -42,7 +42,7 @@ def watch_tensors(module: nn.Module) -> None:
 
 
 def _after_gradients(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """End the backward of `group` (an FSDPParamGroup) when the gradients of all inputs are
+    """End the backward of `group` (an FSDPParamGroup) when the gradients of its inputs are
     complete.
 
     torch's own way gives the module views of its inputs, which must not be changed in place. This
@@ -55,8 +55,7 @@ def _after_gradients(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _copy_parameters(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return the output with every view of a parameter of the group, freed now, replaced by a copy.
-    """
+    """Return the output with copies of the views of the group's parameters, which are freed now."""
     whole = {storage_id(whole) for group in groups_of(module) for whole in wholes_of(group)}
     dense = [t for t, _ in _tensors_of(output) if t.layout == torch.strided]
     found = [t for t in dense if storage_id(t) in whole]
@@ -92,8 +91,7 @@ def _tell_of_hidden_outputs(module: nn.Module, args: Any, kwargs: Any, output: A
 
 
 def _tensors_of(output: Any, depth: int = 0) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors in `output`, and whether each is in an object that torch does not search.
-    """
+    """Yield the tensors in `output`, and whether each is in an object that torch does not enter."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf, depth > 0

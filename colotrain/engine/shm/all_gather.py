@@ -92,8 +92,7 @@ class Channel:
         self.memory.meet(MEET, "all-gather")
 
     def meet(self, call: tuple[int, int, int]) -> list[list[int]]:
-        """Wait for all ranks; returns what each gathers: bytes, dtype, whether it is in the buffer.
-        """
+        """Wait for all ranks; returns what each gathers: bytes, dtype, 1 if it is in the buffer."""
         self.num_meetings += 1
         calls = self.calls[: 2 * self.size * CALL_FIELDS].view(2, self.size, CALL_FIELDS)
         calls = calls[self.num_meetings % 2]  # a rank may be one call ahead, not two
