@@ -17,9 +17,9 @@ class Sizes:
     procs_per_node: int | None
     nodes: int = 1
     default_procs: int
-    """Ranks per node when the other sizes allow it."""
+    """Ranks per node, as far as the other sizes allow it."""
     most_procs: int
-    """More ranks per node than this are never started unasked."""
+    """Upper limit on ranks per node, unless `procs_per_node` asks for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,10 @@ class Batch:
 
 
 def solve(sizes: Sizes) -> Batch | Problem:
-    """Find what was left out. Where two were, one micro-batch per step is assumed.
+    """Compute the sizes that were left out, or the problem that makes them impossible.
 
-    Ranks that were left out with another size are the most, up to the default, that divide it.
+    Accumulation is 1 where it was left out with another size. Where the number of ranks was left
+    out with another size, it is the largest, up to the default, that divides the global batch.
     """
     g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
     if sizes.procs_per_node is not None:
@@ -92,7 +93,7 @@ def _compare(g: int, m: int, a: int, w: int) -> Batch | Problem:
 
 
 def _indivisible(g: int, factors: dict[str, int]) -> Problem:
-    """Shows the global batches that can be had next to the one asked for."""
+    """Problem that names the nearest global batches that are multiples of `factors`."""
     unit, shown = 1, " × ".join(f"{name} {size}" for name, size in factors.items())
     for size in factors.values():
         unit *= size
@@ -104,7 +105,7 @@ def _indivisible(g: int, factors: dict[str, int]) -> Problem:
 
 
 def too_few(samples: int, global_batch: int) -> Problem:
-    """Training samples that do not fill a single batch, where those left over are dropped."""
+    """Problem of a dataset smaller than one global batch while incomplete batches are dropped."""
     expected = f"at most {samples}, the training samples, under train.last_batch=drop"
     fix = "lower it, or set train.last_batch=fill"
     return Problem(key="train.global_batch", value=global_batch, expected=expected, fix=fix)

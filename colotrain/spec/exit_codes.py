@@ -1,4 +1,4 @@
-"""Exit codes: of commands, which other programs rely on, and of a worker towards its launcher."""
+"""Exit codes of commands, which other programs rely on, and of workers, for the launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DOES_NOT_FIT = 3
 """The plan needs more memory than there is."""
 UNVERIFIED = 4
 PREEMPTED = 75
-"""Preempted or stopped: `resume` continues."""
+"""Preempted or stopped on request; `resume` continues the run."""
 INTERRUPTED = 130
 
 OF_STATUS = {
@@ -19,11 +19,11 @@ OF_STATUS = {
     "preempted": PREEMPTED,
     "interrupted": INTERRUPTED,
 }
-"""How a launch ended → its exit code."""
+"""Status with which a launch ended → exit code."""
 STOPPED = (PREEMPTED, INTERRUPTED)
-"""Of a launch that was asked to stop."""
+"""Exit codes of a launch that was asked to stop."""
 WORST_FIRST = (INTERRUPTED, PREEMPTED, FAILED, USAGE, DOES_NOT_FIT)
-"""Which of several runs' codes a command ends with."""
+"""Order in which a command over several runs chooses its exit code: the first that occurs."""
 
 WORKER_FINAL = 3
-"""Of a worker whose error would only come again: it is not restarted."""
+"""Exit code of a worker whose error a restart would only repeat; it is not restarted."""

@@ -17,7 +17,7 @@ class Ledger:
     gathered: int = 0
     buffers: int = 0
     baseline: int = 0
-    """What the process holds before there is a model."""
+    """Bytes that the process holds before the model is built."""
 
     @property
     def total(self) -> int:
@@ -33,20 +33,20 @@ class Ledger:
 
 
 Verdict = Literal["yes", "tight", "no"]
-"""Whether a plan fits in memory; `tight`: perhaps, so the run starts and is watched."""
+"""Whether a plan fits in memory; `tight` means perhaps: the run starts, and memory is watched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakRange:
-    """Bytes that a rank's peak is expected to lie between; zeros where nothing was predicted."""
+    """Expected range of a rank's peak memory, in bytes; zeros where nothing was predicted."""
 
     exact: int = 0
-    """Live tensors at their fullest moment, and the process itself: no run needs less."""
+    """Largest sum of live tensors plus the process itself: no run needs less."""
     low: int = 0
     high: int = 0
 
     def verdict(self, capacity: int) -> Verdict:
-        """Whether that fits in `capacity` bytes; 0 is not known, and refuses nothing."""
+        """Whether the range fits in `capacity` bytes; an unknown capacity, 0, always fits."""
         if not capacity:
             return "yes"
         if self.exact > capacity:

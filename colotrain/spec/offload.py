@@ -1,10 +1,10 @@
-"""Which tier each group's bytes rest in: pure arithmetic, the same on every rank.
+"""Placement of each group's bytes on device, host or disk: arithmetic, the same on every rank.
 
-What cannot stay in memory goes down one tier, in the order of what that costs per byte freed.
-Optimizer state is read and written once a step. Sharded gradients are written and read once per
-micro-batch. Parameters are read for every forward, every backward and the update. Among groups
-the first of the model go first: where memory peaks, at the turn from forward to backward, they
-are the ones used furthest ahead. Standard library only.
+Bytes over a tier's budget move down one tier, those that cost least to move first. Optimizer state
+is read and written once a step. Sharded gradients are written and read once per micro-batch.
+Parameters are read for every forward, every backward and the update. Of one kind, the model's
+first groups move first: memory peaks between forward and backward, and backward uses them last.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Tier = Literal["device", "host", "disk"]
 Kind = Literal["optimizer", "gradients", "parameters"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 SAFETY = 1.5
-"""By which the first guess of a run exceeds the arithmetic, for what no arithmetic knows: a first
-step that is killed for memory teaches nothing. Measured, the run settles higher up."""
+"""Factor added to the first estimate of a run, before anything was measured: a first step that is
+killed for lack of memory measures nothing. After the measurement more can stay in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class Budget:
     """0 on CPU, where the device's memory is the host's."""
     host_bytes: int
     disk_bytes: int
-    """0 without a folder for it."""
+    """0 where no folder is given."""
     disk_path: str | None
-    """Absolute, or relative to the run directory."""
+    """Folder of the disk tier: absolute, or relative to the run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupBytes:
-    """What a group weighs on the rank that holds most of it."""
+    """Bytes of a group on the rank that holds most of it."""
 
     name: str
     parameters: int
@@ -60,26 +60,26 @@ class Other:
     """Bytes that are not model data (parameters, gradients, optimizer state), at their peak."""
 
     compute: int
-    """In forward and backward: activations, gathered parameters, buffers, the process itself."""
+    """Bytes in forward and backward: activations, gathered parameters, buffers, the process."""
     update: int
-    """While the optimizer works."""
+    """Bytes during the optimizer's update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where everything is, in the order of the groups."""
+    """Tier of every group's bytes, in the order of the groups."""
 
     groups: tuple[Placed, ...]
     top: Tier
-    """Where training works: the device, which is the host on CPU."""
+    """Tier that training computes in: the device, or the host on CPU."""
     fits: bool
-    """Whether the budget holds it."""
+    """Whether every tier stays within its budget."""
     need: dict[Tier, int]
-    """Bytes that each tier holds at its peak."""
+    """Tier → bytes that it holds at its peak."""
 
     @property
     def streams(self) -> bool:
-        """Whether anything rests below the uppermost tier."""
+        """Whether anything is stored below the top tier."""
         tiers = {tier for placed in self.groups for tier in dataclasses.astuple(placed)}
         return bool(tiers - {self.top})
 
@@ -89,10 +89,10 @@ class Placement:
 
 
 def place(groups: Sequence[GroupBytes], budget: Budget, other: Other, *, device: str) -> Placement:
-    """The placement that keeps most in the upper tiers within `budget`.
+    """Placement that keeps as much as `budget` allows in the upper tiers.
 
-    On CPU the tiers are host and disk. On CUDA what leaves the device goes to the host first;
-    gradients are where the parameters are, because that is where `fully_shard` puts them.
+    On CPU the tiers are host and disk. On CUDA bytes leave the device for the host first;
+    gradients are in the tier of their parameters, because `fully_shard` puts them there.
     """
     top: Tier = "host" if device == "cpu" else "device"
     placed = [Placed(parameters=top, gradients=top, optimizer=top) for _ in groups]
@@ -115,7 +115,7 @@ def place(groups: Sequence[GroupBytes], budget: Budget, other: Other, *, device:
 
 
 def lowest(placement: Placement, other: Placement) -> Placement:
-    """`placement`, but for what rests lower in `other`: nothing is brought up again."""
+    """The lower tier of `placement` and `other` for each group and kind, so nothing moves up."""
     groups = tuple(
         Placed(
             parameters=_lower(mine.parameters, its.parameters),
@@ -128,7 +128,7 @@ def lowest(placement: Placement, other: Placement) -> Placement:
 
 
 def with_parameters_of(placement: Placement, current: Placement) -> Placement:
-    """`placement`, with parameters and gradients where `current` has them."""
+    """`placement` with the parameters and gradients in the tiers that `current` has them in."""
     groups = tuple(
         dataclasses.replace(wanted, parameters=now.parameters, gradients=now.gradients)
         for wanted, now in zip(placement.groups, current.groups, strict=True)
@@ -143,7 +143,7 @@ def _lower(one: Tier, two: Tier) -> Tier:
 def _moves(
     groups: Sequence[GroupBytes], placed: Sequence[Placed], upper: Tier, device: str
 ) -> Iterator[tuple[int, tuple[Kind, ...]]]:
-    """Everything in `upper` that may go down, cheapest first."""
+    """Group index and kinds of bytes that may leave `upper` together, the cheapest first."""
     together: tuple[tuple[Kind, ...], ...] = (("optimizer",), ("gradients",), ("parameters",))
     if device != "cpu" and upper == "device":
         together = (("optimizer",), ("parameters", "gradients"))
@@ -178,7 +178,10 @@ def _need(
 
 
 def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[Placed], tier: Tier) -> int:
-    """Most of what comes up to `tier` for an update: the group at work and the one after it."""
+    """Most bytes that an update brings up to `tier` at once: two neighbouring groups.
+
+    While one group is updated the next is prefetched.
+    """
     passing = [
         sum(
             getattr(group, field.name)

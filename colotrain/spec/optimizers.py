@@ -1,4 +1,4 @@
-"""The optimizers that `optim.name` may name, and what the planner has to know of each."""
+"""The optimizers that `optim.name` may name, and the properties of each that the planner uses."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What is the same for every run with it. The class is `engine.optim.optimizers`' to choose."""
+    """Properties of an optimizer in any run; `engine.optim.optimizers` chooses its class."""
 
     state_tensors: int
-    """Numbers per trained element that are kept between steps."""
+    """State tensors of the parameter's shape that are kept between steps."""
     num_betas: tuple[int, ...] = ()
-    """How many values `optim.betas` may have; empty: they are not used."""
+    """Numbers of values that `optim.betas` may have; empty where betas are not used."""
     betas_are: str = "two numbers"
     betas_example: str = "[0.9,0.95]"
     momentum_beta: int | None = None
-    """Which of the betas is a momentum, as `optim.momentum` sets it."""
+    """Index of the beta that `optim.momentum` sets; None where the optimizer has no momentum."""
     momentum_is_optional: bool = False
-    """Without a first beta above zero it keeps nothing."""
+    """Whether no state is kept unless the first beta is above zero."""
     counts_steps: bool = False
-    """In a tensor of each parameter."""
+    """Whether a further tensor per parameter counts its steps."""
     begins_with_zeros: bool = False
-    """Zeroed state is what a first step would begin with."""
+    """Whether a first step begins from zeroed state."""
     is_elementwise: bool = False
-    """torch's AdamW or SGD keeps the same state, so that torch's tracker can play it."""
+    """Whether torch's AdamW or SGD keeps the same state and can stand in for it in torch's memory
+    tracker."""
 
 
 OPTIMIZERS = {
@@ -46,12 +47,12 @@ OPTIMIZERS = {
         is_elementwise=True,
     ),
     "lion": Optimizer(state_tensors=1, num_betas=(2,), is_elementwise=True),
-    # At most: AdamW's, of embeddings; a matrix has one.
+    # The most: embeddings have AdamW's two; matrices have one.
     "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1),
     "adafactor": Optimizer(state_tensors=0),
 }
 OF_THE_USERS = Optimizer(state_tensors=2)
-"""What is assumed, at most, of `package.module:Class`."""
+"""Properties assumed of a user's optimizer, `package.module:Class`; its state may be smaller."""
 
 
 def optimizer_of(name: str) -> Optimizer:

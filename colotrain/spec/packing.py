@@ -1,8 +1,8 @@
-"""Which modules make up a group: small ones packed, large ones split. Standard library only.
+"""Modules packed into groups: small modules joined, large ones split. Standard library only.
 
-A group is gathered and reduced at once, so its size is a trade: many small groups are many
-collectives, few large ones much gathered memory. Buffers are as large as the largest group, so
-what other groups fall short of it is padding.
+A group is all-gathered and reduce-scattered at once, so its size is a trade-off: many small groups
+need many collectives, few large ones much gathered memory. Buffers have the size of the largest
+group, so they are partly padding for every smaller group.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from typing import Any
 from colotrain.spec.plan import ParameterInfo
 
 IDEAL_BYTES = 64 << 20
-"""Of a group, when nothing speaks for another size: a collective of it takes long enough."""
+"""Preferred bytes per group: enough for an efficient collective."""
 MOST_GROUPS = 64
 SIZES = [1 << power for power in range(20, 31)]
 CLOSE = 0.02
 """Shares of padding that differ by less count as equal."""
 EXTRA = 0.03
-"""What larger groups than single modules may add to a rank's memory, as a share of its states."""
+"""Memory that packing modules into larger groups may add to a rank, as a share of its parameters,
+gradients and optimizer state."""
 COPIES = 5
-"""How often a group's bytes lie in a rank's memory at most: two groups that are whole, the buffers
-they were gathered in (on a CPU one), one for reducing gradients."""
+"""Most copies of a group's bytes in a rank's memory: two gathered groups, the buffers they were
+gathered in (one on a CPU), and one for reducing gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A module that may be gathered by itself, and those inside it that may."""
+    """A module that may form a group, and the modules inside it that may, too."""
 
     name: str
     num_bytes: int
-    """Of all its parameters."""
+    """Bytes of all its parameters."""
     trained: bool
-    """Whether any of them trains."""
+    """Whether any of its parameters is trained."""
     dtypes: frozenset[Any] = frozenset()
-    """Of its parameters."""
+    """Data types of its parameters."""
     parts: tuple[Unit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Modules that make up a group. What is inside another chunk's module comes before it."""
+    """Modules that make up a group. A module comes in an earlier chunk than its parent."""
 
     names: tuple[str, ...]
     num_bytes: int
@@ -54,9 +55,10 @@ def pack(
 ) -> list[Chunk]:
     """Units in groups of at most `chunk_bytes`, or of one unit that cannot be split further.
 
-    Neighbours share a group only if they are of one `kind` and of the same dtypes (gradients of two
-    cannot be reduced together), and if both train or neither does: frozen parameters would be
-    gathered for trained ones' backward. Parts of a unit share it with parts of the same unit alone.
+    Neighbours share a group only if they have the same `kind` and the same dtypes (gradients of
+    two dtypes cannot be reduced together), and if both are trained or both frozen: otherwise frozen
+    parameters would be gathered for the backward of trained ones. Parts of a unit share a group
+    only with parts of the same unit.
     """
     chunks: list[Chunk] = []
     before: Any = None
@@ -73,7 +75,7 @@ def pack(
 
 
 def _split(unit: Unit, chunk_bytes: int, top: str) -> Iterator[tuple[Unit, str | None]]:
-    """The unit (of no owner), or the pieces of one that is too large and what is left of it."""
+    """The unit with owner None, or, if it is too large, its parts and the remainder with `top`."""
     if unit.num_bytes <= chunk_bytes or not unit.parts:
         yield unit, None if unit.name == top else top
         return
@@ -88,8 +90,8 @@ def _split(unit: Unit, chunk_bytes: int, top: str) -> Iterator[tuple[Unit, str |
 def choose_chunk_bytes(units: Sequence[Unit], *, state_bytes: int) -> int:
     """The size that packs `units` with least padding in at most MOST_GROUPS groups.
 
-    Among sizes that are as good the one nearest to IDEAL_BYTES. Where that is possible, packing
-    adds no more than EXTRA to `state_bytes`, what a rank holds of the model for training.
+    Among equally good sizes, the one nearest to IDEAL_BYTES. Where possible, packing adds at most
+    the share EXTRA to `state_bytes`: a rank's bytes of parameters, gradients and optimizer state.
     """
     own = {unit.num_bytes * count for unit in units for count in (1, 2, 3, 4, 8)}
     sizes = sorted({*SIZES, *(n for n in own if SIZES[0] <= n <= SIZES[-1])})
@@ -110,12 +112,12 @@ def choose_chunk_bytes(units: Sequence[Unit], *, state_bytes: int) -> int:
 
 
 def padding(sizes: Sequence[int]) -> float:
-    """The share of buffers of the largest group's size that the groups leave empty."""
+    """Share of padding in buffers that each have the size of the largest group."""
     return 1.0 - sum(sizes) / (len(sizes) * max(sizes)) if any(sizes) else 0.0
 
 
 def units_of(parameters: Sequence[ParameterInfo], *, split: bool) -> list[Unit]:
-    """The blocks that parameters name, with their modules as parts where blocks may be split."""
+    """The parameters' blocks as units, with their modules as parts if `split`."""
     groups: dict[str, list[ParameterInfo]] = {}
     for parameter in parameters:
         if parameter.group and parameter.shape and parameter.numel:
@@ -133,6 +135,6 @@ def _unit(name: str, members: list[ParameterInfo], *, split: bool) -> Unit:
         name=name,
         num_bytes=sum(p.numel * p.itemsize for p in members),
         trained=any(p.frozen_by is None for p in members),
-        dtypes=frozenset(p.itemsize for p in members),  # two of one size are rare
+        dtypes=frozenset(p.itemsize for p in members),  # two dtypes of one size are rare
         parts=tuple(_unit(n, ps, split=True) for n, ps in inside.items()) if split else (),
     )

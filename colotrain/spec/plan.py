@@ -18,17 +18,17 @@ from colotrain.spec.plugins import Gradients, ParametersLive
 
 SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
-"""Why the ranks of a smoke run stop after their first step."""
+"""Reason shown when the ranks of a smoke run stop after their first step."""
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward computes again: nothing, what is cheap in each block, or all of it."""
+"""Activations that backward recomputes: none, the cheap ones of each block, or all."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""From the most memory to the least."""
+"""The modes of recomputation, from the most memory to the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginPlan:
-    """The plugin's row with everything decided."""
+    """The plugin's settings, all resolved."""
 
     name: str
     reason: str
@@ -37,9 +37,9 @@ class PluginPlan:
     mesh: tuple[int, ...]
     """(shard,) or (replicate, shard): sizes of the device mesh."""
     chunk_bytes: int | None = None
-    """gemini: modules are packed into groups of about this size."""
+    """gemini: bytes per group that modules are packed into."""
     split_blocks: bool = False
-    """gemini: blocks larger than that are cut into their modules."""
+    """gemini: whether blocks larger than `chunk_bytes` are split into their modules."""
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
     """Module glob → whether its group is freed after use."""
     budget: Budget | None = None
@@ -57,13 +57,13 @@ class AdapterPlan:
     targets: tuple[str, ...]
     dropout: float = 0.0
     path: str | None = None
-    """A directory in PEFT's format that the adapters start from."""
+    """Directory in PEFT's format with the adapters' initial values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     target: str
-    """Empty for a Hugging Face directory."""
+    """`package.module:callable` that makes the model; empty for a Hugging Face directory."""
     args: dict[str, Any] = field(default_factory=dict)
     hf: str | None = None
     """A Hugging Face model directory."""
@@ -71,7 +71,7 @@ class ModelPlan:
 
     @property
     def key(self) -> str:
-        """The setting that names the model."""
+        """Configuration key that names the model."""
         return "model.hf" if self.hf else "model.target"
 
     @property
@@ -101,16 +101,16 @@ class DataPlan:
     seq_len: int
     tokenizer: str
     columns: dict[str, str] = field(default_factory=dict)
-    """Meaning (text, prompt, completion, messages) → the name that records have for it."""
+    """Role (text, prompt, completion, messages) → the records' column with that role."""
     chat_template: str | None = None
     loss_on: Literal["answers", "last", "all"] = "answers"
     packing: Literal["auto", "stream", "whole", "none"] = "auto"
     isolate: bool = False
     on_bad: Literal["stop", "skip"] = "stop"
     workers: int = 0
-    """0: one per core."""
+    """Processes that tokenise; 0: one per core."""
     num_workers: int = 0
-    """Processes of a rank that read micro-batches ahead; 0: it reads them itself."""
+    """Processes per rank that read micro-batches ahead; 0: the rank reads them itself."""
     shuffle: bool
     validation_fraction: float
 
@@ -136,23 +136,23 @@ class TrainPlan:
     activation_checkpointing: Recompute
     compile: bool
     eval_every: float
-    """In steps; 0: only before the first and after the last step."""
+    """Steps between evaluations; 0: evaluate only before the first and after the last step."""
     eval_steps: int
     eval_first: bool = True
-    """There is an evaluation before the first step."""
+    """Whether to evaluate before the first step."""
     on_nonfinite: Literal["stop", "skip", "rollback"]
     max_rollbacks: int = 3
     on_gradients: str | None = None
     epochs: float | None = None
-    """What `max_steps` was made from."""
+    """Number of epochs that `max_steps` was computed from."""
     epoch_steps: float = 0.0
-    """Steps of an epoch; 0: not known, for nothing was said in epochs."""
+    """Steps per epoch; 0: not computed, because no setting is in epochs."""
     last_batch: Literal["fill", "drop"] = "fill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RulePlan:
-    """What differs for the parameters that a glob names."""
+    """Optimizer settings of the parameters whose names match a glob."""
 
     match: str
     lr_scale: float | None = None
@@ -171,9 +171,9 @@ class OptimPlan:
     warmup_steps: int
     final_ratio: float
     decay_steps: int | None = None
-    """wsd: steps of the decay at the end; None: a fifth of the run."""
+    """wsd: steps of the final decay; None: a fifth of the run."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Of an optimizer of the user's own."""
+    """Further arguments of a user's own optimizer."""
     rules: tuple[RulePlan, ...] = ()
 
 
@@ -183,7 +183,7 @@ class FreezePlan:
     exceptions: tuple[str, ...] = ()
     unfreeze: dict[int, tuple[str, ...]] = field(default_factory=dict)
     matched: dict[str, int] = field(default_factory=dict)
-    """Pattern → how many parameters it names."""
+    """Pattern → number of parameters whose names match it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ class ClusterPlan:
     device: str
     threads_per_rank: int
     memory_bytes: int
-    """Memory one rank may use."""
+    """Bytes of memory that one rank may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,34 +202,35 @@ class ElasticPlan:
     hang_timeout_s: float
     grace_s: float = 300.0
     check_every: int = 0
-    """0: never."""
+    """Steps between checks that ranks hold the same values; 0: never."""
     min_nodes: int = 1
     max_nodes: int = 1
-    """Other than `cluster.nodes`: nodes may come and go, the global batch stays."""
+    """Most nodes; if it or `min_nodes` differs from `cluster.nodes`, nodes may join and leave
+    while the global batch stays the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
     enabled: bool
     every: float
-    """Steps between checkpoints; 0: not by steps."""
+    """Steps between checkpoints; 0: none by steps."""
     keep: int
     resume: str
     every_s: float = 0.0
-    """Seconds between checkpoints; 0: not by time."""
+    """Seconds between checkpoints; 0: none by time."""
     content: Literal["all", "trained"] = "all"
     async_: bool = True
     best_metric: str | None = None
-    """The checkpoint of its best evaluation is kept; None: the newest alone are."""
+    """Metric whose best evaluation's checkpoint is kept; None: only the newest are kept."""
     best_mode: Literal["min", "max"] = "min"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservePlan:
     log_every: int | Literal["auto"]
-    """auto: lines of progress by time; 0: none."""
+    """Steps between lines of progress; auto: by time; 0: none."""
     grads_every: int
-    """0: no gradient records."""
+    """Steps between gradient records; 0: none."""
     trackers: tuple[str, ...] = ()
 
 
@@ -242,7 +243,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """How fast a step is expected to be; zeros where nothing is known."""
+    """Expected speed of a step; zeros where it is unknown."""
 
     step_s: float = 0.0
     tokens_per_s: float = 0.0
@@ -269,20 +270,22 @@ class RunPlan:
     parameters: ParameterCounts
     memory: Ledger
     peak: PeakRange = field(default_factory=PeakRange)
-    """What `memory` adds up to, as a range."""
+    """Expected range of a rank's peak memory."""
     memory_shape: str = ""
-    """The name under which the measured peak is kept for later plans of the same shape."""
+    """Key under which the measured peak is stored for later plans of the same shape."""
     flops_per_token: float
-    """Forward and backward, per trained token."""
+    """Floating-point operations of forward and backward per trained token."""
     time: Prediction = field(default_factory=Prediction)
     warnings: tuple[str, ...] = ()
     smoke: bool = False
-    """Ranks that begin anew save and leave after one step; the next launch resumes from there."""
+    """Whether ranks that start from scratch save a checkpoint and exit after one step; the next
+    launch resumes from it."""
 
     @property
     def snapshot_bytes(self) -> int:
-        """What copies for a checkpoint that is written while training goes on may take of each
-        rank's memory: only where that is free, so it is no part of `memory`."""
+        """Bytes per rank of the copies for an asynchronous checkpoint.
+
+        Copies are made only where memory is free, so they are not part of `memory`."""
         needed = self.checkpoint.enabled and self.checkpoint.async_
         return self.memory.parameters + self.memory.optimizer if needed else 0
 
@@ -291,7 +294,7 @@ class RunPlan:
 
     @staticmethod
     def from_json(text: str) -> RunPlan:
-        """The plan that `text` holds; raises `ColotrainError` where it is not one."""
+        """Parse a run plan; raises `ColotrainError` where `text` is not one."""
         try:
             plain = json.loads(text)
             train = plain.get("train", {}) if isinstance(plain, dict) else {}
@@ -322,44 +325,43 @@ class ParameterInfo:
     numel: int
     itemsize: int
     frozen_by: str | None
-    """The pattern that freezes it, "requires_grad" where the model does, or None."""
+    """Pattern that freezes it, "requires_grad" where the model itself does, or None."""
     aliases: tuple[str, ...] = ()
     group: str = ""
-    """The block it is gathered with; empty for the root's."""
+    """Name of the block it is gathered with; empty for the root group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What a look at the model on the meta device tells the resolver."""
+    """Facts about the model, from building it on the meta device, that the resolver uses."""
 
     parameters: tuple[ParameterInfo, ...]
     matched: dict[str, int]
-    """Freeze pattern → how many parameters it names."""
     flops_per_token: float
     vocab_size: int | None = None
     num_positions: int | None = None
-    """Tokens of a sample that the model was made for, where its configuration says so."""
+    """Longest sample in tokens that the model's configuration names; None where it names none."""
     learned_positions: bool = False
-    """It has an embedding of its positions: there are no more."""
+    """Whether positions have an embedding, so that longer samples are impossible."""
     isolates: bool = False
-    """The model takes `document_ids` and keeps documents apart."""
+    """Whether the model takes `document_ids` and keeps attention within documents."""
     built_whole: bool = False
-    """It cannot be built without storage: every rank begins with the whole model."""
+    """Whether the model cannot be built without storage, so that every rank holds it whole."""
     uses_transformers: bool = False
-    """It has modules of that library, which every rank imports."""
+    """Whether the model has modules of transformers, which every rank then imports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is computed."""
+    """Amount of computation in a part of a micro-batch."""
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
-    """Read and written by everything that is neither of the two."""
+    """Bytes read and written by operations other than matmuls and attention."""
     num_ops: int = 0
     num_repeated: float = 0.0
-    """Of them those that backward repeats, by what repeating takes (`tracing.REPEATED`)."""
+    """Operations that backward repeats, each weighted by its cost (`tracing.REPEATED`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,24 +370,25 @@ class Segment:
 
     phase: Literal["forward", "backward"]
     block: str
-    """The block that is being computed; empty for what lies between blocks."""
+    """Name of the block that is computed; empty between blocks."""
     events: tuple[int, ...]
-    """n: storage n begins; -1 - n: it ends."""
+    """Storages in the order they are allocated (n) and freed (-1 - n)."""
     work: Work = field(default_factory=Work)
     reduced: bool = True
-    """backward: gradients are complete at its end, not only at that of the whole backward."""
+    """backward: whether the block's gradients are complete at the segment's end, not only at the
+    end of the whole backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A micro-batch as autograd carries it out, forward and backward, with whole parameters."""
+    """Forward and backward of a micro-batch, as traced with unsharded parameters."""
 
     segments: tuple[Segment, ...]
     storages: tuple[int, ...]
-    """Bytes of each storage."""
+    """Bytes of each storage, by index."""
     gradients: dict[int, str]
-    """Storage that becomes a parameter's gradient → block of the parameter."""
+    """Index of a storage that becomes a parameter's gradient → the parameter's block."""
     buffer_bytes: int = 0
-    """The model's own buffers."""
+    """Bytes of the model's buffers."""
     input_bytes: int = 0
-    """The micro-batch itself."""
+    """Bytes of the micro-batch itself."""

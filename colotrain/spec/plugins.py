@@ -1,4 +1,4 @@
-"""The plugins: one engine, one row of settings each. A new plugin is a new row."""
+"""The plugins: one row of settings each for the same engine. A new plugin is a new row."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ Gradients = Literal["whole", "sharded"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a sharding strategy decides; everything else is the same for all of them."""
+    """Settings of a sharding strategy; everything else is the same for all of them."""
 
     summary: str
-    """One line for people."""
+    """One line that describes the plugin to users."""
     parameters_live: ParametersLive
-    """Whole parameters live through a `step`, or group by group around their `use`."""
+    """Unsharded parameters live through a `step`, or group by group around their `use`."""
     gradients: Gradients
-    """While accumulating: `whole` (reduced once a step) or `sharded` (every micro-batch)."""
+    """Gradients while accumulating: `whole` (reduced once a step), or `sharded` (reduced every
+    micro-batch)."""
     hybrid: bool = False
-    """Shard inside a node and replicate between nodes, instead of sharding over all ranks."""
+    """Whether to shard inside a node and replicate between nodes, not shard over all ranks."""
     packed: bool = False
-    """Pack modules into groups of `plugin.chunk_size`."""
+    """Whether modules are packed into groups of `plugin.chunk_size`."""
 
 
 ROWS: dict[str, Row] = {
@@ -57,11 +58,11 @@ ROWS: dict[str, Row] = {
 }
 
 AUTO_ORDER = ("zero1", "zero2", "fsdp-hybrid", "zero3", "gemini")
-"""`plugin=auto` chooses among these; where it knows no times, it takes the first that fits."""
+"""Candidates of `plugin=auto`; without predicted times it takes the first that fits."""
 
 
 def expand(module: str) -> list[str]:
-    """`blocks.0-3` as the four names it stands for; any other glob as itself."""
+    """The four names that `blocks.0-3` stands for; any other glob as it is."""
     found = re.fullmatch(r"(.+\.)?(\d+)-(\d+)", module)
     if not found:
         return [module]

@@ -1,4 +1,4 @@
-"""What `train.precision` means: the dtype that forward and backward compute in."""
+"""Values of `train.precision`: the dtype that forward and backward compute in."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     dtype: str
-    """torch's name of it."""
+    """torch's name of the dtype."""
     num_bytes: int
     is_cast: bool
-    """Parameters are cast to it; fp32 computes in each parameter's own."""
+    """Whether parameters are cast to the dtype; fp32 computes in each parameter's own dtype."""
     tolerance: float
-    """What its rounding explains between two runs, relative."""
+    """Relative difference between two runs that rounding explains."""
     scales_loss: bool = False
-    """Small gradients would vanish without a scaled loss."""
+    """Whether the loss is scaled, because small gradients would underflow otherwise."""
 
 
 PRECISIONS = {

@@ -1,4 +1,4 @@
-"""A plan on another number of nodes: the global batch stays, so the optimizer's way does too."""
+"""A plan on another number of nodes: the same global batch, so the same optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from colotrain.spec.plan import RunPlan
 
 
 def resize(plan: RunPlan, nodes: int) -> RunPlan:
-    """`plan` on `nodes` nodes: accumulation and mesh are resolved again.
+    """`plan` on `nodes` nodes, with accumulation and mesh computed anew.
 
-    Raises `ColotrainError` where the global batch cannot be shared out among so many ranks.
+    Raises `ColotrainError` where the global batch cannot be divided among so many ranks.
     """
     if nodes == plan.cluster.nodes:
         return plan
@@ -44,8 +44,8 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
 
 
 def reachable(global_batch: int, per_node: int, candidates: Iterable[int]) -> list[int]:
-    """The numbers of nodes among which a global batch is shared out evenly.
+    """Those of `candidates`, numbers of nodes, that divide the global batch evenly.
 
-    `per_node` samples are the least that a node takes at once.
+    `per_node` is the number of samples in one micro-batch of each of a node's ranks.
     """
     return [nodes for nodes in candidates if global_batch % (per_node * nodes) == 0]
