@@ -26,16 +26,16 @@ A, B = "lora_A", "lora_B"
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."
-"""What PEFT's files put before every name."""
+"""Prefix of every name in PEFT's files."""
 BYPASSED = ("NonDynamicallyQuantizableLinear",)
 """Linear layers whose forward is never called (inside nn.MultiheadAttention)."""
 
 
 def attach_(model: nn.Module, plan: AdapterPlan) -> None:
-    """Freeze `model`, and give every layer that `plan.targets` names an adapter that trains.
+    """Freeze `model`, and add a trainable adapter to every layer that `plan.targets` names.
 
-    Where a layer has no storage its adapter has none either. A target that names no linear layer
-    is a `ConfigError`.
+    The adapter of a layer on the meta device is on the meta device, too. Raises `ConfigError` for
+    a target that names no linear layer.
     """
     layers = dict(linear_layers(model))
     chosen = {name for name in layers if is_target(name, plan.targets)}
@@ -58,7 +58,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def features(module: nn.Module) -> tuple[int, int] | None:
     """(inputs, outputs) of a linear layer; None for any other module.
 
-    A subclass with a forward of its own may compute anything (a loss, say), and is none.
+    A subclass of nn.Linear with its own forward may compute anything (say, a loss): None.
     """
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return module.in_features, module.out_features
@@ -99,7 +99,7 @@ def _attach(layer: Any, plan: AdapterPlan) -> None:
     weight: Tensor = layer.weight
     inputs, outputs = features(layer) or (0, 0)
     like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype, "bias": False}
-    with torch.random.fork_rng(devices=()):  # what comes after draws as it would without adapters
+    with torch.random.fork_rng(devices=()):  # later draws are as without adapters
         layer.lora_A = nn.Linear(inputs, plan.rank, **like)
         layer.lora_B = nn.Linear(plan.rank, outputs, **like)
     layer.lora_dropout = nn.Dropout(plan.dropout)
@@ -121,8 +121,8 @@ def fill_(
 ) -> None:
     """Give the adapters their initial values: those in `plan.path`, or functions of seed and name.
 
-    `write(parameter, whole)` stores what this rank keeps of it. New adapters change nothing at
-    first: B is zero.
+    `write(parameter, whole)` stores this rank's shard of the whole value. B is zero in new
+    adapters, so they do not change the model's output at first.
     """
     stored = StoredTensors([Path(plan.path) / WEIGHTS]) if plan.path else None
     with torch.no_grad():
@@ -138,7 +138,7 @@ def fill_(
 
 
 def _initial(parameter: Tensor, name: str, *, seed: int) -> Tensor:
-    """What nn.Linear would draw, from a generator of the parameter's own."""
+    """Values drawn as nn.Linear draws them, but from the parameter's own generator."""
     whole = torch.empty(parameter.shape, dtype=parameter.dtype)
     generator = generator_of(name, seed=seed)
     return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -183,7 +183,7 @@ def peft_settings(model: nn.Module, plan: AdapterPlan, *, base: str | None) -> d
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float, transposed: bool) -> Tensor:
-    """The layer's weight with the adapter's product added, in float32 and then the weight's dtype.
+    """The layer's weight plus the adapter's product, added in float32, in the weight's dtype.
 
     `weight` is [outputs, inputs], or its transpose.
     """

@@ -1,4 +1,4 @@
-"""Modes under which users' code initialises parameters that have no memory yet."""
+"""torch modes under which users' code initialises parameters that have no memory yet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OVERWRITES = frozenset(
         "random_",
     }
 )
-"""In-place operations whose result does not depend on what was there."""
+"""In-place operations whose result does not depend on the tensor's previous values."""
 LEAVES_TORCH = frozenset(
     {
         "numpy",
@@ -46,11 +46,11 @@ LEAVES_TORCH = frozenset(
         "__reduce_ex__",
     }
 )
-"""Methods that reach a tensor's memory by other ways than torch's operations."""
+"""Methods that give code access to a tensor's memory without torch's operations."""
 
 
 class Allocates(TorchDispatchMode):
-    """Has the parameters of each operation in memory, and draws from their own generators."""
+    """Allocates the parameters that an operation uses; draws come from their own generators."""
 
     def __init__(self, filling: Filling) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Allocates(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would load its compiler to keep it out: a second, and 90 MiB."""
+        """False, because torch would load its compiler (1 s, 90 MiB) to skip this mode."""
         return False
 
     def __torch_dispatch__(
@@ -82,7 +82,7 @@ class Allocates(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _overwritten(self, func: Any, args: tuple) -> Slot | None:
-        """The parameter of which the operation sets every element, without a look at them."""
+        """The parameter whose every element the operation sets without reading it."""
         name = name_of(func)
         first = self.filling.found_in(args[:1])
         if name not in OVERWRITES or not first or first[0] in self.filling.found_in(args[1:]):
@@ -91,7 +91,7 @@ class Allocates(TorchDispatchMode):
 
 
 class Escapes(TorchFunctionMode):
-    """Keeps a parameter in memory for good once code outside torch may know where that is."""
+    """Keeps a parameter in memory for good once code outside torch may hold its address."""
 
     def __init__(self, filling: Filling) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Parameters of a sharded model while its own `init_weights()` gives them values.
 
-The user's code sees plain whole parameters on the CPU, whatever rank it runs on. Their memory is
-allocated when an operation first reads or writes them, and only some stay in memory: of the others
-each rank keeps its rows. Every rank runs the same code, and so makes the same whole values.
+The user's code sees unsharded parameters on the CPU, on every rank. Their memory is allocated when
+an operation first reads or writes them. Only the last used stay in memory; each rank keeps its rows
+of the others. Every rank runs the same code, and so computes the same values.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from colotrain.models.seeding import generator_of
 from colotrain.torch_internals import DisableTorchFunction, storage_id, tree_leaves
 
 KEPT_BYTES = 16 << 20
-"""Whole parameters that may be in memory beside those of the operation at hand."""
+"""Bytes of whole parameters that may stay in memory beside those the current operation uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """How this rank keeps its part of a parameter."""
+    """Functions that store and load this rank's rows of a parameter."""
 
     write: Callable[[Tensor, Tensor], None]
     """`write(parameter, whole)` stores this rank's rows."""
     read: Callable[[Tensor], Tensor]
-    """The whole value of a parameter that was written (collective where it is sharded)."""
+    """The whole value of a parameter that was written; all ranks must call it if it is sharded."""
     release: Callable[[Tensor], None] = lambda tensor: None
-    """Told of each parameter that is done with for the moment."""
+    """Called with each parameter that is not needed for the moment."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One parameter: what the rank keeps of it, and what the user's code sees."""
+    """One parameter: this rank's rows, and the whole parameter that the user's code sees."""
 
     name: str
     kept: nn.Parameter
     owners: list[tuple[nn.Module, str]]
     generator: torch.Generator
     written: bool
-    """The rank's rows hold a value."""
+    """Whether the rank's rows hold a value."""
     whole: nn.Parameter = field(init=False)
     resident: bool = False
-    """It has memory, which holds its value, or the mark of what has none."""
+    """Whether `whole` has memory, which holds its value, or `mark_of` where it has none yet."""
     stays: bool = False
-    """Code outside torch may know where its memory is."""
+    """Whether code outside torch may hold the address of its memory, which must then stay."""
     begun: bool = field(init=False)
-    """It has had a value: its module's default, or one that the user's code gave it."""
+    """Whether it was given a value: its module's default, or one from the user's code."""
     unset: bool = False
-    """Part of it had no value when it was put away."""
+    """Whether part of it had no value when it was last written to the rank's rows."""
 
     def __post_init__(self) -> None:
         self.begun = self.written
@@ -73,7 +73,7 @@ class Slot:
 
 
 class Filling:
-    """Parameters between their rows and their whole values."""
+    """Moves parameters between each rank's rows and whole values in memory."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Filling:
     ) -> None:
         self.shards = shards
         self.allocating = allocating
-        """Makes the mode in which operations find their parameters in memory."""
+        """Makes the mode under which operations have their parameters allocated."""
         slots: dict[nn.Parameter, Slot] = {}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
@@ -100,18 +100,18 @@ class Filling:
         self.slots = list(slots.values())
         self.by_storage = {storage_id(slot.storage): slot for slot in self.slots}
         self.in_memory: dict[str, Slot] = {}
-        """Least recently used first."""
+        """Parameters with memory by name, least recently used first."""
         self.in_use: list[Slot] = []
-        """Those of the operations at hand."""
+        """Parameters that the current operations use."""
         self.resetting = False
         self.protected: frozenset[Slot] = frozenset()
-        """What had a value when the reset of a module began, which must leave it."""
+        """Parameters that had a value before a module's reset, which must not change it."""
         self.before_reset: dict[Slot, Tensor] = {}
-        """The values of those that the reset has touched."""
+        """Values, before the reset, of the protected parameters that the reset used."""
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """The model's parameters are whole inside."""
+        """Replace the model's parameters by whole ones inside the context."""
         self._register(lambda slot: slot.whole)
         try:
             yield
@@ -123,11 +123,11 @@ class Filling:
             for module, key in slot.owners:
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[key] = choose(slot)
-                else:  # recurrent layers keep another list
+                else:  # recurrent layers keep a second list of them
                     setattr(module, key, choose(slot))
 
     def found_in(self, values: Any) -> list[Slot]:
-        """The slots whose memory the tensors in `values` look at."""
+        """The slots whose memory the tensors in `values` are views of."""
         with DisableTorchFunction():
             storages = [
                 storage_id(leaf)
@@ -139,7 +139,7 @@ class Filling:
 
     @contextmanager
     def using(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """These parameters keep their memory inside."""
+        """Keep the memory of these parameters inside the context."""
         self.in_use += slots
         try:
             yield
@@ -147,7 +147,7 @@ class Filling:
             del self.in_use[len(self.in_use) - len(slots) :]
 
     def need(self, slot: Slot, *, value: bool) -> None:
-        """Have a parameter in memory, with its value unless that is overwritten."""
+        """Allocate a parameter, and load its value if `value` (false: it gets overwritten)."""
         must_stay = slot in self.protected
         if not slot.resident:
             self._make_room(slot)
@@ -175,17 +175,17 @@ class Filling:
             excess -= other.num_bytes
 
     def put_away(self, slot: Slot) -> None:
-        """Keep this rank's rows only."""
+        """Store this rank's rows of a parameter and free the rest."""
         slot.unset = _is_marked(slot.whole)
         self.shards.write(slot.kept, slot.whole.detach())
         self.shards.release(slot.kept)
-        if not slot.stays:  # numpy's arrays let no memory go
+        if not slot.stays:  # memory that numpy shares cannot be freed
             slot.storage.resize_(0)
         slot.resident, slot.written = False, True
         self.in_memory.pop(slot.name, None)
 
     def set_default(self, slot: Slot) -> None:
-        """The value that the parameter's module gives it at construction, where it has one."""
+        """Give a parameter its module's default by `reset_parameters()`, where there is one."""
         module = slot.owners[0][0]
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if not callable(reset):
@@ -202,7 +202,7 @@ class Filling:
             _copy(other, value)
 
     def finish(self) -> None:
-        """Defaults for what was not touched; the rows of everything are stored."""
+        """Give untouched parameters their defaults, and store this rank's rows of all."""
         for slot in self.slots:
             self._adopt_replaced(slot)
             if not slot.begun:
@@ -218,7 +218,7 @@ class Filling:
             )
 
     def _adopt_replaced(self, slot: Slot) -> None:
-        """`module.weight = nn.Parameter(...)` in `init_weights()` is a value, too."""
+        """Take over the value of `module.weight = nn.Parameter(...)` in `init_weights()`."""
         for module, key in slot.owners:
             found = module._parameters.get(key)
             if found is slot.whole:
@@ -231,7 +231,7 @@ class Filling:
             self.assign(slot, found)
 
     def assign(self, slot: Slot, value: Tensor) -> None:
-        """The parameter's whole value becomes `value`."""
+        """Set the whole parameter to `value`."""
         if value.shape != slot.whole.shape or value.dtype != slot.whole.dtype:
             raise _reshaped(slot, f"{value.dtype} {tuple(value.shape)}")
         for other in self.found_in([value]):
@@ -267,14 +267,14 @@ def _reshaped(slot: Slot, found: str) -> ColotrainError:
 
 
 def mark_of(dtype: torch.dtype) -> float:
-    """What fills a tensor that has no value yet."""
+    """The number that fills a tensor without a value."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether part of a tensor has no value yet; of bools that cannot be seen."""
+    """Whether part of a tensor has no value yet; always False for bool and 1-byte floats."""
     dtype = tensor.dtype
     if dtype == torch.bool or (dtype.itemsize == 1 and dtype.is_floating_point):
         return False

@@ -32,15 +32,15 @@ IGNORE_INDEX = -100
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
 _NAMES = "_colotrain_stored_names"
+"""Attribute of a model with a dictionary: parameter → its name in the files."""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
-"""Attribute of a model that holds the name each parameter has in the files."""
 
 
 def build(plan: ModelPlan) -> nn.Module:
     """The model of `plan.hf` with parameters on the meta device, and real buffers.
 
     Its forward takes batches in colotrain's convention (labels already shifted) and returns the
-    summed loss and the number of targets. Everything wrong with the directory is a `ConfigError`.
+    summed loss and the number of targets. Raises `ConfigError` for anything wrong in the directory.
     """
     folder = Path(str(plan.hf))
     args = dict(plan.args)
@@ -56,9 +56,9 @@ def build(plan: ModelPlan) -> nn.Module:
 
 
 def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> Any:
-    """(summed loss, number of targets) of a causal language model, `labels` being shifted already.
+    """(summed loss, number of targets) of a causal language model, for labels shifted already.
 
-    Without labels, what `forward` itself returns.
+    Without labels it returns the output of `forward`.
     """
     labels = batch.pop("labels", None)
     tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
@@ -77,7 +77,7 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
 
 @contextmanager
 def _without_a_look_at_values() -> Iterator[None]:
-    """Let masks be made on the meta device, where no position can be seen to start anew."""
+    """Skip transformers' search for packed sequences, which needs values, on the meta device."""
     masks = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     found = getattr(masks, name, None)
@@ -98,14 +98,14 @@ def isolating_loss(
     document_ids: Tensor | None = None,
     **batch: Any,
 ) -> Any:
-    """`shifted_loss` of a model to which positions that start anew tell where documents begin."""
+    """`shifted_loss` of a model that sees a document's beginning where positions restart at 0."""
     if document_ids is not None:
         batch["position_ids"] = positions_within(document_ids)
     return shifted_loss(forward, *inputs, **batch)
 
 
 def _sees_documents(model: nn.Module) -> bool:
-    """Whether the architecture makes its masks with transformers' function that sees documents."""
+    """Whether the architecture uses `create_causal_mask`, whose masks separate documents."""
     return hasattr(sys.modules[type(model).__module__], "create_causal_mask")
 
 
@@ -119,7 +119,7 @@ def fill_(
     """Read this rank's rows of every parameter and persistent buffer from the directory.
 
     `rows(parameter)` is the first row and the number of rows this rank holds; None is all.
-    `release(tensor)` is told when one is done with for the moment.
+    `release(tensor)` is called when a tensor is not needed for the moment.
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
     known = stored_names(model)
@@ -148,9 +148,9 @@ def read_rows_(
 
 @functools.cache
 def fingerprint(folder: Path) -> str:
-    """Tells whether a directory holds the same model, by its config and samples of every tensor.
+    """Hash of a model directory: its config.json and samples of every tensor's bytes.
 
-    Looked at once in a process: a run is asked what it began with, whatever became of that since.
+    Computed once per process, so that it is of the files with which a run started.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in weight_files(folder):
@@ -167,14 +167,14 @@ def fingerprint(folder: Path) -> str:
 
 
 def _samples(begin: int, end: int) -> list[tuple[int, int]]:
-    """(first byte, number of bytes) of pieces spread over a tensor: its end is in the last."""
+    """(first byte, number of bytes) of pieces spread evenly over a tensor, its end included."""
     step = max((end - begin - SAMPLE_BYTES) / (SAMPLES - 1), 0.0)
     starts = sorted({begin + int(n * step) for n in range(SAMPLES)})
     return [(start, min(SAMPLE_BYTES, end - start)) for start in starts]
 
 
 def _config(folder: Path, args: dict[str, Any]) -> Any:
-    """The directory's configuration, with what `model.args` changes in it."""
+    """The directory's configuration, changed by `model.args`."""
     transformers = _transformers()
     if not (folder / "config.json").is_file():
         fix = "give a directory that save_pretrained made"
@@ -205,7 +205,7 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
 
 
 def _architecture(folder: Path, config: Any) -> type[nn.Module]:
-    """The class that config.json names, if it is one of transformers'; else the causal one."""
+    """The class that config.json names, or the causal language model's where it names none."""
     transformers = _transformers()
     for name in config.architectures or ():
         found = getattr(transformers, str(name), None)
@@ -221,7 +221,7 @@ def _architecture(folder: Path, config: Any) -> type[nn.Module]:
 
 
 def _is_causal(config: Any, architecture: type) -> bool:
-    """Whether `architecture` predicts next tokens, so that its loss is colotrain's to compute."""
+    """Whether `architecture` predicts next tokens, so that colotrain computes its loss."""
     mapping = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING
     return type(config) in mapping and issubclass(architecture, mapping[type(config)])
 
@@ -238,9 +238,9 @@ def _construct(architecture: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules made inside get parameters without storage; their buffers are real.
+    """Context in which new modules get parameters without storage, and real buffers.
 
-    Rotary frequencies and the like are in no file: a constructor is all that knows them.
+    Rotary frequencies and the like are in no file: only the constructor computes them.
     """
     register = nn.Module.register_parameter
     known = WeakIdKeyDictionary()  # a parameter may have several names
@@ -260,7 +260,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _to_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter like `parameter`, without storage, with what was attached to it."""
+    """A copy of `parameter` without storage, with its attributes and hooks."""
     found = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     found.__dict__.update(vars(parameter))
     for hook in hooks_of(parameter).values():
@@ -281,10 +281,10 @@ def _open(folder: Path) -> StoredTensors:
 
 
 def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, str]:
-    """Parameter or persistent buffer → its name in the files; what does not fit is an error.
+    """Parameter or persistent buffer → its name in the files; raises `ConfigError` on a mismatch.
 
-    A tied parameter is found under any of its names. Directories of a base model (GPT-2's own)
-    lack the prefix that the model with a head gives its names.
+    A tied parameter is found under any of its names. Directories of a base model (as GPT-2's) lack
+    the prefix that names have in the model with a head.
     """
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -316,7 +316,7 @@ def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, st
 
 
 def _refuse_more_layers(model: nn.Module, unused: set[str], folder: Path) -> None:
-    """A `ConfigError` where the files hold more of a list's layers than config.json says."""
+    """Raise `ConfigError` where the files hold more layers of a list than config.json says."""
     ignored: Any = model._keys_to_ignore_on_load_unexpected or ()
     lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     base = f"{getattr(model, 'base_model_prefix', '')}."

@@ -15,10 +15,10 @@ def initialise_(model: nn.Module, *, seed: int, shards: Shards, has_values: bool
     """Give every parameter its initial value: a function of seed and model alone.
 
     As in plain torch a parameter has its module's default (`reset_parameters()`) until
-    `model.init_weights()` changes it; defaults that nobody looks at are not made. What has neither
-    is an error. Draws into a parameter come from a generator of its own, seeded by its name; other
-    random numbers from the global ones. With `has_values` the constructor made the defaults.
-    All ranks must call.
+    `model.init_weights()` changes it; a default that is overwritten unread is never computed.
+    A parameter with neither is an error. Random values of a parameter come from its own generator,
+    seeded by its name; other random numbers come from the global generators. With `has_values` the
+    constructor has set the defaults. All ranks must call.
     """
     names = [name for name, _ in model.named_parameters()]
     filling = Filling(model, seed=seed, shards=shards, has_values=has_values, allocating=Allocates)

@@ -84,8 +84,8 @@ class LLM(nn.Module):
         """Logits [batch, seq, vocab], or with `labels` the pair (summed loss, number of targets).
 
         All arguments are int64 [batch, seq]; `labels[:, t]` is the token after `input_ids[:, t]`,
-        and -100 is no target. Tokens attend to those before them with the same `document_ids`,
-        in which a document is one piece; its positions begin at 0.
+        and -100 is no target. Tokens attend to earlier tokens with the same `document_ids`.
+        A document is contiguous, and its positions begin at 0.
         """
         x = self.embed(input_ids)
         positions = torch.arange(input_ids.shape[1], device=x.device)
@@ -100,7 +100,7 @@ class LLM(nn.Module):
         return output if labels is None else (output, (labels != IGNORE_INDEX).sum())
 
     def init_weights(self) -> None:
-        """Normal weights (σ 0.02), the residual outputs scaled down by √(2 · layers)."""
+        """Draw normal weights (σ 0.02), those of residual outputs divided by √(2 · layers)."""
         for name, module in self.named_modules():
             if isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
@@ -110,9 +110,10 @@ class LLM(nn.Module):
                 nn.init.normal_(module.weight, std=INIT_STD / scale)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward of a token: 6 per matrix weight, 12 · L · d · seq for attention.
+        """FLOPs of a token's forward and backward: 6 per matrix weight plus 12 · L · d · seq.
 
-        Source: appendix B of PaLM (Chowdhery et al. 2022); the causal half is not subtracted.
+        The second term is attention's, with no discount for the causal mask. Source: appendix B of
+        PaLM (Chowdhery et al. 2022).
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6.0 * matrices + 12.0 * self.num_layers * self.d_model * seq_len
@@ -180,7 +181,7 @@ class SwiGLU(nn.Module):
 
 
 def positions_within(document_ids: Tensor) -> Tensor:
-    """How far each token of [batch, seq] is from the beginning of its document."""
+    """Distance of each token of [batch, seq] from the beginning of its document."""
     index = torch.arange(document_ids.shape[1], device=document_ids.device)
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -188,7 +189,7 @@ def positions_within(document_ids: Tensor) -> Tensor:
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """True [batch, 1, seq, seq] where a token may attend: not later, and in the same document."""
+    """Mask [batch, 1, seq, seq]: True where the key is in the same document and not later."""
     seq_len = document_ids.shape[1]
     causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document_ids.device).tril()
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
@@ -210,6 +211,6 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + half]) of [batch, heads, seq, head_dim] by its angle."""
+    """Rotate each pair (x[i], x[i + half]) of [batch, heads, seq, head_dim] by its angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

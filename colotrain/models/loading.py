@@ -1,8 +1,8 @@
 """Building models from a plan, and giving them their initial weights.
 
 Hugging Face directories and models that define `init_weights()` are built on the meta device and
-filled after sharding; any other model is built for real, under the run's seed, and keeps its own
-initial values.
+filled after sharding; any other model is built with real tensors, under the run's seed, and keeps
+its own initial values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from colotrain.spec.plan import ModelPlan
 _HAS_VALUES = "_colotrain_has_values"
 """Attribute of a model whose constructor loaded its weights."""
 KEEPS_VALUES = "_colotrain_keeps_values"
-"""Attribute of a model whose `init_weights()` is not called: nobody knows what it would replace."""
+"""Attribute of a model whose `init_weights()` is not called: it might replace loaded weights."""
 UNCALLED = (
     "the model's init_weights() is not called, for its constructor needs real tensors and may have "
     "loaded weights: call it there, or build without values"
@@ -35,9 +35,9 @@ UNCALLED = (
 
 
 def build(plan: ModelPlan, *, seed: int) -> nn.Module:
-    """The model: its parameters on the meta device where they can be filled later, else for real.
+    """Build the model: its parameters on the meta device if they can be filled later, else real.
 
-    Every rank that calls this with one seed gets the same model, its adapters on it.
+    Every rank that calls this with the same seed gets the same model, adapters included.
     """
     structure = build_on_meta(plan)
     if structure is not None and plan.hf:
@@ -59,9 +59,9 @@ def build(plan: ModelPlan, *, seed: int) -> nn.Module:
 
 
 def _without_values(plan: ModelPlan) -> nn.Module | None:
-    """The model with parameters on the meta device, and all else real; None where it is not so.
+    """The model with only its parameters on the meta device; None where that is impossible.
 
-    Buffers, tensors that modules keep beside them, and what hooks refer to are as the constructor
+    Buffers, other tensors of modules, and objects that hooks refer to are as the constructor
     makes them.
     """
     try:
@@ -81,12 +81,12 @@ def _with_values(plan: ModelPlan) -> nn.Module:
 
 
 def begin_training_(model: nn.Module) -> None:
-    """Put `model` in training mode; parts that its constructor put in evaluation stay there.
+    """Put `model` in training mode; modules that its constructor put in evaluation mode stay so.
 
-    `train` methods of its own are called, as a user's loop does: they keep parts in evaluation.
+    A model's own `train` method is called, as in a user's loop: it may keep modules in evaluation.
     """
     if not model.training or type(model).train is not nn.Module.train:
-        model.train()  # transformers' from_pretrained leaves a model in evaluation
+        model.train()  # transformers' from_pretrained leaves it in evaluation mode
         return
     for child in model.children():
         if child.training:
@@ -94,7 +94,7 @@ def begin_training_(model: nn.Module) -> None:
 
 
 def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:
-    """The whole model with its initial weights, for one process: what the sharded one starts as."""
+    """The unsharded model, for one process, with the initial weights of the sharded one."""
     model = build(plan, seed=seed)
     if any(parameter.is_meta for parameter in model.parameters()):
         allocate_(model, device="cpu")
@@ -105,7 +105,7 @@ def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:
 def build_on_meta(plan: ModelPlan) -> nn.Module | None:
     """The model without storage, or None where its constructor needs real tensors.
 
-    Of a Hugging Face model only the parameters have none.
+    The buffers of a Hugging Face model have storage.
     """
     if plan.hf is not None:
         model = huggingface.build(plan)
@@ -125,16 +125,16 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
 
 
 def allocate_(model: nn.Module, *, device: str, on_host: Set[int] = frozenset()) -> None:
-    """Storage for what is on the meta device; tied parameters and real buffers stay as they are.
+    """Allocate tensors that are on the meta device; parameters stay tied, and buffers keep values.
 
-    Modules of which a parameter is in `on_host` (ids) get theirs on the host, not on `device`.
+    A module with a parameter in `on_host` (ids) is allocated on the host, not on `device`.
     """
     ties = list(_ties(model))
     real = {name: b.clone() for name, b in model.named_buffers() if not b.is_meta}
-    for module in reversed(list(model.modules())):  # FSDP looks at a module's parameters after it
+    for module in reversed(list(model.modules())):  # children first: an FSDP module reads theirs
         rests_on_host = any(id(p) in on_host for p in module.parameters(recurse=False))
         module.to_empty(device="cpu" if rests_on_host else device, recurse=False)
-    for owner, name, other, other_name in ties:  # to_empty makes two of a tied parameter
+    for owner, name, other, other_name in ties:  # to_empty splits tied parameters
         setattr(other, other_name, getattr(owner, name))
     for name, buffer in model.named_buffers():
         if name in real:
@@ -161,10 +161,10 @@ def fill_(
     shards: Shards | None = None,
     rows: Callable[[Tensor], tuple[int, int] | None] = lambda tensor: None,
 ) -> None:
-    """Give a model that `build` left on the meta device, and `allocate_` storage, its values.
+    """Give values to a model that `build` left on the meta device and `allocate_` gave storage.
 
-    `shards` says how this rank keeps its part (default: all of it), and `rows(tensor)` which rows
-    those are (first and number; None: all), so that only they are read from a model directory.
+    `shards` stores this rank's rows (default: all). `rows(tensor)` is the first and the number of
+    them (None: all), so that only these rows are read from a model directory.
     """
     shards = shards or WHOLE
     if plan.hf is not None:
@@ -176,10 +176,10 @@ def fill_(
 
 
 def fills_itself(model: nn.Module) -> bool:
-    """Whether `model.init_weights()` is to be called to fill it.
+    """Whether `model.init_weights()` is called to fill it.
 
-    Not where the user's own code has loaded weights already, which it would replace: that is seen
-    when the model is made, and models of the transformers library always have such a method.
+    It is not called where it would replace weights that the user's code has loaded: loading is
+    noticed in the constructor, and transformers' models, which all have this method, are excluded.
     """
     foreign = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
     loaded = model.__dict__.get(_HAS_VALUES, False)
@@ -191,7 +191,7 @@ def _write_whole(parameter: Tensor, whole: Tensor) -> None:
 
 
 WHOLE = Shards(write=_write_whole, read=lambda parameter: parameter.detach())
-"""A process that keeps whole parameters."""
+"""Storing and loading in a process that keeps whole parameters."""
 RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
 
 
@@ -200,10 +200,10 @@ def _is_init(func: Any) -> bool:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out initial values on the meta device: the first loads torch's compiler, 0.5 s."""
+    """Skips initial values on the meta device: the first would load torch's compiler, 0.5 s."""
 
     has_values = False
-    """The constructor copied real values into a parameter without storage."""
+    """Whether the constructor copied real values into a parameter without storage."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -221,12 +221,12 @@ class _Unfilled(TorchFunctionMode):
 
 @contextmanager
 def _watch_loading(mode: _Unfilled) -> Iterator[None]:
-    """Have `mode` know when a state dict is loaded into a model."""
+    """Set `mode.has_values` when a state dict is loaded into a model."""
     load = nn.Module.load_state_dict
 
     def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mode.has_values = True
-        with warnings.catch_warnings(action="ignore"):  # that nothing is copied to meta
+        with warnings.catch_warnings(action="ignore"):  # warns that meta tensors get no values
             return load(module, *args, **kwargs)
 
     nn.Module.load_state_dict = load_state_dict  # type: ignore

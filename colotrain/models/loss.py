@@ -1,4 +1,4 @@
-"""The language model's head and its loss, without ever holding all logits of a micro-batch."""
+"""The language model's head and its loss, without holding all logits of a micro-batch at once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Σ cross-entropy of the logits `x @ weight.T` over the rows whose label is not -100.
 
     `x` [rows, d], `weight` [vocab, d], `labels` int64 [rows]; float32, or float64 as `x`.
-    Gradients are made in the forward pass, chunk by chunk, as in "Cut Your Losses in
+    Gradients are computed in the forward pass, chunk by chunk, as in "Cut Your Losses in
     Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu et al. 2024):
-    a backward pass of its own would compute every logit once more.
+    a separate backward pass would compute every logit again.
     """
     total: Tensor = _CrossEntropy.apply(x, weight, labels, torch.is_grad_enabled())
     return total
@@ -60,14 +60,14 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_x, grad_weight = ctx.gradients
-        ctx.gradients = None  # in place, to spare a copy of the weight's: only once
+        ctx.gradients = None  # scaled in place to save a copy, so only one backward
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(scale).to(ctx.dtype)
         return None if grad_x is None else grad_x * scale, grad_weight, None, None
 
 
 def _chunk(x: Tensor, weight: Tensor, labels: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The summed loss of some rows, and its gradient by their logits, in `x`'s dtype."""
+    """Summed loss of some rows, and its gradient with respect to their logits, in `x`'s dtype."""
     logits = F.linear(x, weight).to(exact)
     valid = labels != IGNORE_INDEX
     index = labels.where(valid, 0).unsqueeze(1)

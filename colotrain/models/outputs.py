@@ -1,4 +1,4 @@
-"""What a model's forward may return beside its loss."""
+"""The loss, the number of targets and further metrics in the output of a model's forward."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 COUNT = "num_targets"
-"""Beside the loss: how many targets it is the mean of."""
+"""Key or attribute of the number of targets that the loss is the mean of."""
 
 
 def loss_in(output: Any) -> Any:
-    """The loss: `output["loss"]`, `output.loss`, or what was returned itself."""
+    """The loss: `output["loss"]`, `output.loss`, or `output` itself."""
     if isinstance(output, Mapping):
         return output.get("loss")
     return getattr(output, "loss", output)
 
 
 def count_in(output: Any) -> Any:
-    """The number of targets, where the model says it; else None."""
+    """The number of targets, or None where the model does not return it."""
     return output.get(COUNT) if isinstance(output, Mapping) else getattr(output, COUNT, None)
 
 
 def metrics_in(output: Any, weight: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, sum, count) of each further scalar of a mapping.
 
-    A pair is its sum and count itself; any other scalar is the mean over `weight` targets.
+    A pair is taken as (sum, count); any other scalar as the mean over `weight` targets.
     """
     if not isinstance(output, Mapping):
         return

@@ -1,4 +1,4 @@
-"""Random numbers that depend on seed and name alone: never on world size, plugin or order."""
+"""Random numbers that depend on seed and name alone, not on world size, plugin or order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Users' code inside draws the same numbers in every call and on every rank.
+    """Seed the random generators inside the context, alike on every rank.
 
-    Afterwards the CPU's generators go on as if nothing had been drawn.
+    Afterwards the CPU's generators continue as if nothing had been drawn.
     """
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     seed_all(seed)

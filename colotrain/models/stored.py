@@ -17,9 +17,10 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class StoredTensors:
-    """Name → tensor over several files; only the rows that are asked for are read.
+    """Tensors of several safetensors files by name; only requested rows are read.
 
-    Files stay mapped while this lives. Raises `ColotrainError` for a file that is not safetensors.
+    Files stay memory-mapped while the object lives. Raises `ColotrainError` for a file that is not
+    safetensors.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -76,7 +77,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    """Tensor → file name. Only plain names count: no file outside the directory is opened."""
+    """Tensor → file name, without folders: no file outside the directory is opened."""
+
     try:
         named = json.loads(index.read_text("utf-8"))["weight_map"]
         return {name: Path(file).name for name, file in named.items()}
