@@ -1,8 +1,8 @@
 """`models/llm.py` as a Llama: the same computation under transformers' names.
 
-Both normalise with RMSNorm before attention and SwiGLU, turn the first half of each head against
+Both normalise with RMSNorm before attention and SwiGLU, rotate the first half of each head with
 its second half (rotary positions), share key and value heads, and have no biases, so every tensor
-is taken as it is.
+is exported unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INNER = {
 
 
 def llama_name(name: str) -> str:
-    """transformers' name of a parameter of `LLM`."""
+    """Translate the name of a parameter of `LLM` into transformers' name."""
     if name in _OUTER:
         return _OUTER[name]
     found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", name)

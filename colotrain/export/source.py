@@ -1,4 +1,4 @@
-"""Where exported tensors come from: a checkpoint, read one tensor at a time, and its base."""
+"""Tensors of a checkpoint, read one at a time for an export."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PREFIX = "model."
 
 
 class CheckpointTensors:
-    """The model's tensors in a checkpoint, by name; whole, wherever their shards lie."""
+    """The model's unsharded tensors in a checkpoint, by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index = read_index(folder)
         self._reader = _KnownIndex(folder, self.index)
         self.left_out: tuple[str, ...] = tuple(left_out(folder))
-        """Parameters that are still what the run began with."""
+        """Names of the parameters that are not in the checkpoint, since they were never trained."""
         self.entries = {entry.name: entry for entry in self._entries()}
 
     def _entries(self) -> Iterator[Entry]:
@@ -47,7 +47,7 @@ class CheckpointTensors:
         def read() -> Tensor:
             whole = torch.empty(stored.size, dtype=stored.properties.dtype)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that there is one process only
+                warnings.simplefilter("ignore", UserWarning)  # there is one process only
                 dcp.load({key: whole}, storage_reader=self._reader, no_dist=True)
             return whole
 
@@ -55,7 +55,7 @@ class CheckpointTensors:
 
 
 class _KnownIndex(JsonIndexReader):
-    """Reads the index once, not once a tensor."""
+    """Reader whose index is given, so that it is not read again for every tensor."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -66,7 +66,7 @@ class _KnownIndex(JsonIndexReader):
 
 
 def choose(rundir: RunDir, step: int | None) -> Path:
-    """The newest checkpoint of a run, or that of `step`; a damaged or absent one is an error."""
+    """The newest checkpoint, or that of `step`; raises `UsageError` if it is absent or damaged."""
     known = complete(rundir.checkpoints)
     if step is not None:
         known = [path for path in known if path == rundir.checkpoint(step)]

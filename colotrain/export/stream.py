@@ -35,7 +35,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor that is to be written; `read` makes it when its turn comes."""
+    """A tensor to be written; `read` loads it only when it is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ def write_files(
     shard_bytes: int,
     progress: Callable[[int], None],
 ) -> list[Path]:
-    """`model.safetensors`, or numbered files of about `shard_bytes` with their index.
+    """Write `model.safetensors`, or numbered files of about `shard_bytes` with their index.
 
     `progress` is called with the bytes written so far. Every file is synced to disk.
     """
@@ -76,7 +76,7 @@ def write_files(
 
 
 def _split(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
-    """Neighbours together, as many as fit (at least one)."""
+    """Split entries into consecutive parts of at most `shard_bytes`, or of one larger entry."""
     shards: list[list[Entry]] = [[]]
     room = shard_bytes
     for entry in entries:
@@ -91,7 +91,7 @@ def _split(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
 def write_file(
     path: Path, entries: Sequence[Entry], *, progress: Callable[[int], None], done: int = 0
 ) -> int:
-    """One safetensors file; returns `done` and the bytes that were added to it."""
+    """Write one safetensors file; returns `done` plus the bytes of its tensors."""
     with path.open("wb") as out:
         header = _header(entries)
         out.write(len(header).to_bytes(8, "little") + header)

@@ -1,4 +1,4 @@
-"""The tokenizer that goes with an exported model, as AutoTokenizer loads it."""
+"""The tokenizer of an exported model, in files that AutoTokenizer loads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What a Hugging Face directory may have of a tokenizer; never code."""
+"""Tokenizer files that a Hugging Face directory may have; code is never copied."""
 SEPARATOR_OF_BYTES = 0
 
 
 def copy_tokenizer(source: Path, folder: Path) -> list[Path]:
-    """Copy the tokenizer of a model directory."""
+    """Copy the tokenizer's files from a model directory; returns the copies."""
     found = [source / name for name in FILES if (source / name).is_file()]
     return [Path(shutil.copyfile(path, folder / path.name)) for path in found]
 
@@ -39,11 +39,10 @@ def copy_tokenizer(source: Path, folder: Path) -> list[Path]:
 def write_tokenizer(
     data: DataPlan, folder: Path, *, progress: Callable[[str, int, int], None]
 ) -> int | None:
-    """Write the tokenizer that the run's tokens were made with; returns the separator's number.
+    """Write the tokenizer of the run's data; returns the separator's token id.
 
-    Nothing is written for a dataset of the user's own, whose tokenizer is not known. A `bpe-SIZE`
-    that is no longer cached is learned again from the same text. Raises `ColotrainError` where
-    that text is gone.
+    A `bpe-SIZE` that is no longer cached is trained again on the same text. Raises
+    `ColotrainError` where that text is gone.
     """
     file = folder / "tokenizer.json"
     settings: dict[str, Any] = {
@@ -74,7 +73,7 @@ def write_tokenizer(
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer of 256 tokens, each byte its own number."""
+    """A tokenizer of 256 tokens, in which each byte is its own token id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
@@ -84,8 +83,8 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in byte-level BPE (Radford et al. 2019): itself
-    where it can be printed, otherwise one from 256 on."""
+    """Character → the byte it stands for in byte-level BPE (Radford et al. 2019): the byte's own
+    character where that can be printed, otherwise one from 256 on."""
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printed]
     characters = {chr(byte): byte for byte in printed}

@@ -38,20 +38,20 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the user wants of an export."""
+    """The user's settings for an export."""
 
     step: int | None = None
     format: str = "auto"
     """auto, hf or safetensors."""
     adapter_only: bool = False
-    """The adapter in PEFT's format, without the model; otherwise it is merged into the weights."""
+    """Whether to write the adapter alone, in PEFT's format, not merge it into the weights."""
     dtype: str | None = None
     shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote."""
+    """Summary of what an export wrote."""
 
     run: str
     step: int
@@ -66,7 +66,7 @@ class Exported:
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """An export in progress: into a folder beside the final one, renamed when it is whole."""
+    """An export in progress, into a folder beside the final one that is renamed when complete."""
 
     plan: RunPlan
     stored: CheckpointTensors
@@ -75,7 +75,7 @@ class _Job:
     progress: Progress
     notes: list[str] = field(default_factory=list)
     untied: bool = False
-    """Tied parameters are written one by one, because adapters made them differ."""
+    """Whether tied parameters are written separately, because an adapter made them differ."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -85,8 +85,8 @@ class _Job:
 def export(rundir: RunDir, to: Path, choice: Choice, *, progress: Progress) -> Exported:
     """Write the model of a checkpoint of `rundir` to the new or empty directory `to`.
 
-    In this process, a tensor at a time; the directory appears when it is complete. Raises
-    `UsageError` for a directory with something in it, a checkpoint that is absent or damaged, and a
+    One process writes one tensor at a time; the directory appears when it is complete. Raises
+    `UsageError` for a directory that is not empty, a checkpoint that is absent or damaged, and a
     format that the model cannot be written in.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
@@ -138,7 +138,7 @@ def _format(model: ModelPlan, choice: Choice) -> str:
 
 
 def _publish(folder: Path, to: Path) -> None:
-    """Give the finished folder its name, durably."""
+    """Rename the finished folder to `to`, and sync the rename to disk."""
     if to.exists():
         to.rmdir()
     folder.rename(to)
@@ -156,11 +156,11 @@ def _write_hf(job: _Job) -> list[Entry]:
 
 
 def _write_hf_directory(job: _Job, source: Path) -> list[Entry]:
-    """The model under its own names, with its configuration and tokenizer."""
+    """Write the model under its own names, with its configuration and tokenizer."""
     model = _bare(job.plan.model)
     entries = _write_weights(job, _entries(job))
     settings = model.config.to_dict()  # type: ignore[operator,union-attr]
-    settings.pop("auto_map", None)  # code is never taken along
+    settings.pop("auto_map", None)  # code is never exported
     settings.pop("torch_dtype", None)
     if job.untied:
         settings["tie_word_embeddings"] = False
@@ -193,7 +193,7 @@ def _write_llama(job: _Job) -> list[Entry]:
 
 
 def _write_plain(job: _Job) -> list[Entry]:
-    """Safetensors under the names of `named_parameters()`, and what they are."""
+    """Write safetensors under the names of `named_parameters()`, and a JSON file about them."""
     entries = _write_weights(job, _entries(job))
     model = job.plan.model
     about = {
@@ -213,7 +213,7 @@ def _write_plain(job: _Job) -> list[Entry]:
 
 
 def _write_peft(job: _Job) -> list[Entry]:
-    """The adapter alone, in PEFT's format."""
+    """Write the adapter alone, in PEFT's format."""
     plan = job.plan.model
     assert plan.adapter is not None, "checked by _format"
     model = _on_meta(plan)
@@ -239,7 +239,8 @@ WRITERS: dict[str, Callable[[_Job], list[Entry]]] = {
 
 
 def _entries(job: _Job) -> list[Entry]:
-    """Every tensor of the model as it is written: adapters merged, the base's own beside them."""
+    """Every tensor to write: adapters merged into weights, untrained weights from the base."""
+
     plan, held = job.plan.model, job.stored.entries
     entries = {**_base(job), **held}
     unmerged = dict(entries)
@@ -263,7 +264,7 @@ def _entries(job: _Job) -> list[Entry]:
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every name of each parameter; under the first a checkpoint holds it."""
+    """Every name of each parameter; checkpoints use the first."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -271,9 +272,9 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _untie(job: _Job, model: nn.Module, names: list[str]) -> None:
-    """Each name of a tied parameter is to have a tensor: merging an adapter changes one of them.
+    """Note that each name of a tied parameter gets its own tensor: the adapter changes only one.
 
-    A `UsageError` where the format cannot say so.
+    Raises `UsageError` where the format cannot express untied parameters.
     """
     plan = job.plan.model
     head = model.get_output_embeddings() if plan.hf is not None else None  # type: ignore[operator]
@@ -301,7 +302,7 @@ def _merge(
 
 
 def _base(job: _Job) -> dict[str, Entry]:
-    """What a checkpoint that holds only what trains leaves out: the values the run began with."""
+    """Initial values of the parameters that a checkpoint of trained parameters leaves out."""
     left_out = job.stored.left_out
     if not left_out:
         return {}
@@ -373,13 +374,13 @@ def _bare(plan: ModelPlan) -> nn.Module:
 
 
 def _on_meta(plan: ModelPlan) -> nn.Module:
-    """The model's structure; built for real, and not to be trained, where that cannot be had."""
+    """The model on the meta device, or with real tensors where its constructor needs them."""
     model = build_on_meta(plan)
     return model if model is not None else build_whole(plan, seed=0)
 
 
 def _dtype_name(entries: Sequence[Entry]) -> str:
-    """The dtype of most bytes."""
+    """Name of the floating-point dtype with the most bytes."""
     sizes: dict[torch.dtype, int] = {}
     for entry in entries:
         if entry.dtype.is_floating_point:
