@@ -1,4 +1,4 @@
-"""Which cases a verification tries."""
+"""The cases that a verification runs: plugins × world sizes × accumulation × freeze sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colotrain.spec.plan import ParameterInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One case: what is changed in the user's configuration."""
+    """One case: changes to the user's configuration."""
 
     plugin: str
     world_size: int
@@ -40,7 +40,7 @@ class Variant:
                 "on_gradients": None,
                 "on_nonfinite": "stop",  # there is no checkpoint to roll back to
             },
-            "data": {**(config.get("data") or {}), "num_workers": 0},  # the reference reads itself
+            "data": {**(config.get("data") or {}), "num_workers": 0},  # the reference reads so, too
             "accumulate": {"steps": self.accumulation_steps},
             "cluster": {
                 **(config.get("cluster") or {}),
@@ -75,7 +75,7 @@ def variants(
 
 
 def freeze_sets(parameters: Sequence[ParameterInfo], *, own: bool) -> list[tuple[str, ...] | None]:
-    """The user's freeze set where there is one; otherwise none, a prefix, and a scatter."""
+    """The user's freeze set if there is one; else nothing, the first third, and every third."""
     if own:
         return [None]
     names = [p.name for p in parameters if p.frozen_by is None]
@@ -84,8 +84,8 @@ def freeze_sets(parameters: Sequence[ParameterInfo], *, own: bool) -> list[tuple
 
 
 def batch_size(world_sizes: Sequence[int], accumulation: Sequence[int]) -> int:
-    """Samples per step that divide among all ranks and micro-batches that are tried.
+    """Smallest number of samples per step that every case can split into equal micro-batches.
 
-    One per micro-batch of the finest cut: more would prove nothing more.
+    More samples would prove nothing more.
     """
     return math.lcm(*(size * steps for size in world_sizes for steps in accumulation))

@@ -22,13 +22,13 @@ DRAWS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """How far a plugin may be from the reference.
+    """Largest differences allowed between a plugin and the reference.
 
-    A loss: relative to itself, at least 1. A gradient: relative to the largest value of the step's,
-    and far less where the parameter's own is small, so that none may vanish. A parameter: absolute
-    in fp32; in half precision relative to the largest change since the beginning. Twice the
-    rounding of plain torch is always allowed: AdamW turns a gradient that is nothing but
-    rounding into a whole step.
+    The limit of a loss is relative to the loss, or to 1 if that is more; that of a gradient to the
+    largest value among all gradients of the step, and much smaller where the gradient itself is
+    small, so that a vanished gradient is noticed. The limit of a parameter is absolute in fp32, and
+    in half precision relative to the largest change since the beginning. Twice the rounding error
+    of plain torch is always allowed: AdamW turns a gradient of mere rounding into a whole step.
     """
 
     loss: float = 1e-6
@@ -36,18 +36,18 @@ class Tolerance:
     parameter: float = 1e-6
     parameter_floor: float = 1.0
     own_gradient: float | None = None
-    """Relative to the largest value of the same gradient; None: `gradient` says how much."""
+    """Limit relative to the gradient's own largest value; None: derived from `gradient`."""
 
     @staticmethod
     def explained_by(
         precision: str, dtypes: Iterable[torch.dtype], computed_in: Iterable[torch.dtype] = ()
     ) -> Tolerance:
-        """What rounding in the compute precision and the parameters' own `dtypes` explains, and in
-        the dtypes that the forward computes in by itself, with autocast say.
+        """Differences that rounding explains in the compute precision, in the parameters' `dtypes`,
+        and in the dtypes that the forward computes in by itself, for example with autocast.
 
-        The coarsest counts for all: a block in half precision changes the loss, and the gradients
-        of blocks before it that are in float32. Where autocast alone brings half precision, plain
-        torch's rounding is measured with it, and a gradient may be off by less of itself.
+        The coarsest of them counts for all: a block in half precision changes the loss, and the
+        gradients of float32 blocks before it. Where only autocast brings half precision, plain
+        torch's measured rounding contains it, and `own_gradient` is a smaller limit.
         """
         known = _coarsest(precision, dtypes)
         coarsest = max(known, _coarsest(precision, computed_in), key=lambda p: p.tolerance)
@@ -83,7 +83,7 @@ class CaseResult:
     frozen_unchanged: bool
     tolerance: Tolerance
     difference: str | None
-    """The first thing that differs: what, in which parameter and step; None when nothing does."""
+    """First difference: its kind, parameter and step; None where there is none."""
     draws: bool = False
     """Whether the model's forward draws random numbers, so that a difference proves nothing."""
 
@@ -95,10 +95,10 @@ class CaseResult:
 def compare(
     plan: RunPlan, reference: Trajectory, found: Trajectory, tolerance: Tolerance | None = None
 ) -> CaseResult:
-    """Every loss, gradient and parameter of every step, the step count, and frozen bytes.
+    """Compare every step's loss, gradients, parameters and frozen bytes, and the step count.
 
-    Without a `tolerance`, what the precisions of the plan, of the model's parameters and of what
-    its forward computes explain.
+    Without a `tolerance`, it follows from the precisions of the plan, of the model's parameters and
+    of its forward.
     """
     if tolerance is None:
         dtypes = (value.dtype for value in reference.parameters[0].values())
@@ -131,7 +131,7 @@ def compare(
 
 
 class _Check:
-    """Collects the largest differences, and the first that is too large."""
+    """Collects the largest differences, and the first that exceeds its limit."""
 
     def __init__(self, reference: Trajectory, found: Trajectory) -> None:
         self.reference, self.found = reference, found
@@ -168,14 +168,14 @@ class _Check:
             self._measure("gradient", off)
             limit = _limit(tolerance, largest=largest, own=max_abs(wanted[name]))
             explained = 2 * rounding.get(name, 0.0)
-            if tolerance.own_gradient is not None:  # measured with autocast: both add up
+            if tolerance.own_gradient is not None:  # rounding is measured with autocast
                 explained += limit
             if not off <= max(limit, explained):
                 self.differs(f"gradient of {name} in step {step + 1}: differs by {off:.3g}")
         return None
 
     def parameters(self, step: int, tolerance: Tolerance) -> None:
-        """After `step` steps; 0 is the initial value."""
+        """Compare parameters after `step` steps; 0 is the initial values."""
         if step >= len(self.found.parameters):
             return self.differs(f"parameters of step {step}: missing")
         start, wanted = self.reference.parameters[0], self.reference.parameters[step]
@@ -215,7 +215,7 @@ class _Check:
 
 
 def _limit(tolerance: Tolerance, *, largest: float, own: float) -> float:
-    """What a gradient may be off by: less than itself, unless it is nothing but rounding."""
+    """Limit of a gradient's difference: less than the gradient, unless that is mere rounding."""
     of_all, share = tolerance.gradient * largest, tolerance.own_gradient
     if share is None:
         share = min(1000 * tolerance.gradient, 0.5)
@@ -229,7 +229,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def to_json(results: list[CaseResult]) -> dict[str, Any]:
-    """The document that `verify --json` prints; cases of one model have one tolerance."""
+    """The document that `verify --json` prints; all cases of a model have the same tolerance."""
     from dataclasses import asdict
 
     cases, tolerance = [], None

@@ -1,7 +1,7 @@
-"""What makes a model and its samples fit for a proof, in the reference and the plugins alike.
+"""Changes to a model and its samples for a verification, in the reference and the plugins alike.
 
-Unequal masks, because with none a wrong weighting of micro-batches would go unseen; and no
-dropout, whose draws depend on how a batch is cut.
+Labels are masked unequally, so that a wrong weighting of micro-batches shows. Dropout is turned
+off, because its random numbers depend on how a batch is split.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from colotrain.torch_internals import Dropouts
 
 
 class MaskedSamples:
-    """The samples of a dataset, with part of their labels masked as a function of the sample.
+    """The samples of a dataset, with part of their labels masked as a function of the index.
 
-    Every sixth loses all of its targets, the others up to four fifths from the front. Samples
-    without `labels` of at least one dimension stay as they are.
+    Every sixth sample has all of its labels masked, the others up to the first four fifths.
+    Samples without `labels` of at least one dimension stay as they are.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -52,10 +52,10 @@ DROPOUTS = (
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off: that of modules for good, that of `torch.nn.functional` in this process.
+    """Turn off the dropout of modules, for good, and of `torch.nn.functional`, in the context.
 
-    A mode of torch's would miss what a backward computes again in a thread of its own. A model
-    that calls `torch.dropout`, or draws in another way, is not reached.
+    Functions are replaced, because a torch mode would not reach a backward that recomputes the
+    forward in another thread. Calls of `torch.dropout` and other random numbers stay.
     """
     for module in model.modules():
         if isinstance(module, Dropouts):

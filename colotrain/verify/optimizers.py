@@ -15,7 +15,7 @@ from colotrain.spec.plan import OptimPlan
 
 
 def optimizer_of(name: str, parameter: nn.Parameter, plan: OptimPlan) -> torch.optim.Optimizer:
-    """What updates one whole parameter. Its learning rate is `plan.lr` times what a rule says."""
+    """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule."""
     lr, decay = plan.lr, plan.weight_decay if parameter.ndim >= 2 else 0.0
     for rule in plan.rules:
         if fnmatch.fnmatch(name, rule.match):
@@ -39,7 +39,7 @@ def optimizer_of(name: str, parameter: nn.Parameter, plan: OptimPlan) -> torch.o
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Lion as its paper writes it (Chen et al. 2023, algorithm 2): torch has none."""
+    """Lion as in its paper (Chen et al. 2023, algorithm 2), since torch has none."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -1,10 +1,10 @@
 """The reference: one process, plain torch, the whole global batch at once.
 
-It computes in float64 where the model allows that, because in float32 its own rounding may be
-larger than that of the plugins, which sum in smaller pieces; and once more as it is, to measure
-that rounding. It shares with colotrain's engine what builds the
-model, its initial values and its samples, and nothing that is under test: no accumulation,
-freezing, sharding, clipping or optimizer code.
+It computes in float64 where the model allows it, because in float32 its own rounding may be larger
+than that of the plugins, which sum in smaller pieces; and once more in the model's own dtype, to
+measure that rounding. It shares with colotrain's engine the code that builds the model, its
+initial values and its samples, and no code that is verified: no accumulation, freezing, sharding,
+clipping or optimizer code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """What a few steps of training did. Step k stands at index k."""
+    """Losses, gradients and parameters of a few steps of training; index k is step k."""
 
     losses: list[float]
     gradients: list[Tensors]
@@ -45,15 +45,15 @@ class Trajectory:
     optimizer_steps: int
     frozen: frozenset[str]
     rounding: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """"gradients" or "parameters" → name → how far plain torch is off in the model's own dtype."""
+    """Per step of "gradients" or "parameters": name → error of plain torch in its own dtype."""
     draws: bool = False
-    """Whether the model's forward draws random numbers, dropout apart."""
+    """Whether the model's forward draws random numbers other than dropout's."""
     computed_in: frozenset[torch.dtype] = frozenset()
-    """Dtypes of what the forward computes when the model is in its own: autocast's among them."""
+    """Dtypes of the forward's results with the model in its own dtype, autocast's included."""
 
 
 def least_bytes(parameters: Sequence[ParameterInfo], *, steps: int) -> int:
-    """What the reference certainly holds: the model in float64, and its values after each step."""
+    """Least memory of the reference: the model in float64, and its values after each step."""
     values = sum(parameter.numel * parameter.itemsize for parameter in parameters)
     return 8 * sum(parameter.numel for parameter in parameters) + 2 * (steps + 1) * values
 
@@ -81,14 +81,14 @@ def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
 
 
 def distance(wanted: Tensor, found: Tensor) -> float:
-    """Largest |wanted - found|."""
+    """Largest |wanted - found|, infinite where the shapes differ."""
     if wanted.shape != found.shape:
         return math.inf
     return max_abs(wanted.double() - found.double())
 
 
 def max_abs(tensor: Tensor) -> float:
-    """0 where it is empty."""
+    """Largest absolute value; 0 for an empty tensor."""
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
@@ -141,7 +141,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
 
 
 class _Dtypes(TorchDispatchMode):
-    """Collects the dtypes of what operations return, below autocast's casts."""
+    """Collects the dtypes of operations' results, after autocast's casts."""
 
     supports_higher_order_operators = True
 
@@ -158,7 +158,7 @@ class _Dtypes(TorchDispatchMode):
 
 
 def serve_signals_(model: nn.Module) -> None:
-    """Let Python look for signals within a backward, which is one call and may take minutes."""
+    """Add hooks that let Python handle signals within a backward, which may take minutes."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _: None)
@@ -195,7 +195,7 @@ def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
 
 
 def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
-    """An optimizer, with its learning rate, for every parameter that begins to train."""
+    """Add an optimizer, with its learning rate, for every newly trained parameter."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in optimizers:
             made = optimizer_of(name, parameter, plan.optim)
@@ -203,7 +203,7 @@ def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
 
 
 def _rate(plan: RunPlan, step: int) -> float:
-    """The learning-rate schedule, written out once more."""
+    """Factor of the learning-rate schedule, written independently of the engine's."""
     optim, last = plan.optim, plan.train.max_steps - 1
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps

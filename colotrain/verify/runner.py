@@ -33,8 +33,8 @@ def verify(
 ) -> Iterator[CaseResult]:
     """Compare each plan with its reference, in the order given within each world size.
 
-    One set of workers is launched per world size, under `folder`. Each plan's `max_steps` says how
-    many steps are compared. `progress(what, done, total)` is told about every case.
+    One set of workers is launched per world size, under `folder`. Each plan's `max_steps` steps are
+    compared. `progress(what, done, total)` is called for every case.
     """
     references: dict[str, Trajectory] = {}
     done = 0
@@ -106,6 +106,6 @@ def _read(case: RunDir) -> Trajectory:
 
 
 def _reference_key(plan: RunPlan) -> str:
-    """Plans that differ only in how the work is shared out have one reference."""
+    """Key that is equal for plans that differ only in how the work is divided among ranks."""
     facts = (plan.model, plan.data, plan.batch.global_batch, plan.train, plan.optim, plan.freeze)
     return json.dumps(to_plain(facts), sort_keys=True)

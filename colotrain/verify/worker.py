@@ -1,7 +1,7 @@
 """A worker of `colotrain verify`: trains every case of one world size with colotrain's engine.
 
-Each folder RUN/cases/NAME holds a plan, and receives the
-trajectory as safetensors and JSON, written by rank 0.
+Each folder RUN/cases/NAME holds a plan; rank 0 writes the trajectory there, as safetensors and
+JSON.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def main(path: str) -> int:
 
 
 def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
-    """Train one case and write down everything that the reference is compared with.
+    """Train one case, and write everything that is compared with the reference.
 
-    Where a loss scale makes fp16 skip steps, which the reference never does, the case is trained
-    again with the lower scale that they led to.
+    Where fp16's loss scale makes the run skip steps, which the reference never does, the case is
+    trained again with the lower scale that resulted.
     """
     plan, rank = case.plan(), dist.get_rank()
     if rank == 0:
@@ -80,7 +80,7 @@ def masked_loader(plan: RunPlan, rank: int) -> BatchLoader:
 
 
 class Recorder:
-    """Whole gradients before each optimizer step, and the parameters they belong to."""
+    """Collects the unsharded gradients and parameters before each optimizer step."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
@@ -97,7 +97,7 @@ class Recorder:
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    """Name → whole value of every parameter (collective)."""
+    """Name → unsharded value of every parameter; all ranks must call."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
         for name, p in model.named_parameters()
