@@ -1,1 +1,1 @@
-"""What could keep a run from starting, from going fast or from being kept: found beforehand."""
+"""Checks, before a run, of what could keep it from starting, slow it down or lose its files."""

@@ -1,6 +1,6 @@
-"""All-reduce between ranks: processes that meet at a store, exchange, and say how fast it was.
+"""A measured all-reduce between ranks, which are processes that connect to one TCPStore.
 
-A rank says what it found in one line of JSON on stdout.
+A rank prints its result as one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ SLOW_BYTES_PER_S = 20e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One rank's part."""
+    """Address of the store, and one rank's place in the process group."""
 
     host: str
     port: int
     rank: int
     world: int
     listens: bool
-    """Whether this rank holds the store."""
+    """Whether this rank hosts the store."""
 
 
 def check_exchange(around: Surroundings) -> Iterator[Finding]:
-    """Two ranks on this machine."""
+    """Check an all-reduce between two ranks on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = [
@@ -46,7 +46,7 @@ def check_exchange(around: Surroundings) -> Iterator[Finding]:
 
 
 def judge(check: str, answer: dict[str, object] | str, who: str) -> Iterator[Finding]:
-    """What the answer of rank 0, or the reason why there is none, means."""
+    """Turn the answer of rank 0, or the reason why there is none, into a finding."""
     if isinstance(answer, str):
         fix = "see the checks of names, loopback, ports and limits above, and firewalls"
         yield fail(check, f"{who} cannot exchange ({answer})", fix)
@@ -60,7 +60,7 @@ def judge(check: str, answer: dict[str, object] | str, who: str) -> Iterator[Fin
 
 
 def run_together(ranks: list[Exchange]) -> dict[str, object] | str:
-    """Run ranks as processes of this machine: the answer of the first, or why there is none."""
+    """Run ranks as local processes; returns rank 0's answer, or why there is none."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "colotrain.doctor.exchange", *_words(rank)],
@@ -95,7 +95,7 @@ def _words(exchange: Exchange) -> list[str]:
 
 
 def take_part(exchange: Exchange) -> dict[str, object]:
-    """All-reduce with the other ranks; all must call. Raises what torch raises."""
+    """Time an all-reduce with the other ranks; all must call. Raises torch's exceptions."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What a check says: one line, and what to do about it."""
+"""The result of a check: one line of text and a fix."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def ok(check: str, text: str) -> Finding:
 
 
 def warn(check: str, text: str, fix: str) -> Finding:
-    """Something that costs speed or comfort, or that only some runs need."""
+    """Finding about something that costs speed or comfort, or that only some runs need."""
     return Finding(check=check, status="warn", text=text, fix=fix)
 
 
 def fail(check: str, text: str, fix: str) -> Finding:
-    """Something that a run would fail of."""
+    """Finding about something that would make a run fail."""
     return Finding(check=check, status="fail", text=text, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What is looked at."""
+    """Folders, addresses and environment that the checks examine."""
 
     runs: Path
     cache: Path
     shm: Path = Path("/dev/shm")
     head: tuple[str, int] | None = None
-    """Where node 0 is to listen, if that is known."""
+    """Host and port on which node 0 listens; None where unknown."""
     rank: int = 0
     nodes: int = 1
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

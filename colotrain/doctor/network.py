@@ -1,4 +1,4 @@
-"""Checks of names, addresses, ports and interfaces, and of SLURM where it is."""
+"""Checks of names, addresses, ports and interfaces, and of SLURM where it is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def check_loopback(_: Surroundings) -> Iterator[Finding]:
-    """Workers of one machine meet there."""
+    """Check the loopback interface, over which the workers of one machine connect."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname()[:2], timeout=2).close()
@@ -31,7 +31,7 @@ def check_loopback(_: Surroundings) -> Iterator[Finding]:
 
 
 def check_name(around: Surroundings) -> Iterator[Finding]:
-    """What this machine takes its own name for: others must be able to use it."""
+    """Check that this machine's name resolves to an address that other machines can use."""
     name = around.host
     try:
         found = sorted({str(i[4][0]) for i in socket.getaddrinfo(name, None)})
@@ -55,7 +55,7 @@ def check_name(around: Surroundings) -> Iterator[Finding]:
 
 
 def check_head(around: Surroundings) -> Iterator[Finding]:
-    """Where node 0 listens: known, free on node 0, and not loopback for other nodes."""
+    """Check node 0's endpoint: resolvable, port free on node 0, not loopback on other nodes."""
     if around.head is None:
         return
     host, port = around.head
@@ -95,7 +95,7 @@ def _connections() -> list[Any]:
 
 
 def check_environment(around: Surroundings) -> Iterator[Finding]:
-    """Variables that would send the workers elsewhere."""
+    """Check for variables that would make workers use a wrong interface or launcher."""
     known = set(psutil.net_if_addrs())
     good = True
     for name in INTERFACES:
@@ -115,7 +115,7 @@ def check_environment(around: Surroundings) -> Iterator[Finding]:
 
 
 def check_interconnect(_: Surroundings) -> Iterator[Finding]:
-    """InfiniBand ports and network interfaces that are up."""
+    """Check InfiniBand ports and network interfaces."""
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     down = [p for p in ports if "ACTIVE" not in p.read_text("utf-8", "replace")]
     if down:
@@ -132,7 +132,7 @@ def check_interconnect(_: Surroundings) -> Iterator[Finding]:
 
 
 def check_slurm(around: Surroundings) -> Iterator[Finding]:
-    """Whether SLURM's commands answer, where they are."""
+    """Check that SLURM's commands, if installed, answer."""
     path = around.environment.get("PATH", "")
     if shutil.which("sbatch", path=path) is None:
         yield ok("slurm", "not here; `colotrain submit` needs it, nothing else does")

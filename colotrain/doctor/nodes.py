@@ -1,4 +1,4 @@
-"""Checks that need all nodes: they meet at node 0, tell one another what they found, exchange."""
+"""Checks that need all nodes, which connect to node 0, share their findings and all-reduce."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FOLDER_S = 30.0
 
 
 def meet(around: Surroundings, mine: list[Finding]) -> dict[str, list[Finding]]:
-    """All nodes' findings by host, with what only shows between them. All nodes must call.
+    """Findings of all nodes by host, and findings about their differences. All nodes must call.
 
-    Node 0 listens on `around.head` and on the port after it. Others get an empty result.
+    Node 0 listens on `around.head` and on the port after it. Other nodes get an empty result.
     """
     assert around.head is not None
     host, port = around.head
@@ -86,7 +86,7 @@ def _appears(path: Path) -> bool:
 
 
 def _skew(store: Any, around: Surroundings) -> float:
-    """Seconds that this clock is ahead of node 0's, give or take half a round trip."""
+    """Seconds that this clock is certainly ahead of node 0's, negative if it is behind."""
     if around.rank == 0:
         for rank in range(1, around.nodes):
             store.get(f"ask/{rank}")
@@ -95,7 +95,8 @@ def _skew(store: Any, around: Surroundings) -> float:
     asked = time.time()
     store.set(f"ask/{around.rank}", "1")
     told = float(store.get(f"time/{around.rank}"))
-    # node 0 answers in the order of ranks: only what is left after both ways is certain
+    # node 0 may answer late, in the order of ranks: only a time before the question or after
+    # the answer proves a difference
     return max(0.0, told - time.time()) * -1 + max(0.0, asked - told)
 
 
@@ -109,7 +110,7 @@ def _address_towards(host: str) -> str:
 
 
 def compare(rows: list[dict[str, Any]]) -> Iterator[Finding]:
-    """What differs between nodes; the first one is what the others are held against."""
+    """Findings about differences between the first node and the others."""
     blind = [row["host"] for row in rows if not row["sees_folder"]]
     if blind:
         fix = "start from a folder that all nodes share (NFS, Lustre)"

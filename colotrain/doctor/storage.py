@@ -1,4 +1,4 @@
-"""Checks of folders: can runs and caches be written, how fast, and do the clocks agree."""
+"""Checks that runs and caches can be written, how fast, and that the clocks agree."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GIB = 1 << 30
 TRIAL_BYTES = 32 << 20
 SLOW_BYTES_PER_S = 50e6
 CLOCK_S = 2.0
-"""Clocks that differ by more make times of a run hard to read."""
+"""Seconds by which clocks may differ; more makes the times in a run's records misleading."""
 
 
 def check_runs(around: Surroundings) -> Iterator[Finding]:
-    """The run folder: writable, roomy, quick, on the same time."""
+    """Check that the run folder is writable, large and fast enough, and has the right time."""
     folder = _nearest(around.runs)
     probe = folder / f".colotrain-doctor-{secrets.token_hex(4)}"
     try:
@@ -49,7 +49,7 @@ def check_runs(around: Surroundings) -> Iterator[Finding]:
 
 
 def _nearest(path: Path) -> Path:
-    """`path`, or what there is of it."""
+    """`path`, or its nearest parent that exists."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
@@ -68,7 +68,7 @@ def _check_room(folder: Path) -> Iterator[Finding]:
 
 
 def _check_clock(around: Surroundings, skew_s: float) -> Iterator[Finding]:
-    """The file server's clock against this machine's, and files from the future."""
+    """Compare the file server's clock with this machine's, and look for files from the future."""
     fix = "synchronise the clocks (chrony, ntpd) of this machine and of the file server"
     if abs(skew_s) > CLOCK_S:
         yield warn("clock", f"the file server's clock is {skew_s:+.0f} s off this machine's", fix)
@@ -90,7 +90,8 @@ def _modified_at(path: Path) -> float:
 
 
 def _filesystem(folder: Path) -> str:
-    """The type of the filesystem that `folder` is on, as /proc/mounts has it."""
+    """Type of the filesystem of `folder`, from /proc/mounts."""
+
     best, kind = "", "an unknown filesystem"
     try:
         mounts = Path("/proc/mounts").read_text("utf-8", "replace").splitlines()
