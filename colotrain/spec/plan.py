@@ -337,6 +337,7 @@ class Survey:
 
     parameters: tuple[ParameterInfo, ...]
     matched: dict[str, int]
+    """Freeze pattern → number of parameters whose names match it."""
     flops_per_token: float
     vocab_size: int | None = None
     num_positions: int | None = None
