@@ -47,7 +47,7 @@ def _distributed(value: Any, flat: Flat) -> Answer:
 
 
 def _processes(value: Any, flat: Flat) -> Answer:
-    """All processes, over all machines."""
+    """Divide the number of all processes by the number of machines."""
     machines = whole(flat.get("num_machines") or 1)
     if whole(value) % machines:
         return Answer(outcome="none", note=f"{value} does not divide over {machines} machines")
@@ -80,7 +80,7 @@ def _sharding(value: Any, flat: Flat) -> Answer:
 
 
 def _reshard(value: Any, flat: Flat) -> Answer:
-    """FSDP2's only choice, or FSDP1's strategy by its name."""
+    """Translate FSDP2's boolean, or the name of an FSDP1 strategy."""
     if str(value) in SHARDING:
         return _sharding(value, flat)
     if "fsdp_config.fsdp_sharding_strategy" in flat:
@@ -104,7 +104,7 @@ def _compile(value: Any, _: Flat) -> Answer:
 
 
 def _renamed(key: str, rename: dict[str, str]) -> Rule:
-    """DeepSpeed's own rule of `key`, with what it looks at under Accelerate's names."""
+    """DeepSpeed's rule for `key`, applied to a file with Accelerate's names for the keys."""
 
     def rule(value: Any, flat: Flat) -> Answer:
         known = {theirs: flat[ours] for ours, theirs in rename.items() if ours in flat}

@@ -26,9 +26,9 @@ from colotrain.spec.optimizers import OPTIMIZERS
 STAGES = {0: "zero1", 1: "zero1", 2: "zero2", 3: "zero3"}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FINAL_RATIO = {"linear": 0.0, "cosine": 0.0001, "constant": 1.0}
-"""Where DeepSpeed's schedules end by default."""
+"""Schedule → default final learning rate in DeepSpeed, as a share of the peak."""
 WARMUP_STEPS, WARMUP_MAX_LR = 1000, 0.001
-"""Of DeepSpeed's schedules by default; the second of WarmupDecayLR, whatever the optimizer's is."""
+"""Defaults of DeepSpeed's schedules. WarmupDecayLR uses this rate, not the optimizer's."""
 OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
 LOG = "warm-up is linear here; DeepSpeed's is logarithmic unless warmup_type is linear"
 BUFFERS = "buffers and prefetching follow from the groups of the model"
@@ -36,7 +36,7 @@ OWNED = "colotrain owns accumulation and divides the loss in one place"
 
 
 def optimizer_name(value: str) -> Answer:
-    """The optimizer of a name that people know, without regard for who implements it."""
+    """The optimizer of a common name, whichever library implements it."""
     name = plain_name(value)
     if name in ("adamw", "adam"):
         note = "weight decay is decoupled" if name == "adam" else ""
@@ -49,7 +49,7 @@ def optimizer_name(value: str) -> Answer:
 
 
 def plain_name(value: str) -> str:
-    """`adamw` of `torch.optim.AdamW`, `adam` of DeepSpeedCPUAdam."""
+    """Shorten a class name: `torch.optim.AdamW` to `adamw`, DeepSpeedCPUAdam to `adam`."""
     name = value.rpartition(".")[2].lower().replace("_", "")
     for beginning in ("deepspeedcpu", "fused", "torch", "cpu"):
         name = name.removeprefix(beginning)
@@ -57,7 +57,7 @@ def plain_name(value: str) -> str:
 
 
 def available() -> tuple[str, ...]:
-    """The optimizers that colotrain has by name."""
+    """Names of colotrain's optimizers."""
     return tuple(OPTIMIZERS)
 
 

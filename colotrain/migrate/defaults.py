@@ -1,4 +1,4 @@
-"""What other tools do where their configuration says nothing."""
+"""Defaults of other tools, for settings that their configuration does not contain."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ALWAYS: dict[str, Any] = {
     "optim.schedule.name": "constant",
     "optim.schedule.warmup_steps": 0,
 }
-"""None of them clips or changes the learning rate unasked."""
+"""Defaults of all tools: they neither clip nor change the learning rate."""
 Argument = tuple[str, str, Any]
-"""Its name there, the setting that it is here, and its default."""
+"""(the tool's name of an argument, colotrain's key, the tool's default)."""
 PLACES = {
     "deepspeed": ("optimizer.type", "optimizer.params"),
     "lightning": ("optimizer.class_path", "optimizer.init_args"),
 }
-"""Where the optimizer's name and its arguments stand; Accelerate's files have neither."""
+"""Keys of the optimizer's name and of its arguments; Accelerate's files have neither."""
 ADAM: tuple[Argument, ...] = (
     ("lr", "optim.lr", 1e-3),
     ("betas", "optim.betas", [0.9, 0.999]),
@@ -33,15 +33,15 @@ SGD: tuple[Argument, ...] = (
     ("weight_decay", "optim.weight_decay", 0.0),
 )
 OPTIMIZERS = {"adam": ADAM, "adamw": ADAM, "sgd": SGD}
-"""What torch and DeepSpeed agree on."""
+"""Optimizer → its arguments, with the defaults that torch and DeepSpeed agree on."""
 TORCH_ADAMW_DECAY = 0.01
-"""torch's AdamW; what DeepSpeed runs under that name is its own Adam, without decay."""
+"""Default weight decay of torch's AdamW; DeepSpeed's optimizer of that name has no decay."""
 
 
 def defaults(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `kind` has where a file with the keys `given` says nothing.
+    """Settings that the tool `kind` uses by default where a file has only the keys `given`.
 
-    `auto` is left out: what fills it in is not in the file.
+    Keys with the value `auto` are left out: their values come from elsewhere.
     """
     return {**ALWAYS, **dict(_optimizer(kind, given))}
 

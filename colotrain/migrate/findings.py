@@ -1,4 +1,4 @@
-"""What becomes of every key of somebody else's configuration: never one of them in silence."""
+"""Rules that translate each key of another tool's configuration; no key is dropped silently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Flat = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What is said of one key."""
+    """Result of the rule for one key."""
 
     outcome: Outcome
     note: str = ""
@@ -31,7 +31,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A key that was found, and what is said of it."""
+    """A key of the file, with its value and the result of its rule."""
 
     key: str
     value: Any
@@ -43,10 +43,10 @@ class Finding:
 DECAY_OF_ALL: dict[str, Any] = {
     "optim.rules": [{"match": "*", "weight_decay": "${optim.weight_decay}"}]
 }
-"""Without it matrices decay, and vectors do not."""
+"""Setting that applies weight decay to all parameters; without it only matrices decay."""
 Rule = Callable[[Any, Flat], Answer]
 Rules = Mapping[str, Rule]
-"""Glob on dotted keys → rule. The first glob that fits decides."""
+"""Glob on dotted keys → rule. The first matching glob counts."""
 
 
 def read(rules: Rules, config: Mapping[str, Any]) -> list[Finding]:
@@ -69,7 +69,7 @@ def read(rules: Rules, config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _ask(rule: Rule, key: str, value: Any, flat: Flat) -> Answer:
-    """The rule's answer; a value that it cannot read is said to have none."""
+    """The rule's answer; "none" for a value that the rule cannot read."""
     try:
         return rule(value, flat)
     except (TypeError, ValueError, KeyError, OverflowError, ZeroDivisionError):
@@ -77,7 +77,7 @@ def _ask(rule: Rule, key: str, value: Any, flat: Flat) -> Answer:
 
 
 def fits(key: str, glob: str) -> bool:
-    """Whether `key` is what `glob` names; `[0]` and its like are taken as they are."""
+    """Whether `key` matches `glob`, in which brackets (`[0]`) are literal."""
     return fnmatch.fnmatchcase(key, glob.replace("[", "[[]"))
 
 
@@ -97,12 +97,12 @@ def unknown(_: Any, __: Flat) -> Answer:
 
 
 def decided(note: str) -> Rule:
-    """What colotrain always decides itself."""
+    """Rule for a key that colotrain always decides itself."""
     return lambda value, flat: Answer(outcome="decided", note=note)
 
 
 def asked(note: str) -> Rule:
-    """What the other tool has and its file does not tell in full: nothing is guessed."""
+    """Rule for a feature that the file does not describe in full, so the user is asked."""
     return lambda value, flat: Answer(outcome="asked", note=note)
 
 
@@ -111,7 +111,7 @@ def none(note: str) -> Rule:
 
 
 def taken(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Rule:
-    """The value goes into `key`. `auto` and null leave colotrain's own; a wrong type is said."""
+    """Rule that sets `key` to the value; `auto` and null keep colotrain's default."""
 
     def rule(value: Any, _: Flat) -> Answer:
         if value is None or value == "auto":
@@ -125,7 +125,7 @@ def taken(key: str, convert: Callable[[Any], Any] = lambda value: value, note: s
 
 
 def decay(value: Any, flat: Flat) -> Answer:
-    """Weight decay as torch and DeepSpeed apply it: to all parameters, not to matrices alone."""
+    """Set weight decay as torch and DeepSpeed apply it: to all parameters, not only matrices."""
     answer = taken("optim.weight_decay", number)(value, flat)
     if not answer.settings.get("optim.weight_decay"):
         return answer
@@ -134,7 +134,7 @@ def decay(value: Any, flat: Flat) -> Answer:
 
 
 def whole(value: Any) -> int:
-    """A whole number, also where it is written 5e8 or as text."""
+    """Convert to an integer, also from 5e8 or a string; `ValueError` for a fraction."""
     number = float(value)
     if isinstance(value, bool) or not number.is_integer():
         raise ValueError(value)
@@ -152,7 +152,7 @@ def number(value: Any) -> float:
 
 
 def clip(value: Any) -> float | None:
-    """Zero turns clipping off."""
+    """The limit for clipping gradients; None (no clipping) for zero."""
     return number(value) or None
 
 
@@ -165,7 +165,7 @@ def _shown(value: Any) -> str:
 
 
 def offload(value: Any, _: Flat) -> Answer:
-    """A switch that sends parameters or optimizer state to a lower tier."""
+    """Rule for a switch that offloads parameters or optimizer state."""
     if not is_on(value):
         return Answer(outcome="decided", note="nothing is offloaded unless the plugin is gemini")
     note = "gemini decides per group, from plugin.budget, what rests where"
@@ -173,7 +173,7 @@ def offload(value: Any, _: Flat) -> Answer:
 
 
 def disk(devices: str) -> Rule:
-    """A folder for offloading, where one of the keys that fit the glob `devices` says nvme."""
+    """Rule for the folder of offloading to NVMe, which a key matching `devices` must select."""
 
     def rule(value: Any, flat: Flat) -> Answer:
         if not any(fits(key, devices) and device == "nvme" for key, device in flat.items()):

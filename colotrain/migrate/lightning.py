@@ -50,7 +50,7 @@ SCHEDULES = {
 }
 CODE = "your own class is not called by colotrain: name a function that builds it"
 FINAL_RATIO = {"cosine": 0.0, "linear": 1.0}
-"""Where torch's schedules end by default."""
+"""Schedule → default final learning rate in torch, as a share of the peak."""
 LOGGERS = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
 CHECKPOINTS = "checkpoints are whole or absent, and the last good one is kept"
 SHOWN = "`colotrain dashboard` shows it"
@@ -174,7 +174,7 @@ def _callback(value: Any, _: Flat) -> Answer:
 
 
 def _kept(value: Any, _: Flat) -> Answer:
-    """How many checkpoints are kept: the best ones there, the newest ones here."""
+    """Number of checkpoints to keep: Lightning keeps the best, colotrain the newest."""
     if whole(value) < 1:
         there = "keeping all is not available" if whole(value) else "there none are saved"
         return Answer(outcome="none", note=f"{there}: checkpoint.keep says how many are kept")
@@ -214,9 +214,9 @@ def _recomputed(value: Any, _: Flat) -> Answer:
 
 
 def _length(value: Any, flat: Flat) -> Answer:
-    """Where the schedule ends: with the run here, whose length the trainer alone says in steps.
+    """Length of the schedule: in colotrain that of the run, in steps, which the trainer has.
 
-    Lightning steps a schedule once an epoch unless the model's code says otherwise.
+    Lightning steps a schedule once per epoch unless the model's code says otherwise.
     """
     steps = flat.get("trainer.max_steps")
     if str(flat.get("lr_scheduler.class_path")).endswith("ConstantLR"):
@@ -232,7 +232,7 @@ def _length(value: Any, flat: Flat) -> Answer:
 
 
 def _lowest(value: Any, flat: Flat) -> Answer:
-    """The learning rate at the end, as a share of its peak."""
+    """Convert the final learning rate to a share of the peak."""
     lr = flat.get("optimizer.init_args.lr")
     if not lr:
         return Answer(outcome="none", note="set optim.schedule.min_lr_ratio, a share of optim.lr")

@@ -1,4 +1,4 @@
-"""From somebody else's configuration file to a recipe."""
+"""Translation of another tool's configuration file to a recipe."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SIGNS = {
         "scheduler",
     },
 }
-"""Keys that stand at the top of such a file."""
+"""Tool → typical top-level keys of its files."""
 PLUGIN_ORDER = ("gemini", "fsdp-hybrid", "zero3", "zero2", "zero1", "auto")
-"""Of several plugins that keys ask for, the first of these."""
+"""Priority of plugins where keys ask for several."""
 BASE = "llm-tiny"
-"""The recipe that model and data come from until the user names their own."""
+"""Recipe whose model and data are used until users name their own."""
 OWN = f"those of {BASE} until you set model.target or model.hf, and data.path or data.target"
-"""What every recipe is told to lack: no file of another tool names either in colotrain's way."""
+"""Note about model and data, which no file of another tool names in colotrain's way."""
 TRAINING = (
     "train.max_steps",
     "train.global_batch",
@@ -51,11 +51,11 @@ TRAINING = (
     "optim.eps",
     "optim.weight_decay",
 )
-"""What a recipe takes from the base, or from the schema, where it does not set it."""
+"""Keys reported to come from BASE or colotrain's defaults where the recipe does not set them."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The file's mapping: JSON, or YAML, which JSON is as well."""
+    """Load the mapping in a JSON or YAML file; raises `UsageError` if there is none."""
     import yaml
 
     try:
@@ -74,7 +74,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def recognise(config: Mapping[str, Any], path: Path) -> str:
-    """Whose configuration it is, by the keys at its top."""
+    """The tool that a configuration belongs to, judged by its top-level keys."""
     scores = {kind: len(signs & set(config)) for kind, signs in SIGNS.items()}
     best = max(scores.values())
     found = [kind for kind, score in scores.items() if score == best]
@@ -96,7 +96,7 @@ def findings(config: Mapping[str, Any], kind: str) -> list[Finding]:
 
 
 def _one_folder(found: list[Finding]) -> list[Finding]:
-    """Of several folders for offloading the first is taken, and the others are asked about."""
+    """Take the first of several folders for offloading, and ask about the others."""
     key = "plugin.disk_path"
     first = next((f for f in found if key in f.settings), None)
 
@@ -110,7 +110,7 @@ def _one_folder(found: list[Finding]) -> list[Finding]:
 
 
 def settings(found: Sequence[Finding]) -> dict[str, Any]:
-    """The recipe's settings by dotted key, so that they agree with one another."""
+    """The recipe's settings by dotted key, made consistent with one another."""
     merged: dict[str, Any] = {}
     for finding in sorted(found, key=_order):
         for key, value in finding.settings.items():
@@ -129,18 +129,18 @@ def settings(found: Sequence[Finding]) -> dict[str, Any]:
 
 
 def _order(finding: Finding) -> tuple[bool, bool]:
-    """A class before its arguments, and a schedule last: its learning rate is the one in use."""
+    """Sort key: classes before their arguments; schedules last, since their learning rate wins."""
     is_schedule = finding.key.startswith(("scheduler.", "lr_scheduler."))
     return is_schedule, not finding.key.endswith((".type", ".class_path"))
 
 
 def whole(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
-    """The recipe's settings, and what the other tool does where its file says nothing."""
+    """The recipe's settings, with the other tool's defaults for keys that its file lacks."""
     return {**_unsaid(kind, found), **settings(found)}
 
 
 def questions(found: Sequence[Finding]) -> list[str]:
-    """What the recipe lacks, for the file does not say it."""
+    """Settings that the user must add, because the file does not contain them."""
     lines = {f.note: f"{f.key}: {f.note}" for f in found if f.outcome == "asked"}
     return [f"model, data: {OWN}", *lines.values()]
 
@@ -151,7 +151,7 @@ def _unsaid(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
 
 
 def silences(kind: str, found: Sequence[Finding]) -> list[str]:
-    """Settings of the training that the file does not give, and where they come from instead."""
+    """Lines that name the training settings missing in the file, and where they come from."""
     theirs = [f"{key}={json.dumps(value)}" for key, value in _unsaid(kind, found).items()]
     ours = [key for key in TRAINING if key not in whole(kind, found)]
     lines = [f"Not in the file, so as {kind} has them by default: {', '.join(theirs)}."]
@@ -160,22 +160,22 @@ def silences(kind: str, found: Sequence[Finding]) -> list[str]:
 
 
 def _sizes(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the four sizes, those of the base that would contradict what was taken are cleared."""
+    """Settings that clear the base's batch sizes where they would contradict the file's."""
     whole, micro, steps = (
         merged.get(key) for key in ("train.global_batch", "train.micro_batch", "accumulate.steps")
     )
     if whole is None and micro is None and steps is None:
         ranks = "cluster.procs_per_node" in merged or "cluster.nodes" in merged
         return {"train.global_batch": None, "accumulate.steps": 1} if ranks else {}
-    if whole is None:  # the other two make it
+    if whole is None:  # it follows from the other two
         return {"train.global_batch": None}
-    if micro is None and steps is None:  # a global batch alone is fed forward at once
+    if micro is None and steps is None:  # no accumulation
         return {"train.micro_batch": None, "accumulate.steps": 1}
     return {} if micro is not None else {"train.micro_batch": None}
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as sections."""
+    """Turn dotted keys into nested sections."""
     found: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")
@@ -187,7 +187,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
-    """The recipe as text; what could not be taken stands in it as comments."""
+    """The recipe as text, with comments about keys that could not be translated."""
     import yaml
 
     left = [f for f in found if f.outcome in ("asked", "none", "unknown")]
@@ -205,7 +205,8 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
 
 
 def _comment(text: str) -> str:
-    """One line of YAML, whatever characters a foreign file has in its keys and values."""
+    """A one-line YAML comment; unprintable characters of the text are escaped."""
+
     return "# " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
