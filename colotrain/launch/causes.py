@@ -1,4 +1,4 @@
-"""Naming the first cause of a failure: one rank dies, and its peers fail because of it."""
+"""Cause of a failure: finds the rank that failed first, because of which its peers then fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_A_WAITING_RANK = (
     "Some NCCL operations have failed or timed out",
     "Watchdog caught collective operation timeout",
 )
-"""What NCCL's watchdog says as it aborts a rank whose collective another rank never joined."""
+"""Messages of NCCL's watchdog when it aborts a rank whose collective another rank never joined."""
 OF_A_PEER = (
     "Connection closed by peer",
     "Connection reset",
@@ -26,26 +26,26 @@ OF_A_PEER = (
     "Timed out waiting",
     *OF_A_WAITING_RANK,
 )
-"""What a rank says when a peer of its process group has gone."""
+"""Messages of a rank that lost a peer of its process group."""
 
 ERRNO = "[Errno "
-"""Of disks and networks, which may be well the next time."""
+"""Prefix of disk and network errors, which may not happen again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """How a worker process ended."""
+    """Exit of one worker process."""
 
     rank: int
     exit_code: int
     log: str
     last_line: str = ""
-    """Of its log."""
+    """Last line of the worker's log."""
     out_of_memory: bool = False
-    """The kernel has ended processes for want of memory since the launch."""
+    """Whether the kernel has killed processes for lack of memory since the launch."""
 
     gave_up: bool = False
-    """NCCL's watchdog aborted it, for it waited in vain for another rank."""
+    """Whether NCCL's watchdog aborted the rank because another rank never joined a collective."""
 
     @property
     def killed_by(self) -> str | None:
@@ -57,12 +57,12 @@ class Death:
 def describe(
     deaths: Sequence[Death], events: Sequence[Event], error: BaseException | None = None
 ) -> str:
-    """One line: the rank that failed first, in which phase, why, and where the traceback is.
+    """Return one line: the rank that failed first, its phase, the cause, and the log's path.
 
-    `events` are the last words of the ranks: failed, finished or stopped.
+    `events` are the ranks' last events: failed, finished or stopped.
 
-    A rank that was killed comes first, then one that failed by itself, then one that ended
-    without a word; ranks that only lost a peer come last.
+    A rank that was killed comes first, then one that failed by itself, then one that exited without
+    an event; ranks that only lost a peer come last.
     """
     waited = [death for death in deaths if death.gave_up]
     killed = [d for d in deaths if d.killed_by not in (None, "SIGTERM") and not d.gave_up]
@@ -95,7 +95,7 @@ def _is_of_a_peer(event: Event) -> bool:
 
 
 def mistakes(events: Sequence[Event]) -> set[tuple[int, str, str]]:
-    """(step, phase, error) of what ranks raised by themselves, but for errors of a system call."""
+    """Return the (step, phase, error) that ranks raised themselves, without system call errors."""
     return {
         (event.count("step"), event.text("phase"), event.text("error"))
         for event in events
@@ -110,7 +110,7 @@ def _failed(event: Event, deaths: Sequence[Death]) -> str:
 
 
 def num_killed_for_memory() -> int:
-    """Processes of this machine that the kernel has ended for want of memory since it booted."""
+    """Return how many processes the kernel has killed for lack of memory since boot."""
     try:
         lines = Path("/proc/vmstat").read_text("ascii").splitlines()
     except OSError:  # not Linux

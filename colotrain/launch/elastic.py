@@ -1,4 +1,4 @@
-"""Launching: torch's elastic agent in this process, on a thread of its own.
+"""Launch of a run's workers: torch's elastic agent on a thread of this process.
 
 The main thread keeps the terminal and the signals; the agent restarts workers that die.
 """
@@ -32,7 +32,7 @@ from colotrain.spec.exit_codes import INTERRUPTED, OF_STATUS, WORKER_FINAL
 from colotrain.spec.plan import RunPlan
 
 LOST_GRACE_S = 10.0
-"""For workers that wait for a rank that is gone: they cannot save any more."""
+"""Seconds of grace for workers that wait for a lost rank: they cannot save any more."""
 
 
 def launch(
@@ -44,15 +44,15 @@ def launch(
     node: Node | None = None,
     began_at: float | None = None,
 ) -> tuple[int, str]:
-    """Run the plan's workers until they end; returns the exit code and the cause of a failure.
+    """Run the plan's workers until they end; return the exit code and the cause of a failure.
 
-    Of a run on several nodes these are the workers of `node`; every node's launcher calls this.
-    Raises `UsageError` where the nodes are at odds.
+    In a run on several nodes these are the workers of `node`; every node's launcher must call this.
+    Raises `UsageError` if the nodes disagree about the run.
 
-    `follow` is called with new events several times a second, on this (the main) thread; when it
-    fails, the run goes on unseen. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the workers to save and
-    stop; a second SIGINT ends everything at once. `worker` is the module that the processes run.
-    `began_at` is when the command that launches began (Unix seconds), by default now.
+    `follow` is called with new events several times a second, on this (the main) thread; if it
+    raises, the run continues without it. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the workers to
+    save and stop; a second SIGINT ends everything at once. `worker` is the module that the
+    processes run. `began_at` is the Unix time at which the launching command began, by default now.
     """
     warm_up()
     node = node or Node()
@@ -68,7 +68,7 @@ def launch(
     current.watch.say = current.say
     follow = _shielded(follow)
     reader = EventReader(rundir)
-    reader.pass_over()  # what earlier launches wrote
+    reader.pass_over()  # skip the events of earlier launches
     if node.is_head:
         rundir.stop_file.unlink(missing_ok=True)
         current.events.write(
@@ -105,7 +105,7 @@ def launch(
 
 
 def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
-    """`follow` until it fails: a closed pipe or a bug in showing must not leave a run headless."""
+    """Call `follow` until it raises once: a closed pipe or a display bug must not end the run."""
     failed = False
 
     def shielded(events: list[Event]) -> None:
@@ -139,12 +139,12 @@ def _run_agent(current: Launch) -> None:
     """Body of the agent's thread."""
     try:
         _elastic(current)
-    except BaseException as error:  # handed to the main thread
+    except BaseException as error:  # the main thread reports it
         current.error = error
 
 
 def _elastic(current: Launch) -> None:
-    # what it says is said better by the events, and a thread without signals is meant
+    # its messages duplicate our events, and it warns that a thread cannot handle signals
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     import_agent()
     from torch.distributed.elastic.agent.server.api import (
@@ -160,7 +160,7 @@ def _elastic(current: Launch) -> None:
     rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop, say=current.say)
 
     class Agent(LocalElasticAgent):
-        """Tells why workers died, and gives up at once where trying again cannot help."""
+        """Records why workers died; stops restarting when another attempt cannot help."""
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
@@ -168,7 +168,7 @@ def _elastic(current: Launch) -> None:
             if left:
                 if not current.have_ended_well(left):
                     result = RunResult(state=WorkerState.FAILED, failures=left)
-                elif not interrupted(rendezvous):  # else it asks who waits
+                elif not interrupted(rendezvous):  # otherwise the agent checks for waiting nodes
                     results = dict.fromkeys(left, 0)
                     result = RunResult(state=WorkerState.SUCCEEDED, return_values=results)
             if result.is_failed():
@@ -188,7 +188,7 @@ def _elastic(current: Launch) -> None:
                 return result
 
         def _let_save(self, worker_group: WorkerGroup, grace_s: float) -> None:
-            """Signal the workers, on which they save, and wait until they have ended."""
+            """Send SIGTERM, on which workers save, and wait until they have exited."""
             for pid in self._pcontext.pids().values() if self._pcontext else ():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
@@ -199,10 +199,10 @@ def _elastic(current: Launch) -> None:
                 time.sleep(POLL_S)
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
-            if worker_group.state == WorkerState.HEALTHY:  # others come or go
+            if worker_group.state == WorkerState.HEALTHY:  # nodes join or leave
                 grace_s = plan.elastic.grace_s if rendezvous.is_orderly() else LOST_GRACE_S
                 reason = rendezvous.regroup()
-                time.sleep(2 * POLL_S)  # what other nodes know of it may be on its way
+                time.sleep(2 * POLL_S)  # reports of the other nodes may still arrive
                 current.begins_again(current.cause() if current.elsewhere else reason)
                 self._let_save(worker_group, grace_s)
             super()._restart_workers(worker_group)
@@ -244,13 +244,13 @@ def _elastic(current: Launch) -> None:
 
 
 def _shutdown_timeout(agent: type) -> dict[str, Any]:
-    """Seconds that workers are given to end, where the agent can be told (torch 2.12)."""
+    """Return the agent's option for the seconds that workers get to exit (torch 2.12)."""
     known = inspect.signature(agent).parameters
     return {"shutdown_timeout": 10} if "shutdown_timeout" in known else {}
 
 
 def _end_now(current: Launch) -> None:
-    """Leave at once; the workers notice and follow."""
+    """Exit at once; the workers notice that their launcher is gone and exit too."""
     current.events.write("done", status="interrupted", exit_code=INTERRUPTED, cause="ended at once")
     show_cursor = b"\x1b[?25h\n" if sys.stderr.isatty() else b""  # a live view hides it
     with suppress(OSError):
@@ -267,7 +267,7 @@ def _log_folder(current: Launch) -> Path:
 
 @contextmanager
 def _signals(current: Launch) -> Iterator[None]:
-    """Own the signals while workers run; a SIGHUP that is ignored (nohup) stays so."""
+    """Handle the signals while workers run; an ignored SIGHUP (nohup) stays ignored."""
 
     def ask(number: int, _: Any) -> None:
         name = signal.Signals(number).name
@@ -284,5 +284,5 @@ def _signals(current: Launch) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            # once stopped, a second signal must not spoil the exit code on the way out
+            # after a stop request, another signal must not change the exit code
             signal.signal(number, signal.SIG_IGN if current.signals else handler)

@@ -1,7 +1,7 @@
-"""Workers without the wait: a server process imports torch once, and each worker is forked from it.
+"""Fork server: imports torch once, and every worker is forked from it and starts without a wait.
 
-The server touches no device and starts no threads, so that forking is safe. Each worker watches
-its launcher, and ends with it.
+The server touches no device and starts no threads, so forking it is safe. Each worker watches its
+launcher and exits when the launcher does.
 """
 
 from __future__ import annotations
@@ -31,35 +31,37 @@ FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
 ENTRY = "colotrain.engine.worker"
 LOOK = "colotrain.planner.traced.survey"
 SYMBOLS = "torch.fx.experimental.symbolic_shapes"
-"""Which torch's functions for meta tensors load."""
+"""Module that torch's functions for meta tensors import."""
 PRELOAD = [FIRST, ENTRY, LOOK, LAST]
 PRELOAD_TO_LOOK = [FIRST, LOOK, SYMBOLS, LAST]
 ENVIRONMENT = {
-    # the rendezvous store of a dead attempt must not be reused: restarts hang half of the time
+    # reusing a dead attempt's rendezvous store makes about half of all restarts hang
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 TUNABLE = "glibc.malloc.tcache_count"
-"""How many freed small pieces of a size a thread keeps: none. The bytes that an aligned tensor
-leaves over went to small objects at once, and the holes around them could not merge: up to 10 % of
-a rank's memory, and 4 % of a step's time."""
+"""glibc setting, set to 0: number of freed small blocks per size that a thread caches.
+
+With the cache, small objects took the bytes left over beside aligned tensors, so that free blocks
+around them could not merge: this cost up to 10 % of a rank's memory and 4 % of a step's time.
+"""
 
 
 _preloaded: list[str] = []
 
 
 def is_warm(*, to_launch: bool = False) -> bool:
-    """Whether `warm_up` was called in this process, and for a launch."""
+    """Whether `warm_up` was called in this process; with `to_launch`, for a launch."""
     return bool(_preloaded) and not (to_launch and ENTRY not in _preloaded)
 
 
 def warm_up(*, to_look: bool = False) -> None:
-    """Begin to start the server; returns at once. Called early, it hides its imports' time.
+    """Start the server in the background. Called early, it hides the time of its imports.
 
-    `to_look`: it imports only what looking at a model needs; nothing is to be launched.
+    With `to_look`, the server imports only what examining a model needs; nothing will be launched.
     """
     if host.allow_open_files() < host.FEWEST_OPEN_FILES:
-        return  # which the verb refuses
+        return  # the command reports this error
     _preloaded[:] = _preloaded or (PRELOAD_TO_LOOK if to_look else PRELOAD)
     os.environ.update(environment())  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
@@ -72,7 +74,7 @@ def warm_up(*, to_look: bool = False) -> None:
 
 
 def _end_server() -> None:
-    """Do not let who reads this process's output wait until the server has imported everything."""
+    """Kill the server, so that a reader of this process's output need not wait for its imports."""
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid:
         with suppress(ProcessLookupError):
@@ -80,12 +82,12 @@ def _end_server() -> None:
 
 
 def import_agent() -> None:
-    """Import torch's elastic agent, which launching needs: where one has to wait anyway."""
+    """Import torch's elastic agent; called where the launcher has to wait anyway."""
     import_quickly("torch.distributed.elastic.agent.server.local_elastic_agent")
 
 
 def import_quickly(module: str) -> None:
-    """Import what makes many objects that stay, without looking for garbage among them."""
+    """Import a module with garbage collection off: it creates many objects, all of which stay."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -96,7 +98,7 @@ def import_quickly(module: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """What a process that trains needs in its environment; what the user has chosen stays."""
+    """Return the environment variables of a training process; the user's own settings are kept."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if TUNABLE not in tunables:
         tunables = f"{tunables}:{TUNABLE}=0".lstrip(":")
@@ -105,7 +107,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def _group_signals_ignored() -> Iterator[None]:
-    """What is started meanwhile outlives signals to the whole group; ignoring them is inherited."""
+    """Ignore SIGUSR1 and SIGHUP in processes started meanwhile: child processes inherit this."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -118,19 +120,20 @@ def _group_signals_ignored() -> Iterator[None]:
 
 
 class Nothing:
-    """What workers hand their results over in: nothing, see `work`."""
+    """Stands in for the queues and events through which workers return results; see `work`."""
 
     def empty(self) -> bool:
         return True
 
 
 class Context(ForkServerContext):
-    """Without the queues and events that torch makes for every worker.
+    """Fork server context without the queues and events that torch creates per worker.
 
-    Their semaphores have names in /dev/shm, which stay when everything is killed at once.
+    Their semaphores have names in /dev/shm, which would remain if all processes were killed at
+    once.
     """
 
-    def SimpleQueue(self) -> Any:  # as multiprocessing calls it
+    def SimpleQueue(self) -> Any:  # named by multiprocessing
         return Nothing()
 
     def Event(self) -> Any:
@@ -139,7 +142,7 @@ class Context(ForkServerContext):
 
 @contextmanager
 def without_results() -> Iterator[None]:
-    """Workers that torch starts meanwhile have no means to hand over a result."""
+    """Let torch start workers without the queues through which they would return results."""
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     before = contexts["forkserver"]
     contexts["forkserver"] = Context()
@@ -152,11 +155,11 @@ def without_results() -> Iterator[None]:
 def work(module: str, rundir: str, launcher: int) -> None:
     """Body of a worker process: `module.main(rundir)`, whose result is the exit code.
 
-    An exception is printed to the worker's log. `launcher` is a process id.
+    An exception is printed to the worker's log. `launcher` is the launcher's process id.
 
-    It never returns: torch's agent would take the result over a queue, with locks that a worker
-    killed just then holds for ever. Nor are there destructors: those of a broken process group may
-    wait for its peers.
+    It exits without returning: torch's agent would receive the result over a queue, whose locks a
+    worker that is killed at that moment never releases. Destructors are skipped too: those of a
+    broken process group may wait for its peers.
     """
     end_with(launcher)
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")

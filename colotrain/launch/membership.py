@@ -1,6 +1,6 @@
-"""A node's side of the meeting: it reports, learns of rounds, and finds the head again.
+"""A node's side of the rendezvous: it reports to node 0, joins rounds, and reconnects.
 
-`Alone` stands in for it where a run has one node: nothing listens and nothing waits.
+`Alone` replaces it in a run on one node: it neither listens nor waits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from colotrain.launch.patience import LOOK_EVERY_S, Patience, wait_readable
 
 BEAT_S = 1.0
 EAGER_BEAT_S = 0.1
-"""While a round is waited for."""
+"""Seconds between reports while waiting for a round."""
 SAY_S = 5.0
-"""After so long a wait for other nodes it is said who is missing."""
+"""Seconds of waiting after which the missing nodes are named."""
 GONE_S = 10.0
-"""How long a head whose host answers that nobody listens, or has no such name, is tried again."""
+"""Seconds of retries when the head's host refuses connections or its name is unknown."""
 FOLDER_S = 60.0
-"""How long a network filesystem may take to show what the head has written."""
+"""Seconds that a network filesystem may take to show a file that the head has written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One attempt: the nodes in it, and where its store is."""
+    """One attempt: its nodes and the address of its store."""
 
     number: int
     nodes: tuple[int, ...]
@@ -53,7 +53,7 @@ def _silent(text: str) -> None: ...
 
 
 class Alone:
-    """The meeting of a run on one node."""
+    """Rendezvous of a run on one node."""
 
     def __init__(self, open_store: Callable[[], int]) -> None:
         self.open_store, self.rounds = open_store, 0
@@ -73,7 +73,7 @@ class Alone:
 
 
 class Attendance:
-    """Reports to the head from a thread of its own, until `end`."""
+    """Reports to the head (node 0's launcher) from a thread of its own, until `end`."""
 
     def __init__(
         self,
@@ -84,16 +84,19 @@ class Attendance:
         lost_s: float,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`secret` reads the secret from the run's folder. `lost_s` is how long the head may be
-        out of reach. `stop` ends the wait for a round with `Stopped`."""
+        """Start reporting to `head`.
+
+        `secret` reads the secret from the run's folder. `lost_s` is how many seconds the head may
+        be out of reach. `stop` ends the wait for a round with `Stopped`.
+        """
         self.head, self.passport, self.secret, self.lost_s = head, passport, secret, lost_s
         self.stop = stop
         self.waits, self.round = False, 0
-        """Whether it waits for a round; the last one it was in."""
+        """Whether the node waits for a round, and the number of its last round."""
         self.state: dict[str, Any] = {}
         self.error: MeetingError | None = None
         self.trouble = ""
-        """What went wrong when the head was last tried."""
+        """Error of the last attempt to reach the head."""
         self.address = ""
         self._cause, self._ending, self._arrived = "", False, False
         self._changed = threading.Condition()
@@ -101,7 +104,7 @@ class Attendance:
         self._thread.start()
 
     def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
-        """Wait until a new round has begun with this node in it; `say` who keeps it waiting."""
+        """Wait until a new round with this node begins; `say` names the nodes that are missing."""
         patience = Patience(timeout_s)
         say_at: float | None = time.monotonic() + SAY_S
         with self._changed:
@@ -150,7 +153,7 @@ class Attendance:
         )
 
     def regroup(self) -> str:
-        """Why this node has to leave its round for another; empty while it goes on."""
+        """Return why this node must leave its round; empty while the round goes on."""
         with self._changed:
             if self.error is not None:
                 return str(self.error)
@@ -158,12 +161,12 @@ class Attendance:
             return closed or (str(self.state["why"]) if self.state.get("regroup") else "")
 
     def is_orderly(self) -> bool:
-        """Whether all of the round are still there, and can save before they leave it."""
+        """Whether all nodes of the round are there, so that they can save before leaving it."""
         with self._changed:
             return bool(self.state.get("orderly")) and self.error is None
 
     def end(self, cause: str = "") -> None:
-        """Leave; with a `cause`, end the run for all nodes. Returns within seconds."""
+        """Leave the run; with a `cause`, end it on all nodes. Returns within seconds."""
         with self._changed:
             self._ending, self._cause = True, cause
             self._changed.notify_all()
@@ -188,7 +191,7 @@ class Attendance:
                 time.sleep(0.2)
 
     def _lose(self, error: Exception, silent_s: float) -> None:
-        """The head is out of reach: regroup, and give up when it has been for too long."""
+        """Handle an unreachable head: leave the round, and give up after the time limit."""
         self.trouble = str(error) or type(error).__name__
         host, port = self.head
         with self._changed:
@@ -247,4 +250,4 @@ class Attendance:
 
 
 class _NotYet(ConnectionError):
-    """The head does not let this node in, and may do so later."""
+    """The head does not admit this node now, but may do so later."""

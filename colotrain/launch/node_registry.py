@@ -1,11 +1,11 @@
-"""Where the launchers of a run's nodes meet: who is there, on which plan, in which round.
+"""Head of the rendezvous: node 0's launcher registers all nodes and forms rounds.
 
-The first node's launcher, the head, holds the meeting. Every node's launcher, the head's own too,
-keeps one TCP connection to it and reports every second, in lines of JSON; the answer is the state
-of the meeting. Silence is measured by the head's own clock, so clocks may differ, and time in
-which the head itself was stopped (SLURM's suspend) is no silence. A round is one
-attempt: the nodes in it, in the order of their numbers. A node shows that it sees the run's folder
-by a secret in it, which also keeps strangers out. Nothing that arrives is unpickled.
+Every node's launcher, node 0's own included, keeps one TCP connection to the head and reports every
+second in lines of JSON; the answer is the state of the rendezvous. The head measures silence by its
+own clock, so clocks may differ; time in which the head itself was suspended (by SLURM) does not
+count as silence. A round is one attempt: the nodes in it, ordered by node rank. A node proves that
+it sees the run's folder by a secret stored there, which also keeps strangers out. Nothing received
+is unpickled.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from typing import Any
 from colotrain.launch.patience import wait_readable
 
 SILENT_S = 15.0
-"""A node that has not reported for so long is taken for lost."""
+"""Seconds without a report after which a node counts as lost."""
 LAST_CALL_S = 30.0
-"""How long the first round waits for more nodes than the fewest."""
+"""Seconds that the first round waits for more nodes once it has the minimum number."""
 RETURN_S = 3.0
-"""A node whose connection broke may come back within so long, and nothing has happened."""
+"""Seconds within which a node whose connection broke may reconnect without being lost."""
 GOODBYE_S = 10.0
-"""How long the head waits at the end for the others to leave."""
+"""Seconds that the head waits at the end for the other nodes to leave."""
 LINE_BYTES = 4 << 20
 
 
 class MeetingError(RuntimeError):
-    """Why a node cannot go on with the others, in words."""
+    """A node cannot go on with the others; the message says why."""
 
 
 class Refused(MeetingError):
-    """A node differs from the others, or has no place among them."""
+    """The node's settings differ from the others', or the run has no place for it."""
 
 
 class Stopped(MeetingError):
-    """It was asked to stop before there was anything to stop."""
+    """The node was asked to stop while it waited for a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passport:
-    """What a node brings to the meeting: all of it but number, host and instance must agree."""
+    """Node properties: all except `node`, `host` and `instance` must be the same on all nodes."""
 
     node: int
     host: str
     instance: str
-    """Differs between two launchers that claim the same number."""
+    """Random text that tells apart two launchers with the same node rank."""
     versions: dict[str, str]
     plan: dict[str, Any]
-    """The run plan as plain data, without what may differ from machine to machine."""
+    """Run plan as plain data, without fields that may differ between machines."""
 
 
 @dataclass(slots=True)
 class _Member:
     passport: Passport
     address: str
-    """At which it reaches the head."""
+    """Address by which the node reaches the head."""
     waits: bool = False
-    """For the next round; else it is in one."""
+    """Whether the node waits for the next round; otherwise it is in one."""
 
 
 def differences(mine: Passport, theirs: Passport) -> list[str]:
-    """What two nodes do not agree on, each as `name: theirs, not mine`."""
+    """Return the differences between two nodes, each as `name: theirs, not mine`."""
     found = [
         f"{name} {theirs.versions.get(name, 'unknown')}, not {value}"
         for name, value in mine.versions.items()
@@ -94,7 +94,7 @@ def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
 
 
 class Meeting:
-    """The head's side: admits nodes and forms rounds. `close` ends it."""
+    """The head's side of the rendezvous: admits nodes and forms rounds, until `close`."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class Meeting:
         expected: int,
         open_store: Callable[[], int],
     ) -> None:
-        """`expected` nodes are waited for at first; `open_store` gives a round's store's port."""
+        """`expected` nodes are awaited at first; `open_store` opens a store, returns its port."""
         self.listener, self.secret, self.passport = listener, secret, passport
         self.fewest, self.most, self.expected = fewest, most, expected
         self.open_store = open_store
         self.members: dict[int, _Member] = {}
         self.round, self.nodes, self.port = 0, list[int](), 0
         self.lost = ""
-        """Who was lost from the round, in words."""
+        """Message that names the first node lost from the round; empty if none was."""
         self.closed: str | None = None
         self.refusals: list[str] = []
         self._enough_since: float | None = None
@@ -122,7 +122,7 @@ class Meeting:
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
     def close(self) -> None:
-        """Wait a little until all other nodes have left, then listen no more."""
+        """Wait up to `GOODBYE_S` until all other nodes have left, then stop listening."""
         with self._changed:
             self.closed = self.closed or ""
             alone = lambda: set(self.members) <= {self.passport.node}  # noqa: E731
@@ -133,12 +133,12 @@ class Meeting:
         while True:
             try:
                 connection, _ = self.listener.accept()
-            except OSError:  # closed
+            except OSError:  # the listener was closed
                 return
             threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
 
     def _receive(self, connection: socket.socket) -> None:
-        """One node's connection, from its first line to its end."""
+        """Serve one node's connection from its first line to its end."""
         member, why = None, "has gone"
         try:
             with connection, connection.makefile("rwb") as stream:
@@ -169,7 +169,7 @@ class Meeting:
         return None if refusal else self.members[passport.node]
 
     def _admit(self, passport: Passport, address: str) -> tuple[str, bool]:
-        """Why the node cannot come in, and whether trying again is of no use."""
+        """Return (why the node is refused or "", whether retrying is useless)."""
         node, who = passport.node, f"node {passport.node} ({passport.host})"
         if not 0 <= node < self.most:
             return f"{who}: this run has nodes 0 to {self.most - 1}", True
@@ -190,7 +190,7 @@ class Meeting:
         return "", False
 
     def _heed(self, stream: BufferedRWPair, member: _Member) -> bool:
-        """Take one report and answer it; whether the node is still here."""
+        """Answer one report; return whether the node is still a member."""
         report = read(stream)
         if report.get("leave"):
             self._remove(member, "")
@@ -217,7 +217,7 @@ class Meeting:
             self._changed.notify_all()
 
     def _form(self) -> None:
-        """Begin the next round, once all who are there wait for it and they are enough."""
+        """Begin the next round if all present nodes wait for it and their number suffices."""
         waiting = sorted(node for node, member in self.members.items() if member.waits)
         enough = self.fewest <= len(waiting) == len(self.members)
         if not enough or self.passport.node not in waiting or self.closed is not None:
@@ -249,7 +249,7 @@ class Meeting:
             "round": 0 if member.waits or node not in self.nodes else self.round,
             "nodes": self.nodes,
             "port": self.port,
-            # the head reaches its own store where the others do
+            # the head uses the address by which the other nodes reach it
             "address": addresses[0] if node == head and addresses else "",
             "regroup": bool(stale or waiting or self.lost),
             "why": self.lost or why,
@@ -261,14 +261,14 @@ class Meeting:
 
 
 def proof(secret: str, nonce: str) -> str:
-    """What shows the other side that the secret is known, without showing the secret."""
+    """Return an HMAC that proves knowledge of the secret without revealing it."""
     return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket: on loopback where `host` is its name, otherwise on every address.
+    """Return a listening socket: on loopback if `host` is loopback, otherwise on every address.
 
-    Of its own name a machine may know another address than its peers do, so it is not used.
+    The host name is not resolved: a machine may know itself by another address than its peers do.
     """
     if is_loopback(host):
         return socket.create_server(("127.0.0.1", port))
@@ -283,7 +283,7 @@ def is_loopback(host: str) -> bool:
 
 
 def plain_address(address: str) -> str:
-    """`10.0.0.1` of the form an IPv6 socket gives it in, `::ffff:10.0.0.1`."""
+    """Return `10.0.0.1` for the IPv4-mapped form of an IPv6 socket, `::ffff:10.0.0.1`."""
     return address.removeprefix("::ffff:")
 
 

@@ -1,4 +1,4 @@
-"""Waits that Ctrl-Z or SLURM's suspend must not end."""
+"""Timeouts that do not count time in which this process was suspended (Ctrl-Z, SLURM)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 LOOK_EVERY_S = 0.5
 MOST_S = 2.0
-"""A process that did not look for longer than that was stopped, or had no core."""
+"""Seconds that one check may count: after a longer gap the process was suspended or had no core."""
 
 
 @dataclass(slots=True)
 class Patience:
-    """Whether a wait has lasted `limit_s`, without the time in which this process was stopped.
+    """Timeout of `limit_s` seconds that excludes time in which this process was suspended.
 
-    The other side was stopped, too, and wakes at about the same moment. Ask often.
+    The other side was suspended too and resumes at about the same moment. Call `is_over` often.
     """
 
     limit_s: float
@@ -30,7 +30,7 @@ class Patience:
 
 
 def wait_readable(connection: socket.socket, limit_s: float) -> None:
-    """Wait until something has come; raises `TimeoutError` after so long."""
+    """Wait until data has arrived; raise `TimeoutError` after `limit_s` seconds."""
     patience = Patience(limit_s)
     while not select.select([connection], [], [], LOOK_EVERY_S)[0]:
         if patience.is_over():

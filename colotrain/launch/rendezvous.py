@@ -1,7 +1,7 @@
-"""The rendezvous of a run's launchers, as torch's elastic agent wants it.
+"""Rendezvous of a run's launchers, in the form that torch's elastic agent expects.
 
-Each round has a store of its own, held by node 0's launcher: that of a dead attempt must not be
-used again. One-node runs listen on loopback alone.
+Each round has a store of its own in node 0's launcher, because the store of a dead attempt must not
+be reused. Runs on one node listen on loopback only.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 STORES_KEPT = 2
-"""The newest round's, and the one before, which dying workers may still talk to."""
+"""Number of stores kept: the newest round's, and the previous one for workers still exiting."""
 OF_ONE_MACHINE = {
     "": ("memory", "warnings"),
     "cluster": ("memory_bytes", "threads_per_rank"),
     "plugin": ("reason",),
 }
-"""What machines may see differently: node 0's plan holds for all."""
+"""Plan fields, by section, that may differ between machines; node 0's values apply to all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """This machine's place in a run: its number, and where node 0's launcher listens."""
+    """A node's rank in the run, and the address at which node 0's launcher listens."""
 
     rank: int = 0
     host: str = "127.0.0.1"
@@ -49,7 +49,7 @@ class Node:
 
 
 class Rendezvous:
-    """What a launcher holds of the meeting: all of it on node 0, its own attendance elsewhere."""
+    """A launcher's part in the rendezvous: the registry (only on node 0) and its membership."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Rendezvous:
         stop: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        """`stop` is asked while waiting for other nodes: a wish to stop ends the wait. `say` is
-        told whom it waits for.
+        """`stop` is polled while waiting for other nodes: True ends the wait. `say` is called with
+        the names of the missing nodes.
 
-        Raises `UsageError` where node 0 cannot listen.
+        Raises `UsageError` if node 0 cannot listen.
         """
         self.plan, self.rundir, self.node = plan, rundir, node
         self.wait_s, self.say = plan.elastic.hang_timeout_s, say
@@ -108,7 +108,7 @@ class Rendezvous:
             return ""
 
     def _open_store(self) -> int:
-        """A new store in this process; its port."""
+        """Open a new store in this process; return its port."""
         from torch.distributed import TCPStore
 
         socket_ = listen(self.node.host, 0)
@@ -129,11 +129,11 @@ class Rendezvous:
         return datetime.timedelta(seconds=self.wait_s)
 
     def regroup(self) -> str:
-        """Why the workers have to be started anew with other nodes; empty otherwise."""
+        """Return why the workers must be restarted with other nodes; empty if they need not."""
         return self.attendance.regroup()
 
     def is_orderly(self) -> bool:
-        """Whether the workers can save before they are started anew: nobody was lost."""
+        """Whether the workers can save before they are restarted: no node was lost."""
         return self.attendance.is_orderly()
 
     def end(self, cause: str = "") -> None:
@@ -144,7 +144,7 @@ class Rendezvous:
             self.rundir.meeting_file.unlink(missing_ok=True)
 
     def handler(self) -> RendezvousHandler:
-        """For torch's agent."""
+        """Return the rendezvous handler for torch's agent."""
         from torch.distributed import PrefixStore, TCPStore
         from torch.distributed.elastic.rendezvous import (
             RendezvousHandler,
@@ -155,7 +155,7 @@ class Rendezvous:
         ours = self
 
         class Handler(RendezvousHandler):
-            """Ranks follow the nodes' numbers; workers use the round's store."""
+            """Orders ranks by node rank; workers use the round's store."""
 
             use_agent_store = True
 

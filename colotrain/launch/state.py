@@ -117,7 +117,7 @@ class Launch:
                 self.events.write("death", **asdict(death))
 
     def fails_again(self) -> bool:
-        """Whether ranks raised what they had raised before in the same place: it would go on."""
+        """Whether ranks raised the same errors in the same places before: a restart cannot help."""
         return not self.mistakes.isdisjoint(mistakes(self.last_words()))
 
     def restarts(self) -> None:

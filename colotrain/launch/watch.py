@@ -1,7 +1,7 @@
-"""Watching this machine's ranks: who has fallen silent, why, and what is done about it.
+"""Watches this machine's ranks: finds silent ranks and the cause, and ends them.
 
-All ranks of a group fall silent when one of them hangs: they wait for it. So each is asked for its
-stack, and the one that does not wait in a collective is the one to name.
+If one rank hangs, all ranks of its process group fall silent, because they wait for it. Each rank
+is asked for its stack; the one that does not wait in a collective is the culprit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from colotrain.spec.plan import RunPlan
 
 LOOK_EVERY_S = 0.5
 SLEPT_S = 10.0
-"""A launcher that did not look for so long was stopped itself (Ctrl-Z, SLURM's suspend)."""
+"""Seconds between two checks after which this launcher itself was suspended (Ctrl-Z, SLURM)."""
 DUMP_S = 1.0
-"""How long a rank may take to write its stack."""
+"""Seconds that a rank is given to write its stack."""
 DEPTH = 4
-"""Frames from the innermost among which a collective's shows that a rank waits for others."""
+"""Number of innermost frames in which a collective shows that a rank waits for others."""
 
 
 def _file_of(module: str) -> str:
@@ -38,13 +38,13 @@ MAIN = (_file_of("colotrain.engine.worker"), _file_of("colotrain.verify.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silent:
-    """A rank that has given no sign of life for longer than it asked for."""
+    """A rank whose heartbeat is older than the silence that it announced."""
 
     beat: Beat
     state: str
-    """Of its process, as /proc says: R, S, D, T, Z or empty where it is gone."""
+    """State letter of its process in /proc: R, S, D, T, Z, or empty if the process is gone."""
     stack: tuple[str, ...]
-    """Frames of its training thread, the innermost first; empty where it gave none."""
+    """Frames of the training thread, innermost first; empty if the rank wrote none."""
     log: Path
 
     @property
@@ -65,37 +65,37 @@ class Silent:
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """What the launcher knows of its workers beside how they ended."""
+    """Detects workers that hang or ignore a stop request, and kills them."""
 
     plan: RunPlan
     rundir: RunDir
     pids: Callable[[], dict[int, int]] = lambda: {}
-    """Local rank → process id of the workers of this machine."""
+    """Returns local rank → process id of this machine's workers."""
     first_rank: Callable[[], int] = lambda: 0
-    """The rank of its first worker: other machines' workers may have the same process ids."""
+    """Returns the global rank of local rank 0: process ids may repeat on other machines."""
     say: Callable[[str], None] = lambda text: None
-    """Tells whoever follows the run."""
+    """Sends a note to whoever follows the run."""
     logs: Path | None = None
-    """Where the logs of these workers are."""
+    """Folder with the logs of these workers."""
     verdict: str | None = None
-    """Why the newest attempt was ended from here."""
+    """Why the watch ended the newest attempt; None if it did not."""
     is_final: bool = False
-    """The run is not to be restarted after that."""
+    """Whether the run must not be restarted after that."""
     stop_asked_at: float | None = None
     looked_at: float = field(default_factory=time.monotonic)
     woke_at: float = -math.inf
-    """When this process went on after it was stopped: its ranks were, too, and are not silent."""
+    """Monotonic time at which this process resumed; its ranks were suspended too, not silent."""
     seen: set[int] = field(default_factory=set)
     """Process ids of all workers so far."""
     past: set[int] = field(default_factory=set)
-    """Process ids of the attempt before: they are known until the next workers run."""
+    """Process ids of the previous attempt, which `pids` returns until the next workers run."""
 
     def begin(self) -> None:
-        """A new attempt begins."""
+        """Begin watching a new attempt."""
         self.verdict, self.past = None, set(self.pids().values())
 
     def look(self, *, asked_to_stop: bool) -> None:
-        """End the ranks that hang, or all once the grace of a stop is over. Call often."""
+        """Kill ranks that hang, or all ranks after the grace period of a stop. Call often."""
         now = time.monotonic()
         if now - self.looked_at < LOOK_EVERY_S or self.verdict is not None:
             return
@@ -119,7 +119,7 @@ class Watch:
             self._examine(here, silent)
 
     def end_all(self, verdict: str) -> None:
-        """End this machine's ranks at once, for good."""
+        """Kill this machine's ranks at once and forbid restarts."""
         self.verdict, self.is_final = verdict, True
         for pid in self.pids().values():
             _signal(pid, signal.SIGKILL)
@@ -143,7 +143,7 @@ class Watch:
     def _examine(self, here: dict[int, Beat], silent: dict[int, Beat]) -> None:
         offsets = {local: _size(self._log(local)) for local in here}
         for beat in here.values():
-            _signal(beat.pid, signal.SIGUSR2)  # faulthandler's, in the worker
+            _signal(beat.pid, signal.SIGUSR2)  # makes it write its stack (faulthandler)
         time.sleep(DUMP_S)
         found = [
             Silent(
@@ -159,7 +159,7 @@ class Watch:
             longest = max(2 * rank.beat.patience_s for rank in found)
             since = max(min(rank.beat.t for rank in found), self.woke_at)
             if time.monotonic() - since < longest:
-                return  # they wait for a rank of another machine, which its launcher sees to
+                return  # they wait for another machine's rank; its launcher handles it
         guilty = guilty or sorted(found, key=lambda rank: rank.beat.t)
         culprits = {local: b for local, b in silent.items() if b in [g.beat for g in guilty]}
         self._end(culprits, "; ".join(str(rank) for rank in guilty[:4]))
@@ -170,20 +170,20 @@ class Watch:
             _signal(beat.pid, signal.SIGKILL)
 
     def _log(self, local_rank: int) -> Path:
-        """The newest log of a worker of this machine, where its stack goes."""
+        """Return the newest log of a worker of this machine, to which it writes its stack."""
         folder = self.logs or self.rundir.logs
         logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
         return max(logs, key=_modified_at, default=folder)
 
     def close(self) -> None:
-        """Remove the signs of life: nobody gives any from now on."""
+        """Delete the heartbeats of this launch's workers."""
         for beat in read_beats(self.rundir.heartbeats):
             if beat.pid in self.seen:
                 self.rundir.heartbeat_file(beat.rank).unlink(missing_ok=True)
 
 
 def _stack(log: Path, offset: int) -> tuple[str, ...]:
-    """`file:line in function` of the training thread, from what was added to a log."""
+    """Return `file:line in function` of the training thread, from what was appended to a log."""
     frames: list[str] = []
     threads: list[list[str]] = []
     for line in _text(log, offset).splitlines():
@@ -222,7 +222,7 @@ def _modified_at(path: Path) -> float:
 
 
 def _state(pid: int) -> str:
-    """The process's state letter, or nothing where it is gone."""
+    """Return the process's state letter; empty if the process is gone."""
     return _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].strip()[:1]
 
 
