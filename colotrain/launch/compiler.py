@@ -1,8 +1,8 @@
-"""torch's compiler is imported when something is compiled, and not before.
+"""Postpones the import of torch's compiler until something is compiled.
 
 torch imports `torch._dynamo` (0.3 s) to call `disable`, which hides a function from the compiler,
-or to read a setting of it: every optimizer, every hook of `fully_shard` and many functions for meta
-tensors do so. Where nothing is compiled there is nothing to hide from.
+or to read one of its settings: every optimizer, every hook of `fully_shard` and many functions for
+meta tensors do so. A process that compiles nothing does not need it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any
 
 COMPILER = "torch._dynamo"
 WITHOUT_EFFECT: dict[str, Any] = {
-    "graph_break": lambda: None,  # every step of an optimizer
-    "trace_rules": types.SimpleNamespace(clear_lru_cache=lambda: None),  # `init_process_group`
+    "graph_break": lambda: None,  # in every optimizer step
+    "trace_rules": types.SimpleNamespace(clear_lru_cache=lambda: None),  # in `init_process_group`
 }
-"""What torch asks of the compiler that does nothing where nothing is compiled."""
+"""Attributes of the compiler that torch uses and that do nothing if nothing is compiled."""
 
 
 class Postponed(types.ModuleType):
-    """Stands for the compiler in `sys.modules` until more of it is asked for than this.
+    """Stands in for the compiler in `sys.modules` until an attribute that it lacks is used.
 
-    `config`, its settings, is torch's own module, which the compiler will find imported.
+    `config`, the compiler's settings, is torch's own module, which the compiler then finds
+    imported.
     """
 
     def disable(
         self, fn: Callable[..., Any] | None = None, *args: Any, **options: Any
     ) -> Callable[..., Any]:
-        """As `torch._dynamo.disable`, once the compiler is there."""
+        """Same as `torch._dynamo.disable`, but takes effect only after the compiler is imported."""
         if fn is None:
             return functools.partial(self.disable, **options)
         hidden: Callable[..., Any] | None = None
@@ -57,7 +58,7 @@ class Postponed(types.ModuleType):
 
 
 def postpone_compiler() -> None:
-    """Call after `import torch`, and before anything is compiled."""
+    """Install the stand-in; call it after `import torch` and before anything is compiled."""
     if "torch" not in sys.modules or COMPILER in sys.modules:
         return
     package, name = importlib.util.find_spec(COMPILER), f"{COMPILER}.config"
@@ -67,7 +68,7 @@ def postpone_compiler() -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         return
-    config = sys.modules[name] = importlib.util.module_from_spec(spec)  # looked for there by itself
+    config = sys.modules[name] = importlib.util.module_from_spec(spec)  # it looks itself up there
     spec.loader.exec_module(config)
     sys.modules[COMPILER] = stand_in = Postponed(COMPILER)
     stand_in.__dict__.update(config=config, __spec__=package, __file__=package.origin)

@@ -1,4 +1,4 @@
-"""How the workers of this machine ended, from their processes and logs."""
+"""Exits of this machine's workers, read from their processes and logs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from colotrain.launch.causes import OF_A_WAITING_RANK, Death
 
 
 def gone(processes: Any, group: Any) -> dict[int, Any]:
-    """Rank → end of all workers of this machine, where all have left with exit code 0.
+    """Return rank → result of all workers of this machine if all exited with code 0, else {}.
 
-    torch's agent never learns of these: it waits for results, which they do not hand over.
+    torch's agent does not notice such exits: it waits for results, which our workers do not send.
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -25,10 +25,7 @@ def gone(processes: Any, group: Any) -> dict[int, Any]:
 
 
 def deaths_of(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:
-    """How the workers of this machine ended, those that the agent itself terminated left out.
-
-    torch elastic reports only one of several that died within a poll; the processes tell all.
-    """
+    """Return the exits of this machine's workers, without those that the agent terminated."""
     first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
     ended = _processes(processes)
     codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
@@ -42,7 +39,7 @@ def deaths_of(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Deat
 
 
 def _processes(context: Any) -> list[Any]:
-    """The processes of torch elastic's MultiprocessContext; none before they are started."""
+    """Return the processes of torch elastic's MultiprocessContext; none before they are started."""
     return [] if context is None or context._pc is None else list(context._pc.processes)
 
 

@@ -1,7 +1,7 @@
-"""Ending a run before the kernel does: this host's free memory is watched while workers run.
+"""Watches this host's free memory and ends the run before the kernel kills a process.
 
-The kernel's out-of-memory killer ends a process without a word, perhaps the launcher itself. Here
-the run ends with the sizes that it had and what to change; its last checkpoint stays good.
+The kernel's out-of-memory killer gives no reason and may end the launcher itself. Here the run ends
+with a message about its sizes and what to change; its last checkpoint stays intact.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from colotrain.show.formatting import format_bytes as format_size
 from colotrain.spec.plan import RunPlan
 
 RESERVE_SHARE, LEAST_RESERVE_BYTES, MOST_RESERVE_BYTES = 0.02, 64 << 20, 512 << 20
-"""Free memory at which a run ends, as a share of what there is."""
+"""Free bytes below which a run is ended: a share of all memory, within these two limits."""
 OWN_SHARE = 0.25
-"""A run that holds less of the memory than this is not what fills it, and is left alone."""
+"""Share of the host's memory below which a run is not the cause of the shortage and goes on."""
 FASTEST_BYTES_PER_S = 8e9
-"""Memory is not filled faster than this: pages are cleared first."""
+"""Upper bound on how fast memory fills: the kernel clears each page first."""
 SHORTEST_S, LONGEST_S = 0.02, 1.0
-"""Between two looks."""
+"""Limits of the seconds between two checks."""
 MOST_CATEGORIES = 4
 
 
 class MemoryWatch(threading.Thread):
-    """Looks at the free memory, the more often the less there is, until `close`."""
+    """Checks the free memory until `close`, more often when less is free."""
 
     def __init__(self, plan: RunPlan, watch: Watch) -> None:
         super().__init__(name="memory-watch", daemon=True)
@@ -60,14 +60,14 @@ class MemoryWatch(threading.Thread):
 
 
 def held_bytes(pid: int) -> int:
-    """Memory of a process; what it shares with others counts as its part (PSS)."""
+    """Return the memory of a process; pages shared with others count in part (PSS)."""
     with suppress(psutil.Error, AttributeError):
         return int(psutil.Process(pid).memory_full_info().pss)
     return 0
 
 
 def describe(plan: RunPlan, held: Iterable[int], *, free: int, whole: int) -> str:
-    """Why a run was ended: what was left, what its ranks held, and what to change."""
+    """Return why a run was ended: free memory, the ranks' sizes, and what to change."""
     sizes = ", ".join(format_size(n) for n in held)
     categories = sorted(to_plain(plan.memory).items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {format_size(n)}" for name, n in categories[:MOST_CATEGORIES] if n)
@@ -80,7 +80,7 @@ def describe(plan: RunPlan, held: Iterable[int], *, free: int, whole: int) -> st
 
 
 def changes(plan: RunPlan) -> list[str]:
-    """Settings with which the same run needs less memory."""
+    """Return settings that reduce the memory of the same run."""
     found = []
     if plan.batch.micro_batch > 1:
         found.append("set train.micro_batch=1")

@@ -1,4 +1,4 @@
-"""What happens to a run before its workers: its end is recorded as every other."""
+"""The time between a run's creation and its workers: failures there are recorded too."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from colotrain.spec.exit_codes import OF_STATUS, PREEMPTED
 
 
 class AskedToStop(ColotrainError):
-    """A signal came before there were workers that could save."""
+    """A signal arrived before there were workers that could save."""
 
     exit_code = PREEMPTED
 
 
 @contextmanager
 def end_recorded(rundir: RunDir) -> Iterator[None]:
-    """Write `done` where an error or Ctrl-C ends what is done inside, and nothing else wrote it."""
+    """Write a `done` event if an error or Ctrl-C ends the block and nothing else wrote it."""
     began_at = time.time()
     try:
         yield
@@ -51,7 +51,7 @@ def _record(rundir: RunDir, error: BaseException) -> None:
 def ended_by_signals(
     what: str = "stopped before the first step", fix: str = "`colotrain resume` begins it"
 ) -> Iterator[None]:
-    """Let SIGTERM, SIGHUP and SIGUSR1, unless ignored, raise `AskedToStop` meanwhile."""
+    """Raise `AskedToStop` on SIGTERM, SIGHUP and SIGUSR1, unless ignored, within the block."""
 
     def stop(number: int, _: Any) -> None:
         name = signal.Signals(number).name

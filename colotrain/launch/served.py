@@ -1,7 +1,7 @@
-"""What the server that workers are forked from imports last, and nobody else.
+"""Last import of the fork server, imported nowhere else.
 
-What was imported is never looked at for garbage again, here or in workers: that would also make
-copies of the pages that they share.
+It exempts all imported objects from garbage collection, here and in the workers: collecting would
+write to memory pages that all workers share, and so copy them.
 """
 
 import gc

@@ -1,10 +1,10 @@
-"""What the server that workers are forked from imports first, and nobody else.
+"""First import of the fork server, imported nowhere else.
 
-Signals to the whole process group (a closing terminal, `timeout`, a batch system) are the
-launcher's to handle: a server that died of one would take the workers with it.
+The launcher handles signals to the whole process group (from a closing terminal, `timeout`, a batch
+system): a server that died of one would end the workers too.
 
-Imports only make objects that stay: looking for garbage among them took a sixth of their time.
-`colotrain.launch.served`, the last import, begins to look again.
+Garbage collection is off during the imports, which only create objects that stay: it took a sixth
+of their time. `colotrain.launch.served`, the last import, turns it on again.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The two launches of a smoke run: to its first checkpoint, and on from there."""
+"""The two launches of a smoke run: up to its first checkpoint, and on from there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def launch_and_resume(
     node: Node | None = None,
     began_at: float | None = None,
 ) -> tuple[int, str]:
-    """Run the plan's workers, which leave after a step, and new ones that resume what they saved.
+    """Run the plan's workers, which stop after one step, then new ones that resume from its save.
 
-    Every node's launcher calls this; arguments and result are those of `launch`.
+    Every node's launcher must call this; arguments and result are those of `launch`.
     """
     reasons: list[str] = []
 

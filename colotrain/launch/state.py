@@ -1,4 +1,4 @@
-"""What the launcher's two threads share of one launch: what was seen, and what it means."""
+"""State of one launch, shared by the launcher's two threads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from colotrain.spec.plan import RunPlan
 
 POLL_S = 0.2
 REGROUP_S = 3.0
-"""How long nodes may take to learn that others come or go: some of the meeting's reports."""
+"""Seconds that nodes may take to learn that others join or leave: several reports."""
 CATCH_UP_S = 5.0
-"""How long the agent waits for a main thread that is held up."""
+"""Seconds that the agent's thread waits for a blocked main thread."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,32 +36,32 @@ class Launch:
     node: Node
     watch: Watch
     killed_for_memory: int = field(default_factory=num_killed_for_memory)
-    """Processes that the kernel had ended for want of memory when this began."""
+    """Processes that the kernel had killed for lack of memory before this launch."""
     attempt_before: int = -1
-    """The newest attempt that has been restarted."""
+    """Newest attempt that was restarted; -1 before any."""
     causes: list[str] = field(default_factory=list)
-    """Why earlier attempts failed, the first one first."""
+    """Causes of the earlier attempts' failures, oldest first."""
     mistakes: set[tuple[int, str, str]] = field(default_factory=set)
-    """What ranks raised in earlier attempts, and where."""
+    """(step, phase, error) that ranks raised in earlier attempts."""
     deaths: list[Death] = field(default_factory=list)
-    """How the workers of the newest attempt that failed ended."""
+    """Exits of this machine's workers in the newest attempt that failed."""
     ended: list[Event] = field(default_factory=list)
-    """What workers said last: failed, finished or stopped."""
+    """Last events of workers: failed, finished or stopped."""
     elsewhere: list[Death] = field(default_factory=list)
-    """How workers of other nodes ended."""
+    """Exits of workers on other nodes."""
     begun_at: float = field(default_factory=time.time)
-    """When the newest attempt began: Unix seconds."""
+    """Unix time at which the newest attempt began."""
     progressed: bool = False
-    """Whether any step was made."""
+    """Whether any step was completed."""
     saved: bool = False
-    """Whether a checkpoint was written or read."""
+    """Whether a checkpoint was saved or loaded."""
     looks: int = 0
-    """How often the main thread has read the events."""
+    """Number of times that the main thread has read the events."""
     error: BaseException | None = None
     signals: list[str] = field(default_factory=list)
     stop_acknowledged: bool = False
     stop_before: tuple[int, int] | None = field(init=False)
-    """The stop file of an earlier launch, where node 0 has not taken it away yet."""
+    """Identity of an earlier launch's stop file that node 0 has not deleted yet."""
 
     def __post_init__(self) -> None:
         self.stop_before = _mark(self.rundir.stop_file)
@@ -76,14 +76,14 @@ class Launch:
         self.looks += 1
 
     def catch_up(self) -> bool:
-        """Wait until the main thread has read all that was written before; False if it has not."""
-        wanted, deadline = self.looks + 2, time.monotonic() + CATCH_UP_S  # it may be reading now
+        """Wait until the main thread has read all events written so far; False on timeout."""
+        wanted, deadline = self.looks + 2, time.monotonic() + CATCH_UP_S  # one may be under way
         while self.looks < wanted and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
         return self.looks >= wanted
 
     def cause(self) -> str:
-        """Why the newest attempt failed."""
+        """Return why the newest attempt failed."""
         if isinstance(self.error, MeetingError):
             return str(self.error)
         if self.watch.verdict is not None:
@@ -91,15 +91,15 @@ class Launch:
         return describe([*self.deaths, *self.elsewhere], self.last_words(), self.error)
 
     def last_words(self) -> list[Event]:
-        """What the workers of the newest attempt said last."""
+        """Return the last events of the newest attempt's workers."""
         newest = max((event.attempt or 0 for event in self.ended), default=0)
         return [e for e in self.ended if e.attempt == newest and newest > self.attempt_before]
 
     def have_ended_well(self, ranks: Iterable[int]) -> bool:
-        """Whether these ranks, which are gone with exit code 0, have said that they are done.
+        """Whether these ranks, which exited with code 0, have reported that they are done.
 
-        Where the main thread is held up, by a terminal that takes no more for instance, that is
-        found out later.
+        If the main thread is blocked, for example by a terminal that accepts no output, the answer
+        is True and the error is found later.
         """
 
         def all_said() -> bool:
@@ -109,7 +109,7 @@ class Launch:
         return all_said() or not self.catch_up() or all_said()
 
     def has_failed(self, deaths: list[Death]) -> None:
-        """Take how this node's workers ended, and tell it to the other nodes."""
+        """Record how this node's workers exited, and report it to the other nodes."""
         starved = num_killed_for_memory() > self.killed_for_memory
         self.deaths = [replace(d, out_of_memory=starved and d.exit_code == -9) for d in deaths]
         if not self.node.is_head:
@@ -121,7 +121,7 @@ class Launch:
         return not self.mistakes.isdisjoint(mistakes(self.last_words()))
 
     def restarts(self) -> None:
-        """Begin again after a failure."""
+        """Record a failure and begin the next attempt."""
         self.causes.append(self.cause())
         self.mistakes |= mistakes(self.last_words())
         self.begins_again(self.causes[-1])
@@ -129,7 +129,7 @@ class Launch:
             self.say("nothing was saved yet: training begins again with the first step")
 
     def begins_again(self, cause: str) -> None:
-        """Tell why, and look at the next attempt with fresh eyes."""
+        """Record why a new attempt begins, and reset the state of the old one."""
         if self.node.is_head:
             self.events.write("restart", cause=cause)
         self.watch.begin()
@@ -138,7 +138,7 @@ class Launch:
         self.begun_at = time.time()
 
     def whole_cause(self) -> str:
-        """Why the run failed in the end: the first cause, where restarting did not help."""
+        """Return why the run failed: the first cause, and the last if it differs."""
         last = self.cause()
         if not self.causes:
             return last
@@ -148,7 +148,7 @@ class Launch:
         return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
 
     def say(self, text: str) -> None:
-        """Tell whoever follows the run, which on other nodes than the first is stderr."""
+        """Record a note for whoever follows the run; on nodes other than 0, print it to stderr."""
         if self.node.is_head:
             self.events.write("note", text=text)
         else:
@@ -158,7 +158,7 @@ class Launch:
         return bool(self.signals) or _mark(self.rundir.stop_file) not in (None, self.stop_before)
 
     def acknowledge_stop(self) -> None:
-        """Say, once, what happens now that the run is asked to stop."""
+        """Announce once what happens after a stop request."""
         if self.stop_acknowledged or not self.node.is_head or not self.asked_to_stop():
             return
         self.stop_acknowledged = True
@@ -171,9 +171,9 @@ class Launch:
         )
 
     def was_interrupted_by_others(self, rendezvous: Rendezvous) -> bool:
-        """Whether the workers have saved and stopped only because nodes come or go.
+        """Whether the workers saved and stopped only because nodes join or leave.
 
-        The other nodes' agents may know of it a report earlier than this one.
+        The other nodes' agents may learn of it one report earlier than this one.
         """
         if self.plan.elastic.max_nodes == 1 or self.asked_to_stop():
             return False
@@ -185,7 +185,7 @@ class Launch:
         return False
 
     def has_stopped(self) -> bool | None:
-        """Whether the newest attempt's workers stopped before their last step; None: not yet."""
+        """Whether the newest attempt stopped before its last step; None before any worker ends."""
         words = self.last_words()
         return words[-1].kind == "stopped" if words else None
 
@@ -195,7 +195,7 @@ def _without_rank(cause: str) -> str:
 
 
 def _mark(path: Path) -> tuple[int, int] | None:
-    """What tells a file from one of the same name at another time; None without one."""
+    """Return the inode and modification time, which identify one version of a file; or None."""
     try:
         found = path.stat()
     except OSError:

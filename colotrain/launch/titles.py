@@ -1,4 +1,4 @@
-"""What `ps` and `top` call a process."""
+"""Process titles, as `ps` and `top` show them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import ctypes
 from pathlib import Path
 
 ARG_START, ARG_END = 45, 46
-"""Fields of /proc/self/stat after the process's name (proc(5): 48 and 49 of all)."""
+"""Indices in /proc/self/stat after the process name: fields 48 and 49 in proc(5)."""
 
 
 def name_process(title: str) -> None:
-    """Put `title` in the place of this process's command line; without effect but on Linux.
+    """Replace this process's command line with `title`; only Linux supports this.
 
-    No longer title than the command line was has room: what forks of a server have is long.
+    The title is cut to the command line's length, which is large in processes forked from a server.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         Path("/proc/self/comm").write_text(title[:15])

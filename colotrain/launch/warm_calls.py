@@ -1,7 +1,7 @@
-"""Calling functions that need torch, or the user's code, in a process forked from the warm server.
+"""Calls functions that need torch or the user's code in a process forked from the fork server.
 
-The launcher need not import torch first, what the user's code prints does not reach the launcher's
-stdout, and what that code changes is gone with the process.
+The launcher need not import torch first, output of the user's code does not reach the launcher's
+stdout, and changes that this code makes end with the process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from colotrain.errors import ColotrainError
 from colotrain.parent_process import end_with
 
 LIMIT_S = 600.0
-"""How long a call may take: as long as a rank may be silent until its first step."""
+"""Maximum seconds of a call: as long as a rank may be silent until its first step."""
 
 
 class NotForked(Exception):
-    """There is no server to fork a process from."""
+    """No fork server is available."""
 
 
 class Looker:
-    """Calls functions in one other process, which is forked when the first call comes.
+    """Calls functions in another process, which is forked at the first call.
 
     `meanwhile` runs here while that first call is awaited. On leaving the `with` block the process
-    is killed; a later call forks another one, for that call alone.
+    is killed; each later call forks another process for itself.
     """
 
     def __init__(self, *, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -52,9 +52,9 @@ class Looker:
         self.close()
 
     def __call__(self, function: str, *args: Any) -> Any:
-        """The result of `package.module:function` for `args`, or the `ColotrainError` it raised.
+        """Return the result of `package.module:function` for `args`, or raise its `ColotrainError`.
 
-        Raises `NotForked` where no process can be forked.
+        Raises `NotForked` if no process can be forked.
         """
         try:
             return self._ask(function, args)
@@ -88,17 +88,17 @@ class Looker:
     def _open(self) -> Connection:
         try:
             context = multiprocessing.get_context("forkserver")
-        except ValueError as error:  # not on this platform
+        except ValueError as error:  # the platform has no fork server
             raise NotForked from error
         self._pipe, theirs = context.Pipe()
         about = (theirs, os.getpid(), os.getcwd(), dict(os.environ))
         self._process = context.Process(target=answer, args=about, daemon=True)
         self._forking = threading.Thread(target=_fork, args=(self._process, theirs), daemon=True)
-        self._forking.start()  # the server is ready when it has imported torch
+        self._forking.start()  # waits until the server has imported torch
         return self._pipe
 
     def _lost(self) -> Exception:
-        """Why there is no answer."""
+        """Return the error that explains why no answer came."""
         assert self._forking is not None
         self._forking.join(1)
         if self._process.pid is None:
@@ -112,9 +112,9 @@ class Looker:
         )
 
     def close(self) -> None:
-        """End the process; it has nothing to lose."""
+        """Kill the process; it has nothing to save."""
         if self._pipe is not None:
-            self._pipe.close()  # where it is not forked yet, it will find this end closed
+            self._pipe.close()  # if the process is not forked yet, it will find this end closed
             self._pipe = None
         if self._process is not None and self._process.pid is not None:
             self._process.kill()
@@ -123,19 +123,19 @@ class Looker:
 
 
 def _fork(process: Any, theirs: Connection) -> None:
-    """Runs on a thread."""
-    with suppress(Exception):  # the other end of the pipe tells
+    """Fork the process; runs on a thread."""
+    with suppress(Exception):  # the parent sees the closed pipe
         process.start()
     theirs.close()
 
 
 def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[str, str]) -> None:
-    """Body of the process: call what is asked for until nobody asks any more.
+    """Body of the process: calls the requested functions until the pipe is closed.
 
     `launcher` is a process id; `folder` and `environment` are the launcher's.
     """
     end_with(launcher)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as the launcher's end sends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends this process by SIGTERM
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -150,7 +150,7 @@ def _outcome(function: str, args: tuple[Any, ...]) -> tuple[str, Any]:
     module, _, name = function.partition(":")
     try:
         return "found", getattr(importlib.import_module(module), name)(*args)
-    except (ColotrainError, OSError) as error:  # both are told in a line
+    except (ColotrainError, OSError) as error:  # these are shown in one line, without a traceback
         return "refused", error
     except BaseException:
         return "broken", traceback.format_exc()
@@ -158,9 +158,9 @@ def _outcome(function: str, args: tuple[Any, ...]) -> tuple[str, Any]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """What is printed meanwhile, by whatever code, goes to stderr: stdout is for documents."""
+    """Redirect everything printed meanwhile, by any code, to stderr: stdout is for documents."""
     before = sys.stdout
-    if before is None:  # closed
+    if before is None:  # stdout is closed
         yield
         return
     before.flush()
