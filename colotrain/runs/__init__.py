@@ -1,1 +1,1 @@
-"""What verbs do with runs: start, detach, stop, list, sweep, submit."""
+"""Commands on runs: start, detach, stop, list, sweep, submit."""

@@ -1,4 +1,4 @@
-"""`colotrain checkpoints`: what is saved of a run, and whether it can be trusted."""
+"""`colotrain checkpoints`: lists a run's checkpoints and whether they are intact."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from colotrain.spec.plan import RunPlan
 
 WITHOUT_TERMINAL = 1000  # columns
 SUPERSEDED = "superseded"
-"""Begins the names of folders with checkpoints that a run went back from."""
+"""Prefix of folders with checkpoints that were set aside when the run resumed an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One checkpoint; None is what its manifest does not tell."""
+    """One checkpoint; fields that its manifest does not tell are None."""
 
     name: str
     state: str
@@ -47,12 +47,12 @@ class Row:
     plugin: str | None = None
     world_size: int | None = None
     best: bool = False
-    """Of the run's best evaluation (`checkpoint.best`), as far as it was saved."""
+    """Whether it belongs to the run's best evaluation (`checkpoint.best`)."""
     path: str
 
 
 def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Path = RUNS) -> int:
-    """Print a run's checkpoints, the newest first; 1 where one of them is damaged."""
+    """Print a run's checkpoints, newest first; return 1 if one of them is damaged, else 0."""
     rundir = find(name, root=root)
     rows = [row_of(folder, verify=verify) for folder in folders(rundir)]
     best = best_step(rundir)
@@ -67,7 +67,7 @@ def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Pat
 
 
 def best_step(rundir: RunDir) -> int | None:
-    """The step of the best evaluation, as the newest checkpoint that can be read knows it."""
+    """Return the step of the best evaluation according to the newest readable checkpoint."""
     for folder in folders(rundir):
         with suppress(ColotrainError):
             return read_manifest(folder).best_step
@@ -79,24 +79,24 @@ def folders(rundir: RunDir) -> list[Path]:
 
 
 def check_goes_on(plan: RunPlan, rundir: RunDir) -> None:
-    """A `ConfigError` where the ranks would refuse to go on from what is saved."""
+    """Raise the `ConfigError` with which the ranks would refuse to resume what is saved."""
     where = where_to_resume(plan, rundir)
     for folder in (*complete(where), where):
         if plan.checkpoint.resume == "none" or not (folder / MANIFEST).is_file():
             continue
         try:
             manifest = read_manifest(folder)
-        except ColotrainError:  # it is damaged: an older one is taken
+        except ColotrainError:  # it is damaged: an older one is used
             continue
         check_batch(manifest, folder, plan.batch.global_batch)
         return
 
 
 def go_back(rundir: RunDir, chosen: Path) -> str | None:
-    """Let a run go on from `chosen`: what it saved later is kept aside. Says what was done.
+    """Make a run resume from `chosen`: set later checkpoints aside; return what was done or None.
 
-    Where `chosen` is not one of the run's own checkpoints, all of them are. Only while nobody
-    launches the run.
+    If `chosen` is not one of the run's own checkpoints, all of them are set aside. Call it only
+    while no launcher has the run.
     """
     if chosen == rundir.path:
         return None
@@ -122,7 +122,7 @@ def go_back(rundir: RunDir, chosen: Path) -> str | None:
 
 
 def row_of(folder: Path, *, verify: bool) -> Row:
-    """What can be said of one checkpoint, however damaged it is."""
+    """Return the row of one checkpoint, however damaged it is."""
     try:
         manifest = read_manifest(folder)
     except ColotrainError as error:

@@ -1,4 +1,4 @@
-"""`colotrain run --detach`: the run's launcher in a session of its own, which no terminal ends."""
+"""`colotrain run --detach`: the run's launcher in a session of its own, without a terminal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from colotrain.spec.plan import RunPlan
 
 START_S = 60.0
 SETTLE_S = 5.0
-"""How long a launcher that has begun is watched for what it may refuse at once."""
+"""Seconds to watch a launcher that has claimed the run for an early error."""
 POLL_S = 0.05
 
 
 def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bool) -> int:
-    """Write the run directory, start its launcher, and return once it can be asked to stop."""
+    """Write the run directory, start its launcher, and return once `colotrain stop` can stop it."""
     rundir.create()
-    with liveness.claim(rundir):  # where another launches this run, it is not to be touched
+    with liveness.claim(rundir):  # no files are changed if another launcher has the run
         trust.write_down(plan, rundir, config)
     told = _size(rundir.launcher_events)
     process = start(rundir)
@@ -48,7 +48,7 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
 
 
 def start(rundir: RunDir) -> subprocess.Popen[bytes]:
-    """The launcher, in a session of its own: it has no terminal whose end could reach it."""
+    """Start the launcher in a session of its own, which the terminal's end does not signal."""
     with rundir.launcher_log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "colotrain", "resume", str(rundir.path), "--trust-code"],
@@ -66,7 +66,7 @@ def _has_claimed(rundir: RunDir, pid: int) -> bool:
 
 
 def _has_launched(rundir: RunDir, told: int) -> bool:
-    """Whether the launcher's events say so after their first `told` bytes."""
+    """Whether the launcher's events after their first `told` bytes contain its launch."""
     if _size(rundir.launcher_events) == told:
         return False
     with rundir.launcher_events.open("rb") as events:
@@ -79,7 +79,7 @@ def _size(path: Path) -> int:
 
 
 def _why(rundir: RunDir) -> str:
-    """The last line that says what went wrong."""
+    """Return the last error line of the launcher's log."""
     lines = rundir.launcher_log.read_text("utf-8", "replace").splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error:")]
     return (errors or lines or ["its launcher did not start"])[-1]

@@ -1,4 +1,4 @@
-"""The machines of a job: what its ranks will find on SLURM's nodes, whatever this machine has."""
+"""Machines of a SLURM job: what its ranks will find on the nodes, not on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colotrain.schedulers import queue
 from colotrain.schedulers.queue import NodeKind
 
 GIVES_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-job")
-"""Other flags of sbatch by which a job gets GPUs; so it does with nodes that are all its own."""
+"""Flags of sbatch, besides --gpus-per-node, that give a job GPUs; so does --exclusive."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,16 +31,16 @@ class Job:
 
     config: dict[str, Any]
     machine: Machine
-    """A node, as far as it is known; otherwise this machine."""
+    """A node of the job as far as it is known; unknown fields are this machine's."""
     notices: list[str] = field(default_factory=list)
-    """What was decided."""
+    """Notes on settings that were chosen for the user."""
     warnings: list[str] = field(default_factory=list)
-    """What is not known."""
+    """Warnings about what is not known."""
     problems: list[Problem] = field(default_factory=list)
 
 
 def is_job(config: dict[str, Any]) -> bool:
-    """Whether a configuration means a job of SLURM: it chooses it, or asks it for something."""
+    """Whether a configuration describes a SLURM job, by its scheduler or SLURM settings."""
     cluster = config.get("cluster")
     if not isinstance(cluster, dict):
         return False
@@ -48,16 +48,16 @@ def is_job(config: dict[str, Any]) -> bool:
 
 
 def on_nodes(config: dict[str, Any], here: Machine) -> Job:
-    """Decide what a job leaves open by what SLURM says of its nodes.
+    """Fill in the settings that a job leaves open, from what SLURM reports about its nodes.
 
-    GPUs that nobody asked for are asked for, with one rank each; a type that a file under
-    `hardware` knows chooses it. What nobody knows is a warning, never a refusal; but ranks on GPUs
-    that the job does not get are an error.
+    GPUs are requested if the user requested none, with one rank each; their type selects the file
+    under `hardware` that lists it. Unknown facts are warnings, not errors; but ranks on GPUs that
+    the job does not get are an error.
     """
     job = Job(config=config, machine=here)
     cluster = config.get("cluster")
     if not isinstance(cluster, dict) or not isinstance(cluster.get("slurm"), dict):
-        return job  # which is reported elsewhere
+        return job  # another check reports this
     kind = _ask_for_kind(job, cluster)
     gpu_type, num_gpus = asked_gpus(_slurm(cluster))
     if not num_gpus and kind and kind.num_gpus and cluster.get("device") in ("auto", "cuda"):
@@ -76,9 +76,9 @@ def on_nodes(config: dict[str, Any], here: Machine) -> Job:
 
 
 def asked_gpus(slurm: Slurm) -> tuple[str, int]:
-    """Type and number per node of the GPUs that the job asks for; `("", 0)` where that is not said.
+    """Return type and number per node of the requested GPUs; `("", 0)` if none are requested.
 
-    Of `8`, `h100:8`, `gpu:8`, `gpu:h100:8` and lists of resources with one of these in it.
+    A setting is `8`, `h100:8`, `gpu:8`, `gpu:h100:8` or a list of resources with one of these.
     """
     if slurm.gpus_per_node is not None:
         return queue.gpus_of(f"gpu:{slurm.gpus_per_node}")
@@ -91,7 +91,7 @@ def _slurm(cluster: dict[str, Any]) -> Slurm:
 
 
 def _ask_for_kind(job: Job, cluster: dict[str, Any]) -> NodeKind | None:
-    """The kind of nodes that the job will most likely get; None where SLURM does not tell."""
+    """Return the kind of nodes that the job will most likely get; None if SLURM does not tell."""
     partition = cluster["slurm"].get("partition")
     kinds = _kinds(str(partition or ""), os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
     if isinstance(kinds, str):
@@ -125,7 +125,7 @@ def _ask_for_kind(job: Job, cluster: dict[str, Any]) -> NodeKind | None:
 
 @functools.cache
 def _kinds(partition: str, *_: str | None) -> list[NodeKind] | str:
-    """The kinds of nodes, or why there is no answer: asked once for all runs of a sweep."""
+    """Return the kinds of nodes or an error message; cached for all runs of a sweep."""
     try:
         return queue.node_kinds(partition or None)
     except ColotrainError as error:
@@ -135,7 +135,7 @@ def _kinds(partition: str, *_: str | None) -> list[NodeKind] | str:
 def _take_gpus(
     job: Job, cluster: dict[str, Any], gpu_type: str, num_gpus: int, kind: NodeKind | None
 ) -> None:
-    """One rank per GPU, on hardware that is described, or whose type tells what it is."""
+    """Plan one rank per GPU, on the described hardware or the one that the GPU type selects."""
     described = job.config.get("hardware")
     if isinstance(described, dict) and described.get("name") is None:
         name = hardware_of(gpu_type, Search.at(Path.cwd())) if gpu_type else None
@@ -164,7 +164,7 @@ def _take_gpus(
 
 
 def _memory_bytes(described: Any) -> int:
-    """Of a device as described; 0 where it is not, or wrongly."""
+    """Return the memory of a device as described; 0 if it is missing or invalid."""
     try:
         return parse_size(described["memory"])
     except (TypeError, KeyError, ValueError):
@@ -172,7 +172,7 @@ def _memory_bytes(described: Any) -> int:
 
 
 def _cores(cluster: dict[str, Any], kind: NodeKind | None, here: Machine) -> int:
-    """Cores that a node's ranks share: those asked for, else no more than are sure."""
+    """Return the cores that a node's ranks share: those requested, else the number known."""
     asked = cluster["slurm"].get("cpus_per_task")
     if isinstance(asked, int) and asked > 0:
         return asked
@@ -185,7 +185,7 @@ def _node(here: Machine, kind: NodeKind | None, **known: Any) -> Machine:
 
 
 def hardware_of(gpu_type: str, search: Search) -> str | None:
-    """The file under `hardware` that describes what SLURM calls `gpu_type`."""
+    """Return the name of the file under `hardware` that describes SLURM's `gpu_type`."""
     names = search.names("hardware")
     if _plain(gpu_type) in names:
         return _plain(gpu_type)
@@ -201,14 +201,14 @@ def _plain(gpu_type: str) -> str:
 
 
 def _gres(name: str, search: Search) -> list[str]:
-    """What SLURM may call the hardware that a file describes."""
+    """Return the patterns of SLURM's GPU types for the hardware that a file describes."""
     file = search.find(f"hardware/{name}")
     found = read_file(file, []).settings.get("gres") if file else None
     return [str(glob) for glob in found or []]
 
 
 def _check_gpus(config: dict[str, Any], num_gpus: int | None) -> Iterator[Problem]:
-    """Whether ranks on GPUs get any."""
+    """Yield a problem if ranks on GPUs would get none."""
     cluster, described = config["cluster"], config.get("hardware")
     device, extra = cluster.get("device"), cluster["slurm"].get("extra")
     if device == "auto" and isinstance(described, dict) and described.get("name") is not None:

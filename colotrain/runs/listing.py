@@ -1,4 +1,4 @@
-"""`colotrain runs` and `colotrain stop`: what runs there are, and ending one of them."""
+"""`colotrain runs` and `colotrain stop`: list all runs, and stop one of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from colotrain.spec.plan import RunPlan
 STOP_TIMEOUT_S = 120.0
 POLL_S = 0.2
 REPORT_S = 10.0
-WITHOUT_TERMINAL = 1000  # columns: a line a run, however long its name
+WITHOUT_TERMINAL = 1000  # columns, so that each run is one line, however long its name
 STYLES = {
     "running": "green",
     "starting": "green",
@@ -46,7 +46,7 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One run in the list; None is what is not known."""
+    """One run in the list; unknown fields are None."""
 
     name: str
     state: str
@@ -58,22 +58,22 @@ class Row:
     validation_loss: float | None = None
     tokens_per_s: float | None = None
     unit: str = "tokens"
-    """Of which there are so many per second."""
+    """Unit of `tokens_per_s`."""
     age_s: float | None = None
-    """Seconds since its first launch, or since its plan was written."""
+    """Seconds since the first launch, or since the plan was written."""
     run_dir: str
     problem: str | None = None
     """Why a damaged run cannot be read."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Those in which it differs from the other runs of its recipe."""
+    """Settings that differ from those of other runs with the same recipe."""
     job: str | None = None
-    """Its SLURM job."""
+    """Id of the run's SLURM job."""
     job_state: str | None = None
     job_reason: str | None = None
 
 
 def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
-    """Print every run under `root`, the newest first."""
+    """Print all runs under `root`, newest first."""
     rundirs = newest_first(root)
     different = naming.settings_that_differ(rundirs, by_recipe=True)
     rows = [
@@ -93,7 +93,7 @@ def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
 
 
 def rows_of(rundirs: list[RunDir]) -> list[Row]:
-    """What the list says about runs: what their folders tell, and SLURM about their jobs."""
+    """Return the rows of runs, from their folders and from SLURM for their jobs."""
     rows = [row_of(rundir) for rundir in rundirs]
     jobs = {rundir.name: known.job for rundir in rundirs if (known := queue.recall(rundir))}
     if not jobs:
@@ -108,7 +108,7 @@ def rows_of(rundirs: list[RunDir]) -> list[Row]:
 
 
 def _with_job(row: Row, job: str, states: dict[str, queue.JobState]) -> Row:
-    """A run that never started says what its job does, where that is over too."""
+    """Add the job's state to a row; a run whose job ended before it started is "cancelled"."""
     said = states.get(job)
     if said is None:
         return replace(row, job=job)
@@ -117,7 +117,7 @@ def _with_job(row: Row, job: str, states: dict[str, queue.JobState]) -> Row:
 
 
 def newest_first(root: Path) -> list[RunDir]:
-    """Every folder that is a run or the remains of one."""
+    """Return all folders with a run or the remains of one, newest first."""
     try:
         folders = [entry for entry in root.iterdir() if entry.is_dir()]
     except OSError:
@@ -127,7 +127,7 @@ def newest_first(root: Path) -> list[RunDir]:
 
 
 def row_of(rundir: RunDir) -> Row:
-    """What the list says about one run, however damaged it is."""
+    """Return the row of one run, however damaged it is."""
     age_s = time.time() - _written_at(rundir)
     try:
         return _row(rundir, rundir.plan(), age_s)
@@ -156,11 +156,11 @@ def _row(rundir: RunDir, plan: RunPlan, age_s: float) -> Row:
 
 
 def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
-    """The row of a run that has ended: its events need not be read. None where in doubt."""
+    """Return the row of an ended run from its summary alone; None if that may be outdated."""
     if outline.status not in ENDED or outline.ended_at is None:
         return None
     try:
-        if rundir.summary_file.stat().st_mtime < outline.ended_at:  # of an earlier launch
+        if rundir.summary_file.stat().st_mtime < outline.ended_at:  # it is from an earlier launch
             return None
         summary = json.loads(rundir.summary_file.read_text("utf-8"))
         loss = summary["loss"]["last"]
@@ -193,7 +193,7 @@ def _from_events(row: Row, rundir: RunDir, plan: RunPlan) -> Row:
 def _is_run(rundir: RunDir) -> bool:
     try:
         return rundir.plan_file.exists() or rundir.events.is_dir()
-    except OSError:  # not ours to read: listed as damaged
+    except OSError:  # no permission to read it: it is listed as damaged
         return True
 
 
@@ -207,7 +207,7 @@ def _written_at(rundir: RunDir) -> float:
 
 
 def print_table(rows: list[Row]) -> None:
-    """On a terminal as wide as it is; elsewhere a line a run, however long."""
+    """Print the table as wide as the terminal; without a terminal, one line per run."""
     console = stdout_console()
     if not is_live(console):
         console.width = WITHOUT_TERMINAL
@@ -229,7 +229,7 @@ def print_table(rows: list[Row]) -> None:
 
 
 def job_text(row: Row) -> str:
-    """`123 PENDING (Resources)`."""
+    """Return text like `123 PENDING (Resources)`."""
     if row.job is None:
         return "-"
     reason = f" ({row.job_reason})" if row.job_reason else ""
@@ -237,7 +237,7 @@ def job_text(row: Row) -> str:
 
 
 def speed(per_s: float | None, unit: str) -> str:
-    """`1,234 tokens/s`."""
+    """Return text like `1,234 tokens/s`."""
     return "-" if per_s is None else f"{per_s:,.0f} {unit}/s"
 
 
@@ -263,10 +263,10 @@ def stop(
     root: Path = RUNS,
     timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
-    """Ask a run to save and stop, and wait until it has; 1 where it has not, or has failed."""
+    """Ask a run to save and stop, and wait until it has; return 1 if it fails or goes on."""
     rundir = find(run, root=root)
     submitted, launcher = queue.recall(rundir), launcher_of(rundir)
-    by_hand = launcher is not None and not launcher.job  # as after `resume` of what was a job
+    by_hand = launcher is not None and not launcher.job  # as after `resume` of a former job
     if submitted is not None and not by_hand:
         return stop_job(rundir, submitted.job, as_json=as_json, timeout_s=timeout_s)
     view = follow(rundir, ranks={0})
@@ -283,7 +283,7 @@ def stop(
 
 
 def stop_job(rundir: RunDir, job: str, *, as_json: bool, timeout_s: float) -> int:
-    """Let a job's run save, then take the job out of SLURM; it is not queued again."""
+    """Let a job's run save, then cancel the job, so that it is not requeued."""
     answers = queue.ask([job])
     said = answers.states.get(job)
     if said is None or said.state in queue.OVER:
@@ -303,9 +303,10 @@ def stop_job(rundir: RunDir, job: str, *, as_json: bool, timeout_s: float) -> in
 def tell_end(
     rundir: RunDir, ended: str | None, *, job: str | None = None, as_json: bool, timeout_s: float
 ) -> int:
-    """Say how a run ended that was asked to: its state, SLURM's of a job that was waiting, or None.
+    """Report how a run that was asked to stop ended.
 
-    Exit code 1 where it still runs, or has failed.
+    `ended` is the run's state, the SLURM state of a job that was waiting, or None if the run goes
+    on. Returns 1 if it goes on or has failed, else 0.
     """
     view = follow(rundir, ranks={0})
     if as_json:
@@ -326,7 +327,7 @@ def ask_to_stop(rundir: RunDir) -> None:
 
 
 def wait_for_end(rundir: RunDir, *, timeout_s: float) -> str | None:
-    """The state a run ends in, or None where it has not ended in time."""
+    """Return the state in which a run ends, or None if it does not end in time."""
     reader, fold = EventReader(rundir, ranks={0}), Fold()
     deadline = time.monotonic() + timeout_s
     with _waiting(rundir.name) as report:
@@ -337,7 +338,7 @@ def wait_for_end(rundir: RunDir, *, timeout_s: float) -> str | None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return None
-            if not rundir.stop_file.exists():  # a launch that was just beginning removed it
+            if not rundir.stop_file.exists():  # a launch that was just starting deleted it
                 ask_to_stop(rundir)
             report(left_s)
             time.sleep(min(POLL_S, left_s))
@@ -345,7 +346,7 @@ def wait_for_end(rundir: RunDir, *, timeout_s: float) -> str | None:
 
 @contextmanager
 def _waiting(name: str) -> Iterator[Callable[[float], None]]:
-    """A callback that says on stderr how long the wait may still take."""
+    """Yield a callback that shows on stderr how long the wait may still take."""
     console = stderr_console()
     what = f"waiting for {clean(name)} to save and stop"
     if is_live(console):
@@ -375,7 +376,7 @@ def _how_it_ended(rundir: RunDir, view: RunView, ended: str) -> str:
 
 
 def _still_running(rundir: RunDir, waited_s: float) -> str:
-    """What to do about a run that does not stop."""
+    """Return advice for a run that does not stop."""
     launcher = launcher_of(rundir)
     where = f": process {launcher.pid} on {launcher.host}" if launcher else ""
     return clean(

@@ -1,4 +1,4 @@
-"""A name stands for one run: what else was to be run under it is refused, or set aside."""
+"""Run names: one name stands for one run; another run of that name is refused or set aside."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ WHERE_IT_STARTS = (
     "cluster.node_rank",
     "cluster.rdzv_endpoint",
 )
-"""Keys that say where a run begins or what it is called, not what it is."""
+"""Keys that say where a run starts or what it is called, and do not count as its settings."""
 MOST_SHOWN = 8
 
 
 def check_name(
     rundir: RunDir, plan: RunPlan, config: dict[str, Any], *, overwrite: bool = False
 ) -> None:
-    """Raise `UsageError` where the name is that of a run with other settings.
+    """Raise `UsageError` if a run with this name and other settings exists.
 
-    A run that has begun to train, or that a job has, is only gone on with under the settings that
-    it was made with, so that its results are never taken for another's. With `overwrite` it is set
-    aside first.
+    A run that has begun to train, or that has a job, may only be continued with its original
+    settings, so that its results are never taken for those of other settings. With `overwrite`, it
+    is set aside first.
     """
     if not rundir.plan_file.exists():
         return
@@ -49,7 +49,7 @@ def check_name(
             + ("" if plan.smoke else ", or checkpoint.resume=auto to go on with it"),
         )
     if not (has_begun(rundir) or queue.recall(rundir)):
-        return  # it failed before there was anything of it
+        return  # it failed before it produced anything
     changed = list(differences(_config_of(rundir), config))
     if changed:
         what = ", ".join(f"{key}={_shown(old)}, not {_shown(new)}" for key, old, new in changed)
@@ -57,7 +57,7 @@ def check_name(
             keys = ", ".join(key for key, _, _ in changed[:MOST_SHOWN])
             what = f"{keys} and {len(changed) - MOST_SHOWN} more keys"
         change = f"`colotrain resume {rundir.name} KEY=VALUE`"
-        if queue.recall(rundir):  # a job's, which goes on as a job
+        if queue.recall(rundir):  # it was submitted and has to go on as a job
             change = f"one with checkpoint.resume={os.path.relpath(rundir.path)}"
         raise UsageError(
             f"name={rundir.name}: that run was made with other settings: {what}",
@@ -71,14 +71,14 @@ def _shown(value: Any) -> str:
 
 
 def has_begun(rundir: RunDir) -> bool:
-    """Whether there is anything to lose: a step, a checkpoint, or a launcher at work."""
+    """Whether the run has anything to lose: a step, a checkpoint, or a live launcher."""
     if any(rundir.checkpoints.glob("step-*")) or liveness.is_alive(rundir):
         return True
     return liveness.has_trained(rundir)
 
 
 def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
-    """The summary of a run that has made all the steps of the plan; None of any other."""
+    """Return the summary of a run that has completed all steps of the plan, else None."""
     if not rundir.plan_file.exists() or liveness.is_alive(rundir):
         return None
     try:
@@ -99,7 +99,7 @@ def say_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
 
 
 def set_aside(rundir: RunDir) -> None:
-    """Rename a run's folder to NAME.old-TIME; raises `UsageError` while somebody has it."""
+    """Rename a run's folder to NAME.old-TIME; raise `UsageError` while a process or job uses it."""
     check_job(rundir)
     old = RunDir(rundir.path.with_name(f"{rundir.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
     with liveness.claim(rundir):
@@ -110,7 +110,7 @@ def set_aside(rundir: RunDir) -> None:
 
 
 def check_job(rundir: RunDir) -> None:
-    """Raise `UsageError` where a job of SLURM has the run."""
+    """Raise `UsageError` if an unfinished SLURM job has the run."""
     known = queue.recall(rundir)
     state = queue.ask([known.job]).states.get(known.job) if known else None
     if known and state and state.state not in queue.OVER:
@@ -132,7 +132,7 @@ def _config_of(rundir: RunDir) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Key, old and new value of every setting that differs; what was left out has its default."""
+    """Yield key, old and new value of each setting that differs; missing ones have defaults."""
     before, now = _settings(old), _settings(new)
     for key in [*now, *(key for key in before if key not in now)]:
         if key not in WHERE_IT_STARTS and before.get(key) != now.get(key):
@@ -142,7 +142,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[tuple[str,
 def settings_that_differ(
     rundirs: Sequence[RunDir], *, by_recipe: bool = False
 ) -> list[dict[str, Any]]:
-    """Of each run the settings that another run (`by_recipe`: of its recipe) has otherwise."""
+    """Return, per run, the settings that differ in another run (`by_recipe`: of its recipe)."""
     known, found = [_known_settings(rundir) for rundir in rundirs], []
     for own in known:
         alike = [o for o in known if o and (not by_recipe or o["recipe"] == own.get("recipe"))]
@@ -152,7 +152,7 @@ def settings_that_differ(
 
 
 def _known_settings(rundir: RunDir) -> dict[str, Any]:
-    """All settings of a run; none where they cannot be read, as of a run that is damaged."""
+    """Return all settings of a run; an empty dict if they cannot be read."""
     try:
         return _settings(_config_of(rundir))
     except (ColotrainError, ValueError):
@@ -160,14 +160,14 @@ def _known_settings(rundir: RunDir) -> dict[str, Any]:
 
 
 def shown(settings: dict[str, Any], *, most: int = MOST_SHOWN) -> str:
-    """`optim.lr=0.1 train.seed=3 and 2 more`."""
+    """Return text like `optim.lr=0.1 train.seed=3 and 2 more`."""
     words = [f"{key}={_shown(value)}" for key, value in settings.items()]
     more = [f"and {len(words) - most} more"] if len(words) > most else []
     return " ".join([*words[:most], *more])
 
 
 def told_apart(rundirs: Sequence[RunDir]) -> list[str]:
-    """A line for each run with the settings in which it differs."""
+    """Return a line for each run with the settings in which it differs."""
     pairs = zip(rundirs, settings_that_differ(rundirs), strict=True)
     return [f"settings that differ: {run.name}: {shown(own)}" for run, own in pairs if own]
 

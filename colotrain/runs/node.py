@@ -1,4 +1,4 @@
-"""`colotrain node`: what a job starts on each of its machines. People use `run` and `submit`."""
+"""`colotrain node`: the command that a job starts on each node. People use `run` and `submit`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from colotrain.runs.start import train
 
 
 def node(path: str, head: str, *, trust_code: bool = False) -> int:
-    """Train this node's part of the run in `path`; the number is SLURM's, `SLURM_NODEID`.
+    """Train this node's part of the run in `path`; `SLURM_NODEID` is the node rank.
 
-    A job's script says `trust_code`: nodes may have no home in common with who submitted it.
+    A job's script sets `trust_code`, because the submitting user's home, which holds the signing
+    key, may be missing on the nodes.
     """
     warm_up()
     rundir = RunDir(path)

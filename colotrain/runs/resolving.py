@@ -1,4 +1,4 @@
-"""The way of every verb from its arguments to a plan: compose, look at the machine, resolve."""
+"""From a command's arguments to a plan: compose them, examine machine and model, resolve."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ WATCHED = "colotrain.planner.dependencies:watched"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a verb starts from: the composed configuration, and the plan that it resolves to."""
+    """Starting point of a command: the composed configuration and the plan that it resolves to."""
 
     config: dict[str, Any]
     plan: RunPlan
     situation: Situation
-    """What the plan was decided for, and alternatives to it can be weighed in."""
+    """Inputs of the plan, with which alternatives to it can be compared."""
     machine: Machine
-    """What the plan was made for: this machine, or a node of a job."""
+    """Machine that the plan was made for: this one, or a node of a job."""
     notices: tuple[str, ...] = ()
-    """What was decided for the user, beside what they wrote."""
+    """Notes on settings that were chosen for the user."""
 
     @property
     def survey(self) -> Survey:
-        """The look at the model, with everything training that ever will."""
+        """Return the survey of the model, made with everything trainable that ever will be."""
         return self.situation.question.survey
 
     def resolve(self, config: dict[str, Any]) -> RunPlan:
-        """The plan of a changed configuration on the same machine."""
+        """Return the plan of a changed configuration on the same machine."""
         return _resolve(config, self.machine)[0]
 
 
 def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
-    """The plan that the arguments describe; raises `ConfigError` with all problems."""
+    """Return the plan that the arguments describe; raise `ConfigError` with all problems."""
     return settle(overrides, here=here).plan
 
 
@@ -68,12 +68,12 @@ def settle(
     smoke: bool = False,
     submit: str = "`colotrain submit` with the same arguments",
 ) -> Setting:
-    """Compose the arguments and resolve them; raises `ConfigError` with all problems.
+    """Compose the arguments and resolve them; raise `ConfigError` with all problems.
 
-    `here`: the plan is to run on this machine, so its ranks must find a place on it; `several`:
-    on others too. `job`: it is to run on the nodes of SLURM; None: where the arguments say so.
-    `smoke`: the plan is the smoke run of what the arguments describe. `submit`: the command that
-    has a job carry it out.
+    `here`: the plan will run on this machine, so its ranks must find a place on it; `several`: on
+    other machines too. `job`: it will run on SLURM's nodes; None: decided by the arguments.
+    `smoke`: return the smoke run of the described plan. `submit`: the command that submits it as a
+    job, for messages.
     """
     from colotrain.config.compose import gather
     from colotrain.planner.machine import this_machine
@@ -104,7 +104,7 @@ def settle(
 
 
 def _check_allocation(config: dict[str, Any], plan: RunPlan, submit: str) -> None:
-    """Refuse to train a job on the CPU of a login node, which `auto` would choose there."""
+    """Refuse to train a job on a login node's CPU, which `auto` would choose there."""
     chosen = config["cluster"]["device"] != "auto" or "SLURM_JOB_ID" in os.environ
     if chosen or plan.cluster.device != "cpu" or not is_job(config):
         return
@@ -114,7 +114,7 @@ def _check_allocation(config: dict[str, Any], plan: RunPlan, submit: str) -> Non
 
 
 def _elsewhere(config: dict[str, Any], machine: Machine) -> Machine:
-    """The machine without GPUs of its own, where others are described: those count."""
+    """Return the machine without its own GPUs if the configuration describes other hardware."""
     described = config.get("hardware")
     if not isinstance(described, dict) or described.get("name") is None:
         return machine
@@ -122,7 +122,7 @@ def _elsewhere(config: dict[str, Any], machine: Machine) -> Machine:
 
 
 def tell(*settings: Setting, warnings: bool = False) -> None:
-    """Say what was decided for the user, and what to beware of, each once, on stderr."""
+    """Print the notes, and if asked the warnings, of all settings on stderr, each once."""
     lines = [f"note: {notice}" for setting in settings for notice in setting.notices]
     if warnings:
         lines += [f"warning: {w}" for setting in settings for w in setting.plan.warnings]
@@ -151,7 +151,7 @@ def _resolve(
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """Looks at models: kept ones, or new ones in a process of the warm server or, else, here."""
+    """Examines models: from the cache, in a process forked from the server, or in this process."""
 
     looker: Looker
     counted: dict[str, int] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Looks:
     def follow(
         self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, *how: Any
     ) -> Trace | None:
-        """`how` are the precision, checkpointing, the device and the size of the micro-batch."""
+        """Trace one micro-batch; `how`: precision, checkpointing, device and micro-batch size."""
 
         def look() -> tuple[Followed, Dependencies | None]:
             trace, dependencies = self._look("follow", model, freeze, data, *how)
@@ -176,7 +176,7 @@ class Looks:
         return kept(Followed, model, about, look).trace
 
     def count(self, data: DataPlan, seed: int) -> int:
-        """The samples of the training split; what must be tokenized for it is, with progress."""
+        """Return the number of training samples; untokenized data is tokenized, with progress."""
         from colotrain.data.prepare.tokens import prepare_all
         from colotrain.show.progress import preparation
 
@@ -201,15 +201,15 @@ class Looks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """What became of the wish to follow a micro-batch."""
+    """Result of tracing a micro-batch, in a record that can be cached; None if it failed."""
 
     trace: Trace | None
 
 
 def check_place(plan: RunPlan, machine: Machine, *, several: bool, submit: str = "") -> None:
-    """Refuse ranks that this machine has no device for, or absurdly many.
+    """Raise `ConfigError` if ranks lack a device on this machine or are absurdly many.
 
-    `submit` is the command that has a job carry out the plan of a job.
+    `submit` is the command that submits the plan as a job, for messages.
     """
     if plan.cluster.nodes > 1 and not several:
         expected, fix = "1: this verb uses one machine", "set cluster.nodes=1"
@@ -234,7 +234,7 @@ def check_place(plan: RunPlan, machine: Machine, *, several: bool, submit: str =
 
 
 def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
-    """Which of the run's nodes this machine is; raises `ConfigError` where that is not said."""
+    """Return which of the run's nodes this machine is; raise `ConfigError` if that is not set."""
     cluster = config["cluster"]
     if plan.elastic.max_nodes == 1:
         return Node()

@@ -1,4 +1,4 @@
-"""What a smoke run (`run --smoke`) says at its end."""
+"""Report of a smoke run (`run --smoke`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SAVED_STEP = 1
 
 
 def report(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
-    """The `smoke` of a summary: whether all of it happened, and what it took.
+    """Return the `smoke` section of the summary: whether the run passed, and its cost.
 
-    `seconds` counts from the start of the command, the preparation of the data included.
+    `seconds` counts from the start of the command and includes the preparation of the data.
     """
     saved = rundir.checkpoint(SAVED_STEP)
     resumed = SAVED_STEP in view.resumed
@@ -35,9 +35,9 @@ def report(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
 
 
 def close(document: dict[str, Any], plan: RunPlan, rundir: RunDir) -> str:
-    """Remove the checkpoint of a smoke run that has passed; the line that says what ran.
+    """Delete the checkpoint of a smoke run that passed; return the line that says what ran.
 
-    Empty for one that did not pass: why is said elsewhere.
+    The line is empty if the run did not pass; the error is reported elsewhere.
     """
     found, memory = document["smoke"], document["memory"]
     if not found["passed"]:

@@ -1,4 +1,4 @@
-"""A copy of the git working tree, so that editing code cannot change a job that waits."""
+"""Copies of the git working tree, so that later edits do not affect a job that waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ TIMEOUT_S = 120.0
 
 
 def take(cwd: Path, target: Path) -> Path:
-    """Copy what git tracks around `cwd`, as it is now, to `target`; `cwd`'s place in it.
+    """Copy the files that git tracks around `cwd` to `target`; return the path of `cwd` in it.
 
-    Changes that are not committed are taken along, files that git does not know are not. The
-    repository itself is left as it is.
+    Uncommitted changes are included, untracked files are not. The repository itself is unchanged.
     """
     top = Path(_git(cwd, "rev-parse", "--show-toplevel").decode().strip())
     changed = _git(cwd, "stash", "create").decode().strip()

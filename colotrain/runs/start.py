@@ -47,9 +47,9 @@ def run(
     began_at: float | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Resolve the overrides, write the run directory and train, here or (`detach`) elsewhere.
+    """Resolve the overrides, write the run directory and train; `detach`: in the background.
 
-    `began_at` is when the command began (Unix seconds), by default now.
+    `began_at` is the Unix time at which the command began, by default now.
     """
     began_at = began_at or time.time()
     setting = settle(overrides, several=True, smoke=smoke_run)
@@ -81,9 +81,9 @@ def run(
 
 
 def command_began_at() -> float:
-    """When this process was started: Unix seconds.
+    """Return the Unix time at which this process was started.
 
-    psutil adds whole seconds since the machine booted, and is up to one of them off.
+    psutil is not used on Linux: it adds whole seconds since boot and so is up to a second off.
     """
     try:
         fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
@@ -94,7 +94,7 @@ def command_began_at() -> float:
 
 
 def tell_finished(rundir: RunDir, summary: dict[str, Any], *, as_json: bool) -> int:
-    """Say of a run that has nothing left to do what it did."""
+    """Print the summary of a run that has nothing left to do."""
     from colotrain.show.progress import print_summary
 
     naming.say_finished(rundir, summary)
@@ -105,9 +105,10 @@ def tell_finished(rundir: RunDir, summary: dict[str, Any], *, as_json: bool) -> 
 
 
 def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[str, Any]:
-    """Train here to the end and return the summary; a run that fails is a `ColotrainError`.
+    """Train here to the end and return the summary; raise `ColotrainError` if the run fails.
 
-    Without `progress` nothing is printed. What was stopped or preempted returns as it is.
+    Without `progress` nothing is printed. A run that was interrupted or preempted returns its
+    summary.
     """
     from rich.console import Console
 
@@ -136,9 +137,9 @@ def resume(
     force: bool = False,
     trust_code: bool = False,
 ) -> int:
-    """Go on with a run from its newest checkpoint; with overrides its plan is made anew.
+    """Continue a run from its newest checkpoint; overrides make a new plan.
 
-    With `checkpoint.resume=PATH` among them it goes on from that one.
+    If `checkpoint.resume=PATH` is among them, the run continues from that checkpoint instead.
     """
     rundir = find(run)
     warm_up()
@@ -166,7 +167,7 @@ def resume(
 
 
 def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
-    """The command that has a job go on with the run; with changes it needs another name."""
+    """Return the command that continues the run as a job; changed settings need a new name."""
     command = f"colotrain submit recipe={os.path.relpath(rundir.config_file)}"
     if not overrides:
         return f"`{command} name={rundir.name}`"
@@ -175,7 +176,7 @@ def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
 
 
 def go_back(rundir: RunDir, asked: str) -> None:
-    """Let the run go on from the checkpoint that was asked for, although it has newer ones."""
+    """Make the run continue from the requested checkpoint although it has newer ones."""
     from colotrain.events import liveness
 
     if asked == "none":
@@ -198,10 +199,10 @@ def train(
     as_json: bool,
     began_at: float | None = None,
 ) -> int:
-    """Write the plan, prepare the data, launch, follow, and leave `summary.json`.
+    """Write the plan, prepare the data, launch, follow, and write `summary.json`.
 
-    `config` is what a new plan was made from, so that the run can be resumed with changes; None
-    where the plan is the run's own. A node other than the first only helps.
+    `config` is what a new plan was made from, so that the run can be resumed with changes; None if
+    the plan is the run's own. Nodes other than node 0 only run their workers.
     """
     from colotrain.show.progress import print_summary
 
@@ -215,7 +216,7 @@ def train(
         exit_code, cause = carry_out(
             plan, rundir, config, node=node, console=console, began_at=began_at
         )
-    except KeyboardInterrupt:  # before there were workers
+    except KeyboardInterrupt:  # it came before there were workers
         print(f"interrupted: {where_to_go_on(plan, rundir)}", file=sys.stderr, flush=True)
         raise
     if exit_code == ColotrainError.exit_code and _made_no_step(rundir, since=began_at):
@@ -237,14 +238,14 @@ def train(
 
 
 def _made_no_step(rundir: RunDir, *, since: float) -> bool:
-    """Whether a launch ended before its first step: its settings never trained anything."""
+    """Whether a launch ended before its first step, so that its settings trained nothing."""
     from colotrain.events.log import EventReader
 
     return not any(e.kind == "step" and e.t >= since for e in EventReader(rundir).drain())
 
 
 def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:
-    """What can be done with a run that ended early."""
+    """Return how to continue a run that ended early."""
     from colotrain.engine.checkpoint.manifest import complete
 
     saved = complete(rundir.checkpoints)
@@ -255,7 +256,7 @@ def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:
 
 
 def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
-    """Write `summary.json`; what is in it, and the view that it was made from."""
+    """Write `summary.json`; return its content and the view that it was made from."""
     from colotrain.events.fold import follow
     from colotrain.events.view import summary
 
@@ -270,7 +271,7 @@ def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
 
 
 def help_out(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> int:
-    """Run this node's workers of a run that node 0 leads: it writes the plan and the summary."""
+    """Run this node's workers; node 0 leads the run and writes the plan and the summary."""
     from colotrain.launch.elastic import launch
     from colotrain.launch.smoke import launch_and_resume
 
@@ -293,7 +294,7 @@ def carry_out(
     console: Console,
     began_at: float | None = None,
 ) -> tuple[int, str]:
-    """Write the plan, prepare the data, launch, and follow to the end: exit code and cause."""
+    """Write the plan, prepare the data, launch, and follow; return exit code and cause."""
     from colotrain.events import liveness
     from colotrain.events.fold import Fold
     from colotrain.launch.elastic import launch
@@ -323,7 +324,7 @@ def carry_out(
 
 
 def prepare_data(plan: RunPlan, console: Console) -> None:
-    """Tokenize what the plan trains on, unless the user's own code gives the samples."""
+    """Tokenize the plan's data, unless the user's own code provides the samples."""
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
 
@@ -337,7 +338,7 @@ def prepare_data(plan: RunPlan, console: Console) -> None:
 
 
 def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
-    """Say what of the data is not trained on: bad records, and the ends of long documents."""
+    """Print which data is not trained on: bad records, and the ends of long documents."""
     from colotrain.data.read.packing import packing_of
 
     num_bad = sum(shard.num_bad for shard in shards)
@@ -354,7 +355,7 @@ def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> 
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:
-    """Refuse tokens that the model has no row for: token files tell only when they are read."""
+    """Refuse token ids without a row in the embedding: token files show them only when read."""
     key, rows = "model.args.vocab_size", plan.model.args.get("vocab_size")
     fix = f"set model.args.vocab_size={prepared.vocab_size}"
     if plan.model.hf is not None:

@@ -1,4 +1,4 @@
-"""`colotrain submit`: resolve, render the job's script, ask SLURM, hand it over. Never blocks."""
+"""`colotrain submit`: resolve, render the job's script, test it, submit it. Never blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def submit(
     smoke: bool = False,
     overwrite: bool = False,
 ) -> int:
-    """Submit one run as one job; with `dry_run` print its script and leave nothing behind."""
+    """Submit one run as one job; with `dry_run`, print its script and leave no files."""
     setting = settle_job(overrides, smoke=smoke)
     tell(setting, warnings=True)
     if not force:
@@ -75,7 +75,7 @@ def submit_sweep(
     max_parallel: int | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Submit a job array, a run for every combination of the values given with commas."""
+    """Submit a job array, with a run for every combination of comma-separated values."""
     elements = elements_of(overrides)
     settings = []
     for element in elements:
@@ -128,7 +128,7 @@ def submit_sweep(
 
 
 def check_one_section(settings: list[Setting]) -> None:
-    """An array is one script: its runs cannot ask SLURM for different things."""
+    """Refuse a sweep over `cluster.slurm`: an array is one script for all its runs."""
     asked = [to_plain(section(setting.config)) for setting in settings]
     for name, first in asked[0].items():
         if any(other[name] != first for other in asked):
@@ -141,7 +141,7 @@ def _element(element: Element) -> dict[str, Any]:
 
 
 def settle_job(overrides: list[str], *, smoke: bool = False) -> Setting:
-    """A plan for the nodes of the cluster, whatever this machine has."""
+    """Return a setting with a plan for the nodes of the cluster, independent of this machine."""
     return settle(overrides, here=False, job=True, smoke=smoke)
 
 
@@ -169,7 +169,7 @@ def _as_array(job: Job, max_parallel: int | None) -> Job:
 
 
 def _with_code(job: Job, rundir: RunDir) -> Job:
-    """The job in a copy of the working tree."""
+    """Return the job with a copy of the working tree as its working directory."""
     from dataclasses import replace
 
     from colotrain.runs.snapshot import take
@@ -186,7 +186,7 @@ def check_free(rundir: RunDir, setting: Setting, *, overwrite: bool) -> None:
 
 
 def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
-    """The run directory as the job's nodes find it."""
+    """Write the run directory for the job's nodes."""
     rundir.create()
     os.chmod(rundir.path, 0o700)
     trust.write_down(plan, rundir, config)
@@ -195,7 +195,7 @@ def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
 
 
 def report(document: dict[str, Any], text: str, *, as_json: bool) -> int:
-    """Print the document, or what it says in a line."""
+    """Print the document as JSON, or else `text`."""
     if as_json:
         print_json(document)
     else:

@@ -1,4 +1,4 @@
-"""Sweeps: a run for every combination of the values that are given with commas between them."""
+"""Sweeps: a run for every combination of comma-separated values."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Element:
     run: str
     overrides: list[str]
     chosen: dict[str, str]
-    """What differs from the others: key → value."""
+    """Settings that differ from the other runs': key → value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What a sweep's folder remembers."""
+    """Content of a sweep's file in its folder."""
 
     elements: tuple[Element, ...]
 
 
 def elements_of(overrides: list[str]) -> list[Element]:
-    """The runs of a sweep, called NAME-0, NAME-1, …; raises `ConfigError` or `UsageError`."""
+    """Return the runs of a sweep, called NAME-0, NAME-1, …; raise `ConfigError` or `UsageError`."""
     from colotrain.config.compose import combinations
 
     found = combinations(overrides)
@@ -61,7 +61,7 @@ def elements_of(overrides: list[str]) -> list[Element]:
 
 @contextmanager
 def named(element: Element) -> Iterator[None]:
-    """Errors of one combination say which it is."""
+    """Add the combination of `element` to errors raised in the block."""
     chosen = f"with {' '.join(f'{key}={value}' for key, value in element.chosen.items())}: "
     try:
         yield
@@ -79,7 +79,7 @@ def write_sweep(folder: RunDir, elements: list[Element]) -> None:
 
 
 def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
-    """The elements of a sweep under `root`; raises `UsageError` where there is none."""
+    """Return the elements of a sweep under `root`; raise `UsageError` if there is none."""
     folder = RunDir(root / name)
     try:
         document = json.loads(folder.sweep_file.read_text("utf-8"))
@@ -92,9 +92,9 @@ def find_sweep(name: str, *, root: Path = RUNS) -> list[Element]:
 
 
 def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bool = False) -> int:
-    """Train the runs of a sweep here, one after another; a failed one does not end the others.
+    """Train the runs of a sweep here in turn; a failed run does not end the sweep.
 
-    Exit code 1 where one failed; a stop ends the sweep with the code of the run it stopped.
+    Returns 1 if a run failed; a stop ends the sweep with the exit code of the stopped run.
     """
     from colotrain.runs.naming import check_name
     from colotrain.runs.resolving import settle
@@ -102,7 +102,7 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
     from colotrain.show.console import print_json
 
     elements = elements_of(overrides)
-    for element in elements:  # all are looked at before the first is run
+    for element in elements:  # all are checked before the first one runs
         with named(element):
             made = settle(element.overrides)
             if not overwrite:
@@ -133,9 +133,9 @@ def _say(text: str) -> None:
 
 
 def table(elements: list[Element], *, root: Path = RUNS) -> list[dict[str, Any]]:
-    """Every element with what was chosen for it and how far it is, the lowest loss first.
+    """Return each element with its settings and progress, the lowest loss first.
 
-    The validation loss counts where there is one.
+    The validation loss is used where there is one.
     """
     from colotrain.runs.listing import rows_of
 
@@ -154,7 +154,7 @@ def _rank(row: dict[str, Any]) -> tuple[float, str]:
 
 
 def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
-    """`colotrain runs --sweep NAME`: the table of its results."""
+    """Print the results of a sweep (`colotrain runs --sweep NAME`)."""
     from rich.table import Table
 
     from colotrain.runs.listing import speed

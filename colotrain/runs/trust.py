@@ -1,8 +1,8 @@
-"""Whose code a run directory may name: a plan's dotted paths are called, and plans can be sent.
+"""Trust in run directories: a plan names code that is called, and plans may come from others.
 
-What this user wrote into a run directory is signed with a key that is in the user's home and in no
-run directory. Without a good signature nothing that a plan names is called, unless the user says
-so. So a directory may be moved, renamed and shared, and one from elsewhere runs nothing.
+What this user writes into a run directory is signed with a key in the user's home, which no run
+directory contains. Without a valid signature no code that a plan names is called, unless the user
+allows it. So a directory can be moved, renamed and shared, and one from elsewhere runs no code.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.plan import RunPlan
 
 OWN = frozenset({"colotrain.models.llm:LLM"})
-"""Models of this package, which a plan may always name."""
+"""Models of this package, which any plan may name."""
 KEY_BYTES = 32
 
 
 def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Setting → the dotted path that a plan names there, and the arguments of the call."""
+    """Return setting → (dotted path that the plan names, arguments of the call)."""
     found = {
         "model.target": (plan.model.target, plan.model.args),
         "data.target": (plan.data.target or "", plan.data.args),
@@ -38,30 +38,30 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
-    """Leave the plan, and what it was made from, in the run directory, and sign both."""
+    """Write the plan and its configuration into the run directory and sign both."""
     rundir.write_plan(plan)
     text = None if config is None else json.dumps(config, indent=2) + "\n"
-    if text is not None:  # JSON is YAML, and this file is a recipe
+    if text is not None:  # JSON is valid YAML, so this file works as a recipe
         write_atomically(rundir.config_file, text)
     sign(rundir, plan, config=text)
 
 
 def written(rundir: RunDir) -> dict[Path, str]:
-    """What `write_down` left in the run directory before: file → text."""
+    """Return file → text of what `write_down` wrote earlier."""
     files = (rundir.plan_file, rundir.config_file, rundir.signature_file)
     return {path: path.read_text("utf-8") for path in files if path.is_file()}
 
 
 def put_back(before: dict[Path, str]) -> None:
-    """Undo a `write_down` whose settings trained nothing: a run's plan is that of its results."""
+    """Undo a `write_down` whose settings trained nothing, so that plan and results match."""
     for path, text in before.items():
         write_atomically(path, text)
 
 
 def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
-    """Say that this user wrote the plan, and `config` where it is given.
+    """Sign the plan, and `config` if given, as written by this user.
 
-    Where the home cannot be written to nothing is signed, and `check` will ask.
+    If the home is not writable nothing is signed, and `check` will require `--trust-code`.
     """
     with suppress(OSError):
         made = _read(rundir) | {"plan": _seal(_text(plan))}
@@ -72,14 +72,14 @@ def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
 def check(
     rundir: RunDir, plan: RunPlan, *, trusted: bool, only: Collection[str] | None = None
 ) -> None:
-    """A `UsageError` where a plan that somebody else wrote names code (in the settings `only`)."""
+    """Raise `UsageError` if the plan names code (in the settings `only`) but is not signed."""
     named = {key: path for key, (path, _) in calls(plan).items() if only is None or key in only}
     if named and not trusted and not _is_signed(rundir, "plan", _text(plan)):
         raise _refusal(rundir, named)
 
 
 def check_config(rundir: RunDir, *, trusted: bool, given: Collection[str] = ()) -> None:
-    """The same for the run's configuration, but for the keys `given` on the command line."""
+    """Same as `check` for the run's configuration, except keys `given` on the command line."""
     text = rundir.config_file.read_text("utf-8")
     if trusted or _is_signed(rundir, "config", text):
         return
@@ -88,7 +88,7 @@ def check_config(rundir: RunDir, *, trusted: bool, given: Collection[str] = ()) 
 
 
 def _named_in(text: str) -> dict[str, str]:
-    """Setting → dotted path, of a configuration; what is not as `run` writes it names anything."""
+    """Return setting → dotted path; a file in another form than `run` writes counts as code."""
     try:
         config = json.loads(text)
         found = {
@@ -136,7 +136,7 @@ def _seal(text: str, *, make: bool = True) -> str:
 
 
 def _key(*, make: bool) -> bytes:
-    """This user's key, made where there is none; an `OSError` where that cannot be."""
+    """Return this user's key, created if missing; raise `OSError` if that is impossible."""
     path = key_file()
     if make and not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _key(*, make: bool) -> bytes:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(KEY_BYTES))
-        with suppress(FileExistsError):  # another process made one meanwhile
+        with suppress(FileExistsError):  # another process created one meanwhile
             os.link(temporary, path)
         temporary.unlink()
     with path.open("rb") as file:
@@ -158,9 +158,9 @@ def _key(*, make: bool) -> bytes:
 
 
 def key_file() -> Path:
-    """`$XDG_STATE_HOME/colotrain/key`, else `~/.local/state/colotrain/key`."""
+    """Return `$XDG_STATE_HOME/colotrain/key`, else `~/.local/state/colotrain/key`."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
         return Path(state).expanduser().absolute() / "colotrain" / "key"
-    except RuntimeError as error:  # no home is known
+    except RuntimeError as error:  # the home is unknown
         raise FileNotFoundError(str(error)) from error

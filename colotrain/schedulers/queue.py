@@ -1,4 +1,4 @@
-"""SLURM's commands, each bounded in time: submit, ask, cancel. What they print is data to doubt."""
+"""SLURM's commands, each with a timeout: submit, ask, cancel. Their output is not trusted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colotrain.rundir import RunDir, write_atomically
 SUBMIT_S = 60.0
 ASK_S = 5.0
 MOST_SINGLE = 20
-"""How many jobs are asked for one by one."""
+"""Maximum number of jobs that are asked for one by one."""
 OVER = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL"),
     *("PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
@@ -26,12 +26,12 @@ UNREACHED = (
     *("unable to contact", "communication connection failure", "connection refused"),
     *("could not establish a configuration source", "socket timed out", "zero bytes were"),
 )
-"""Parts of what sbatch says where the controller does not answer."""
+"""Parts of sbatch's messages when the controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """The job of a run, as its folder remembers it."""
+    """A run's job, as its folder records it."""
 
     job: str
     """`123`, or `123_4` for an element of an array."""
@@ -41,25 +41,25 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """What SLURM says about a job."""
+    """State of a job according to SLURM."""
 
     state: str
     """PENDING, RUNNING, … in capitals."""
     reason: str = ""
     asked: str = ""
-    """Which command answered."""
+    """Name of the command that answered."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """States by job, and why a command could not be asked."""
+    """States by job, and the error of a command that failed."""
 
     states: dict[str, JobState] = field(default_factory=dict)
     trouble: str = ""
 
 
 def test(script: str) -> str:
-    """What SLURM says to a job without taking it; raises `UsageError` with its reason."""
+    """Return what SLURM says about a job without submitting it; raise `UsageError` if refused."""
     done = _run(["sbatch", "--test-only"], text=script, timeout_s=SUBMIT_S)
     said = _said(done)
     if done.returncode:
@@ -69,7 +69,7 @@ def test(script: str) -> str:
 
 
 def submit(script_file: str) -> str:
-    """Hand a script to SLURM; the job's number."""
+    """Submit a script to SLURM; return the job's id."""
     done = _run(["sbatch", "--parsable", script_file], timeout_s=SUBMIT_S)
     found = re.match(r"(\d+)", done.stdout.strip())
     if done.returncode or found is None:
@@ -85,7 +85,7 @@ def _check_reached(said: str) -> None:
 
 
 def cancel(job: str) -> None:
-    """Take a job out of the queue, or end it."""
+    """Remove a job from the queue, or end it."""
     done = _run(["scancel", job], timeout_s=ASK_S * 2)
     if done.returncode and "already" not in done.stderr and "Invalid job id" not in done.stderr:
         raise ColotrainError(f"job {job}: {_said(done)}", f"try `scancel {job}`")
@@ -119,7 +119,7 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def ask(jobs: Iterable[str]) -> Answers:
-    """The states of jobs: from squeue, of those it has forgotten from scontrol, then from sacct."""
+    """Return the states of jobs, from squeue, then scontrol, then sacct for those still missing."""
     answers, wanted = Answers(), set(jobs)
     for command in (_squeue, _scontrol, _sacct):
         missing = sorted(wanted - set(answers.states))
@@ -129,13 +129,13 @@ def ask(jobs: Iterable[str]) -> Answers:
             answers.states |= command(missing)
         except ColotrainError as error:
             answers.trouble = answers.trouble or str(error)
-            if isinstance(error, UsageError):  # SLURM is not here at all
+            if isinstance(error, UsageError):  # SLURM is not installed here
                 break
     return answers
 
 
 def _squeue(jobs: list[str]) -> dict[str, JobState]:
-    """One question for all. Elements of an array that wait are one line, `12_[3-5%2]`."""
+    """Ask for all jobs at once; `--array` gives waiting array elements a line each."""
     numbers = ",".join(sorted({job.partition("_")[0] for job in jobs}))
     words = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={numbers}"]
     done = _run([*words, "--format=%i|%T|%r"], timeout_s=ASK_S)
@@ -160,7 +160,7 @@ def _scontrol(jobs: list[str]) -> dict[str, JobState]:
 
 
 def _sacct(jobs: list[str]) -> dict[str, JobState]:
-    """With accounting, else from the file of ended jobs that `-c` reads."""
+    """Ask sacct, with accounting or else from the file of ended jobs that `-c` reads."""
     columns = ["--noheader", "--parsable2", "--format=JobID,State", f"--jobs={','.join(jobs)}"]
     found: dict[str, JobState] = {}
     for words in (["sacct", "-X", *columns], ["sacct", "-c", *columns]):
@@ -183,7 +183,7 @@ def remember(rundir: RunDir, submitted: Submitted) -> None:
 
 
 def recall(rundir: RunDir) -> Submitted | None:
-    """The run's job; None where it has none, or its file cannot be read."""
+    """Return the run's job; None if it has none, or its file cannot be read."""
     try:
         return from_plain(Submitted, json.loads(rundir.job_file.read_text("utf-8")))
     except (OSError, ValueError, RecursionError, ConfigError):
@@ -191,7 +191,7 @@ def recall(rundir: RunDir) -> Submitted | None:
 
 
 def job_log(rundir: RunDir) -> Path | None:
-    """What the run's job prints to; a job that is queued again appends to it."""
+    """Return the log of the run's job; a requeued job appends to it."""
     known = recall(rundir)
     if known is None:
         return None
@@ -200,7 +200,7 @@ def job_log(rundir: RunDir) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """Nodes of a partition that are alike."""
+    """Identical nodes of a partition."""
 
     num_nodes: int
     num_cores: int
@@ -208,14 +208,14 @@ class NodeKind:
     memory_bytes: int
     """Host memory of a node (RealMemory)."""
     gpu_type: str = ""
-    """As SLURM calls it; empty where the site gives its GPUs no type."""
+    """Name of the GPU type in SLURM; empty if the site gives its GPUs no type."""
     num_gpus: int = 0
 
 
 def node_kinds(partition: str | None = None) -> list[NodeKind]:
-    """What nodes a partition has (several with commas between, or the default one), by sinfo.
+    """Ask sinfo which nodes a partition has (None: the default one; several: with commas).
 
-    Empty where there is no such partition; raises `ColotrainError` where SLURM does not answer.
+    Empty if there is no such partition; raises `ColotrainError` if SLURM does not answer.
     """
     words = ["sinfo", "--noheader", "--exact", "--format=%D|%P|%X|%Y|%m|%G"]
     done = _run([*words, *([f"--partition={partition}"] if partition else [])], timeout_s=ASK_S)
@@ -224,7 +224,7 @@ def node_kinds(partition: str | None = None) -> list[NodeKind]:
     found = []
     for line in done.stdout.splitlines():
         nodes, name, sockets, cores, megabytes, gres = [*line.strip().split("|"), *[""] * 6][:6]
-        if not partition and not name.endswith("*"):  # which marks the default partition
+        if not partition and not name.endswith("*"):  # the asterisk marks the default partition
             continue
         gpu_type, num_gpus = gpus_of(gres)
         found.append(
@@ -240,7 +240,7 @@ def node_kinds(partition: str | None = None) -> list[NodeKind]:
 
 
 def gpus_of(gres: str) -> tuple[str, int]:
-    """Type and number of the GPUs in a list of generic resources: `gpu:h100:8(S:0-1),nvme:2`."""
+    """Return type and number of the GPUs in a gres list such as `gpu:h100:8(S:0-1),nvme:2`."""
     for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
         name, *rest = resource.strip().split(":")
         if name == "gpu":

@@ -1,7 +1,7 @@
-"""The script of a job: a pure function of the run and of its `cluster.slurm` section.
+"""Job script: a pure function of the run and of its `cluster.slurm` section.
 
-Every value that a person writes ends up either in an `#SBATCH` line, in SLURM's own quotes, or in
-a word of shell, quoted for it. Only the setup lines are shell by intention.
+Every value from the user becomes either part of an `#SBATCH` line, with SLURM's own quoting, or a
+quoted shell word. Only the setup lines are executed as shell code.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import UsageError
 
 PORTS = (20000, 10000)
-"""Below those that systems hand out by themselves (from 32768): the lowest, and how many."""
+"""First port and number of ports; all are below 32768, where ephemeral ports begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be run: one run, or the elements of a sweep as a job array."""
+    """Content of a job: one run, or the elements of a sweep as a job array."""
 
     name: str
     nodes: int
@@ -29,23 +29,23 @@ class Job:
     logs: str
     """Absolute folder of the job's own log."""
     cwd: str
-    """Where the command starts: modules that the plan names are looked up there."""
+    """Working directory of the command, from which the plan's modules are imported."""
     python: str
-    """The interpreter on the nodes."""
+    """Python interpreter on the nodes."""
     is_array: bool = False
     max_parallel: int | None = None
-    """Elements of the array that may run at once."""
+    """Maximum number of array elements that run at once."""
 
 
 def render(job: Job, slurm: Slurm) -> str:
-    """The text of the job's script."""
+    """Return the text of the job's script."""
     lines = ["#!/usr/bin/env bash"]
     lines += [f"#SBATCH --{flag}" for flag in flags(job, slurm)]
     return "\n".join([*lines, "", *_settings(job, slurm), _BODY])
 
 
 def flags(job: Job, slurm: Slurm) -> Iterator[str]:
-    """sbatch's flags without their dashes, quoted as sbatch reads them from a script."""
+    """Yield sbatch's flags without their dashes, quoted as sbatch reads them from a script."""
     given: list[tuple[str, Any]] = [
         ("job-name", job.name),
         ("nodes", job.nodes),
@@ -76,7 +76,7 @@ def flags(job: Job, slurm: Slurm) -> Iterator[str]:
     if job.is_array:
         throttle = f"%{job.max_parallel}" if job.max_parallel else ""
         yield f"array=0-{len(job.runs) - 1}{throttle}"
-    if "\\" in job.logs:  # would turn sbatch's %j off
+    if "\\" in job.logs:  # a backslash would disable sbatch's %j
         raise UsageError(f"{job.logs}: sbatch takes no log path with a backslash", "run elsewhere")
     pattern = "%A_%a" if job.is_array else "%j"
     yield f"output={quote(job.logs.replace('%', '%%') + f'/job-{pattern}.log')}"
@@ -86,10 +86,10 @@ def flags(job: Job, slurm: Slurm) -> Iterator[str]:
 
 
 def quote(text: str) -> str:
-    """`text` as one value of an `#SBATCH` line.
+    """Return `text` quoted as one value of an `#SBATCH` line.
 
-    sbatch reads double quotes and takes a backslash for the next character as it is, inside quotes
-    too; it knows nothing of variables. A line's end cannot be written.
+    sbatch reads double quotes; a backslash escapes the next character, also inside quotes;
+    variables are not expanded. A line break cannot be written.
     """
     if not text.isprintable():
         raise UsageError(f"{text!r}: cannot stand in a job's script", "take the line's end out")
@@ -99,7 +99,7 @@ def quote(text: str) -> str:
 
 
 def _settings(job: Job, slurm: Slurm) -> Iterator[str]:
-    """What differs from job to job, before the part that does not."""
+    """Yield the lines that differ between jobs; `_BODY` follows them."""
     words = (*slurm.container, job.python, "-m", "colotrain", "node", "--trust-code")
     yield f"runs=({_words(job.runs)})"
     yield f"cd -- {shlex.quote(job.cwd)} || exit 1"
