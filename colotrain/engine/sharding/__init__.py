@@ -1,1 +1,1 @@
-"""Parameter groups over `fully_shard`, and the door to its private names."""
+"""Parameter groups over `fully_shard`, and access to its private names."""

@@ -1,9 +1,8 @@
-"""The one door to the private names of torch's `fully_shard`.
+"""The only module that uses private names of torch's `fully_shard`.
 
-A rename in torch must not go unnoticed: with `getattr(param, "_unsharded_param", None)` gradients
-would be lost in silence. Every private name that the engine relies on is therefore looked for when
-this module is imported, and no other module uses one. Checked against the sources of torch 2.11,
-2.12 and 2.13.
+A rename in torch must be noticed: with `getattr(param, "_unsharded_param", None)` gradients would
+be lost silently. So this module checks on import that every private name exists that the engine
+relies on. Checked against the sources of torch 2.11, 2.12 and 2.13.
 
 `state` is torch's FSDPState, `group` its FSDPParamGroup, `param` its FSDPParam.
 """
@@ -54,22 +53,23 @@ RELIED_ON: dict[type, str] = {
     "unsharded_param",
     DTensor: "_local_tensor",
 }
-"""Class → the names of its attributes, torch's private ones and those of private classes."""
+"""Class → attributes the engine uses: private ones, and those of private classes."""
 SEVERAL_GROUPS: dict[type, str] = {FSDPState: "_fsdp_param_groups"}
-"""Since torch 2.12; before it a module has one group."""
+"""Attributes since torch 2.12; before, a module has at most one group."""
 REDUCES_UNUSED: dict[type, str] = {
     FSDPParamGroup: "reduce_scatter_unused_params",
     FSDPModule: "set_reduce_scatter_unused_params",
 }
-"""Since torch 2.13; before it a rank reduces only what has a gradient there."""
+"""Attributes since torch 2.13; before, a rank reduces only parameters with a gradient there."""
 
 SEVERAL_MODULES: dict[type, str] = {FSDPState: "_force_complete_incomplete_states"}
-"""Since torch 2.13; before it a group of several modules is gathered for the first one that is
-called, and a group of which a forward skips a module, or calls one twice, goes wrong."""
+"""Attributes since torch 2.13; before, a group of several modules fails if a forward skips one of
+them or calls one twice, because it is gathered only for the first one called.
+"""
 
 
 def missing(relied_on: dict[type, str]) -> list[str]:
-    """The names that no method, annotation or base of their class mentions."""
+    """Return the names that no method, annotation or base of their class mentions."""
     return [
         f"{cls.__name__}.{name}"
         for cls, names in relied_on.items()
@@ -79,7 +79,7 @@ def missing(relied_on: dict[type, str]) -> list[str]:
 
 
 def _mentioned(cls: type) -> set[str]:
-    """What a class has, and what its methods read or set: attributes are often made there."""
+    """Return a class's attributes, and all names in its methods, which may create attributes."""
     found: set[str] = set(dir(cls))
     for base in cls.__mro__:
         found |= set(vars(base).get("__annotations__", ())) | set(vars(base).get("__slots__", ()))
@@ -106,9 +106,9 @@ HAS_SEVERAL_MODULES = not missing(SEVERAL_MODULES)
 
 
 def dtensor_of(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
-    """A DTensor of global `shape` whose part here is `local`, placed as `like` is.
+    """Return a DTensor of global `shape` with `local` as its local part, placed like `like`.
 
-    `DTensor.from_local` would copy to the mesh's device what rests on the host.
+    `DTensor.from_local` would copy a part on the host to the mesh's device.
     """
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, stride, local.dtype)
@@ -120,12 +120,12 @@ def dtensor_of(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
 
 
 def state_of(module: nn.Module | FSDPModule) -> Any:
-    """The FSDPState of a module that `fully_shard` was applied to."""
+    """Return the FSDPState of a module that `fully_shard` was applied to."""
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
 def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
-    """torch's own records of the module's parameters; none where it has no parameters."""
+    """Return the module's FSDPParamGroups; none where it has no parameters."""
     state = state_of(module)
     if HAS_SEVERAL_GROUPS:
         return list(state._fsdp_param_groups)
@@ -133,33 +133,33 @@ def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
 
 
 def modules_of(state: Any) -> Sequence[nn.Module]:
-    """The modules whose parameters are gathered together."""
+    """Return the modules whose parameters are gathered together."""
     modules: Sequence[nn.Module] = state._modules
     return modules
 
 
 def initialise_lazily(root: nn.Module | FSDPModule) -> None:
-    """Do now what torch does at the first forward: it settles where the shards live."""
+    """Do now what torch does at the first forward: it decides where the shards are."""
     state_of(root)._lazy_init()
 
 
 def gather_before_backward_of(state: Any, outputs: list[Tensor]) -> None:
-    """Let torch see that backward reaches the module through `outputs`."""
+    """Register `outputs` as tensors through which backward reaches the module."""
     state._register_pre_backward_hook(outputs)
 
 
 def end_backward_of(group: Any, register: Any) -> None:
-    """Have `register(args, kwargs)` say when the backward of a group is over, instead of torch."""
+    """Let `register(args, kwargs)` end the backward of a group, instead of torch."""
     group._register_post_backward_hook = register
 
 
 def forget_gathered(state: Any) -> None:
-    """Drop the buffer that a group was gathered in."""
+    """Drop the output buffer of a group's all-gather."""
     state._comm_ctx.all_gather_state = None
 
 
 def reduce_unused_(model: nn.Module, groups: Sequence[Any]) -> None:
-    """Have parameters that a rank did not use reduced as zeros: other ranks may have used them."""
+    """Reduce parameters that a rank did not use as zeros: other ranks may have used them."""
     if HAS_REDUCES_UNUSED:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         return
@@ -168,7 +168,7 @@ def reduce_unused_(model: nn.Module, groups: Sequence[Any]) -> None:
 
 
 class ReducesUnused(FSDPParamGroup):
-    """Stands in for the group of torch before 2.13, which reduces what has a gradient."""
+    """Reduces unused parameters before torch 2.13, which reduces only those with a gradient."""
 
     reduce_scatter_unused_params = True
 
@@ -187,39 +187,39 @@ class ReducesUnused(FSDPParamGroup):
 
 
 def is_gathered_alone(group: Any) -> bool:
-    """Whether the group's shards are on one rank, which waits for nobody."""
+    """Whether the group's shards are on one rank, which needs no other rank to gather them."""
     return bool(group._all_gather_process_group.size() == 1)
 
 
 def is_being_gathered(group: Any) -> bool:
-    """Whether an all-gather has begun and nobody has waited for it."""
+    """Whether an all-gather has begun and was not waited for yet."""
     return group._all_gather_result is not None
 
 
 def register_whole(group: Any) -> None:
-    """Let the modules see the whole parameters, which are in memory."""
+    """Let the modules use the whole parameters, which must be in memory."""
     group._to_unsharded()
 
 
 def look_at_dtypes(group: Any) -> None:
-    """Let the group see which of its parameters train; it looks only once by itself."""
+    """Update the dtypes of the parameters that train now; the group itself does so only once."""
     group._init_mp_dtypes()
 
 
 def dtype_of(group: Any) -> torch.dtype | None:
-    """The dtype of the trainable parameters as they are sharded; None where all are frozen."""
+    """Return the dtype of the sharded trainable parameters; None where all are frozen."""
     dtype: torch.dtype | None = group._orig_dtype
     return dtype
 
 
 def reduce_dtype_of(group: Any) -> torch.dtype | None:
-    """The dtype in which gradients are summed; None: their own."""
+    """Return the dtype in which gradients are summed; None for the gradients' own."""
     dtype: torch.dtype | None = group._reduce_dtype
     return dtype
 
 
 def replicas_of(group: Any) -> dist.ProcessGroup:
-    """The ranks that hold the same shard as this one, in a hybrid mesh."""
+    """Return the process group of the ranks with the same shard as this one, in a hybrid mesh."""
     replicas: dist.ProcessGroup = group._all_reduce_process_group
     return replicas
 
@@ -232,19 +232,19 @@ def name_of(param: Any) -> str:
 
 
 def size_of(param: Any) -> torch.Size:
-    """The shape of the whole parameter."""
+    """Return the shape of the whole parameter."""
     size: torch.Size = param._orig_size
     return size
 
 
 def whole_of(param: Any) -> nn.Parameter | None:
-    """The whole parameter, on which autograd works; None before its first use."""
+    """Return the whole parameter, which autograd works on; None before its first use."""
     whole: nn.Parameter | None = param.__dict__.get("_unsharded_param")
     return whole
 
 
 def wholes_of(group: Any) -> list[Tensor]:
-    """The whole parameters of a group, after their first use."""
+    """Return the whole parameters of a group, after their first use."""
     return [param.unsharded_param for param in group.fsdp_params]
 
 
@@ -253,24 +253,24 @@ def set_whole(param: Any, whole: nn.Parameter) -> None:
 
 
 def view_whole(param: Any, flat: Tensor) -> Tensor:
-    """The elements of `flat`, padding left out, in the shape of the whole parameter."""
+    """View the elements of `flat`, padding left out, in the shape of the whole parameter."""
     return flat.as_strided(param._orig_size, param._contiguous_orig_stride)
 
 
 def zero_gradient(param: Any) -> Tensor:
-    """What torch reduces for a parameter that was not used."""
+    """Return the zeros that torch reduces for a parameter that was not used."""
     zeros: Tensor = param._get_grad_inner_tensor(torch.zeros_like(param.unsharded_param))
     return zeros
 
 
 def flat_shard(param: Any) -> Tensor:
-    """This rank's shard, padding included."""
+    """Return this rank's shard, flat, padding included."""
     flat: Tensor = param._sharded_param_data
     return flat
 
 
 def put_shard(param: Any, flat: Tensor, *, fresh: bool) -> None:
-    """Let the shard of `param` lie in `flat`, padding included; copied unless `fresh`."""
+    """Put the shard of `param` into `flat`, padding included; values are copied unless `fresh`."""
     if not fresh:
         flat.copy_(param._sharded_param_data)
     rows = param.sharded_param._local_tensor.shape[0]
@@ -279,6 +279,6 @@ def put_shard(param: Any, flat: Tensor, *, fresh: bool) -> None:
 
 
 def local_of(tensor: Any) -> Tensor:
-    """The part of a DTensor that this rank holds; autograd does not see it being taken."""
+    """Return the part of a DTensor that this rank holds, without a record for autograd."""
     local: Tensor = tensor._local_tensor
     return local

@@ -1,8 +1,8 @@
-"""Which parameters are gathered and reduced together.
+"""Decides which parameters are gathered and reduced together.
 
-A group is gathered when its module is called, by all ranks together. So a module may be a group
-only if every rank calls it exactly once in every forward, and nothing outside that call uses its
-parameters: a trial forward shows which are.
+A group is gathered when its module is called, by all ranks together. So a module can be a group
+only if every rank calls it exactly once in every forward, and no code outside that call uses its
+parameters. A trial forward finds such modules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from colotrain.torch_internals import FakeTensorMode, tree_leaves
 
 LARGEST_REAL_TRIAL_BYTES = 2 << 30
 LARGE_SHARE = 0.5
-"""Part of the parameters above which it is said why the root holds them."""
+"""Part of all parameters above which a message says why the root group holds them."""
 UNPACKED = (
     f"torch {torch.__version__}: each block is a group of its own (from 2.13 on they are packed to "
     "plugin.chunk_size)"
@@ -51,13 +51,14 @@ def find_groups(
     split: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> list[Group]:
-    """The groups of `model`: name of the first module, and the modules.
+    """Return the groups of `model`: name of the first module, and the modules.
 
-    Each repeated block that the trial forward with `batch` calls once is a group; what is in none
-    is left to the root. With `chunk_bytes`, neighbours of one `kind(name)` are packed until a
-    group reaches that size, and with `split` larger blocks are cut into modules that are called
-    once. They are in the model's order, but for modules inside others, which come before those.
-    `tell` is called with a line where the root is left with most of the parameters, and why.
+    Each repeated block that the trial forward with `batch` calls once is a group; all other
+    parameters belong to the root group. With `chunk_bytes`, neighbouring blocks of equal
+    `kind(name)` are packed until a group reaches that size, and with `split` larger blocks are cut
+    into modules that are called once. Groups are in the model's order, but inner modules come
+    before the modules around them. `tell` is called with the reason where most of the parameters
+    are left to the root group.
     """
     blocks = find_blocks(model)
     packs = chunk_bytes is not None and HAS_SEVERAL_MODULES
@@ -77,7 +78,7 @@ def find_groups(
 
 
 def is_gathered(plan: RunPlan) -> bool:
-    """Whether groups are gathered around their use: ranks of a host may hold one copy instead."""
+    """Whether groups are gathered around each use. Ranks of a host may hold one copy instead."""
     ranks = plan.plugin.mesh[-1]
     cast_to, here = PRECISIONS[plan.train.precision], plan.cluster
     shared = here.device == "cpu" and not cast_to.is_cast and here.procs_per_node % ranks == 0
@@ -85,7 +86,7 @@ def is_gathered(plan: RunPlan) -> bool:
 
 
 def _of_root(model: nn.Module, against: Mapping[str, str]) -> str:
-    """A line on the blocks that the root holds, if that is most of the model; otherwise nothing."""
+    """Return a message on the blocks in the root group if they are most of the model, or ""."""
     candidates, grouped = repeated_modules(model), {name for name, _ in find_blocks(model)}
     left = [(name, block) for name, block in candidates if name in against or name not in grouped]
     inside = {p for _, block in left for p in block.parameters()}
@@ -106,7 +107,7 @@ def _of_root(model: nn.Module, against: Mapping[str, str]) -> str:
 
 
 def _parts(name: str, module: nn.Module) -> Iterator[Block]:
-    """Modules inside a block that hold parameters which nothing else in it holds."""
+    """Yield modules in a block that share no parameter with the rest of the block."""
     owners = Counter(p for child in module.children() for p in set(child.parameters()))
     owners.update(p for p in module._parameters.values() if p is not None)
     for key, child in module.named_children():
@@ -117,7 +118,7 @@ def _parts(name: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> Unit:
-    """A block as `pack` takes it; parts that cannot be groups are left to what is around them."""
+    """Return a block as `pack` expects it; parts that cannot be groups belong to their parent."""
 
     def parts(name: str, module: nn.Module) -> Iterator[Unit]:
         for part, child in _parts(name, module):
@@ -140,19 +141,18 @@ def _unit(name: str, module: nn.Module, callable_: set[str], *, split: bool) -> 
 def reasons_against(
     model: nn.Module, blocks: list[Block], batch: dict[str, Tensor]
 ) -> dict[str, str]:
-    """Block name → why it cannot be a group, for those that a forward does not call exactly once,
-    or uses elsewhere.
+    """Return block name → reason why the block cannot be a group.
 
-    A penalty over all parameters, say, uses them outside their blocks.
-    The trial runs on a copy without storage: on the meta device, and where that does not work with
-    fake tensors, which transformers knows and spares its looks at values. A model whose forward
-    must look at values can run as neither: a real copy is tried with one sample, and then a block
-    counts only if its neighbours of the same kind get inputs of the same shape (experts that share
-    out the tokens do not). Where nothing runs, no block counts.
+    A forward must call a group exactly once and use its parameters nowhere else; a penalty over all
+    parameters, say, uses them outside their blocks. The trial runs on a copy without storage: on
+    the meta device or, where that fails, with fake tensors, for which transformers skips its checks
+    of values. A model whose forward must read values can run as neither. Then a real copy is tried
+    with one sample, and a block counts only if its neighbours of the same kind get inputs of the
+    same shape (experts that divide the tokens do not). If no trial runs, no block can be a group.
     """
     names = [name for name, _ in blocks]
     modes = (lambda: torch.device("meta"), lambda: FakeTensorMode(allow_non_fake_inputs=True))
-    for make in modes:  # the second loads torch's compiler, and is rarely needed
+    for make in modes:  # fake tensors load torch's compiler, and are rarely needed
         calls = _trial(_without_storage, model, blocks, batch, mode=make())
         if calls is not None:
             return {name: why for name in names if (why := _against(calls.get(name)))}
@@ -169,7 +169,7 @@ def reasons_against(
 
 
 def _against(calls: list[Any] | None) -> str:
-    """Why a block with these calls cannot be a group; empty where it can."""
+    """Return why a block with these calls cannot be a group; "" where it can."""
     if calls is None:
         return "have weights that are used outside them"
     if len(calls) == 1:
@@ -189,7 +189,7 @@ def _regular(blocks: list[Block], calls: dict[str, list[Any]]) -> set[str]:
 
 
 def _without_storage(thing: Any) -> Any:
-    """A model's structure, or a batch, with empty tensors as the mode around makes them."""
+    """Copy a model or a batch, with empty tensors made under the active torch mode."""
     if isinstance(thing, dict):
         return {name: _empty_like(tensor) for name, tensor in thing.items()}
     memo: dict[int, Any] = {}
@@ -212,10 +212,10 @@ def _trial(
     *,
     mode: Any,
 ) -> dict[str, list[Any]] | None:
-    """Block name → shape of the first input of each call; None where the forward does not run.
+    """Return block name → shape of each call's first input; None where the forward does not run.
 
     Blocks whose parameters are used outside their calls, in training or evaluation, are left out.
-    Blocks that change what they are given are marked with CHANGES_INPUTS.
+    Blocks that change their inputs in place are marked with CHANGES_INPUTS.
     """
     seen: dict[str, list[Any]] = {name: [] for name, _ in blocks}
 
@@ -237,11 +237,11 @@ def _trial(
                 when_inputs_change(block, partial(setattr, module, CHANGES_INPUTS, True))
             with uses:
                 trial(**inputs)
-            calls = {name: list(shapes) for name, shapes in seen.items()}  # of training alone
-            with suppress(Exception), uses:  # what evaluation alone uses outside, too
+            calls = {name: list(shapes) for name, shapes in seen.items()}  # in training only
+            with suppress(Exception), uses:  # evaluation may have other uses outside
                 trial.eval()
                 trial(**inputs)
-    except Exception:  # whatever a user's forward raises: it will be met again in training
+    except Exception:  # whatever a user's forward raises: training will raise it again
         return None
     finally:
         torch.set_rng_state(state)
@@ -249,7 +249,7 @@ def _trial(
 
 
 class UsesOutside(TorchFunctionMode):
-    """Notes which blocks have parameters that are computed with while the block is not running."""
+    """Finds blocks whose parameters are used in a computation while the block is not running."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         super().__init__()

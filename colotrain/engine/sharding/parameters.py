@@ -1,8 +1,8 @@
-"""What users' code attaches to parameters, and what its forward does to them.
+"""Hooks and attributes of users' parameters, and misuse of parameters in a user's forward.
 
 `fully_shard` replaces every parameter twice: by the shard that a rank keeps, and by the whole
 parameter that a forward computes with. Hooks and attributes of the user's parameter are moved to
-these; what cannot be moved is an error that names the parameter.
+both; what cannot be moved is an error that names the parameter.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from colotrain.torch_internals import (
 
 Hook = Callable[[Tensor], Tensor | None]
 NOT_THE_USERS = ("_fsdp", "_is_param")
-"""Beginnings of the attributes that torch itself sets on parameters."""
+"""Prefixes of attributes that torch itself sets on parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """What the user's code attached to one parameter."""
+    """Hooks and attributes that the user's code attached to one parameter."""
 
     attributes: dict[str, Any]
     hooks: Mapping[int, Hook]
-    """As `register_hook` keeps them: a hook that is removed later is gone from here, too."""
+    """Hooks by the id of `register_hook`; one that is removed later disappears here, too."""
     dtype: torch.dtype
-    """The parameter's own, in which its hooks expect gradients."""
+    """Dtype of the parameter, in which its hooks expect gradients."""
 
     def set_attributes(self, parameter: Tensor) -> None:
         parameter.__dict__.update(self.attributes)
 
     def register(self, parameter: Tensor, *, ranks: int) -> None:
-        """Have `parameter`, which computes for the user's, call the user's hooks."""
+        """Let `parameter`, which replaces the user's, call the user's hooks."""
         self.set_attributes(parameter)
         if not self.hooks:
             return
-        forget_hooks(parameter)  # a parameter that is not sharded has them already
+        forget_hooks(parameter)  # a parameter that is not sharded still has them
         trains = parameter.requires_grad
         parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later
         parameter.register_hook(lambda grad: self._call(grad, ranks))
         parameter.requires_grad_(trains)
 
     def _call(self, grad: Tensor, ranks: int) -> Tensor:
-        """The gradient as the hooks leave it.
+        """Return the gradient after all hooks.
 
-        Hooks see what they would see under DDP, where a rank's gradient is not yet divided by the
-        number of ranks, in the parameter's dtype. They may change it in place.
+        Hooks see what they would see under DDP: a rank's gradient in the parameter's dtype, not yet
+        divided by the number of ranks. They may change it in place.
         """
         seen = grad.to(self.dtype)
         seen = seen * ranks if ranks > 1 else seen
@@ -71,7 +71,7 @@ class Attached:
 
 
 def attached_to(model: nn.Module) -> dict[str, Attached]:
-    """Parameter name → what is attached to it, before `model` is sharded."""
+    """Return parameter name → hooks and attributes, before `model` is sharded."""
     found = {}
     for name, parameter in model.named_parameters():
         attributes = {
@@ -90,7 +90,7 @@ def attach_(
 ) -> None:
     """Move what `attached_to` found to the shards, and to the whole parameters once they exist.
 
-    `fsdp_params` are torch's own records of the model's sharded parameters.
+    `fsdp_params` are the FSDPParams of the model.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for param in fsdp_params:
@@ -103,7 +103,7 @@ def attach_(
 def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
     """Call `act` once, with the whole parameter that torch makes at the first use of `param`.
 
-    It makes one object, whose memory comes and goes.
+    torch makes one object per parameter, whose memory is freed and allocated again.
     """
     before = param.to_unsharded
 
@@ -118,9 +118,9 @@ def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
 
 
 class Whole(nn.Parameter):
-    """A whole parameter whose `.data` is noted while a forward runs.
+    """A whole parameter whose `.data` is recorded while a forward runs.
 
-    What is changed through `.data` does not count in the parameter's own version.
+    A change through `.data` does not raise the version of the parameter itself.
     """
 
     _watch: ForwardWatch
@@ -141,9 +141,9 @@ class Whole(nn.Parameter):
 
 
 class Shard(DTensor):
-    """A parameter while a forward runs and its group is not gathered: nothing may compute with it.
+    """A parameter in a forward whose group is not gathered: computing with it is an error.
 
-    torch would compute with this rank's rows alone, silently, or end with an error that does not
+    torch would compute with this rank's rows alone, silently, or fail with an error that does not
     name the parameter.
     """
 
@@ -156,7 +156,7 @@ class Shard(DTensor):
         with DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **(kwargs or {}))
-            except RuntimeError as error:  # of torch's mixing whole tensors and shards
+            except RuntimeError as error:  # torch cannot mix whole tensors and shards
                 raise used_outside(name) from error
         is_read = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
         if is_read or func == GRAD:  # a shape, say, can be asked for anywhere
@@ -168,10 +168,10 @@ GRAD: Any = cast(Any, torch.Tensor.grad).__get__
 
 
 class Replaced(nn.Parameter):
-    """A parameter as the model was made with it, of which somebody has kept a reference.
+    """A parameter of the model before sharding, to which some code has kept a reference.
 
-    Training changes its shards only: what is computed of this one would be of the initial value,
-    and its gradient would go nowhere.
+    Training changes only its shards: a computation with this one would use the initial values, and
+    its gradient would be lost.
     """
 
     _name: str
@@ -191,7 +191,7 @@ class Replaced(nn.Parameter):
 
 
 def watch_replaced(originals: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
-    """Have those of `originals` that sharding has replaced, and are still there, refuse use."""
+    """Make those of `originals` that sharding replaced and that still exist refuse computations."""
     kept = set(model.parameters())
     for name, reference in originals.items():
         parameter = reference()
@@ -204,26 +204,25 @@ def watch_replaced(originals: Mapping[str, ref[nn.Parameter]], model: nn.Module)
 class ForwardWatch:
     """Ends the run when a forward changes a sharded parameter in place, or uses one too early.
 
-    The change would be lost where parameters are gathered, and made by every rank on one memory
-    where they are shared. torch counts changes in a tensor's version.
+    The change would be lost where parameters are gathered, and made by every rank in the same
+    memory where they are shared. torch counts in-place changes in a tensor's version.
     """
 
     params: list[Any]
-    """torch's own records."""
+    """torch's records of the parameters (FSDPParam)."""
     versions: dict[int, int] = field(default_factory=dict)
     """Index of the parameter → its version when the forward began."""
     owners: list[tuple[nn.Module, str, str, Any]] = field(default_factory=list)
-    """Module, key and name of each parameter, and torch's own record of it (itself where it is not
-    sharded)."""
+    """Module, key and name of each parameter, and its FSDPParam (itself where not sharded)."""
     frozen: list[Any] = field(default_factory=list)
-    """Records of the parameters that did not train when the forward began."""
+    """FSDPParams of the parameters that did not train when the forward began."""
     size: int = 0
-    """Entries of the modules for parameters and submodules."""
+    """Number of the modules, plus that of their entries for parameters."""
     aliases: list[tuple[str, Tensor]] = field(default_factory=list)
     running: bool = False
 
     def install(self, root: nn.Module, groups: Iterable[Any]) -> None:
-        """Watch the forwards of `root`; `groups` are torch's own records of its groups."""
+        """Watch the forwards of `root`; `groups` are the FSDPParamGroups of its groups."""
         for group in groups:
             group.pre_backward = partial(self._pre_backward, group.pre_backward)
         for index, param in enumerate(self.params):
@@ -240,13 +239,13 @@ class ForwardWatch:
         self.size = _num_entries(root)
 
     def _refuse_state_dict(self) -> None:
-        if self.running:  # torch would leave the forward with shards
+        if self.running:  # torch would leave the parameters sharded for the rest of the forward
             raise ColotrainError(
                 "model: forward calls state_dict()", "use named_parameters() and named_buffers()"
             )
 
     def _find_made(self, root: nn.Module) -> None:
-        """Refuse parameters that the forward has made: they would never train, or be lost."""
+        """Refuse parameters that the forward created: they would never train, or be lost."""
         for module, key, name, known in self.owners:
             found = module._parameters.get(key)
             is_plain = isinstance(known, nn.Parameter)
@@ -269,7 +268,7 @@ class ForwardWatch:
         self.versions[index] = whole._version
 
     def _pre_backward(self, torchs_own: Callable[..., None], *args: Any) -> None:
-        """Backward frees what it reaches, of which the forward that runs still has need."""
+        """Refuse a backward inside a forward: it frees parameters that the forward still needs."""
         if self.running:
             raise ColotrainError(
                 "model: forward calls backward or autograd.grad through a block of the model",
@@ -311,7 +310,7 @@ class ForwardWatch:
 
     def _version(self, index: int) -> int:
         whole = whole_of(self.params[index])
-        assert whole is not None  # it was adopted
+        assert whole is not None  # `_adopt` was called with it
         return whole._version
 
 

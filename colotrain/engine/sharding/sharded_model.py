@@ -1,8 +1,8 @@
-"""Sharding a model: one engine (`fully_shard`), a plugin's row of settings.
+"""Sharding a model: one engine (`fully_shard`) with the settings of a plugin.
 
-Group by group: what is gathered and reduced together is one `fully_shard` call; what no group
-holds stays with the root. Gradients are summed, never averaged, by the collectives: the one place
-that divides is `accumulation`.
+A group, whose parameters are gathered and reduced together, is one `fully_shard` call; parameters
+in no group belong to the root group. The collectives sum gradients and never average them: the only
+code that divides is in `accumulation`.
 """
 
 from __future__ import annotations
@@ -58,41 +58,41 @@ class Group:
     name: str
     handle: FSDPModule
     stays_gathered: bool
-    """Whole from the first forward of a step to its last backward."""
+    """Whether parameters stay gathered from a step's first forward to its last backward."""
 
     @property
     def fsdp_groups(self) -> list[Any]:
-        """torch's own record of the group (FSDPParamGroup); none where it has no parameters."""
+        """torch's records of the group (FSDPParamGroup); none where it has no parameters."""
         return groups_of(self.handle)
 
     @property
     def params(self) -> list[Any]:
-        """torch's own records of the group's parameters (FSDPParam)."""
+        """torch's records of the group's parameters (FSDPParam)."""
         return [param for group in self.fsdp_groups for param in group.fsdp_params]
 
     @property
     def in_common(self) -> bool:
-        """Nobody gathers it, for the ranks of a host hold one copy
-        (`engine.shm.shared_parameters`)."""
+        """Whether it is never gathered, because the ranks of a host share one copy of it."""
         return any(hasattr(param, "_colotrain_whole") for param in self.params)
 
     def copy_out(self) -> None:
-        """Let go of the buffer that holds the group, if the last backward fetched it in vain.
+        """Free the group's all-gather buffer, if the last backward gathered the group in vain.
 
-        It does so with the frozen group before the first trained one, which the next forward uses.
+        Backward gathers the frozen group before the first trained one like that. The group itself
+        stays gathered for the next forward.
         """
         for params in self.fsdp_groups:
             params.wait_for_unshard()
 
     def refresh_dtypes(self) -> None:
-        """Let the group see which of its parameters train now; it looks only once by itself."""
+        """Update the dtypes of the parameters that train now; torch does so only once."""
         for params in self.fsdp_groups:
             look_at_dtypes(params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """A model after `shard_`, with its groups in the order of the model; the root comes last."""
+    """A model after `shard_`, with its groups in the order of the model and the root group last."""
 
     module: nn.Module
     source: ModelPlan
@@ -106,12 +106,12 @@ class ShardedModel:
     """Indices of the groups in the order in which this step's forwards called them."""
 
     norms: dict[str, Tensor] = field(default_factory=dict)
-    """Parameter name → norm of its sharded gradient, where that was measured when it came."""
+    """Parameter name → norm of its sharded gradient, where it was measured on arrival."""
 
     def order_of_calls(self) -> int:
-        """A number that differs (almost surely) when the order does.
+        """Return a number that differs (almost surely) when the order of calls does.
 
-        Of 12 bits, so that squares summed over a thousand ranks are exact in float64.
+        It has 12 bits, so that squares summed over a thousand ranks are exact in float64.
         """
         return zlib.crc32(repr(self.calls).encode()) >> 20
 
@@ -126,10 +126,10 @@ class ShardedModel:
 
 
 def make_mesh(plugin: PluginPlan, device: str) -> DeviceMesh:
-    """The device mesh of a plugin. All ranks must call."""
+    """Return the device mesh of a plugin. All ranks must call."""
     names = ("shard",) if len(plugin.mesh) == 1 else ("replicate", "shard")
     mesh = init_device_mesh(device, plugin.mesh, mesh_dim_names=names)
-    for group in mesh.get_all_groups():  # made with torch's own timeout: 10 minutes, 30 with gloo
+    for group in mesh.get_all_groups():  # torch's own timeout is 10 minutes, with gloo 30
         wait_as_long_as_all_(group)
     return mesh
 
@@ -144,20 +144,21 @@ def shard_(
 ) -> ShardedModel:
     """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
 
-    All ranks must call. Freeze beforehand. Parameters, gradients and updates of the groups that
-    `offloads(index)` names (the root's index is the last) are on the host, beside a GPU.
+    All ranks must call, after freezing. For groups with `offloads(index)` (the root group's index
+    is the last) parameters, gradients and updates are on the host of a GPU.
     """
     check_parameters(model, plan.model)
     attached = attached_to(model)
     originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
-    for parameter in model.parameters():  # fully_shard takes no other
+    for parameter in model.parameters():  # fully_shard takes only contiguous ones
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     compute = cast_dtype(plan.train.precision)
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32 if compute else None
     )
-    # fully_shard takes neither; they stay whole on every rank (see `reduce_replicated_`)
+    # fully_shard takes neither scalars nor empty ones; every rank holds them whole (see
+    # `reduce_replicated_`)
     options = {
         "mesh": mesh,
         "mp_policy": policy,
@@ -206,17 +207,17 @@ def shard_(
 def _cast_activations(
     dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], batch: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch in the compute dtype, but for what the outcome is compared with."""
+    """Cast a batch to the compute dtype, except for tensors that the output is compared with."""
     return inputs, {n: t.to(dtype) if cast_of(n, t, dtype) else t for n, t in batch.items()}
 
 
 def _offload(wanted: bool) -> dict[str, CPUOffloadPolicy]:
-    """Not pinned by torch: the memory that the tiers give it is, where that is possible."""
+    """Return an offload policy without pinning: the tiers allocate pinned memory where possible."""
     return {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if wanted else {}
 
 
 def stays_gathered(name: str, plugin: PluginPlan) -> bool:
-    """Whether a group is kept whole; a part of a block is told by the block's name as well."""
+    """Whether a group stays gathered; a part of a block also matches by the block's name."""
     parts = name.split(".")
     known_as = [".".join(parts[:depth]) for depth in range(len(parts), 0, -1)]
     for pattern, reshard in plugin.reshard_overrides.items():
@@ -226,10 +227,10 @@ def stays_gathered(name: str, plugin: PluginPlan) -> bool:
 
 
 def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
-    """Tell every group what to reduce and what to free in the micro-batch that follows.
+    """Set what every group reduces and frees in the micro-batch that follows.
 
-    On the last one of a step everything is reduced and freed; a group left whole across the
-    optimizer's step would go on with stale weights.
+    In the last one of a step everything is reduced and freed: a group that stayed gathered across
+    the optimizer's step would continue with stale weights.
     """
     reduce_now = last or sharded.plugin.gradients == "sharded"
     for group in sharded.groups:
@@ -244,10 +245,10 @@ def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
 
 
 def _even_out_accumulated(sharded: ShardedModel) -> None:
-    """Zeros for parameters that no micro-batch has used yet, in the dtype of the others' sums.
+    """Add zeros for parameters no micro-batch has used yet, in the dtype of the other sums.
 
-    In mixed precision a group's sums are in the reduce dtype, and a gradient that first comes in
-    the last micro-batch is not: a group must be reduced in one dtype.
+    In mixed precision the sums of a group are in the reduce dtype, but a gradient that first comes
+    in the last micro-batch is not, and a group must be reduced in one dtype.
     """
     for group in sharded.groups:
         if all(param.unsharded_accumulated_grad is None for param in group.params):
@@ -259,7 +260,7 @@ def _even_out_accumulated(sharded: ShardedModel) -> None:
 
 
 def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
-    """Scalar and empty parameters, which every rank holds whole."""
+    """Return the scalar and empty parameters, which every rank holds whole."""
     return [p for p in sharded.module.parameters() if not isinstance(p, DTensor)]
 
 
@@ -276,7 +277,7 @@ def reduce_replicated_(sharded: ShardedModel) -> None:
 
 
 def reshard(sharded: ShardedModel) -> None:
-    """Free every whole parameter. Needed after a forward that no backward follows (evaluation)."""
+    """Free all whole parameters. Needed after a forward without a backward (evaluation)."""
     for group in sharded.groups:
         group.handle.reshard()
 
@@ -291,11 +292,11 @@ def materialise_(
 ) -> None:
     """Give a model on the meta device its storage and initial weights. All ranks must call.
 
-    `house(fresh)` may move the parameters' storage before it is filled (fresh) or after;
-    `release(parameter)` is called whenever one was filled or looked through.
+    `house(fresh)` may move the parameters' storage, before it is filled (`fresh`) or after;
+    `release(parameter)` is called whenever a parameter was filled or read.
     """
     model = sharded.module
-    for parameter in replicated(sharded):  # fully_shard moves only what it shards
+    for parameter in replicated(sharded):  # fully_shard moves only parameters that it shards
         if not parameter.is_meta:
             parameter.data = parameter.data.to(sharded.mesh.device_type)
     if any(p.is_meta for p in model.parameters()):
@@ -314,12 +315,12 @@ def materialise_(
 
 
 def rows_here(tensor: Tensor) -> tuple[int, int] | None:
-    """First row and number of rows that this rank holds; None for what every rank holds whole."""
+    """Return first row and number of rows that this rank holds; None if every rank holds all."""
     return shard_range(tensor) if isinstance(tensor, DTensor) else None
 
 
 def shard_range(parameter: DTensor) -> tuple[int, int]:
-    """First row and number of rows of dimension 0 that this rank holds of `parameter`.
+    """Return first row and number of rows of dimension 0 of `parameter` that this rank holds.
 
     `fully_shard` cuts dimension 0 as `torch.chunk` does: later ranks may hold fewer rows or none.
     """
@@ -333,7 +334,7 @@ def shard_range(parameter: DTensor) -> tuple[int, int]:
 
 
 def numel_of(param: Any) -> int:
-    """Elements of a rank's shard, padding included."""
+    """Return the elements of a rank's shard, padding included."""
     return int(param.padded_sharded_param_size.numel())
 
 
@@ -347,7 +348,7 @@ def write_shard(parameter: Tensor, whole: Tensor) -> None:
 
 
 def gather_rows(parameter: Tensor) -> Tensor:
-    """The whole of `parameter` on the CPU. All ranks of its shard group must call."""
+    """Return all of `parameter` on the CPU. All ranks of its shard group must call."""
     if not isinstance(parameter, DTensor):
         return parameter.detach().cpu()
     mesh = parameter.device_mesh
@@ -361,7 +362,7 @@ def gather_rows(parameter: Tensor) -> Tensor:
 
 
 def _move_buffers_(model: nn.Module, device: str) -> None:
-    """To `device` what `init_weights()` made elsewhere."""
+    """Move buffers to `device` that `init_weights()` made elsewhere."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != device:
@@ -369,5 +370,5 @@ def _move_buffers_(model: nn.Module, device: str) -> None:
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """This rank's rows of `parameter`, sharing its memory."""
+    """Return this rank's rows of `parameter`, sharing its memory."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
