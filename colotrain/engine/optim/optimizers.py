@@ -1,8 +1,8 @@
-"""The optimizers by name, and what each needs to see of a sharded parameter.
+"""The optimizers by name, and what part of a sharded parameter each one sees.
 
-Elementwise ones (adamw, sgd, lion) work on shards as they are; muon puts its matrices together,
-and adafactor its sums. Optimizers of the user's own get DTensors, on which torch's operations mean
-the whole tensor.
+Elementwise optimizers (adamw, sgd, lion) work on local shards. muon gathers its matrices, and
+adafactor sums its moments over ranks. A user's own optimizer gets DTensors, on which torch's
+operations mean the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import OptimPlan
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients and steps of the quintic iteration (Jordan et al. 2024), as in torch's Muon."""
+"""Coefficients of the quintic iteration (Jordan et al. 2024), as in torch's Muon."""
 NEWTON_SCHULZ_STEPS = 5
 MUON_EPS = 1e-7
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 
 
 class Layout(Protocol):
-    """How this rank's part of a parameter belongs to the whole."""
+    """Relation between this rank's part of a parameter and the whole parameter."""
 
     def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        """`value` of every rank put together (collective)."""
+        """Concatenate `value` of every rank (collective)."""
         ...
 
     def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor: ...
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
-        """Rows of the whole parameter; None where this rank has all of it."""
+        """Return the rows of the whole parameter; None where this rank has all of it."""
         ...
 
     def sum_(self, values: Tensor) -> None:
-        """Add up `values` over the ranks that share one copy of the model (collective)."""
+        """Sum `values` in place over the ranks that share one copy of the model (collective)."""
         ...
 
 
 def make(plan: OptimPlan, groups: list[dict[str, Any]], layout: Layout) -> torch.optim.Optimizer:
-    """The plan's optimizer over parameter groups, which bring their own weight decay."""
+    """Make the plan's optimizer over parameter groups, each with its own weight decay."""
     if plan.name == "sgd":
         return torch.optim.SGD(groups, lr=plan.lr, momentum=plan.betas[0], fused=True)
     if plan.name == "adafactor":
@@ -66,7 +66,7 @@ def make(plan: OptimPlan, groups: list[dict[str, Any]], layout: Layout) -> torch
 def fused_sgd_is_wrong(shard: Tensor) -> bool:
     """Whether torch's fused SGD would lose the update: in half precision on the CPU.
 
-    Seen with torch 2.13: of more than a few elements most stay as they are.
+    Seen with torch 2.13: in tensors of more than a few elements most do not change.
     """
     return shard.device.type == "cpu" and shard.dtype in (torch.bfloat16, torch.float16)
 
@@ -87,9 +87,9 @@ def _make_own(plan: OptimPlan, groups: list[dict[str, Any]]) -> torch.optim.Opti
 
 
 def is_hidden_matrix(name: str, ndim: int) -> bool:
-    """Whether muon orthogonalises a parameter: the matrices of numbered layers.
+    """Whether muon orthogonalises a parameter: a matrix of a numbered layer.
 
-    Embeddings, the output head, vectors and everything else are AdamW's.
+    Embeddings, the output head, vectors and all others use AdamW.
     """
     return ndim == 2 and _IN_A_LAYER.search(name) is not None
 
@@ -119,9 +119,9 @@ class Lion(torch.optim.Optimizer):
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum (Jordan et al. 2024) for groups with `muon`, AdamW for the others.
 
-    Momentum is a shard like the parameter; each matrix is put together for the iteration, on every
-    rank, and each keeps its rows of the result. Steps are scaled to AdamW's size (0.2 √ of the
-    larger side; Liu et al. 2025), so that one learning rate serves both. All ranks must step alike.
+    Momentum is sharded like the parameter. Every rank gathers each matrix for the iteration and
+    keeps its own rows of the result. Steps are scaled to AdamW's size (0.2 √ of the larger side;
+    Liu et al. 2025), so that one learning rate serves both. All ranks must step alike.
     """
 
     def __init__(
@@ -192,8 +192,8 @@ class Muon(torch.optim.Optimizer):
 class Adafactor(torch.optim.Optimizer):
     """torch.optim.Adafactor (Shazeer and Stern 2018) over shards of rows.
 
-    A matrix's second moments are kept as those of its rows, of which a rank has its own, and of its
-    columns, which are sums over all ranks and the same on each. All ranks must step alike.
+    A matrix's second moments are kept per row, where a rank has those of its own rows, and per
+    column, where they are sums over all ranks and the same on each. All ranks must step alike.
     """
 
     BETA2_DECAY, EPS, LARGEST_RMS = -0.8, 1e-3, 1.0
@@ -227,7 +227,7 @@ class Adafactor(torch.optim.Optimizer):
     def _moments(
         self, parameter: nn.Parameter, grad: Tensor, state: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Update what this rank can alone. Its parts of Σ p², Σ row moments, Σ over rows of g²."""
+        """Update this rank's state; returns its part of Σ p², Σ row moments, Σ over rows of g²."""
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             if grad.ndim > 1:
@@ -247,7 +247,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @staticmethod
     def _leading(grad: Tensor) -> tuple[int, ...]:
-        """Dimensions before the matrix; of more than two the first is the one that is sharded."""
+        """Return the dimensions before the matrix; if there are any, the first one is sharded."""
         return tuple(grad.shape[:-2])
 
     def _weight(self, state: dict[str, Any]) -> float:
@@ -256,7 +256,8 @@ class Adafactor(torch.optim.Optimizer):
     def _total(self, parameters: list[nn.Parameter], parts: list[Tensor], each: int) -> None:
         """Sum `parts`, `each` per parameter, over the ranks, in one collective.
 
-        What is whole here, or lies within one rank's rows, is left as it is.
+        A part that needs no sum stays as it is: this rank has all of the parameter, or all rows
+        that the part covers.
         """
         shared = []
         for index, part in enumerate(parts):
@@ -277,7 +278,7 @@ class Adafactor(torch.optim.Optimizer):
         state: dict[str, Any],
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """The gradient over the root of its estimated second moment."""
+        """Return the gradient divided by the root of its estimated second moment."""
         tiny = torch.finfo(parameter.dtype).eps
         if grad.ndim < 2:
             estimate = state["variance"].clone()
@@ -313,7 +314,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Approximately U Vᵀ of `matrix` = U Σ Vᵀ, in bfloat16 as torch.optim.Muon computes it."""
+    """Return about U Vᵀ of `matrix` = U Σ Vᵀ, in bfloat16 as torch.optim.Muon computes it."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]
@@ -334,9 +335,9 @@ def _with_gradients(
 
 
 def settled(value: Tensor) -> Tensor | None:
-    """State as a checkpoint keeps it: shards stay shards, what every rank has whole is plain.
+    """Return optimizer state as a checkpoint keeps it: a shard stays a DTensor, a replica is plain.
 
-    Shares its memory; None for a layout that is neither.
+    It shares memory with `value`. None for any other layout.
     """
     if not isinstance(value, DTensor):
         return value

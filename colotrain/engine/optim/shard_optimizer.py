@@ -1,4 +1,4 @@
-"""The optimizer: torch's own, over this rank's shards, addressed by parameter name."""
+"""The optimizer: torch's own, over this rank's shards, with parameters addressed by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colotrain.torch_internals import multiply, multiply_
 
 
 class Watch(Protocol):
-    """Sees the shards of some parameters just before and just after their update."""
+    """Receives the names of parameters just before and just after their update."""
 
     def before_update(self, names: list[str]) -> None: ...
 
@@ -32,12 +32,12 @@ class Watch(Protocol):
 
 
 class ShardOptimizer:
-    """Steps every trainable parameter once per step.
+    """Updates every trainable parameter once per step.
 
-    Where updates are elementwise, a shard's update is the shard of the update, and the optimizer
-    sees plain local tensors; `engine.optim.optimizers` says what the others see. `steps` counts
-    what the optimizer itself did. With `tiers` whose placement streams, parameters are updated
-    group by group while their state is at hand.
+    An elementwise update of a shard needs only the shard, so such an optimizer gets local tensors;
+    `engine.optim.optimizers` says what the others get. `steps` counts the optimizer's own steps. If
+    the placement of `tiers` streams, parameters are updated group by group while their state is at
+    hand.
     """
 
     def __init__(self, plan: OptimPlan, *, max_steps: int, tiers: Tiers | None = None) -> None:
@@ -46,7 +46,7 @@ class ShardOptimizer:
         self.parameters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, nn.Parameter] = {}
         self.stepped: dict[str, nn.Parameter] = {}
-        """Name → what torch's optimizer holds: the shard, or the sharded parameter itself."""
+        """Name → parameter in torch's optimizer: the local shard, or the sharded parameter."""
         self._names: dict[nn.Parameter, str] = {}
         self.torch: torch.optim.Optimizer | None = None
         self._given: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ class ShardOptimizer:
             self.tiers.watch_gradients()
 
     def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
-        """`value`, laid out like `shard`, of every rank put together (collective)."""
+        """Concatenate `value`, laid out like `shard`, of every rank (collective)."""
         found = _like(self.parameters[self._names[shard]], value)
         return found.full_tensor() if isinstance(found, DTensor) else found
 
@@ -92,22 +92,22 @@ class ShardOptimizer:
         return whole[start : start + rows]
 
     def num_rows(self, shard: nn.Parameter) -> int | None:
-        """Rows of the whole parameter; None where this rank has all of it."""
+        """Return the rows of the whole parameter; None where this rank has all of it."""
         parameter = self.parameters[self._names[shard]]
         return parameter.shape[0] if isinstance(parameter, DTensor) else None
 
     def sum_(self, values: Tensor) -> None:
-        """Add up `values` over the ranks that share one copy of the model (collective)."""
+        """Sum `values` in place over the ranks that share one copy of the model (collective)."""
         sharded = next(p for p in self.parameters.values() if isinstance(p, DTensor))
         dist.all_reduce(values, group=sharded.device_mesh.get_group(-1))
 
     @property
     def streams(self) -> bool:
-        """Whether the update goes group by group. Stored gradients are not scaled then."""
+        """Whether the update goes group by group. Stored gradients are then not scaled in place."""
         return self.tiers is not None and self.tiers.placement.streams
 
     def drop(self, names: Iterable[str]) -> None:
-        """Cease to train parameters, and forget their state."""
+        """Stop training parameters, and drop their optimizer state."""
         assert self.torch is not None
         names = list(names)
         self.forget_state_(names)
@@ -118,7 +118,7 @@ class ShardOptimizer:
             group["params"] = [shard for shard in group["params"] if shard not in dropped]
 
     def step(self, *, factor: float, watch: Watch | None = None) -> float:
-        """One update with the gradients times `factor`; returns the learning rate used."""
+        """Update once with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
         if self.streams and self.plan.name not in OPTIMIZERS:
             raise ColotrainError(
@@ -140,22 +140,22 @@ class ShardOptimizer:
         return lr
 
     def _visits(self) -> Iterable[list[str]]:
-        """All names at once, or as their groups come by."""
+        """Return the names to update together: all at once, or group by group."""
         if self.tiers is not None and self.streams:
             return self.tiers.visit(self)
         return [list(self.shards)]
 
     def _update(self, names: list[str], factor: float) -> None:
-        """Step `names` alone: torch's optimizers pass over parameters without a gradient."""
+        """Update `names` alone: torch's optimizers skip parameters without a gradient."""
         assert self.torch is not None
         grads = {n: local_shard(g) for n in names if (g := self.parameters[n].grad) is not None}
         if not self.streams:
             scale_(list(grads.values()), factor)
-        elif factor != 1.0 and grads:  # what was stored below stays as it is there
+        elif factor != 1.0 and grads:  # gradients in a lower tier stay unscaled there
             scaled = multiply(list(grads.values()), factor)
             grads = dict(zip(grads, scaled, strict=True))
         for name, grad in grads.items():
-            if self.plan.name in OPTIMIZERS:  # elsewhere it is the parameter's own, scaled above
+            if self.plan.name in OPTIMIZERS:  # a user's optimizer sees the parameter's own gradient
                 self.stepped[name].grad = grad
         try:
             self.torch.step()
@@ -174,7 +174,7 @@ class ShardOptimizer:
         self._calls += 1
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Name → state tensors; those of the parameter's shape are DTensors laid out like it.
+        """Return name → state tensors; those of its shape are DTensors laid out like it.
 
         Raises `ColotrainError` for a layout that could not be saved. All ranks must call.
         """
@@ -184,7 +184,7 @@ class ShardOptimizer:
         }
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
-        """Name → state that is no tensor, as a step that is an int."""
+        """Return name → state that is no tensor, such as a step count that is an int."""
         return {
             name: {k: v for k, v in state.items() if v is not None and not isinstance(v, Tensor)}
             for name, state in self._states()
@@ -197,13 +197,13 @@ class ShardOptimizer:
                 yield name, self.torch.state[stepped]
 
     def set_plain_state(self, name: str, key: str, value: Any) -> None:
-        """Not where the parameter begins its state anew."""
+        """Set one value of state, unless the parameter has no state yet."""
         state = next((state for known, state in self._states() if known == name), None)
         if state:
             state[key] = value
 
     def plain_groups(self) -> dict[str, dict[str, Any]]:
-        """What the user's own optimizer changed in its parameter groups, by the group's number."""
+        """Return what the user's own optimizer changed in its parameter groups, by group number."""
         if self.torch is None or self.plan.name in OPTIMIZERS:
             return {}
         changed = {}
@@ -217,13 +217,13 @@ class ShardOptimizer:
         return changed
 
     def set_plain_group(self, number: int, key: str, value: Any) -> None:
-        """Not where there are fewer groups than there were."""
+        """Set one value of a parameter group, if there still is one with this number."""
         assert self.torch is not None
         if number < len(self.torch.param_groups):
             self.torch.param_groups[number][key] = value
 
     def refuse_other_state(self) -> None:
-        """A `ColotrainError` for state that belongs to no parameter: it would not be saved."""
+        """Raise `ColotrainError` for state that belongs to no parameter: it would not be saved."""
         assert self.torch is not None
         own = set(self.stepped.values())
         foreign = [key for key in self.torch.state if key not in own]
@@ -249,13 +249,13 @@ class ShardOptimizer:
 
     @property
     def begins_with_zeros(self) -> bool:
-        """Whether zeroed state is what a first step would begin with; unknown of the user's own."""
+        """Whether state is zero before the first update; unknown for a user's own optimizer."""
         return optimizer_of(self.plan.name).begins_with_zeros
 
     def prepare_state_(self, names: Set[str] | None = None) -> None:
-        """Make zeroed state for `names` (all by default), so that a checkpoint can be read into it.
+        """Make zeroed state for `names` (default: all), so that a checkpoint can be read into it.
 
-        State that is there already stays as it is.
+        State that exists already stays as it is.
         """
         assert self.torch is not None
         for name in (name for visited in self._visits() for name in visited):
@@ -266,7 +266,7 @@ class ShardOptimizer:
                 self.torch.state[stepped] = blank
 
     def forget_state_(self, names: Iterable[str]) -> None:
-        """Leave the state of `names` to their next update, which begins as a first one does."""
+        """Drop the state of `names`; the next update of each begins like a first one."""
         assert self.torch is not None
         names = list(names)
         if self.tiers is not None:
@@ -276,10 +276,10 @@ class ShardOptimizer:
 
 
 def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bool]:
-    """(scale of the learning rate, weight decay, whether it is muon's) of a parameter.
+    """Return (learning rate scale, weight decay, whether muon applies) of a parameter.
 
-    Matrices decay and vectors do not, unless a rule says otherwise; of several rules that match,
-    each adds to or replaces what those before it say.
+    Matrices decay and vectors do not, unless a rule says otherwise. If several rules match, each
+    overrides the settings it names.
     """
     lr_scale, weight_decay = 1.0, plan.weight_decay if ndim >= 2 else 0.0
     for rule in plan.rules:
@@ -290,7 +290,7 @@ def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bo
 
 
 class _Alone:
-    """The layout of a parameter that is whole."""
+    """The layout of a parameter that is whole on this rank."""
 
     def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
         return value
@@ -306,7 +306,7 @@ class _Alone:
 
 
 def state_ratio(plan: OptimPlan) -> float:
-    """Bytes of optimizer state per byte of parameter, as one step on a small matrix shows."""
+    """Return bytes of optimizer state per byte of parameter, from one step on a small matrix."""
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
     small = make(plan, [{"params": [matrix]}], _Alone())
@@ -316,7 +316,7 @@ def state_ratio(plan: OptimPlan) -> float:
 
 
 def _blank_state(plan: OptimPlan, like: nn.Parameter, *, muon: bool) -> dict[str, Any]:
-    """The state that a first step makes for a parameter like this one, its tensors zeroed."""
+    """Return the zeroed state that a first step makes for a parameter like this one."""
     twin = nn.Parameter(torch.zeros_like(like.detach()))
     twin.grad = torch.zeros_like(twin)
     group = {"params": [twin], "weight_decay": 0.0} | ({"muon": muon} if muon else {})
@@ -340,7 +340,7 @@ def _differs(value: Any, before: Any) -> bool:
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value` as a DTensor where its rows are those of this rank's shard of `parameter`."""
+    """Return `value` as a DTensor if it has one row per row of this rank's shard of `parameter`."""
     if not isinstance(parameter, DTensor) or value.ndim != parameter.ndim:
         return value
     if value.shape[0] != parameter.to_local().shape[0]:
@@ -350,13 +350,13 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def scale_(tensors: list[Tensor], factor: float) -> None:
-    """Multiply all in place; nothing is touched when the factor is one."""
+    """Multiply all tensors in place, unless the factor is one."""
     if factor != 1.0 and tensors:
         multiply_(tensors, factor)
 
 
 def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:
-    """Share of the peak learning rate in `step` (0 is the first): warm-up, then the shape.
+    """Return the fraction of the peak learning rate in `step`, from 0: warm-up, then the shape.
 
     cosine: SGDR's half cosine (Loshchilov and Hutter 2017), down to `final_ratio`. wsd: constant,
     then a straight line down over the last `decay_steps` (Hu et al. 2024).
