@@ -1,1 +1,1 @@
-"""Reading gradients by name, and what they tell."""
+"""Reading gradients by name, and statistics of them."""

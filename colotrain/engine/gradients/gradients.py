@@ -1,6 +1,6 @@
 """Gradients, readable by name under every plugin.
 
-`read(model)` yields one `GradView` per parameter from the last backward of a step until the next
+`read(model)` yields one `GradView` per parameter, from the last backward of a step until the next
 step's first backward. Values are those of the accumulated, averaged, unscaled gradient before
 clipping.
 """
@@ -28,19 +28,19 @@ Status = Literal["trained", "frozen", "unused", "zero", "nonfinite"]
 
 @dataclass(slots=True, kw_only=True)
 class GradientState:
-    """What reading needs to know beside the gradients themselves."""
+    """What `read` needs beside the gradients themselves."""
 
     sharded: ShardedModel
     frozen: dict[str, str]
     """Frozen parameter → the pattern that froze it."""
     factor: float = 1.0
-    """Stored gradient × factor = the gradient of the step."""
+    """Factor by which a stored gradient becomes the gradient of the step."""
     norm: float = 0.0
     """Global norm before clipping."""
     clip_ratio: float = 1.0
-    """What clipping multiplied the gradients with."""
+    """Factor by which clipping multiplied the gradients."""
     names: tuple[str, ...] = ()
-    """Every parameter, in the order of the model."""
+    """Names of all parameters, in the order of the model."""
     used_here: set[str] = field(default_factory=set)
     """Parameters that a backward of this step reached on this rank."""
     used: set[str] = field(default_factory=set)
@@ -48,27 +48,27 @@ class GradientState:
     norms: dict[str, float] = field(default_factory=dict)
     """Parameter → norm of its whole gradient."""
     watched: set[str] = field(default_factory=set)
-    """Parameters whose use is being noted."""
+    """Parameters with a hook that adds them to `used_here`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradView:
-    """The gradient of one parameter in the step that was just made."""
+    """The gradient of one parameter in the last step."""
 
     name: str
     aliases: tuple[str, ...]
     """Other names of the same (tied) parameter."""
     shape: tuple[int, ...]
-    """Of the whole gradient."""
+    """Return float64 [2, parameters + 1]: Σ |g_i|² and Σ |g_i|; the last column is of all."""
     dtype: torch.dtype
     device: torch.device
     offset: int
     """First row of dimension 0 that this rank holds."""
     status: Status
     reason: str | None
-    """The pattern that froze it, or what is the matter with it; None when it is trained."""
+    """Pattern that froze it, or why it has no usable gradient; None when it is trained."""
     norm: float
-    """Of the whole gradient."""
+    """Norm of the whole gradient."""
     _stored: Tensor | None
     _factor: float
 
@@ -78,9 +78,9 @@ class GradView:
         return None if self._stored is None else local_shard(self._stored) * self._factor
 
     def full(self) -> Tensor:
-        """The whole gradient, on every rank (collective: all ranks must call, in one order).
+        """Return the whole gradient, on every rank; zeros for a parameter that has none.
 
-        Zeros for a parameter that has none.
+        Collective: all ranks must call for the same parameters in the same order.
         """
         if self._stored is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -102,7 +102,7 @@ def watch(sharded: ShardedModel, *, frozen: dict[str, str]) -> GradientState:
 
 
 def read(model: nn.Module) -> Iterator[GradView]:
-    """One view per parameter, in the order of the model; tied parameters once."""
+    """Yield one view per parameter, in the order of the model; tied parameters once."""
     state = model.__dict__.get(_STATE)
     if state is None:
         raise ColotrainError(
@@ -139,10 +139,10 @@ def _verdict(name: str, state: GradientState) -> tuple[Status, str | None]:
 
 
 def note_use(state: GradientState) -> None:
-    """Have each trainable parameter noted in `used_here` when a backward reaches it.
+    """Register hooks that add trainable parameters to `used_here` when a backward reaches them.
 
-    To be called between each forward and its backward: the whole parameters, on which autograd
-    works, exist from a group's first forward on.
+    Call it between each forward and its backward: the whole parameters, on which autograd works,
+    exist from a group's first forward on.
     """
     if len(state.watched) + len(state.frozen) >= len(state.names):
         return
@@ -152,7 +152,7 @@ def note_use(state: GradientState) -> None:
 
 
 def whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
-    """The trainable tensors on which autograd works, as far as they exist yet."""
+    """Yield the trainable tensors on which autograd works, as far as they exist yet."""
     found = {
         name: parameter
         for name, parameter in state.sharded.module.named_parameters()
@@ -170,10 +170,10 @@ def _note(state: GradientState, name: str, parameter: Tensor) -> None:
 
 
 def local_facts(state: GradientState, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Σ g² of each parameter's shard as stored, and whether each was used: float64 [names] each.
+    """Return Σ g² of each stored shard, and whether each parameter was used: float64 [names] each.
 
-    The first is on `device`, where it costs no wait for a GPU, and the second on the CPU. Summed
-    over all ranks they describe the whole gradients: ranks that hold replicas give zeros.
+    The squares are on `device`, so that the host need not wait for a GPU; the flags are on the CPU.
+    Summed over all ranks they describe the whole gradients: ranks that hold replicas give zeros.
     """
     shards = {
         i: shard
@@ -198,14 +198,14 @@ def local_facts(state: GradientState, device: torch.device) -> tuple[Tensor, Ten
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`; the host does not wait for a GPU."""
+    """Copy `values` to `device` without making the host wait for a GPU."""
     if values.device.type != "cpu" or device.type == "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each; of 16-bit and smaller floats in fp32, or sums of squares overflow."""
+    """Return the 2-norm of each; in fp32 for 16-bit and smaller floats, whose squares overflow."""
     found: list[Tensor] = [torch.empty(0)] * len(tensors)
     for narrow in (False, True):
         chosen = [i for i, t in enumerate(tensors) if (t.dtype.itemsize < 4) == narrow]
@@ -222,9 +222,10 @@ def _parameters(state: GradientState) -> list[nn.Parameter]:
 
 
 def counted(state: GradientState, parameter: nn.Parameter, value: Tensor | None) -> Tensor | None:
-    """This rank's part of `value` (laid out like `parameter`) in a sum over all ranks.
+    """Return the part of `value` (laid out like `parameter`) that this rank adds to a global sum.
 
-    None where it has none: replicas count once, and what every rank holds whole on rank 0.
+    None where it adds none: only one replica counts, and rank 0 for parameters that are not
+    sharded.
     """
     if value is None:
         return None
@@ -235,9 +236,9 @@ def counted(state: GradientState, parameter: nn.Parameter, value: Tensor | None)
 
 
 def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:
-    """Store what `local_facts` summed over all ranks says; `factor` as in `GradientState`.
+    """Store what the sum of `local_facts` over all ranks says; `factor` as in `GradientState`.
 
-    A parameter that no backward reached on any rank has no gradient, here as in plain torch.
+    A parameter that no backward reached on any rank gets no gradient, as in plain torch.
     """
     squares, used = summed.cpu().chunk(2)
     state.factor, state.clip_ratio = factor, 1.0
@@ -252,7 +253,7 @@ def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:
 
 
 def drop_unused_(state: GradientState) -> None:
-    """Forget gradients that no backward of the step made: collectives fill them with zeros."""
+    """Drop gradients that no backward of the step made: collectives fill them with zeros."""
     for name, parameter in state.sharded.module.named_parameters():
         if name not in state.used:
             parameter.grad = None
@@ -260,7 +261,7 @@ def drop_unused_(state: GradientState) -> None:
 
 
 def clip_ratio(norm: float, limit: float | None) -> float:
-    """What to multiply gradients of global norm `norm` with so that it is at most `limit`."""
+    """Return the factor that brings gradients of global norm `norm` down to at most `limit`."""
     if limit is None or norm <= limit or norm == 0.0:
         return 1.0
     return limit / norm

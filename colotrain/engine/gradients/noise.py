@@ -1,13 +1,12 @@
 """Gradient noise: how far the micro-batches of a step agree, from their norms before reduction.
 
-With g_i the gradient of micro-batch i alone, of b samples, and G the mean of all n of them
-(McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1):
-
+Let g_i be the gradient of micro-batch i alone, of b samples, and G the mean of all n of them. Then
+(McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1)
     |true gradient|² ≈ (n |G|² − mean |g_i|²) / (n − 1)
     noise = trace of the samples' covariance ≈ b n (mean |g_i|² − |G|²) / (n − 1)
     noise scale = noise / |true gradient|²: the batch, in samples, up to which more samples pay
 
-and the mean cosine between two of them is (n² |G|² − Σ |g_i|²) / ((Σ |g_i|)² − Σ |g_i|²).
+and the mean cosine between two of the g_i is (n² |G|² − Σ |g_i|²) / ((Σ |g_i|)² − Σ |g_i|²).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Norms:
         self.state = state
         self.index = {name: i for i, name in enumerate(state.names)}
         self.squares: list[Tensor] = []
-        """One float64 [parameters] per micro-batch."""
+        """One tensor, float64 [parameters], per micro-batch."""
 
     def count(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -59,7 +58,7 @@ class Norms:
         return hook
 
     def sums(self) -> Tensor:
-        """float64 [2, parameters + 1]: Σ |g_i|² and Σ |g_i|; the last column is of all together."""
+        """Return float64 [2, parameters + 1]: Σ |g_i|² and Σ |g_i|; the last column is of all."""
         each = torch.stack(self.squares)
         each = torch.cat((each, each.sum(1, keepdim=True)), dim=1)
         return torch.stack((each.sum(0), each.sqrt().sum(0)))
@@ -68,10 +67,10 @@ class Norms:
 def measure(
     state: GradientState, batches: Iterable[Batch], *, num: int, totals: StepTotals, samples: int
 ) -> dict[str, Any]:
-    """Run the step's `num` micro-batches of `samples` again; the `noise` of a gradient record.
+    """Run the step's `num` micro-batches of `samples` again; returns `noise` of a gradient record.
 
-    All ranks must call, after the step was agreed on and before its update. The gradients are
-    those of the step again afterwards.
+    All ranks must call, after they agreed on the step and before its update. Afterwards the
+    gradients are those of the step again.
     """
     norms = Norms(state)
     with norms.on():
@@ -80,7 +79,7 @@ def measure(
     shared = norms.sums().to(device)
     dist.all_reduce(shared)
     n = num * dist.get_world_size()
-    scale = n * state.factor  # of one micro-batch: its share of the sum is factor · stored
+    scale = n * state.factor  # factor · stored is a micro-batch's share of the sum
     squares, lengths = (shared.cpu() * torch.tensor([[scale**2], [scale]])).tolist()
     wholes = [*(state.norms[name] for name in state.names), state.norm]
     found = [
@@ -100,9 +99,9 @@ def measure(
 def estimate(
     *, n: int, samples: int, whole: float, squares: float, lengths: float
 ) -> tuple[float | None, float | None]:
-    """(noise scale in samples, mean cosine) of n gradients, from |G|, Σ |g_i|² and Σ |g_i|.
+    """Return (noise scale in samples, mean cosine) of n gradients, from |G|, Σ |g_i|² and Σ |g_i|.
 
-    None where they do not tell: fewer than two gradients, all zero, or no signal in the noise.
+    None where they cannot be estimated: fewer than two gradients, all zero, or only noise.
     """
     pairs = lengths**2 - squares
     if n < 2 or not math.isfinite(squares) or pairs <= 0:

@@ -1,7 +1,7 @@
-"""Where a loss or gradient stopped being finite: the step is run again with checks on.
+"""Finds where a loss or gradient stopped being finite, by running the step again with checks.
 
-The weights are still those of the step, its samples are a function of its number, and the
-generator is set back, so that the second pass meets what the first met.
+The second pass repeats the first: the weights are still those of the step, its samples are a
+function of its number, and the generator's state is restored.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PHASES = ("forward", "backward", "reduce")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where it began."""
+    """Place of the first value that is not finite."""
 
     step: int
     rank: int
     micro_batch: int
-    """Of the step, from 1."""
+    """Number of the micro-batch in the step, from 1."""
     phase: str
     module: str | None
     parameter: str | None
     samples: tuple[int, ...]
     """Samples of that micro-batch with values that are not finite, or else all of them."""
     input: str | None = None
-    """The tensor of the batch that is not finite itself."""
+    """Name of the batch's tensor that is not finite itself."""
 
     def __str__(self) -> str:
         where = f"{self.phase} of micro-batch {self.micro_batch} on rank {self.rank}"
@@ -48,7 +48,7 @@ class Origin:
 
 
 class Watch:
-    """Notes the first value that is not finite in this rank's forward and backward passes."""
+    """Records the first value that is not finite in this rank's forward and backward passes."""
 
     def __init__(self, state: GradientState) -> None:
         self.state, self.micro_batch = state, 0
@@ -65,7 +65,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Hooks on every module's output and on every whole parameter's gradient."""
+        """Add hooks to every module's output and every whole parameter's gradient."""
         model = self.state.sharded.module
         handles = [
             module.register_forward_hook(self._after_forward(name))
@@ -102,10 +102,10 @@ def locate(
     step: int,
     nominal: float,
 ) -> Origin | None:
-    """Run the step's micro-batches again and say where the first bad value came up.
+    """Run the step's micro-batches again and return where the first non-finite value appeared.
 
-    All ranks must call and get the same; None where the second pass was clean (a transient
-    fault). `ids` are this rank's samples by micro-batch, `step` counts from 1.
+    All ranks must call, and all get the same result; None where the second pass was clean (a
+    transient fault). `ids` are this rank's samples by micro-batch; `step` counts from 1.
     """
     watch, seen = Watch(state), []
 
@@ -143,7 +143,7 @@ def _first_of_all_ranks(mine: Origin | None) -> Origin | None:
 
 
 def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> Origin | None:
-    """Gradients that were finite on every rank and overflowed when they were summed."""
+    """Return the origin for gradients that were finite on every rank and overflowed when summed."""
     bad = [
         name
         for name, parameter in state.sharded.module.named_parameters()
@@ -179,7 +179,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bad_inputs(batch: Batch) -> dict[str, list[int]]:
-    """Tensor of the batch → its rows with values that are not finite, where it has any."""
+    """Return tensor of the batch → its rows with values that are not finite."""
     floating = {n: t.reshape(len(t), -1) for n, t in batch.items() if t.is_floating_point()}
     bad = {n: (~torch.isfinite(t).all(1)).nonzero().flatten().tolist() for n, t in floating.items()}
     return {name: rows for name, rows in bad.items() if rows}

@@ -19,15 +19,15 @@ DIGITS = 8
 
 @dataclass(slots=True, kw_only=True)
 class Recorder:
-    """Measures one step: begin before the optimizer's update, watch it, finish after it."""
+    """Measures one step: call `begin` before the optimizer's update and `finish` after it."""
 
     state: GradientState
     optimizer: ShardOptimizer
     before: dict[str, Tensor] = field(default_factory=dict)
-    """Copies of this rank's shards before the update, of the parameters it is at."""
+    """Copies of this rank's shards, of the parameters that are being updated."""
     rows: dict[str, int] = field(default_factory=dict)
     columns: Tensor | None = None
-    """float64 [parameters, 5] of this rank."""
+    """Statistics of this rank, float64 [parameters, 5]."""
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -60,7 +60,7 @@ class Recorder:
             row[WEIGHT] = torch.linalg.vector_norm(old).square()
 
     def finish(self) -> dict[str, Any]:
-        """The `gradients` event, the same on every rank. All ranks must call."""
+        """Return the `gradients` event, the same on every rank. All ranks must call."""
         assert self.columns is not None
         return _event(self.state, _over_all_ranks(self.columns, self.state))
 
@@ -100,7 +100,7 @@ def _short(value: float) -> float:
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:
-    """The `parameters` event: what the columns of `gradients` events stand for."""
+    """Return the `parameters` event, which names the columns of `gradients` events."""
     views = list(read(model))
     return {
         "names": [view.name for view in views],
