@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and how a run takes it up again, under any plugin and world size.
+"""The content of a checkpoint, and resuming from one under any plugin and world size.
 
 Tensors are addressed by parameter name; everything else is in the manifest, as JSON.
 """
@@ -46,23 +46,23 @@ from colotrain.torch_internals import is_persistent
 
 
 def save(run: Run) -> None:
-    """Begin to write a checkpoint of the steps done so far, once.
+    """Begin to write a checkpoint of the steps done so far, unless it exists already.
 
-    The end of a smoke run is not saved: its first step was, and that was read back.
+    The end of a smoke run is not saved: its first step was, and that checkpoint was read back.
     """
     if not run.plan.checkpoint.enabled or run.saved_step == run.step:
         return
     if run.plan.smoke and run.step == run.plan.train.max_steps:
         return
     run.at("checkpoint")
-    # what rests on disk is not copied to memory: it is written before training goes on
+    # tensors on disk are not copied to memory but written before training continues
     background = run.tiers is None or not run.tiers.placement.streams
     run.saver.begin(pieces(run), manifest_of(run), background=background)
     run.saved_step = run.step
 
 
 def try_saving(run: Run) -> None:
-    """Find what cannot be saved right after the first update, rather than at the first save.
+    """Find state that cannot be saved right after the first update, not at the first save.
 
     All ranks must call.
     """
@@ -76,17 +76,17 @@ def try_saving(run: Run) -> None:
 def finish_saving(run: Run) -> None:
     """Wait until the last checkpoint is written. All ranks must call.
 
-    That it could not be is an error here: the run ends, and would be taken for saved.
+    A failed save is an error here: the run ends and must not look as if it were saved.
     """
     run.at("checkpoint")
     error = run.saver.wait()
-    dist.barrier()  # rank 0, which keeps the store, stays until all know
+    dist.barrier()  # rank 0 hosts the store and must not end before the others
     if error is not None:
         raise unsaved(run, run.saved_step, error)
 
 
 def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
-    """The run ends, and its last checkpoint could not be written."""
+    """Return the error for a run that ends and whose last checkpoint could not be written."""
     return ColotrainError(
         f"checkpoint of step {step}: {problem}",
         f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
@@ -94,9 +94,9 @@ def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
 
 
 def pieces(run: Run) -> list[Piece]:
-    """This rank's part of the state after `run.step` steps; together the ranks hold all of it.
+    """Return this rank's part of the state after `run.step` steps; all ranks' parts are the whole.
 
-    What several ranks hold alike is written by one of them, chosen by name. All ranks must call.
+    One rank, chosen by name, writes what several ranks hold alike. All ranks must call.
     """
     trained = {f"model.{name}" for name in run.optimizer.shards}
     tensors = _tensors(run, unchanged(run))
@@ -125,7 +125,7 @@ def pieces(run: Run) -> list[Piece]:
 
 
 def own_name(run: Run, name: str) -> str:
-    """The name of what this rank holds otherwise than rank 0, which has the plain name."""
+    """Return the name of a tensor of this rank that differs from rank 0's (the plain name)."""
     return f"rank.{run.rank}.{name}"
 
 
@@ -136,7 +136,7 @@ def _buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
 
 
 def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
-    """Buffers that are not what they are on rank 0, as running means of each rank's own batches."""
+    """Return buffers that differ from rank 0's, such as running means over a rank's batches."""
     names = _buffers(run, tensors)
     if not names:
         return []
@@ -147,7 +147,7 @@ def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
 
 
 def manifest_of(run: Run) -> Manifest:
-    """Everything beside the tensors, as it is after `run.step` steps."""
+    """Return everything but the tensors, as it is after `run.step` steps."""
     spared = tuple(sorted(unchanged(run)))
     return Manifest(
         step=run.step,
@@ -175,26 +175,26 @@ def _versions() -> dict[str, str]:
     found = {"torch": torch.__version__, "numpy": np.__version__}
     try:
         found["colotrain"] = metadata.version("colotrain")
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # run from a source tree
         found["colotrain"] = "unknown"
     return found | {"python": platform.python_version()}
 
 
 def step_of(path: Path | None) -> int:
-    """Steps done in a checkpoint; 0 without one."""
+    """Return the number of steps done in a checkpoint; 0 without one."""
     return read_manifest(path).step if path else 0
 
 
 def left_out(path: Path) -> tuple[str, ...]:
-    """Parameters that a checkpoint does not hold: they are what the run began with."""
+    """Return parameters that a checkpoint leaves out: they have the values the run began with."""
     return read_manifest(path).left_out
 
 
 def restore(run: Run, path: Path) -> None:
     """Read a checkpoint into `run`. All ranks must call.
 
-    Optimizer state that it does not hold is left to the optimizer, which begins it at the
-    parameter's next update; a model parameter that is missing is an error.
+    The optimizer creates state that is not in the checkpoint at a parameter's next update; a model
+    parameter that is missing is an error.
     """
     manifest = read_manifest(path)
     check_batch(manifest, path, run.plan.batch.global_batch)
@@ -235,14 +235,14 @@ def restore(run: Run, path: Path) -> None:
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
     _take_progress(run, manifest)
-    if path.parent == run.rundir.checkpoints:  # another run's checkpoint is none of this run's
+    if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
         run.saved_step = run.step
     if run.rank == 0:
         run.events.write("resumed", step=run.step, path=str(path))
 
 
 def _other_samples(run: Run, manifest: Manifest) -> list[str]:
-    """Settings that decide which sample stands where, and are not those of the checkpoint."""
+    """Return settings that decide the order of samples and differ from the checkpoint's."""
     now, then = to_plain(run.plan), manifest.plan
     keys = [("train", "seed"), *(("data", key) for key in (*now["data"], *then.get("data", {})))]
     return [
@@ -253,10 +253,10 @@ def _other_samples(run: Run, manifest: Manifest) -> list[str]:
 
 
 def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
-    """Make state to be read for what the checkpoint has it of, and forget that of all others.
+    """Make state for the parameters whose state is in the checkpoint; drop that of all others.
 
-    Zeros would not do for these: not every optimizer begins with them. State of which a part is
-    missing is another optimizer's.
+    Zeros would be wrong for the others, because not every optimizer begins with zeros. If a part of
+    a parameter's state is missing, the checkpoint's is another optimizer's.
     """
     optimizer = run.optimizer
     names = [n.removeprefix(PLAIN) for n in stored]
@@ -280,9 +280,9 @@ def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
 
 
 def unchanged(run: Run) -> set[str]:
-    """Parameters that the plan leaves out of checkpoints: those that never train.
+    """Return the parameters that the plan leaves out of checkpoints: those that never train.
 
-    What an earlier checkpoint held is kept, for it may have trained before it was frozen.
+    A parameter from an earlier checkpoint is kept, as it may have trained before it was frozen.
     """
     if run.plan.checkpoint.content == "all":
         return set()
@@ -291,7 +291,7 @@ def unchanged(run: Run) -> set[str]:
 
 
 def _began_with(run: Run) -> dict[str, Any]:
-    """What decides the values of parameters that never trained."""
+    """Return the settings that decide the values of parameters that never trained."""
     model = run.plan.model
     files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
     seed = None if model.hf else run.plan.train.seed
@@ -299,7 +299,7 @@ def _began_with(run: Run) -> dict[str, Any]:
 
 
 def _less_what_is_left_out(run: Run, path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`wanted` without the parameters that are what this run began with, as the saved one did."""
+    """Return `wanted` without parameters that the checkpoint leaves out; both runs began alike."""
     manifest = read_manifest(path)
     spared = {f"model.{name}" for name in manifest.left_out}
     if spared and manifest.began_with != _began_with(run):
@@ -313,13 +313,13 @@ def _less_what_is_left_out(run: Run, path: Path, wanted: dict[str, Tensor]) -> d
 def _load(state: dict[str, Tensor], path: Path) -> None:
     try:
         dcp.load(state, storage_reader=JsonIndexReader(path))
-    except dcp.api.CheckpointException as error:  # a BaseException, which would pass for a kill
+    except dcp.api.CheckpointException as error:  # a BaseException, which would look like a kill
         rank, (cause, _) = next(iter(error.failures.items()))
         raise ColotrainError(f"{path}: rank {rank}: {cause}", "see the run's logs") from error
 
 
 def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
-    """Flat name → tensor: parameters, persistent buffers, optimizer state, generator states."""
+    """Return flat name → tensor: parameters, persistent buffers, optimizer and generator states."""
     state = {f"model.{n}": t for n, t in _of_model(run.sharded) if n not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
@@ -328,7 +328,7 @@ def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
 
 
 def _of_model(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
+    """Yield parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
     reshard(sharded)
     for name, parameter in sharded.module.named_parameters():
         yield name, parameter.detach()
@@ -352,10 +352,10 @@ def _take_progress(run: Run, manifest: Manifest) -> None:
 
 
 def choose(folder: Path, events: EventWriter) -> Path | None:
-    """The newest intact checkpoint in `folder` (which may be one itself), or None without any.
+    """Return the newest intact checkpoint in `folder` (or `folder` itself if it is one), or None.
 
-    All ranks must call and get the same; each checks a part of the files. That there are some and
-    none is intact is an error.
+    All ranks must call, and all get the same; each checks a part of the files. If there are
+    checkpoints and none is intact, that is an error.
     """
     candidates = _candidates(folder)
     for path in candidates:
@@ -375,7 +375,7 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """The same list on every rank: rank 0 looks, the others are told."""
+    """Return the same list on every rank: rank 0 looks and tells the others."""
     names: list[Any] = [None]
     if dist.get_rank() == 0:
         is_one = (folder / MANIFEST).is_file()

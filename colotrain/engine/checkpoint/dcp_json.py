@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint storage without pickles: raw tensor bytes and an index in JSON.
+"""torch.distributed.checkpoint storage without pickle: raw tensor bytes and an index in JSON.
 
-DCP's own storage pickles its index and wraps each tensor in an archive. Here nothing that is read
-names code to run, and a rank reads only the rows that it needs.
+DCP's own storage pickles its index and wraps each tensor in an archive. Here no file that is read
+can name code to run, and a rank reads only the rows that it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMA = 2
 
 
 def describe(pieces: list[Piece], written: Written, file: str) -> dict[str, Any]:
-    """What one rank wrote, as a part of the index."""
+    """Return the part of the index for what one rank wrote."""
     tensors = {}
     for piece, start in zip(pieces, written.starts, strict=True):
         box = {"offsets": piece.offsets, "sizes": list(piece.local.shape)}
@@ -44,7 +44,7 @@ def describe(pieces: list[Piece], written: Written, file: str) -> dict[str, Any]
 
 
 def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The index of all ranks' parts."""
+    """Join the parts of all ranks into one index."""
     tensors: dict[str, Any] = {}
     for part in parts:
         for name, entry in part.items():
@@ -56,7 +56,7 @@ def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint; a `ColotrainError` where it is none."""
+    """Read the index of a checkpoint; raises `ColotrainError` where it is not valid."""
     path = folder / INDEX
     try:
         document = json.loads(path.read_text("utf-8"))
@@ -149,7 +149,7 @@ class JsonIndexReader(StorageReader):
         return done
 
     def _read(self, item: ReadItem) -> Tensor:
-        """The box that `item` asks for; of dimension 0 only its rows are read."""
+        """Read the box that `item` asks for; in dimension 0 only its rows are read."""
         path, start, sizes, dtype = self.stored[item.storage_index]
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         row = math.prod(sizes[1:]) * dtype.itemsize
@@ -176,7 +176,7 @@ def _read_fully(file: Any, into: memoryview) -> int:
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, in this process. Needs no process group."""
+    """Read every tensor of a checkpoint whole, in this process, without a process group."""
     index = read_index(folder)
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it is, and every file in it with size and checksum.
+"""The manifest of a checkpoint: its description, and every file with its size and checksum.
 
-It is written last, is sealed by a checksum of its own, and is all that is needed to tell whether a
-checkpoint is complete and intact. No torch is needed here.
+It is written last and has a checksum of its own. It alone tells whether a checkpoint is complete
+and intact. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ SEAL = "sha256"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file as it was written."""
+    """Size and checksum of a file as it was written."""
 
     bytes: int
     xxh128: str
-    """Its checksum, XXH3 of 128 bits, in hexadecimal: as `xxh128sum` prints it."""
+    """Checksum of the file: 128-bit XXH3 in hexadecimal, as `xxh128sum` prints it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says about itself, beside its tensors."""
+    """The description of a checkpoint, beside its tensors."""
 
     schema: int = SCHEMA
     step: int
     optimizer_steps: int
     micro_batches: int
     loss_scale: float | None
-    """Of fp16; None in other precisions."""
+    """Loss scale of fp16; None in other precisions."""
     clean_steps: int
     world_size: int
     plugin: str
     global_batch: int
     skipped_batches: int = 0
-    """Global batches that rollbacks passed over: step k reads batch k + this many."""
+    """Global batches that rollbacks skipped: step k reads batch k + this number."""
     rollbacks: int = 0
     best_step: int | None = None
-    """The step of the best evaluation so far (`checkpoint.best`), and what it found."""
+    """Step of the best evaluation so far (`checkpoint.best`), whose value is in `best_value`."""
     best_value: float | None = None
     frozen: dict[str, str] = field(default_factory=dict)
     """Parameters that do not train in the next step, and the patterns that froze them."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """The run's plan, as data."""
+    """The run's plan, as plain data."""
     versions: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    """Parameters that are not in it: they never trained, and are what the run began with."""
+    """Parameters that are left out: they never trained and have the values the run began with."""
     began_with: dict[str, Any] = field(default_factory=dict)
-    """What decides the values of those."""
+    """Settings that decide the values of the parameters in `left_out`."""
     written_at: float
-    """Unix seconds."""
+    """Time in Unix seconds."""
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     @property
@@ -81,13 +81,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def seal(plain: dict[str, Any]) -> str:
-    """The checksum of a manifest's content, however it is laid out."""
+    """Return the checksum of a manifest's content, whatever its layout."""
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; a `ColotrainError` where it is missing, damaged or forged."""
+    """Read a checkpoint's manifest; `ColotrainError` where it is missing, damaged or forged."""
     path = folder / MANIFEST
     try:
         plain = json.loads(path.read_text("utf-8"))
@@ -105,9 +105,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage(folder: Path, *, part: int = 0, parts: int = 1, read_all: bool = True) -> str | None:
-    """What is wrong with a checkpoint (of its files, every `parts`-th from `part` on), or None.
+    """Return what is wrong with a checkpoint, or None.
 
-    Without `read_all` a look at the files' sizes has to do.
+    Every `parts`-th file from `part` on is checked. Without `read_all` only sizes are compared.
     """
     try:
         files = read_manifest(folder).files
@@ -135,19 +135,19 @@ def _damages(
 
 
 def checksum(path: Path) -> str:
-    """Of a file's content; against accidents, and so fast that saving costs training nothing."""
+    """Return the checksum of a file's content, which protects from accidents only, but is fast."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def complete(folder: Path) -> list[Path]:
-    """Checkpoints under `folder` that were written to the end, newest first."""
+    """Return the checkpoints under `folder` that were written to the end, newest first."""
     found = [path.parent for path in folder.glob(f"step-*/{MANIFEST}")]
     return sorted(found, reverse=True)
 
 
 def where_to_resume(plan: RunPlan, rundir: RunDir) -> Path:
-    """The run's own checkpoints, or before there are any, those that the plan names."""
+    """Return the folder of the run's own checkpoints or, without any, of those the plan names."""
     asked = plan.checkpoint.resume
     if asked in ("auto", "none") or complete(rundir.checkpoints):
         return rundir.checkpoints
@@ -156,7 +156,7 @@ def where_to_resume(plan: RunPlan, rundir: RunDir) -> Path:
 
 
 def check_batch(manifest: Manifest, folder: Path, global_batch: int) -> None:
-    """A `ConfigError` where the batches of a run are not those that a checkpoint counted."""
+    """Raise `ConfigError` where a run's global batch differs from the checkpoint's."""
     if manifest.global_batch != global_batch:
         key, then = "train.global_batch", manifest.global_batch
         expected = f"{then}, as in {folder}: samples would be skipped or repeated"
@@ -165,7 +165,7 @@ def check_batch(manifest: Manifest, folder: Path, global_batch: int) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Make `temporary` the folder `final`, durably; another one of this name gives way to it."""
+    """Rename the folder `temporary` to `final`, durably, in place of any older one."""
     sync(temporary)
     old = final.with_name(f".{final.name}.old")
     if final.exists():
@@ -185,9 +185,9 @@ def sync(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Put back what a `publish` that was cut off took away; remove what unfinished writes left.
+    """Restore what an interrupted `publish` moved away; delete remains of unfinished writes.
 
-    Only while nothing is being written to `folder`.
+    Call it only while no process writes to `folder`.
     """
     for old in folder.glob(".step-*.old"):
         final = folder / old.name.removeprefix(".").removesuffix(".old")
@@ -199,10 +199,10 @@ def tidy(folder: Path) -> None:
 
 
 def prune(folder: Path, *, keep: int, newest: Path, best: int | None = None) -> None:
-    """Keep `newest`, the `keep` - 1 before it, and that of step `best`; delete the rest.
+    """Keep `newest`, the `keep` - 1 before it, and the one of step `best`; delete the rest.
 
-    `newest` was just written and is good. What is of a later step was passed over as damaged
-    when the run resumed.
+    `newest` was just written and is good. Any of a later step was found damaged when the run
+    resumed.
     """
     known = complete(folder)
     kept = known[known.index(newest) :][: max(keep, 1)]
@@ -210,5 +210,5 @@ def prune(folder: Path, *, keep: int, newest: Path, best: int | None = None) -> 
     for path in set(known) - set(kept):
         grave = path.with_name(f".{path.name}.gone")
         shutil.rmtree(grave, ignore_errors=True)
-        path.rename(grave)  # a deletion that is cut off leaves no half of a checkpoint
+        path.rename(grave)  # an interrupted deletion leaves no half of a checkpoint
         shutil.rmtree(grave, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Plain data as bytes that a checkpoint holds beside its tensors: JSON, with tensors inside.
+"""Plain data as bytes, for a checkpoint: JSON, with tensors inside.
 
-What users' modules and optimizers keep (`get_extra_state()`, a step count that is an int) is
-numbers, texts, tensors, and tuples, lists, sets and dicts of these. Reading it never executes code.
+State of users' modules and optimizers (`get_extra_state()`, a step count that is an int) consists
+of numbers, texts, tensors, and tuples, lists, sets and dicts of these. Reading never executes code.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAPPING_NAMES = {name: kind for kind, name in _MAPPINGS.items()}
 
 
 def encode(value: Any) -> Tensor:
-    """`value` as bytes (uint8 [n]); a `TypeError` names the first thing in it that is not plain."""
+    """Return `value` as bytes (uint8 [n]); `TypeError` names the first item that is not plain."""
     text = json.dumps(_plain(value, "it"), separators=(",", ":"))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def decode(data: Tensor) -> Any:
-    """What `encode` was given; a `ValueError` where it was not."""
+    """Return what was given to `encode`; `ValueError` where `data` is not from `encode`."""
     try:
         return _value(json.loads(bytes(data.tolist()).decode()))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run that is no tensor: modules' extra state, and the optimizer's."""
+"""The state of a run that is not tensors: modules' extra state, and the optimizer's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from colotrain.engine.run_state import Run
 from colotrain.errors import ColotrainError
 
 PLAIN = "json."
-"""Begins the names of data that is no tensor: `json.model.NAME` beside `model.NAME`."""
+"""Prefix of names of plain data: `json.model.NAME` beside `model.NAME`."""
 EXTRA = "_extra_state"
 
 
 def encoded(run: Run) -> dict[str, Tensor]:
-    """Flat name → plain data as bytes; a `ColotrainError` where something is not plain."""
+    """Return flat name → plain data as bytes; `ColotrainError` where a value is not plain."""
     found = {}
     for name, value in _plain_values(run):
         try:
@@ -30,7 +30,7 @@ def encoded(run: Run) -> dict[str, Tensor]:
 
 
 def _plain_values(run: Run) -> Iterator[tuple[str, Any]]:
-    """Flat name → data that is no tensor by itself: modules' extra state and the optimizer's."""
+    """Yield flat name and plain data: modules' extra state, and the optimizer's."""
     for path, module in _with_extra_state(run.sharded.module):
         yield f"model.{path}.{EXTRA}" if path else f"model.{EXTRA}", module.get_extra_state()
     for name, values in run.optimizer.plain_state().items():
@@ -66,7 +66,7 @@ def _cannot_be_saved(run: Run, name: str, error: TypeError) -> ColotrainError:
 
 
 def as_stored(stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Where the plain data of a checkpoint is read to: it may be of another length by now."""
+    """Return tensors to read plain data into; their lengths are the checkpoint's."""
     return {name: bytes_of(entry) for name, entry in stored.items() if name.startswith(PLAIN)}
 
 
@@ -75,7 +75,7 @@ def bytes_of(entry: Any) -> Tensor:
 
 
 def take(run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool) -> None:
-    """Give modules and the optimizer the plain data of a checkpoint."""
+    """Set the plain data of a checkpoint in modules and the optimizer."""
     modules = dict(run.sharded.module.named_modules())
     for full, data in loaded.items():
         if not full.startswith(PLAIN):

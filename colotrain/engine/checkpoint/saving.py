@@ -1,12 +1,13 @@
-"""Saving behind training's back: a thread that writes what does not change, one save at a time.
+"""Saving in the background: a thread writes state that does not change, one save at a time.
 
-Parameters and optimizer state stay as they are until the next update, so they are written from
-where they lie while the next step's gradients are made. What is not written when the update comes
-is copied first; so is, at once, what may change earlier or lies on a GPU.
+Parameters and optimizer state do not change until the next update, so the thread writes them from
+where they are while training computes the next step's gradients. What is not written when the
+update comes is copied first. State that may change earlier or is on a GPU is copied at once.
 
-No collective is used, which could meet one of training's: each rank writes its own file and tells
-the outcome through the process group's store; rank 0 publishes the checkpoint once all have. Into
-a temporary folder, every file synced and in the manifest with its checksum; then it is renamed.
+The thread uses no collective, which could get mixed up with training's. Each rank writes its own
+file and reports the outcome through the process group's store; rank 0 publishes the checkpoint once
+all have. All ranks write into a temporary folder, which is renamed when every file is synced and in
+the manifest with its checksum.
 """
 
 from __future__ import annotations
@@ -55,36 +56,36 @@ from colotrain.spec.plan import RunPlan
 from colotrain.torch_internals import default_store
 
 SLOWEST_BYTES_PER_S = 10e6
-"""A disk slower than this is taken for one that hangs."""
+"""Bytes per second below which a disk counts as hanging."""
 LINGER_S = 60.0
 LONGEST_POLL_S = 0.5
 SHARE_OF_FREE_MEMORY = 0.9
 
 _numbers = itertools.count()
-"""Of saves in this process, the same on every rank: names in the store and on the disk."""
+"""Numbers of this process's saves, the same on every rank, for names in the store and on disk."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """One checkpoint that is being written."""
+    """A checkpoint that is being written."""
 
     number: int
     final: Path
     temporary: Path
     pieces: list[Piece]
-    """Exchanged for copies in `turns`."""
+    """Parts of the state to write; pieces are replaced by copies in `turns`."""
     layout: Layout
     turns: Turns
     manifest: Manifest
     started: float
     deadline: float
     stall_s: float = 0.0
-    """Time that training stood still for it."""
+    """Seconds for which training waited for this save."""
     error: str | None = None
     thread: threading.Thread | None = None
 
     def part(self, rank: int) -> Path:
-        """What a rank wrote, for rank 0 to put together."""
+        """Return the path where `rank` describes what it wrote, for rank 0 to join."""
         return self.temporary / f"__{rank}.json"
 
 
@@ -96,18 +97,18 @@ class Saver:
     rundir: RunDir
     events: EventWriter
     token: str
-    """The same on every rank, and another one in each attempt."""
+    """Random text, the same on every rank and different in each attempt."""
     beat: Callable[[], None] = lambda: None
-    """Called again and again while training waits for the disk."""
+    """Function called repeatedly while training waits for the disk."""
     began_at: float = field(default_factory=time.monotonic)
-    """When the last save began, or this attempt."""
+    """Monotonic seconds at which the last save, or else this attempt, began."""
     current: Save | None = None
     image: Tensor | None = None
-    """Where copies lie as they will in the file; takes memory only once there are any."""
+    """Memory for copies, laid out like the file; pages take memory once copies are written."""
 
     @staticmethod
     def make(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Saver:
-        """All ranks must call."""
+        """Make a saver. All ranks must call."""
         token = [os.urandom(4).hex()]
         dist.broadcast_object_list(token)
         return Saver(plan=plan, rundir=rundir, events=events, token=token[0])
@@ -117,11 +118,11 @@ class Saver:
         return 0 < self.plan.checkpoint.every_s <= time.monotonic() - self.began_at
 
     def begin(self, pieces: list[Piece], manifest: Manifest, *, background: bool = True) -> None:
-        """Save the state that `pieces` describe, which may change once this returns.
+        """Save the state that `pieces` describe. The state may change once this returns.
 
-        Those that last may not before `before_update`. Without `background` it returns when the
-        checkpoint is written. Waits for the save before. A save that fails is announced and
-        otherwise without effect.
+        Only pieces that last must not change before `before_update`. Without `background` it
+        returns when the checkpoint is written. Waits for the save before. A failed save is
+        announced and has no other effect.
         """
         started, self.began_at = time.perf_counter(), time.monotonic()
         self.wait()
@@ -141,7 +142,7 @@ class Saver:
         save.thread.start()
 
     def before_update(self) -> None:
-        """Let the state change: copy what the save in flight has not written of it."""
+        """Allow the state to change: copy the part that the current save has not written yet."""
         save = self.current
         if save is None or save.thread is None or not save.thread.is_alive():
             return
@@ -152,7 +153,7 @@ class Saver:
         save.stall_s += time.perf_counter() - started
 
     def wait(self) -> str | None:
-        """Wait for the save in flight; returns what went wrong with the last one, or None."""
+        """Wait for the current save; returns the error of the last one, or None."""
         save = self.current
         if save is None or save.thread is None:
             return save.error if save else None
@@ -162,7 +163,7 @@ class Saver:
         return save.error
 
     def _waiting(self, save: Save) -> None:
-        """Training stands still for a save: no longer than its deadline."""
+        """Called while training waits for a save, which may take no longer than its deadline."""
         self.beat()
         if time.monotonic() > save.deadline:
             raise ColotrainError(
@@ -172,14 +173,14 @@ class Saver:
             )
 
     def linger(self) -> None:
-        """Give a save in flight its time although the run has failed; nothing is raised."""
+        """Give the current save time to end although the run has failed; never raises."""
         if self.current is not None and self.current.thread is not None:
             self.current.thread.join(LINGER_S)
 
     def _new(self, pieces: list[Piece], manifest: Manifest) -> Save:
         number, final = next(_numbers), self.rundir.checkpoint(manifest.step)
         num_bytes, now = sum(piece.local.nbytes for piece in pieces), time.monotonic()
-        # of this attempt alone: nobody has to wait until an old one of the name is removed
+        # unique to this attempt, so that no old folder of this name must be removed first
         label = f".{final.name}.{self.token}-{number}.tmp"
         return Save(
             number=number,
@@ -197,7 +198,7 @@ class Saver:
         )
 
     def _make_room(self, save: Save) -> bool:
-        """Whether there is memory to copy all of it."""
+        """Allocate memory to copy the whole state; returns whether there is enough."""
         room = save.layout.num_bytes
         if self.image is None or len(self.image) < room:
             self.image = None  # freed before the new one is made
@@ -207,7 +208,7 @@ class Saver:
         return True
 
     def _copy(self, save: Save, chosen: list[int]) -> None:
-        """Exchange pieces for copies that lie in the image."""
+        """Replace pieces by copies in the image."""
         assert self.image is not None
         for index in chosen:
             piece, start = save.pieces[index], save.layout.starts[index]
@@ -216,7 +217,7 @@ class Saver:
             save.pieces[index] = replace(piece, local=local, is_copy=True)
 
     def _carry_out(self, save: Save, beat: Callable[[], None]) -> None:
-        """Write this rank's part and learn the outcome of all. Never raises."""
+        """Write this rank's part and wait for the outcome of all. Never raises."""
         rank, store = dist.get_rank(), own_store()
         try:
             try:
@@ -230,7 +231,7 @@ class Saver:
                 self._tell(save)
             else:
                 save.error = _await(store, f"checkpoint/{save.number}", save, beat)
-        except Exception as error:  # a bug, or the store has gone with its rank
+        except Exception as error:  # a bug, or rank 0 has ended and the store with it
             save.error = f"rank {rank}: {type(error).__name__}: {error}"
             traceback.print_exc(file=sys.stderr)
 
@@ -249,7 +250,7 @@ class Saver:
         write_atomically(save.part(rank), json.dumps(part))
 
     def _publish(self, save: Save) -> str | None:
-        """Rank 0: put the parts together and rename; returns what went wrong."""
+        """On rank 0, join the parts and rename the folder; returns the error, if any."""
         try:
             ranks = range(dist.get_world_size())
             parts = [json.loads(save.part(rank).read_text("utf-8")) for rank in ranks]
@@ -263,7 +264,7 @@ class Saver:
             publish(save.temporary, save.final)
         except OSError as error:
             return f"rank 0: {error}"
-        with suppress(OSError):  # what cannot be deleted now will be after the next save
+        with suppress(OSError):  # what cannot be deleted now is deleted after the next save
             best, keep = save.manifest.best_step, self.plan.checkpoint.keep
             prune(self.rundir.checkpoints, keep=keep, newest=save.final, best=best)
         return None
@@ -281,22 +282,22 @@ class Saver:
 
 
 def _pages(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Memory that begins at a page."""
+    """Allocate memory that begins at a page."""
     if pinned:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # writing is cheaper from few large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)  # writing from few large pages is cheaper
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def own_store() -> Any:
-    """A connection of its own: another thread's wait must not hold up this one's."""
+    """Make another connection to the store: another thread's wait must not block this one's."""
     return default_store().clone()
 
 
 def _outcomes(store: Any, save: Save, beat: Callable[[], None]) -> str | None:
-    """The first error of any rank, once all have told."""
+    """Wait for the outcome of every rank; returns the first error."""
     told = [
         _await(store, f"checkpoint/{save.number}/{rank}", save, beat)
         for rank in range(dist.get_world_size())
@@ -309,7 +310,7 @@ def _await(store: Any, key: str, save: Save, beat: Callable[[], None]) -> str | 
     while not store.check([key]):
         beat()
         time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, LONGEST_POLL_S)  # of a thousand ranks asking one
+        pause_s = min(1.5 * pause_s, LONGEST_POLL_S)  # a thousand ranks may ask one store
         if time.monotonic() > save.deadline:
             return f"{key}: no rank has told the outcome in time"
     return bytes(store.get(key)).decode() or None

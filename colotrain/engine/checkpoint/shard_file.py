@@ -1,7 +1,7 @@
 """One rank's part of a checkpoint as a file: the bytes of its tensors, one after the other.
 
-Written past the page cache where the file system allows it: that costs a sixth of the processor
-time, and leaves the memory of training alone.
+Writes bypass the page cache where the file system allows it (O_DIRECT): this costs a sixth of the
+processor time, and training's memory is not displaced.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from colotrain.engine.raw_bytes import bytes_of
 
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
-"""Written at once from where it lies: for each, Python's lock changes hands a few times."""
+"""Bytes per direct write from a tensor; Python's lock changes hands a few times for each."""
 POLL_S = 0.02
 ALIGNMENT = 64
-"""Where a tensor may begin in the file."""
+"""Alignment in bytes of tensors in the file."""
 BLOCK = 4096
-"""Writes past the page cache are of whole blocks, from memory that begins at a page."""
+"""Bytes per block: direct writes are whole blocks, from memory that begins at a page."""
 LARGE_BYTES = 1 << 20
-"""Tensors from here on are written from where they lie, all others through a buffer."""
+"""Tensors of at least this size are written from their own memory, others through a buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a tensor that one rank holds: rows of dimension 0, or all of it."""
+    """The part of a tensor that one rank holds: rows of dimension 0, or all of it."""
 
     name: str
     local: Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     first_row: int = 0
     must_be_finite: bool = False
     lasts: bool = False
-    """It does not change before the next update: parameters and what the optimizer holds."""
+    """Whether it changes only in updates: parameters and optimizer state."""
     is_copy: bool = False
-    """It does not change at all."""
+    """Whether it is a copy, which never changes."""
 
     @property
     def offsets(self) -> list[int]:
@@ -57,28 +57,29 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What lies where in the file."""
+    """Positions of the pieces in a written file."""
 
     starts: tuple[int, ...]
-    """Of each piece, in bytes."""
+    """Position of each piece, in bytes."""
     num_bytes: int
     checksum: str
-    """xxh3-128 of the file, in hexadecimal."""
+    """128-bit XXH3 of the file, in hexadecimal."""
 
 
 class NotFinite(ValueError):
-    """A value that must never replace a good one."""
+    """A value is not finite and must never replace a good one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each piece lies in a file, and in an image of it in memory.
+    """Positions of the pieces in a file, and in an image of the file in memory.
 
-    Large pieces lie in their blocks as they do in their pages, and so can be written from there.
+    Large pieces have the same offset in a block of the file as in a page of memory, so that they
+    can be written directly from there.
     """
 
     starts: tuple[int, ...]
-    """Of each piece, in bytes."""
+    """Position of each piece, in bytes."""
     num_bytes: int
 
     @staticmethod
@@ -98,17 +99,17 @@ def _address(tensor: Tensor) -> int:
 
 
 class Turns:
-    """Whose turn it is with the pieces: the writer's, window by window, or training's."""
+    """A lock on the pieces, for the thread that writes them window by window and for training."""
 
     def __init__(self) -> None:
         self.next = 0
-        """The first piece of which something is still to be read."""
+        """Index of the first piece that is not read to its end."""
         self._lock, self._free = threading.Lock(), threading.Event()
         self._free.set()
 
     @contextmanager
     def read(self, index: int) -> Iterator[None]:
-        """The writer's: pieces from `index` on stay as they are until this is left."""
+        """Lock for the writer: pieces from `index` on do not change inside the context."""
         self._free.wait()
         with self._lock:
             self.next = index
@@ -116,9 +117,9 @@ class Turns:
 
     @contextmanager
     def exchange(self, waiting: Callable[[], None] = lambda: None) -> Iterator[int]:
-        """Training's: pieces from the one that this gives on may be exchanged for copies.
+        """Lock for training: inside, pieces from the yielded index on may be replaced by copies.
 
-        `waiting` is called again and again until the window that is being written is done.
+        `waiting` is called repeatedly until the window that is being written is done.
         """
         self._free.clear()
         try:
@@ -140,15 +141,15 @@ def write_pieces(
     turns: Turns | None = None,
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> Written:
-    """Write and sync the file `path`; OSError where that fails, NotFinite where a value is bad.
+    """Write and sync the file `path`. Raises OSError, or NotFinite for a bad value.
 
-    `report` is told how many bytes were written since it was last called. At most `BUFFER_BYTES`
-    are held beside the tensors. `pieces` may be exchanged for equal ones in `turns`.
+    `report` is called with the bytes written since its last call. At most `BUFFER_BYTES` are used
+    beside the tensors. `pieces` may be replaced by equal ones in `turns`.
     """
     layout, turns = layout or Layout.of(pieces), turns or Turns()
     checksum, handle, done = xxhash.xxh3_128(), _create(path), 0
     try:
-        with closing(_windows(pieces, layout, turns)) as windows:  # it holds a turn where one fails
+        with closing(_windows(pieces, layout, turns)) as windows:  # on error it may hold the lock
             for window in windows:
                 inside = window[: layout.num_bytes - done]
                 checksum.update(inside)
@@ -163,7 +164,7 @@ def write_pieces(
 
 
 def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memoryview]:
-    """The file's content in whole blocks that begin at a page; each valid until the next."""
+    """Yield the file's content in whole blocks, page-aligned; each is valid until the next."""
     buffer = mmap.mmap(-1, BUFFER_BYTES)
     with memoryview(buffer) as view, closing(_parts(pieces, layout, turns)) as parts:
         filled = 0
@@ -188,7 +189,7 @@ def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[mem
 
 
 def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memoryview]:
-    """The file's content, whole blocks apart where they begin at a page; each until the next."""
+    """Yield the file's content, aligned whole blocks separately; each is valid until the next."""
     end = 0
     for index, start in enumerate(layout.starts):
         if start > end:
@@ -210,7 +211,7 @@ def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memor
 
 
 def _start_of(data: memoryview) -> int:
-    """The address of what `data` shows."""
+    """Return the address of the first byte of `data`."""
     return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
 
 
@@ -220,7 +221,7 @@ def _check(piece: Piece, part: memoryview) -> None:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether every value is; mostly told by the sum, which is the fastest thing to compute."""
+    """Whether every value is finite. The sum, which is fast to compute, usually tells."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     dtype = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
@@ -232,7 +233,7 @@ def _create(path: Path) -> int:
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which says that it cannot be had here
+        if error.errno != errno.EINVAL:  # EINVAL means that O_DIRECT is not supported
             raise
         return os.open(path, flags, 0o600)
 
