@@ -1,1 +1,1 @@
-"""Every picture and table of a run."""
+"""Charts, tables and text views of a run."""

@@ -1,8 +1,8 @@
-"""Small charts in text: every function turns numbers into lines of a given width.
+"""Small text charts: each function turns numbers into lines of a given width.
 
-Meaning never rests on colour alone: levels are heights and states are symbols of their own. The
-colours are those of Okabe and Ito ("Color Universal Design", 2008); heat goes through stops of
-cividis (Nuñez, Anderton and Renslow 2018), which people with colour-vision deficiency read alike.
+Meaning never depends on colour alone: levels are heights and states have symbols of their own. The
+colours are those of Okabe and Ito ("Color Universal Design", 2008); the heat map uses colours of
+cividis (Nuñez, Anderton and Renslow 2018), which look alike with colour-vision deficiency.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STATUS_STYLES = {
 }
 WEIGHT = ("nonfinite", "trained", "zero", "unused", "frozen")
 ASCII = str.maketrans("▁▂▃▄▅▆▇█◆·…→×│", "._-:=+*#@.~>x|")
-"""The same for outputs without Unicode."""
+"""Translation of the symbols for outputs without Unicode."""
 
 T = TypeVar("T")
 Pairs = Sequence[tuple[int, float]]
@@ -43,9 +43,9 @@ Pairs = Sequence[tuple[int, float]]
 def chart(
     series: Pairs, marks: Pairs = (), *, width: int, height: int, log: bool = False
 ) -> list[Text]:
-    """`series` as columns of `height` lines; `marks` at their step and value.
+    """Draw `series` as columns, `height` lines high, with `marks` at their steps and values.
 
-    `log` is kept to where every value is above zero. A value that is not finite is a `!`.
+    `log` is ignored unless all values are above zero. A value that is not finite is drawn as `!`.
     """
     plot_width = max(1, width - 8)
     columns = _columns(series, plot_width)
@@ -64,7 +64,7 @@ def chart(
 
 
 def spark(series: Pairs, *, width: int) -> Text:
-    """One line without labels."""
+    """Draw `series` as one line without labels."""
     columns = _columns(series, width)
     values = [value for value in columns if math.isfinite(value)]
     if not values:
@@ -73,7 +73,7 @@ def spark(series: Pairs, *, width: int) -> Text:
 
 
 class _Scale:
-    """Values → eighths of a line, from the bottom."""
+    """Maps values to heights in eighths of a line, from the bottom."""
 
     def __init__(self, low: float, high: float, height: int, *, log: bool) -> None:
         self.low, self.high, self.height, self.log = low, high, height, log
@@ -88,7 +88,7 @@ class _Scale:
 
 
 def _columns(series: Pairs, width: int) -> list[float]:
-    """Means of equal parts of the series; a part with a value that is not finite is NaN."""
+    """Return the means of `width` equal parts; a part with a non-finite value is non-finite."""
     num = len(series)
     if num == 0:
         return []
@@ -112,7 +112,7 @@ def _chart_row(columns: Sequence[float], row: int, scale: _Scale) -> Text:
 
 
 def _line(cells: Iterable[tuple[str, str]]) -> Text:
-    """(text, style) pairs as one line; neighbours of one style become one span."""
+    """Join (text, style) pairs into a line; neighbours of the same style become one span."""
     runs = groupby(cells, key=lambda cell: cell[1])
     return Text.assemble(*(("".join(text for text, _ in run), style) for style, run in runs))
 
@@ -122,7 +122,7 @@ def _column_of(step: int, first: int, last: int, width: int) -> int:
 
 
 def _put(lines: list[Text], column: int, row: int) -> None:
-    """Replace one character, counted from the left and from the bottom, by a mark."""
+    """Replace one character by a mark; columns count from the left, rows from the bottom."""
     at = len(lines) - 1 - row
     line = lines[at]
     if column < len(line):
@@ -135,7 +135,7 @@ def _labelled(value: float | None, line: Text) -> Text:
 
 
 def bar(value: float, *, of: float, width: int, style: str = SKY, mark: float = 0) -> Text:
-    """A bar of `width`, full at `of`, with a line at `mark`."""
+    """Draw a bar of `width`, full at `of`, with a vertical line at `mark`."""
     filled = round(width * min(1.0, value / of)) if of > 0 else 0
     filled = max(filled, 1 if value > 0 else 0)
     line = Text.assemble(("█" * filled, style), ("·" * (width - filled), "dim"))
@@ -145,7 +145,7 @@ def bar(value: float, *, of: float, width: int, style: str = SKY, mark: float = 
 def stacked_bar(
     parts: Sequence[tuple[str, float]], *, of: float, width: int, mark: float = 0
 ) -> Text:
-    """As `bar`, of the sum of `parts`, in which every part has its share as in `stacked`."""
+    """Draw the sum of `parts` like `bar`, and divide the bar among the parts like `stacked`."""
     value = sum(size for _, size in parts)
     filled = max(1, round(width * min(1.0, value / of))) if of > 0 else 0
     line = stacked(parts, width=filled).append("·" * (width - filled), "dim")
@@ -153,7 +153,7 @@ def stacked_bar(
 
 
 def _marked(line: Text, mark: float, *, of: float) -> Text:
-    """With a line at `mark`, where the whole is `of`."""
+    """Add a vertical line at `mark`, where the full width is `of`."""
     if not 0 < mark <= of:
         return line
     at = min(len(line) - 1, round(len(line) * mark / of))
@@ -161,7 +161,7 @@ def _marked(line: Text, mark: float, *, of: float) -> Text:
 
 
 def stacked(parts: Sequence[tuple[str, float]], *, width: int) -> Text:
-    """One bar in which every part has its share, its first letter, and a colour."""
+    """Draw one bar in which each part has its share, its first letter, and a colour."""
     total, line, done = sum(value for _, value in parts), Text(), 0.0
     if total <= 0:
         return line
@@ -173,16 +173,16 @@ def stacked(parts: Sequence[tuple[str, float]], *, width: int) -> Text:
 
 
 SMALL = 0.5
-"""A bar of less than this share of its limit is drawn on a scale of its own."""
+"""Bars below this share of their limit are drawn on a smaller scale."""
 
 
 def scale_of(most: float, limit: float) -> float:
-    """What the width of bars stands for: the limit, or less where they would be hard to see."""
+    """Return the value at full bar width: the limit, or less if bars would be too short to see."""
     return max(limit, most, 1) if most >= SMALL * limit else max(1.5 * most, 1)
 
 
 def heat_lines(heat: Heat, *, width: int, height: int) -> list[Text]:
-    """A line per layer (or several layers) and a column per record, the newest on the right."""
+    """Draw a line per layer or group of layers and a column per record, the newest rightmost."""
     if not heat.steps or height < 1:
         return [Text("no gradient records yet", style="dim")][: max(0, height)]
     layers = _grouped_layers(heat.layers, height)
@@ -228,14 +228,14 @@ def _grouped_layers(layers: Sequence[str], height: int) -> list[tuple[str, list[
 
 
 def _grouped(items: list[T], most: int) -> list[list[T]]:
-    """At most so many runs of neighbours, of nearly equal length."""
+    """Split `items` into at most `most` consecutive groups of nearly equal length."""
     num = min(most, len(items))
     bounds = [i * len(items) // num for i in range(num + 1)]
     return [items[start:end] for start, end in pairwise(bounds)]
 
 
 def _joined(cells: Sequence[Cell]) -> Cell:
-    """Several layers or records as one: the weightiest status, the largest norm."""
+    """Merge several layers or records: the most serious status, the largest norm."""
     found = {cell.status for cell in cells}
     status = next((status for status in WEIGHT if status in found), "")
     norms = [cell.norm for cell in cells if cell.norm is not None]

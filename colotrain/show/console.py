@@ -1,4 +1,4 @@
-"""Where commands print: results on stdout, everything else on stderr."""
+"""Consoles of the commands: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ WIDTH_WITHOUT_TERMINAL = 120
 
 
 def stdout_console() -> Console:
-    """For a command's result, as people read it."""
+    """Return the console for a command's result in human-readable form."""
     return _console(sys.stdout)
 
 
 def stderr_console() -> Console:
-    """For everything that is not a command's result."""
+    """Return the console for everything that is not a command's result."""
     return _console(sys.stderr)
 
 
 class _Console(Console):
-    """A console whose reader may go away (`| head`) without ending what it reports on."""
+    """A console that falls silent instead of failing when its reader goes away (`| head`)."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -32,7 +32,7 @@ class _Console(Console):
 
 
 def _console(file: IO[str]) -> Console:
-    """NO_COLOR and TERM=dumb are rich's own; under CI nothing moves and nothing is coloured."""
+    """Return a console; plain under CI and in files. rich itself handles NO_COLOR and TERM=dumb."""
     plain = bool(os.environ.get("CI")) or not file.isatty()
     return _Console(
         file=file,
@@ -50,7 +50,7 @@ def _width() -> int:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout. Numbers that JSON lacks (NaN, infinity) become null."""
+    """Print one JSON document on stdout; NaN and infinity, which JSON lacks, become null."""
     json.dump(_finite(document), sys.stdout, indent=2)
     sys.stdout.write("\n")
     sys.stdout.flush()

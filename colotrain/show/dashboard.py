@@ -1,7 +1,7 @@
-"""The dashboard: a pure function of a view of a run to a picture of it.
+"""The dashboard: a pure function from a view of a run to a frame of text.
 
-Panes are laid out for the size at hand, from 80 columns up (a narrower one is one column); what a
-pane has no room for, it leaves out.
+Panes are laid out for the given size: side by side where there is room, in one column on a narrow
+terminal. A pane leaves out what it has no room for.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _LAYOUTS: dict[Focus, dict[str, list[Row]]] = {
 def render(
     scene: Scene, *, width: int, height: int, focus: Focus = "overview", footer: str = ""
 ) -> RenderableType:
-    """A frame of exactly `width` × `height`."""
+    """Return a frame of exactly `width` × `height`."""
     head = [_fitted(line, width) for line in panes.header(scene, width)]
     foot = [_fitted(Text(footer, "dim"), width)] if footer else []
     rows = _layout(focus, width, height)
@@ -108,7 +108,7 @@ def _fitted(line: Text, width: int) -> Text:
 
 
 def _shares(total: int, shares: Sequence[int]) -> list[int]:
-    """`total` cut in proportion to `shares`, without a remainder."""
+    """Divide `total` in proportion to `shares`, without a remainder."""
     whole, done, out = sum(shares), 0, []
     for share in shares:
         start, done = total * done // whole, done + share
@@ -117,7 +117,7 @@ def _shares(total: int, shares: Sequence[int]) -> list[int]:
 
 
 class _Spelled:
-    """The same in ASCII where the output has no Unicode."""
+    """Renders `inner` in ASCII if the output lacks Unicode."""
 
     def __init__(self, inner: RenderableType) -> None:
         self.inner = inner

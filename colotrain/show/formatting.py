@@ -1,4 +1,4 @@
-"""Numbers, sizes, times and texts as people read them."""
+"""Formatting of numbers, sizes, times and texts for people."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from colotrain.spec.plan import TrainPlan
 
 
 def shown(value: Any, form: str) -> str:
-    """A number in the format `form`, `-` where there is none; "nan" and "inf" as they are."""
+    """Format a number as `form`, None as `-`; "nan", "inf" and other texts stay as they are."""
     if isinstance(value, int | float):
         return format(value, form)
     return "-" if value is None else clean(str(value))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`512MiB`, `1.5GiB`; `-` for nothing."""
+    """Format bytes as `512MiB`, `1.5GiB`; `-` for 0."""
     units = ["TiB", "GiB", "MiB", "KiB", "B"]
     while num_bytes >= 1024 and len(units) > 1:
         num_bytes /= 1024
@@ -27,7 +27,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """`0.4s`, `12s`, `1m20s`, `3h05m`, `2d04h`; `-` where it is not known."""
+    """Format seconds as `0.4s`, `12s`, `1m20s`, `3h05m`, `2d04h`; `-` if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 9.95:
@@ -42,19 +42,19 @@ def format_duration(seconds: float | None) -> str:
 
 
 def epoch(step: int, train: TrainPlan) -> str:
-    """`2.31/3`: how many epochs were trained, where it is known what one is."""
+    """Format the number of trained epochs as `2.31/3`; `train.epoch_steps` must be known."""
     return (
         f"{step / train.epoch_steps:.2f}/{train.epochs or train.max_steps / train.epoch_steps:.4g}"
     )
 
 
 def clean(text: str) -> str:
-    """`text` as one line without control characters: causes hold whatever a worker raised."""
+    """Return `text` as one line without control characters: causes contain workers' output."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def quoted(value: Any) -> str:
-    """A value of a `name=value` pair, in quotes where it would not be one word."""
+    """Format the value of a `name=value` pair, with quotes unless it is a single word."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = clean(str(value))
@@ -62,7 +62,7 @@ def quoted(value: Any) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Both ends of a name: `blocks.3.a…query.weight`."""
+    """Shorten a name in the middle: `blocks.3.a…query.weight`."""
     if len(name) <= width:
         return name
     front = (width - 1) // 2

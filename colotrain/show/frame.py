@@ -1,4 +1,4 @@
-"""What a frame of the dashboard is drawn from, and what the panes conclude from it."""
+"""Input of one dashboard frame, and what the panes derive from it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from colotrain.spec.plan import RunPlan
 Focus = Literal["overview", "gradients", "ranks", "output"]
 FOCI: tuple[Focus, ...] = ("overview", "gradients", "ranks", "output")
 SLOW = 1.25
-"""A straggler needs this many times the median rank's time."""
+"""Multiple of the median rank's time above which a rank is a straggler."""
 SLOW_S = 0.005
-"""Less than this much more is noise."""
+"""Seconds above the median that count as noise."""
 SILENT_S = 30.0
-"""Least silence of a rank that is worth a word."""
+"""Seconds without a step before a rank is reported as silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A run at a moment. Only `view` and `plan` are of the run's events."""
+    """State of a run at one moment. Only `view` and `plan` are independent of the clock."""
 
     view: RunView
     plan: RunPlan
     now: float
-    """Unix seconds."""
+    """Current Unix time, or the time of a replayed frame."""
     state: str
-    """As `liveness.state`: the view's status, or dead."""
+    """Result of `liveness.state`: the view's status, or dead."""
     output: tuple[str, ...] = ()
-    """The last lines that workers wrote."""
+    """Last lines that workers wrote."""
 
     @staticmethod
     def at_last_event(view: RunView, plan: RunPlan) -> Scene:
-        """The run as its events alone tell it: a function of the view."""
+        """Return the run as of its last event, a function of the view alone."""
         return Scene(view=view, plan=plan, now=view.last_event_at or 0.0, state=view.status)
 
     @property
@@ -46,7 +46,7 @@ class Scene:
 
     @property
     def until(self) -> float:
-        """Now, or when the run ended."""
+        """Return the current time, or for an ended run the time of its end."""
         if not self.ended:
             return self.now
         return self.view.ended_at or self.view.last_event_at or self.now
@@ -57,7 +57,7 @@ class Scene:
 
 
 def stragglers(scene: Scene) -> list[tuple[RankView, str]]:
-    """Ranks that hold the others up, the worst first, each with why."""
+    """Return the ranks that hold the others up, worst first, each with the reason."""
     ranks = scene.view.ranks
     if len(ranks) < 2:
         return []
@@ -80,10 +80,10 @@ def _slowness(rank: RankView, median: float, newest: int, scene: Scene) -> str:
 
 
 def worst_parameters(view: RunView) -> list[tuple[ParameterGradient, str]]:
-    """The parameters of the newest record that deserve a look first, each with why.
+    """Return the parameters of the newest record to look at first, each with the reason.
 
-    Those that are not finite; then, in turn, the largest update ratios and the largest norms;
-    then those that are unused or zero.
+    Non-finite ones come first; then, alternating, those with the largest update ratios and the
+    largest norms; a few unused or zero ones come early and the rest of these last.
     """
     if view.gradients is None:
         return []
@@ -105,7 +105,7 @@ def worst_parameters(view: RunView) -> list[tuple[ParameterGradient, str]]:
 def _interleaved(
     first: list[tuple[ParameterGradient, str]], idle: list[tuple[ParameterGradient, str]]
 ) -> list[tuple[ParameterGradient, str]]:
-    """A few of the idle ones early, so that a short pane has them."""
+    """Insert a few unused or zero parameters early, so that a short pane shows some."""
     return [*first[:4], *idle[:3], *first[4:], *idle[3:]]
 
 

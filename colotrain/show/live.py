@@ -1,4 +1,4 @@
-"""The dashboard on a terminal: of the run that this process launches, or of any other."""
+"""The dashboard on a terminal, for the run that this process launches or for any other."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from colotrain.spec.plan import RunPlan
 
 FRAME_S = 0.25
 LOOK_S = 1.0
-"""Between looks at what is not in the events: worker output, and whether the run still lives."""
+"""Seconds between checks of what is not in the events: worker output and the launcher's state."""
 LASTING = ("restart", "failed", "note", "stopped", "resumed")
-"""Events whose message stays on the terminal after the dashboard is gone."""
+"""Events whose messages stay on the terminal after the dashboard is closed."""
 MESSAGES_KEPT = 50
 
 
 class Screen:
-    """Frames of one run on a terminal, and the keys that choose what they show."""
+    """Draws frames of one run on a terminal, and handles the keys that choose what they show."""
 
     def __init__(self, console: Console, plan: RunPlan, rundir: RunDir, *, footer: str) -> None:
         self.plan, self.rundir, self.footer = plan, rundir, footer
@@ -42,12 +42,12 @@ class Screen:
         self.focus: Focus = "overview"
         self._drawn_at = self._looked_at = -LOOK_S
         self._news: tuple[float | None, str] | None = None
-        """What the last frame was of: without news, only the clocks in it go on."""
+        """Last event time and status of the last frame; while both stay, only its clocks change."""
         self._output: tuple[str, ...] = ()
         self._state = ""
 
     def press(self, keys: str) -> bool:
-        """Follow `keys`; returns whether one of them was q."""
+        """Handle `keys`; return whether one of them was q."""
         for key in keys:
             if key == "\t":
                 self.focus = FOCI[(FOCI.index(self.focus) + 1) % len(FOCI)]
@@ -57,7 +57,7 @@ class Screen:
         return "q" in keys.lower()
 
     def draw(self, view: RunView, *, now: float | None = None, state: str | None = None) -> None:
-        """Draw a frame, unless the last one is fresh. `now` and `state` are those of a replay."""
+        """Draw a frame unless the last one is recent. `now` and `state` are given in a replay."""
         clock = time.monotonic()
         news = view.last_event_at, view.status
         if clock - self._drawn_at < (LOOK_S if news == self._news else FRAME_S * 0.9):
@@ -81,8 +81,8 @@ class Screen:
 class LiveDashboard(ProgressView):
     """Shows the run that this process launches.
 
-    As soon as the run is asked to stop, the terminal is given back and messages are printed: the
-    next Ctrl-C ends the process at once, and must not leave the terminal in disorder.
+    As soon as the run is asked to stop, the dashboard closes and messages are printed: the next
+    Ctrl-C ends the process at once, and must not leave the terminal in a broken state.
     """
 
     def __init__(self, console: Console, plan: RunPlan, rundir: RunDir) -> None:
@@ -109,14 +109,14 @@ class LiveDashboard(ProgressView):
         if not self._shown:
             self._print(told)
             return
-        if not self._yields:  # by now, the launch handles them
+        if not self._yields:  # the launch has installed its signal handlers by now
             self._yields = True
             self._screen.terminal.yield_to(signal.SIGINT, signal.SIGTERM)
         self._lasting += [event for event in told if event.kind in LASTING]
         self._screen.press(self._screen.terminal.keys())
         self._screen.draw(view, state=view.status)
         if self._rundir.stop_file.exists() or not self._screen.terminal.active:
-            self._leave()  # the launch says what happens now
+            self._leave()  # the launch prints what happens now
 
     def _leave(self) -> None:
         if not self._shown:
@@ -135,14 +135,14 @@ class LiveDashboard(ProgressView):
 
 
 def progress_for(console: Console, plan: RunPlan, rundir: RunDir) -> ProgressView:
-    """The dashboard on a terminal, plain lines elsewhere (no terminal, TERM=dumb, CI)."""
+    """Return the dashboard on a terminal, else plain lines (no terminal, TERM=dumb, CI)."""
     if not is_live(console) or not in_foreground(console):
         return PlainProgress(console, plan)
     return LiveDashboard(console, plan, rundir)
 
 
 def watch(console: Console, plan: RunPlan, rundir: RunDir, *, focus: Focus = "overview") -> None:
-    """Show a run until q is pressed, also after it has ended. The run itself is left alone."""
+    """Show a run until q is pressed, also after it has ended. The run itself is not affected."""
     reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
     screen = Screen(console, plan, rundir, footer=f"{KEYS}  q quit (training goes on)")
     screen.focus = focus
@@ -160,9 +160,9 @@ def replay(
     *,
     num_frames: int,
 ) -> None:
-    """Hand the run to `show` again, in `num_frames` parts of equal time, until it returns True.
+    """Replay a run in `num_frames` parts of equal duration, until `show` returns True.
 
-    `show` gets the view, the events that are new, and the time of the frame.
+    `show` gets the view, the new events, and the Unix time of the frame.
     """
     fold, rest = Fold(max_steps=plan.train.max_steps), deque(events)
     start, end = (events[0].t, events[-1].t) if events else (0.0, 0.0)

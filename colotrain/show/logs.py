@@ -1,4 +1,4 @@
-"""The logs of a run: the job's own, and stdout and stderr of the newest attempt's workers."""
+"""Logs of a run: the job's own, and stdout and stderr of the newest attempt's workers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean
 
 READ_BYTES = 1 << 20
-"""The most that is taken from one file at once."""
+"""Maximum number of bytes read from one file at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     name: str
-    """What stands before each of its lines."""
+    """Prefix of each line."""
     path: Path
 
 
 def sources(
     rundir: RunDir, *, job_log: Path | None = None, rank: int | None = None
 ) -> list[Source]:
-    """The logs there are now: of one rank, or of the job and all ranks.
+    """Return the existing logs: of one rank, or of the job and all ranks.
 
-    Workers say in their first event where they write to.
+    Each worker's first event has the path of its log.
     """
     found = []
     if rank is None and job_log is not None and job_log.is_file():
@@ -45,13 +45,13 @@ def sources(
 
 
 class Lines:
-    """Reads a file that grows, line by line."""
+    """Reads the lines of a growing file."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.offset = source, 0
 
     def last(self, num: int) -> list[str]:
-        """The last lines there are; `more` goes on after them."""
+        """Return the last `num` lines; `more` continues after them."""
         try:
             size = self.source.path.stat().st_size
         except OSError:
@@ -61,7 +61,7 @@ class Lines:
         return list(self.more())[cut:][-num:] if num else list(self.more())[:0]
 
     def more(self) -> Iterator[str]:
-        """Whole lines that were added since."""
+        """Yield the complete lines added since the last call."""
         try:
             with self.source.path.open("rb") as file:
                 file.seek(self.offset)

@@ -1,4 +1,4 @@
-"""The panes of the dashboard: each is a function of a scene and a size to lines of text."""
+"""Panes of the dashboard: each is a function from a scene and a size to lines of text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from colotrain.show.frame import Scene, stragglers, worst_parameters
 from colotrain.spec.memory import Ledger
 
 ROOMY = 72
-"""Columns from which a pane has room for the reasons of things."""
+"""Columns from which a pane has room for reasons."""
 
 Pane = Callable[[Scene, int, int], list[Text]]
 
@@ -47,7 +47,7 @@ STATE_STYLES = {
 
 
 def header(scene: Scene, width: int) -> list[Text]:
-    """Two lines: what runs and how it is, and how far."""
+    """Return two lines: the run's name, setup and state; its progress."""
     view, plan = scene.view, scene.plan
     world = view.world_size or plan.world_size
     what = f"{clean(plan.name)}  {plan.plugin.name}, {world} ranks on {plan.cluster.device}"
@@ -68,7 +68,7 @@ def header(scene: Scene, width: int) -> list[Text]:
 
 
 def _within(scene: Scene) -> str:
-    """How far a step, or an evaluation, that takes long is; nothing where none does."""
+    """Return the progress of a long step or evaluation that is running; empty if none is."""
     progress = scene.view.progress
     if progress is None:
         return ""
@@ -112,7 +112,7 @@ def _mfu(scene: Scene) -> Text:
 
 
 def time_split(scene: Scene, width: int, height: int) -> list[Text]:
-    """Where the time of a step goes: a bar, and as much of its legend as fits."""
+    """Draw how a step's time divides: a bar, and as many legend lines as fit."""
     times = [(name, seconds) for name, seconds in scene.view.times if seconds > 0]
     whole = sum(seconds for _, seconds in times)
     if not times or whole <= 0 or height < 1:
@@ -129,14 +129,14 @@ def time_split(scene: Scene, width: int, height: int) -> list[Text]:
 
 
 def format_duration_ms(seconds: float | None) -> str:
-    """As `format_duration`, with milliseconds below a second."""
+    """Same as `format_duration`, but in milliseconds below one second."""
     if seconds is None or not 0 <= seconds < 1:
         return format_duration(seconds)
     return f"{seconds * 1000:.0f}ms"
 
 
 def memory(scene: Scene, width: int, height: int) -> list[Text]:
-    """A bar per rank, with a line at the predicted peak; the fullest first."""
+    """Draw a bar per rank with a line at the predicted peak; show the fullest ranks."""
     view, plan = scene.view, scene.plan
     predicted = plan.memory.total
     scale = scale_of(max(predicted, *view.peak_by_rank, 0), plan.cluster.memory_bytes)
@@ -165,7 +165,7 @@ def memory(scene: Scene, width: int, height: int) -> list[Text]:
 
 
 def _prediction(scene: Scene, width: int) -> Text:
-    """The plan's ledger, the largest categories first."""
+    """Return the plan's memory breakdown, largest categories first."""
     capacity, ledger = scene.plan.cluster.memory_bytes, to_plain(scene.plan.memory)
     line = Text.assemble(("│", f"bold {ORANGE}"))
     line.append(f" predicted {format_bytes(scene.plan.memory.total)}")
@@ -178,18 +178,18 @@ def _prediction(scene: Scene, width: int) -> Text:
 
 
 NAMES = {"baseline": "torch", "buffers": "model buffers", "activations": "step"}
-"""Categories of the ledger by another name, so that no two begin with one letter."""
+"""Displayed names of memory categories, chosen so that no two begin with the same letter."""
 
 
 def _parts(ledger: Ledger | None) -> list[tuple[str, float]]:
-    """What a rank held at its peak, the largest categories first."""
+    """Return the memory breakdown of a rank at its peak, largest categories first."""
     sizes = to_plain(ledger) if ledger is not None else {}
     found = [(NAMES.get(name, name), float(size)) for name, size in sizes.items() if size > 0]
     return sorted(found, key=lambda part: -part[1])
 
 
 def _measurement(scene: Scene, width: int) -> Text:
-    """The legend of the bars, with the sizes of the rank that has the highest peak."""
+    """Return the legend of the bars, with the sizes of the rank with the highest peak."""
     ledgers = scene.view.ledgers
     rank = max(ledgers, key=lambda r: ledgers[r].total)
     line = Text(f"  measured (rank {rank})")
@@ -201,7 +201,7 @@ def _measurement(scene: Scene, width: int) -> Text:
 
 
 def _tiers(scene: Scene, width: int) -> Text:
-    """Bytes per tier of one rank, and what of the model they are."""
+    """Return one rank's bytes per tier, by category."""
     sums: dict[str, list[str]] = {}
     totals: dict[str, int] = {}
     for kind, tiers in scene.view.tiers.items():
@@ -219,7 +219,7 @@ def _tiers(scene: Scene, width: int) -> Text:
 
 
 def ranks(scene: Scene, width: int, height: int) -> list[Text]:
-    """The speed of each rank; stragglers by name, the slowest first."""
+    """Draw the speed of each rank; name the stragglers, slowest first."""
     known = scene.view.ranks
     if not known:
         return [Text("no rank has done a step yet", "dim")]
@@ -260,7 +260,7 @@ def worst(scene: Scene, width: int, height: int) -> list[Text]:
     lines[0].append("  (norm, update/weight)", "dim")
     for row, why in worst_parameters(scene.view)[: max(0, height - 1)]:
         numbers = f" {shown(row.norm, '.2e'):>8} {shown(row.update_ratio, '.1e'):>7} "
-        if width < ROOMY:  # the number it is here for
+        if width < ROOMY:  # only the number for which it is listed
             numbers = (
                 f" {shown(row.update_ratio if why.startswith('update') else row.norm, '.1e'):>7} "
             )
@@ -271,7 +271,7 @@ def worst(scene: Scene, width: int, height: int) -> list[Text]:
 
 
 def health(scene: Scene, width: int, height: int) -> list[Text]:
-    """Checkpoints, restarts with their causes, and the first thing that went wrong."""
+    """Return checkpoints, restarts with their causes, and the first error."""
     view = scene.view
     lines = [_checkpoint(scene)]
     if view.save_failure is not None:

@@ -1,4 +1,4 @@
-"""Pictures of runs with matplotlib: loss, gradient norms by layer, memory, throughput."""
+"""Plots of runs with matplotlib: loss, gradient norms by layer, memory, throughput."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from colotrain.spec.memory import Ledger
 MOST_LABELS = 16
 MIB, GIB = 1 << 20, 1 << 30
 PROCESS = "process"
-"""The category of a measured peak of which no parts are known, as of a run that rests on disk."""
+"""Category of a measured peak without a breakdown, for example if tiers on disk are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """What is drawn of one run."""
+    """Data of one run that is plotted."""
 
     name: str
     unit: str
-    """What the loss and the speed are of."""
+    """Unit of the loss and of the throughput."""
     loss: Series
     evals: Series
     throughput: Series
     heat: Heat
     predicted: dict[str, int]
-    """Bytes by category, of the rank that peaks."""
+    """Predicted bytes by category, of the rank with the highest peak."""
     measured: dict[str, int]
-    """The same of the rank that had the highest peak; empty where it was not told."""
+    """Measured bytes by category, of the rank with the highest peak; empty if unknown."""
     peak: int
-    """Bytes of that peak; 0: not known."""
+    """Bytes of the highest measured peak; 0 if unknown."""
 
 
 def read_curves(rundir: RunDir) -> Curves:
-    """The curves of a run; a run without a step is a `ColotrainError`."""
+    """Return the curves of a run; raise `ColotrainError` if it has no step."""
     view = follow(rundir)
     if not view.loss:
         fix = "name another run: `colotrain runs` shows them"
@@ -67,7 +67,7 @@ def _sizes(ledger: Ledger) -> dict[str, int]:
 
 
 def draw(runs: Sequence[Curves]) -> Any:
-    """A matplotlib Figure of the runs over one another. Needs matplotlib (ImportError)."""
+    """Return a matplotlib Figure with all runs in the same axes. Raises ImportError without it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -84,7 +84,7 @@ def draw(runs: Sequence[Curves]) -> Any:
 
 
 def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:
-    """Training loss as a line, validation loss as dots of the same colour."""
+    """Plot training loss as a line and validation loss as dots of the same colour."""
     for run in runs:
         (line,) = axes.plot(*_points(run.loss), linewidth=1, label=run.name)
         if run.evals:
@@ -93,7 +93,7 @@ def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:
 
 
 def _per(runs: Sequence[Curves]) -> str:
-    """What a loss is: of tokens a cross-entropy, of anything else the model's own."""
+    """Return the unit of the loss: nats for cross-entropy per token, else the model's own unit."""
     units = {run.unit.removesuffix("s") for run in runs}
     per = " or ".join(sorted(units))
     return "nats per token" if units == {"token"} else f"loss per {per}"
@@ -104,7 +104,7 @@ def _rate(runs: Sequence[Curves]) -> str:
 
 
 def draw_layers_over_steps(axes: Any, run: Curves) -> None:
-    """One line per layer, from the first (dark) to the last (light)."""
+    """Plot one line per layer, from the first (dark) to the last (light)."""
     from matplotlib import colormaps
 
     layers = run.heat.layers
@@ -123,7 +123,7 @@ def draw_layers_over_steps(axes: Any, run: Curves) -> None:
 
 
 def draw_layers_of_runs(axes: Any, runs: Sequence[Curves]) -> None:
-    """The last record of each run, layer by layer."""
+    """Plot the last record of each run, layer by layer."""
     layers = list(dict.fromkeys(layer for run in runs for layer in run.heat.layers))
     for run in runs:
         if not run.heat.cells:
@@ -143,9 +143,9 @@ def draw_layers_of_runs(axes: Any, runs: Sequence[Curves]) -> None:
 
 
 def draw_memory(axes: Any, runs: Sequence[Curves]) -> None:
-    """Two stacks of bytes by category per run: as predicted, and as a rank held at its peak.
+    """Plot two stacked bars of bytes by category per run: predicted and measured at the peak.
 
-    What is measured as activations is all that is there within a step only.
+    The measured activations include everything that exists only within a step.
     """
     bars = [bar for run in runs for bar in _bars(run)]
     most = max((sum(sizes.values()) for _, sizes in bars), default=0)
@@ -164,7 +164,7 @@ def draw_memory(axes: Any, runs: Sequence[Curves]) -> None:
 
 
 def _bars(run: Curves) -> list[tuple[str, dict[str, int]]]:
-    """(label, bytes by category) of the run's two stacks."""
+    """Return (label, bytes by category) of the run's two stacked bars."""
     predicted = sum(run.predicted.values())
     return [
         (f"{run.name}\npredicted\n{_size(predicted)}", run.predicted),

@@ -1,4 +1,4 @@
-"""What `colotrain run` shows elsewhere than on a terminal: greppable lines; and at the end."""
+"""Progress of `colotrain run` as greppable lines without a terminal, and its final summary."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from colotrain.spec.plan import RunPlan, TrainPlan
 
 REFRESH_PER_SECOND = 4
 SHORTEST_LINE_S, LONGEST_LINE_S = 10.0, 60.0
-"""Seconds between two lines of progress: more as the run gets older."""
+"""Limits of the seconds between two progress lines; the interval grows with the run's age."""
 LINE_SHARE = 0.01
-"""Share of a run's age after which the next line comes."""
+"""Interval between progress lines as a share of the run's age."""
 PREPARATION_LINE_S = 5.0
 RANKS_SHOWN = 8
 
 Prepare = Callable[[str, int, int], None]
-"""(what, done, total) of a long preparation; a total of 0 is not known."""
+"""Callback (what, done, total) of a long preparation; `total` is 0 if unknown."""
 
-# Event kind → the fields its plain line shows. Workers' events are shown of rank 0. What a rank
-# says of its failure has no line: the restart's cause or the command's last line tells it.
+# Event kind → fields in its plain line. Workers' events are shown for rank 0 only. A rank's failure
+# has no line: the restart's cause or the command's last line reports it.
 _LINES = {
     "launch": ("world_size", "host", "pid"),
     "started": ("attempt", "world_size", "host", "device", "step"),
@@ -56,7 +56,7 @@ _ENDS = ("stopped", "finished", "restart", "done")
 
 
 class ProgressView:
-    """Shows a run from `with` to its end; `update` takes the view and the events that are new."""
+    """Shows a run within a `with` block; `update` takes the view and the new events."""
 
     def __init__(self, console: Console, plan: RunPlan) -> None:
         self.console, self.plan = console, plan
@@ -75,15 +75,15 @@ class ProgressView:
 
 
 class PlainProgress(ProgressView):
-    """A line per event and, by `observe.log_every`, of progress; without control characters."""
+    """Prints a line per event and progress lines by `observe.log_every`; no control characters."""
 
     def __init__(self, console: Console, plan: RunPlan, *, past: bool = False) -> None:
-        """`past`: no command that carries the run out says in the end why it failed."""
+        """`past`: the run ended earlier, so its cause must be printed here."""
         super().__init__(console, plan)
         self._past = past
         self._first_at, self._printed_at = math.inf, -math.inf
         self._held: Event | None = None
-        """The newest step, where it got no line yet: it gets one if the run ends with it."""
+        """Newest step without a line yet; it is printed if the run ends with it."""
 
     def update(self, view: RunView, new_events: Sequence[Event]) -> None:
         for event in new_events:
@@ -112,7 +112,7 @@ class PlainProgress(ProgressView):
         print_plain(self.console, step_line(event, view, self.plan))
 
     def _is_time(self, t: float) -> bool:
-        """Whether what happened at `t` gets a line: the first, and then one every so often."""
+        """Whether an event at `t` gets a line: the first does, then one per interval."""
         self._first_at = min(t, self._first_at)
         pause_s = min(max(SHORTEST_LINE_S, LINE_SHARE * (t - self._first_at)), LONGEST_LINE_S)
         if t - self._printed_at < pause_s:
@@ -122,16 +122,16 @@ class PlainProgress(ProgressView):
 
 
 def in_foreground(console: Console) -> bool:
-    """Whether this process may draw: a job in the background must leave the terminal alone."""
+    """Whether this process may draw: a background job must leave the terminal alone."""
     try:
         return os.tcgetpgrp(console.file.fileno()) == os.getpgrp()
-    except (OSError, ValueError):  # no terminal of this session: nobody else's either
+    except (OSError, ValueError):  # not a terminal of this session
         return True
 
 
 @contextlib.contextmanager
 def preparation(console: Console) -> Iterator[Prepare]:
-    """A callback that shows how far a long preparation is; shows nothing until it is called."""
+    """Yield a callback that shows a long preparation's progress; nothing until it is called."""
     if not is_live(console):
         yield _plain_preparation(console)
         return
@@ -157,7 +157,7 @@ def preparation(console: Console) -> Iterator[Prepare]:
 
 
 def _plain_preparation(console: Console) -> Prepare:
-    """Lines at the start, at the end, and every few seconds in between."""
+    """Print lines at the start, at the end, and every few seconds in between."""
     printed_at: dict[str, float] = {}
 
     def report(what: str, done: int, total: int) -> None:
@@ -171,7 +171,7 @@ def _plain_preparation(console: Console) -> Prepare:
 
 
 def step_line(event: Event, view: RunView, plan: RunPlan) -> str:
-    """`step=10/300 loss=3.2145 val=- tokens_per_s=12345 eta=1m20s mem=512MiB lr=1.0e-03`."""
+    """Return `step=10/300 loss=3.2145 val=- tokens_per_s=12345 eta=1m20s mem=512MiB lr=1.0e-03`."""
     step = event.count("step")
     fields = {
         "step": f"{step}/{plan.train.max_steps}",
@@ -187,7 +187,7 @@ def step_line(event: Event, view: RunView, plan: RunPlan) -> str:
 
 
 def progress_line(event: Event, plan: RunPlan) -> str:
-    """`event=progress what=step step=3/300 micro_batch=2/64 done=2.1% elapsed=25s eta=20m`."""
+    """Return `event=progress what=step step=3/300 micro_batch=2/64 done=2.1% ... eta=20m`."""
     told = StepProgress.of(event)
     fields = {
         "event": event.kind,
@@ -202,7 +202,7 @@ def progress_line(event: Event, plan: RunPlan) -> str:
 
 
 def event_line(event: Event, *, brief: bool = False) -> str:
-    """`event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without the end's cause."""
+    """Return `event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without the final cause."""
     values = {"rank": event.rank, "attempt": event.attempt} | event.fields
     names = [name for name in _LINES[event.kind] if values.get(name) not in (None, "")]
     if event.kind == "eval":
@@ -214,7 +214,7 @@ def event_line(event: Event, *, brief: bool = False) -> str:
 
 
 def message_of(event: Event) -> Text | None:
-    """What is said when something happens."""
+    """Return the message for an event; None for events without one."""
     step, words = event.count("step"), event.text
     match event.kind:
         case "started":
@@ -243,7 +243,7 @@ def message_of(event: Event) -> Text | None:
 def print_summary(
     console: Console, summary: dict[str, Any], plan: RunPlan, *, view: RunView | None = None
 ) -> None:
-    """The table at the end of a run; `view` saves reading the run directory again."""
+    """Print the table at the end of a run; a given `view` saves reading the run directory."""
     view = view or follow(RunDir(summary["run_dir"]))
     rows = summary_rows(summary, plan, view)
     if not is_live(console):
@@ -260,7 +260,7 @@ def print_summary(
 
 def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[tuple[str, str]]:
     loss, peaks = summary["loss"], summary["memory"]["peak_by_rank"]
-    failed = summary["status"] == "failed"  # of which the command's last line says why
+    failed = summary["status"] == "failed"  # the command's last line gives the reason
     status = summary["status"] + (f" ({view.cause})" if view.cause and not failed else "")
     restarts = str(summary["restarts"])
     if view.restart_causes and not failed:
@@ -286,7 +286,7 @@ def _steps(steps: int, train: TrainPlan) -> str:
 
 
 def _mfu(mfu: Any, view: RunView) -> str:
-    """The share of the peak that was reached, and which peak that is."""
+    """Return the model FLOPs utilization, and the peak that it refers to."""
     if not view.peak_flops_per_s:
         return "- (no peak was measured)"
     peak = f"{view.peak_flops_per_s / 1e12:.3g} TFLOP/s per rank"
@@ -303,14 +303,14 @@ def _peaks(peaks: Sequence[int]) -> str:
 
 
 def _foreseen(memory: dict[str, Any]) -> str:
-    """What had been predicted, and by how much it was off."""
+    """Return the predicted peak memory and its relative error."""
     if memory.get("error") is None:
         return ""
     return f"; predicted {format_bytes(memory['predicted_peak'])} ({memory['error']:+.1%})"
 
 
 def _validation_loss(view: RunView, step: int | None = None) -> float | None:
-    """The last validation loss, of `step` or before."""
+    """Return the last validation loss, up to `step` if given."""
     known = [loss for at, loss in view.evals if step is None or at <= step]
     return known[-1] if known else None
 
@@ -323,6 +323,6 @@ def _eta(view: RunView, plan: RunPlan) -> str:
 
 
 def print_plain(console: Console, line: str) -> None:
-    """One line as it is: never wrapped, styled or interpreted."""
+    """Print one line unchanged: not wrapped, styled or interpreted."""
     encoding = console.encoding
     console.out(line.encode(encoding, "replace").decode(encoding), highlight=False)

@@ -1,6 +1,6 @@
-"""The terminal while a live view has it: a screen of its own, no cursor, keys one by one.
+"""Terminal of a live view: an alternate screen without cursor, and keys one by one.
 
-Whatever ends the view, also SIGTERM and SIGHUP, the terminal is as it was before.
+However the view ends, also by SIGTERM or SIGHUP, the terminal is restored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _Handler = Callable[[int, FrameType | None], None]
 
 
 def is_live(console: Console) -> bool:
-    """Whether colour, cursor movement and redraws are wanted: on a capable terminal only."""
+    """Whether to use colour, cursor movement and redraws: only on a capable terminal."""
     return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")
 
 
 class Terminal:
-    """Use as a context manager in the main thread; `leave` may be called before its end."""
+    """Context manager for the main thread; `leave` may be called before its end."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -51,16 +51,16 @@ class Terminal:
         self.leave()
 
     def leave(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal and the signal handlers."""
         self._restore()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
 
     def yield_to(self, *numbers: signal.Signals) -> None:
-        """Give the terminal back as soon as a signal comes that somebody handles.
+        """Restore the terminal as soon as one of these signals arrives that has a handler.
 
-        Their handler is called then, and may end the process with no chance to do it later.
+        The handler runs afterwards, and may end the process so that no later restore is possible.
         """
         for number in numbers:
             handler = signal.getsignal(number)
@@ -70,7 +70,7 @@ class Terminal:
     def _before(self, handler: Callable[[int, FrameType | None], Any]) -> _Handler:
         def leave_first(number: int, frame: FrameType | None) -> None:
             if self._drawing and not self._asked:
-                self._asked = True  # not in the middle of a frame
+                self._asked = True  # not while a frame is being drawn
             else:
                 self._restore()
             handler(number, frame)
@@ -88,7 +88,7 @@ class Terminal:
             self._restore()
 
     def keys(self, timeout_s: float = 0.0) -> str:
-        """The keys that were pressed; waits for the first at most `timeout_s`."""
+        """Return the keys pressed; wait at most `timeout_s` for the first one."""
         if self._keyboard is None or not self.active:
             select.select([], [], [], timeout_s)
             return ""
@@ -117,22 +117,22 @@ class Terminal:
                 termios.tcsetattr(self._keyboard, termios.TCSADRAIN, self._settings)
 
     def _end(self, number: int, _: FrameType | None) -> None:
-        """Die of the signal, as without the view."""
+        """Die of the signal, as a process without the view does."""
         self.leave()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def _suspend(self, number: int, _: FrameType | None) -> None:
-        """Ctrl-Z: the shell gets its terminal back until `fg`."""
+        """Handle Ctrl-Z: restore the terminal for the shell until `fg`."""
         self._restore()
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)  # stops here
+        os.kill(os.getpid(), number)  # the process stops here
         signal.signal(number, self._suspend)
         self._enter()
 
 
 def _keyboard() -> int | None:
-    """The descriptor of stdin where it is a terminal."""
+    """Return the descriptor of stdin if it is a terminal."""
     try:
         number = sys.stdin.fileno()
     except (AttributeError, OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Trackers: TensorBoard and W&B, fed with the same events that the dashboard shows.
+"""Trackers: TensorBoard and W&B, fed with the events that the dashboard shows.
 
-They live in the launcher, on a thread of their own: one that is missing, fails or hangs costs a
-warning, and never a step.
+They run in the launcher on a thread of their own: a tracker that is missing, fails or hangs causes
+a warning, but never delays a step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
 CLOSE_S = 20.0
-"""How long the end of a run waits for the trackers."""
+"""Seconds that the end of a run waits for the trackers."""
 MOST_WAITING = 10_000
-"""Batches of events that may wait for a slow tracker; later ones are dropped."""
+"""Maximum number of event batches that wait for a slow tracker; later ones are dropped."""
 
 _STEP = {
     "loss": "train/loss",
@@ -39,18 +39,18 @@ _STEP = {
 
 
 class Tracker(Protocol):
-    """Somewhere that numbers go. Any method may raise; the tracker is given up then."""
+    """Destination of logged numbers. Any method may raise; the tracker is not used after that."""
 
     def log(self, step: int, t: float, values: dict[str, float]) -> None: ...
 
     def rewind(self, step: int, t: float) -> None:
-        """A restart: what was logged of steps after `step` is done over again."""
+        """Handle a restart: values logged for steps after `step` will be logged again."""
 
     def close(self) -> None: ...
 
 
 class Trackers:
-    """The trackers that a plan names. Use as a context manager around the launch."""
+    """Feeds the trackers that a plan names. Use as a context manager around the launch."""
 
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         self._plan, self._rundir = plan, rundir
@@ -68,7 +68,7 @@ class Trackers:
         self.close()
 
     def take(self, events: Sequence[Event]) -> list[Event]:
-        """Hand `events` on, without waiting; returns warnings, as events of the kind `note`."""
+        """Queue `events` without waiting; return warnings as events of kind `note`."""
         if self._thread.is_alive() and events:
             if self._waiting.qsize() < MOST_WAITING:
                 self._waiting.put(events)
@@ -78,7 +78,7 @@ class Trackers:
         return list(self._new_notes())
 
     def close(self) -> list[Event]:
-        """Let the trackers finish what they were given; returns warnings."""
+        """Let the trackers finish what is queued; return warnings."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join(CLOSE_S)
@@ -113,7 +113,7 @@ class Trackers:
         return TRACKERS[name](self._plan, self._rundir)
 
     def _try(self, name: str, action: Callable[[], Any]) -> Any:
-        """What `action` returns (True for None), or None and a warning where it fails."""
+        """Return the result of `action` (True for None), or None with a warning if it raises."""
         try:
             result = action()
         except ImportError as error:
@@ -127,7 +127,7 @@ class Trackers:
 
 
 def feed(tracker: Tracker, event: Event, names: Event | None) -> None:
-    """Log what an event of rank 0 says; `names` is the attempt's `parameters` event."""
+    """Log the values of an event of rank 0; `names` is the attempt's `parameters` event."""
     if event.rank != 0:
         return
     if event.kind == "started" and event.attempt:
@@ -137,7 +137,7 @@ def feed(tracker: Tracker, event: Event, names: Event | None) -> None:
 
 
 def values_of(event: Event, names: Event | None) -> dict[str, float]:
-    """Tag → number."""
+    """Return tag → number for an event."""
     if event.kind == "step":
         found = {tag: event.number(field) for field, tag in _STEP.items()}
         return {tag: value for tag, value in found.items() if value is not None}
@@ -161,7 +161,7 @@ def _gradients(event: Event, names: Event) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files under the run's `trackers/tensorboard`, written by tensorboard's own writer."""
+    """Writes event files to the run's `trackers/tensorboard` with tensorboard's own writer."""
 
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -177,7 +177,7 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=t, step=step, summary=summary))
 
     def rewind(self, step: int, t: float) -> None:
-        """TensorBoard forgets what it has of this step and later ones at such a mark."""
+        """Write a mark at which TensorBoard discards the steps after `step`."""
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         mark = self._events.Event(wall_time=t, step=step + 1, session_log=start)
         self._writer.add_event(mark)
@@ -187,7 +187,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """An offline W&B run under the run's `trackers/wandb`; `wandb sync` uploads it."""
+    """Writes an offline W&B run to the run's `trackers/wandb`; `wandb sync` uploads it."""
 
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         import wandb
@@ -202,7 +202,7 @@ class WeightsAndBiases:
             config=to_plain(plan),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self._run.define_metric("step")  # its own counter only grows, steps repeat after a restart
+        self._run.define_metric("step")  # W&B's counter only grows, but steps repeat after restarts
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, t: float, values: dict[str, float]) -> None:

@@ -13,9 +13,9 @@ MOST_FILES = 8
 
 
 def last_lines(rundir: RunDir, *, num: int = 60) -> tuple[str, ...]:
-    """Lines of the newest launch, those of the file that was written last at the end.
+    """Return lines of the newest launch; the most recently written file's lines come last.
 
-    Bounded: the ends of the few files that were written last are read.
+    Only the ends of the few most recently written files are read.
     """
     found = sorted((_written(path) for path in _logs(rundir)), reverse=True)[:MOST_FILES]
     lines: list[str] = []
@@ -34,7 +34,7 @@ def _logs(rundir: RunDir) -> list[Path]:
 
 
 def _written(path: Path) -> tuple[float, Path]:
-    """(when, path); an empty file was written first of all."""
+    """Return (modification time, path); an empty file counts as oldest."""
     try:
         stat = path.stat()
     except OSError:
