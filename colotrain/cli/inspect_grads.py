@@ -31,6 +31,7 @@ from colotrain.show.charts import STATUS_STYLES
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.formatting import clean, shortened, shown
 from colotrain.show.terminal import is_live
+from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import RunPlan
 
 POLL_S = 0.1
@@ -310,22 +311,23 @@ def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
 
 
 def against(words: Sequence[str], other: str, *, tolerance: float, as_json: bool) -> int:
-    """Say at which step and parameter two runs part first."""
+    """Say at which step and parameter two runs differ first: exit code 4 where they do."""
     if len(words) > 1 or any(_is_override(word) for word in words):
         raise UsageError("--against: expected two runs that were made", "name them, not settings")
     first, second = find(words[0] if words else None), RunDir.find(other)
     found = compare(first, second, tolerance=tolerance)
     if not found.losses and not found.records:
         raise UsageError(f"{first.name} and {second.name}: no step in common", "run them longer")
+    exit_code = DONE if found.first is None else UNVERIFIED
     if as_json:
         names = {"run": first.name, "against": second.name, "tolerance": tolerance}
         print_json({**names, "same": found.first is None, **to_plain(found)})
-        return 0
+        return exit_code
     for line in _report(found, first.name, second.name, tolerance):
         sys.stdout.write(f"{clean(line)}\n")
     for line in told_apart([first, second]):
         sys.stdout.write(f"{clean(line)}\n")
-    return 0
+    return exit_code
 
 
 def _report(found: Comparison, first: str, second: str, tolerance: float) -> list[str]:

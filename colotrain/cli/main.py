@@ -296,7 +296,9 @@ def inspect_grads(
     noise: Annotated[
         bool, typer.Option("--noise", help="Noise scale, and cosine between micro-batches.")
     ] = False,
-    against: Annotated[str, typer.Option(metavar="RUN", help="Where two runs part.")] = "",
+    against: Annotated[
+        str, typer.Option(metavar="RUN", help="Where two runs differ first; exit code 4 if so.")
+    ] = "",
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Largest relative difference for --against: 1e-5.")
     ] = None,
