@@ -58,9 +58,14 @@ def _import(key: str, dotted: str, module_name: str) -> ModuleType:
 
 def described(error: BaseException) -> str:
     """What the user's code raised, and the line of it that did: `KeyError: 'x' (model.py:12)`."""
+    line = users_line(error)
+    return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
+
+
+def users_line(error: BaseException) -> str:
+    """The innermost line of the user's code that raised, `model.py:12`; empty without one."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    at = f" ({_display(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{_display(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def is_users(path: str) -> bool:

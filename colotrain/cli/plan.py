@@ -26,7 +26,7 @@ from colotrain.spec.plugins import ROWS
 
 NOT_FOLLOWED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "
-    "(it cannot be built on the meta device, or its forward looks at values)"
+    "without values"
 )
 NOT_MEASURED = (
     "times are those of typical CPU cores: add --measure to measure this machine once (20 seconds)"
@@ -176,7 +176,7 @@ def _warnings(setting: Setting) -> Iterator[str]:
     question, plan = setting.situation.question, setting.plan
     recompute = plan.train.activation_checkpointing
     if question.traces(recompute, plan.batch.micro_batch) is None:
-        yield NOT_FOLLOWED
+        yield f"{NOT_FOLLOWED}: {setting.not_followed}" if setting.not_followed else NOT_FOLLOWED
     elif question.hardware is None:
         yield "times are not estimated: describe the GPUs, as hardware=a100-80g does"
     elif not plan.time.step_s:

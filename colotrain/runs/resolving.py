@@ -43,6 +43,8 @@ class Setting:
     """Machine that the plan was made for: this one, or a node of a job."""
     notices: tuple[str, ...] = ()
     """Notes on settings that were chosen for the user."""
+    not_followed: str = ""
+    """Why no micro-batch could be traced through the model; empty where one was."""
 
     @property
     def survey(self) -> Survey:
@@ -79,7 +81,7 @@ def settle(
     from colotrain.planner.machine import this_machine
 
     host.check_open_files()
-    notices, warnings = list[str](), list[str]()
+    notices, warnings, obstacles = list[str](), list[str](), list[str]()
     config, problems = gather(overrides, notices=notices)
     machine = this_machine()
     if job or (job is None and is_job(config)):
@@ -90,7 +92,7 @@ def settle(
         problems += found.problems
     elif not here:
         machine = _elsewhere(config, machine)
-    plan, situation = _resolve(config, machine, found=problems)
+    plan, situation = _resolve(config, machine, found=problems, obstacles=obstacles)
     if smoke:
         config = shrink(config, plan)
         plan, situation = _resolve(config, machine, smoke=True)
@@ -99,7 +101,12 @@ def settle(
         check_place(plan, machine, several=several, submit=submit if is_job(config) else "")
         _check_allocation(config, plan, submit)
     return Setting(
-        config=config, plan=plan, situation=situation, machine=machine, notices=tuple(notices)
+        config=config,
+        plan=plan,
+        situation=situation,
+        machine=machine,
+        notices=tuple(notices),
+        not_followed="".join(obstacles[-1:]),
     )
 
 
@@ -131,13 +138,19 @@ def tell(*settings: Setting, warnings: bool = False) -> None:
 
 
 def _resolve(
-    config: dict[str, Any], machine: Machine, found: Sequence[Problem] = (), *, smoke: bool = False
+    config: dict[str, Any],
+    machine: Machine,
+    found: Sequence[Problem] = (),
+    *,
+    smoke: bool = False,
+    obstacles: list[str] | None = None,
 ) -> tuple[RunPlan, Situation]:
+    """Adds to `obstacles` why no micro-batch could be followed through the model."""
     from colotrain.planner.resolve import investigate
 
     meanwhile = import_agent if is_warm(to_launch=True) else lambda: None
     with Looker(meanwhile=meanwhile) as looker:
-        looks = Looks(looker)
+        looks = Looks(looker, obstacles=[] if obstacles is None else obstacles)
         return investigate(
             config,
             survey=looks.survey,
@@ -155,6 +168,8 @@ class Looks:
 
     looker: Looker
     counted: dict[str, int] = field(default_factory=dict)
+    obstacles: list[str] = field(default_factory=list)
+    """Why a micro-batch could not be followed."""
 
     def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         def look() -> tuple[Survey, Dependencies | None]:
@@ -169,11 +184,15 @@ class Looks:
         """Trace one micro-batch; `how`: precision, checkpointing, device and micro-batch size."""
 
         def look() -> tuple[Followed, Dependencies | None]:
-            trace, dependencies = self._look("follow", model, freeze, data, *how)
-            return Followed(trace=trace), dependencies
+            result, dependencies = self._look("follow", model, freeze, data, *how)
+            if isinstance(result, str):
+                return Followed(trace=None, obstacle=result), dependencies
+            return Followed(trace=result, obstacle=""), dependencies
 
         about = (freeze, (data.seq_len, data.target, data.args), *how)
-        return kept(Followed, model, about, look).trace
+        followed = kept(Followed, model, about, look)
+        self.obstacles.extend([followed.obstacle] if followed.obstacle else [])
+        return followed.trace
 
     def count(self, data: DataPlan, seed: int) -> int:
         """Return the number of training samples; untokenized data is tokenized, with progress."""
@@ -204,6 +223,8 @@ class Followed:
     """Result of tracing a micro-batch, in a record that can be cached; None if it failed."""
 
     trace: Trace | None
+    obstacle: str
+    """Why there is no trace."""
 
 
 def check_place(plan: RunPlan, machine: Machine, *, several: bool, submit: str = "") -> None:

@@ -74,7 +74,7 @@ def _model(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     module = type(sys)("colotrain.planner.traced.survey")
     module.survey = lambda *_: looked  # type: ignore[attr-defined]
-    module.follow = lambda *_: None  # type: ignore[attr-defined]
+    module.follow = lambda *_: ""  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "colotrain.planner.traced.survey", module)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from colotrain.cli.main import guarded
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner import cache
 from colotrain.planner.dependencies import Dependencies, watched
@@ -44,6 +45,7 @@ print(json.dumps({"found": found, "alone": alone, "waited": len(waited), "own": 
 
 MINE = """
 import os, signal, sys
+from colotrain.cli.main import guarded
 from colotrain.errors import ConfigError, Problem
 
 calls = []
@@ -265,3 +267,50 @@ def test_a_bug_in_the_users_dataset_is_told_with_its_line() -> None:
     assert read_sample(Faulty(), 0) == {"x": 1}
     with pytest.raises(ConfigError, match=rf"sample 1 raised KeyError: 1 \(.*:{line}\)"):
         read_sample(Faulty(), 1)
+
+
+LOOKING_AT_VALUES = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.line = how, nn.Linear(3, 1)
+
+    def forward(self, x):
+        if self.how == "item":
+            x = x * x.sum().item()
+        if self.how == "branch":
+            x = x if x.sum() > 0 else -x
+        if self.how == "shape":
+            x = x[x.mean(1) > 0]
+        return self.line(x).mean()
+
+
+def rows():
+    return [{"x": torch.ones(3)} for _ in range(8)]
+"""
+
+
+@pytest.mark.parametrize(("how", "line"), [("item", 13), ("branch", 15), ("shape", 17)])
+def test_a_plan_names_the_line_of_a_forward_that_looks_at_values(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+    line: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+    name = f"values_{how}"  # a module of its own: modules stay loaded
+    Path(f"{name}.py").write_text(LOOKING_AT_VALUES)
+    plan = ["plan", f"model.target={name}:Model", f"model.args.how={how}", "cluster=local"]
+    plan += [f"data.target={name}:rows", "train.global_batch=4", "train.max_steps=2", "--json"]
+    for _ in range(2):  # the second is kept from the first
+        assert guarded(plan) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        (told,) = [w for w in warnings if w.startswith("activations and time are not estimated")]
+        assert f"without values: {name}.py:{line} raised " in told
+        assert "\n" not in told

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.data.read.loader import open_samples, read_sample, refuse_empty, stack
+from colotrain.dotted import users_line
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
@@ -112,11 +113,11 @@ def follow(
     checkpointing: Recompute,
     device: str,
     micro_batch: int,
-) -> Trace | None:
-    """A micro-batch followed through the model; None where that does not work without values."""
+) -> Trace | str:
+    """A micro-batch followed through the model, or why that does not work without values."""
     module = build_on_meta(model)
     if module is None:
-        return None
+        return "it cannot be built on the meta device"
     freeze_(module, freeze)
     begin_training_(module)
     try:
@@ -129,8 +130,10 @@ def follow(
             device=device,
             micro_batch=micro_batch,
         )
-    except NotTraceable:
-        return None
+    except NotTraceable as error:
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+        return f"{users_line(cause) or 'it'} raised {why}"
 
 
 def one_sample(data: DataPlan) -> dict[str, Tensor]:
