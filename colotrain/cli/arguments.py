@@ -1,4 +1,4 @@
-"""Arguments that several verbs take."""
+"""Arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Overwrite = Annotated[
 
 
 def refuse(beside: str, **options: object) -> None:
-    """Raise `UsageError` where options were given that mean nothing beside `beside`."""
+    """Raise `UsageError` if options were given that cannot be combined with `beside`."""
     given = [
         f"--{name}"
         for name, value in options.items()

@@ -1,4 +1,4 @@
-"""The verbs for clusters: one small function each, registered beside the others of `main`."""
+"""Commands for clusters, one small function each; `main` registers them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def node(
     head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "127.0.0.1:0",
     trust_code: TrustCode = False,
 ) -> int:
-    """A node's part of a run: what the script of a job starts."""
+    """Run one node's part of a run; the script of a job starts this command."""
     from colotrain.runs.node import node as take_part
 
     return take_part(path, head, trust_code=trust_code)

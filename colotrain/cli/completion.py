@@ -1,4 +1,4 @@
-"""Shell completion of verbs and overrides. Stays fast: no typer, torch or hydra in it."""
+"""Shell completion of commands and overrides. Imports no typer, torch or hydra, to be fast."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ OPTIONS = ("--json", "--help")
 
 
 def script(shell: str, verbs: Iterable[str], *, program: str = "colotrain") -> str:
-    """The text to source; it calls `program` back with the word under the cursor."""
+    """Return the script to source; it calls `program` with the word under the cursor."""
     return SHELLS[shell].replace("VERBS", " ".join(verbs)).replace("PROGRAM", program)
 
 
 def complete(word: str, search: Search) -> list[str]:
-    """What `word` may become: whole overrides, or keys that go on with `=` or `.`."""
+    """Return completions of `word`: whole overrides, or keys to be continued after `=` or `.`."""
     prefix = word[: len(word) - len(word.lstrip("+~"))]
     body = word[len(prefix) :]
     if word.startswith("-"):
@@ -68,7 +68,7 @@ def complete(word: str, search: Search) -> list[str]:
 
 
 def _keys(body: str) -> list[str]:
-    """Top-level keys first; the keys of a section once its dot is written."""
+    """Return the top-level keys, or after a section's dot the keys of all sections."""
     if "." in body:
         return [f"{leaf}=" for leaf in leaves(Config)]
     names = sections(Config)
@@ -78,7 +78,7 @@ def _keys(body: str) -> list[str]:
 
 
 def _choices(key: str, search: Search) -> list[str]:
-    """The values of a key that has few: names of files, and what the schema lists."""
+    """Return the values of a key that has few: file names, or options listed in the schema."""
     if key in GROUPS:
         return search.names(key)
     if key == "plugin.name":

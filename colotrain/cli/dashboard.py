@@ -1,4 +1,4 @@
-"""`colotrain dashboard`: watch a run, or print or export one picture of it."""
+"""`colotrain dashboard`: watch a run, or print or export one frame of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from colotrain.show.worker_output import last_lines
 from colotrain.spec.plan import RunPlan
 
 PICTURE = (140, 40)
-"""Columns and lines of an exported picture."""
+"""Columns and lines of an exported frame."""
 LINES_WITHOUT_TERMINAL = 40
 REPLAY_S = 20.0
 
@@ -42,7 +42,7 @@ def dashboard(
     again: bool = False,
     focus: str = FOCI[0],
 ) -> int:
-    """Show a run: live, one frame (`once`), as a document, as a picture, or once `again`."""
+    """Show a run: live, one frame (`once`), as JSON, as a picture, or as a replay (`again`)."""
     if focus not in FOCI:
         expected = f"expected one of {', '.join(FOCI)}"
         raise UsageError(f"--view {focus}: {expected}", suggest(focus, FOCI))
@@ -70,7 +70,7 @@ def dashboard(
 
 
 def opened(rundir: RunDir, plan: RunPlan) -> Fold:
-    """All that the dashboard needs of a run's events."""
+    """Return a fold of the run's events, which are read in outline."""
     reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
     fold.add(reader.poll())
     while reader.behind:
@@ -87,7 +87,7 @@ def print_frame(
 
 
 def scene_of(rundir: RunDir, plan: RunPlan, view: RunView) -> Scene:
-    """The run at this moment."""
+    """Return the state of the run at this moment."""
     return Scene(
         view=view,
         plan=plan,
@@ -98,7 +98,7 @@ def scene_of(rundir: RunDir, plan: RunPlan, view: RunView) -> Scene:
 
 
 def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str, focus: Focus) -> None:
-    """Write a frame as a picture, in colour whatever the terminal."""
+    """Write a frame as a picture, in colour even without a colour terminal."""
     width, height = PICTURE
     console = Console(
         record=True,
@@ -129,7 +129,7 @@ def _write(path: str, text: str) -> None:
 
 
 def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus) -> None:
-    """One line per interval and event until the run ends; a frame of a run that has ended."""
+    """Print lines per interval and event until the run ends; of an ended run, one frame."""
     reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
     view = fold.add(reader.drain()).view()
     if state(rundir, view) not in ("starting", "running"):
@@ -144,7 +144,7 @@ def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus
 
 
 def play(console: Console, plan: RunPlan, rundir: RunDir, focus: Focus) -> None:
-    """Show a run from its beginning, in `REPLAY_S` seconds; off a terminal its lines."""
+    """Replay a run in `REPLAY_S` seconds; without a terminal, print its lines at once."""
     events = sorted(EventReader(rundir, outline=True).drain(), key=lambda event: event.t)
     if not events:
         raise ColotrainError(f"{rundir.name}: nothing has happened yet", "start it first")

@@ -1,4 +1,4 @@
-"""`colotrain data inspect`: what the data are, and what the model will see of them."""
+"""`colotrain data inspect`: statistics of the data, and a sample as the model sees it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAR_WIDTH = 40
 
 
 def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> int:
-    """Prepare the data of the plan that the overrides describe, and show them with a sample."""
+    """Prepare the data of the plan that the overrides describe, and print it with a sample."""
     from colotrain.data.read.inspection import describe, sample_tokens
     from colotrain.show.progress import preparation
 
@@ -61,7 +61,7 @@ def _sample_document(index: int, position: int, split: str, tokens: list[Token])
 
 
 def _segments(tokens: list[Token]) -> Iterator[tuple[str, bool, int | None]]:
-    """Neighbours that share their fate, as one text; padding is left out."""
+    """Merge neighbouring tokens of one document with the same loss mask; leave out padding."""
     text, fate = "", (False, None)
     for token in tokens:
         if token.document == -1:
@@ -128,7 +128,7 @@ def _print_lengths(console: Console, lengths: dict[str, Any]) -> None:
 
 
 def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token]) -> None:
-    """The sample as text: what is trained on is green, or in brackets where nothing is drawn."""
+    """Print the sample; tokens in the loss are green, or in brackets without colour."""
     padding = f", {sample['padding']} of padding" if sample["padding"] else ""
     console.print(
         f"sample {sample['position']} of {sample['split']} (number {sample['index']}): "
@@ -150,6 +150,6 @@ def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token])
 
 
 def _visible(text: str) -> str:
-    """Control characters as pictures of themselves: nothing in data may steer a terminal."""
+    """Replace control characters by visible symbols, so that data cannot control the terminal."""
     table = {number: 0x2400 + number for number in range(32) if chr(number) not in "\n\t"}
     return text.translate({**table, 127: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)})

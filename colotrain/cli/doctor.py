@@ -37,7 +37,7 @@ STEP_S = 600.0
 
 
 def doctor(overrides: list[str], *, as_json: bool, all_nodes: bool, only: str) -> int:
-    """Print what was found; exit code 1 where a run would fail of it."""
+    """Print the findings; return 1 if one of them would make a run fail."""
     chosen = list(_choose(only))
     around = look_around(overrides)
     if all_nodes and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ:
@@ -74,7 +74,7 @@ def _run(name: str, around: Surroundings) -> Iterable[Finding]:
 
 
 def look_around(overrides: list[str]) -> Surroundings:
-    """This machine, with what the `cluster` settings say of the others."""
+    """Return a description of this machine, and of the other nodes from `cluster` settings."""
     from colotrain.config.checks import check_head, split_address
     from colotrain.config.compose import gather
     from colotrain.config.schema_cluster import Cluster
@@ -99,7 +99,7 @@ def look_around(overrides: list[str]) -> Surroundings:
 
 
 def _on_each_node(overrides: list[str], *, as_json: bool, only: str) -> int:
-    """Inside an allocation: one doctor per node, under srun. Node 0 prints."""
+    """Run one doctor per node of the SLURM allocation with srun; node 0 prints."""
     port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
     words = ["srun", "--ntasks-per-node=1", f"--ntasks={os.environ.get('SLURM_NNODES', '1')}"]
     words += [sys.executable, "-m", "colotrain", "doctor", "--all-nodes", *overrides]
@@ -112,7 +112,7 @@ def _on_each_node(overrides: list[str], *, as_json: bool, only: str) -> int:
 
 
 def _first_address() -> str:
-    """Where SLURM itself reaches the job's first node."""
+    """Return the address at which SLURM reaches the job's first node."""
     import re
     import socket
 

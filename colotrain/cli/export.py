@@ -1,4 +1,4 @@
-"""`colotrain export`: a checkpoint as a directory that other programs load."""
+"""`colotrain export`: write a checkpoint as a directory that other programs load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export(
     as_json: bool,
     trust_code: bool = False,
 ) -> int:
-    """Write the model of a run's checkpoint to the directory `to`, and say what was written."""
+    """Write the model of a run's checkpoint to the directory `to`, and print what was written."""
     rundir = find(run)
     if form not in FORMATS:
         raise UsageError(f"--format {form}: expected one of {', '.join(FORMATS)}", _hint(form))
@@ -64,7 +64,7 @@ def export(
 
 
 def own_dtype(model: ModelPlan) -> str:
-    """The dtype of the weights that a Hugging Face directory came with; else as trained."""
+    """Return the dtype of the weights in the Hugging Face directory; empty: as trained."""
     if model.hf is None or "dtype" in model.args:
         return ""
     try:

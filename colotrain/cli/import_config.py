@@ -25,7 +25,7 @@ STYLES = {
 
 
 def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
-    """Write the recipe that `file` amounts to, and say key by key what became of it."""
+    """Write the recipe that corresponds to `file`, and print what became of each key."""
     from colotrain.migrate import recipes
 
     source = Path(file).expanduser()
@@ -50,12 +50,12 @@ def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
 
 
 def _stem(source: Path) -> str:
-    """The file's name as a recipe's."""
+    """Return the file's name in a form that is valid for a recipe."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in source.stem)
 
 
 def _problems(target: Path) -> list[str]:
-    """What the recipe still lacks to be a plan here."""
+    """Return the problems that keep the recipe from being a valid plan."""
     from colotrain.config.compose import as_override
     from colotrain.runs.resolving import plan_from
 

@@ -1,4 +1,4 @@
-"""Verbs on what goes into runs, and pictures of what came out: data, import-config, plot."""
+"""Commands on inputs and results of runs: data, import-config, plot."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plot(
 
 
 def register(app: typer.Typer) -> None:
-    """Add these verbs to the command line."""
+    """Add these commands to the command line."""
     app.add_typer(data_app, name="data", no_args_is_help=True)
     app.command()(import_config)
     app.command()(plot)

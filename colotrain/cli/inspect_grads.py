@@ -1,4 +1,4 @@
-"""`colotrain inspect-grads`: the gradients of one step, by name, whatever the plugin."""
+"""`colotrain inspect-grads`: the gradients of one step by parameter name, for any plugin."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import RunPlan
 
 POLL_S = 0.1
-WITHOUT_TERMINAL = 1000  # columns: a line a parameter, however long its name
+WITHOUT_TERMINAL = 1000  # columns, so that each parameter is one line, however long its name
 ROOMY = 100
-"""Columns from which all numbers have room beside whole names."""
+"""Columns from which all numbers fit beside unshortened names."""
 NARROW = {"RMS", "MAX"}
-"""Left out on narrower terminals, where names are shortened to `NAME_WIDTH`."""
+"""Columns left out on narrower terminals, where names are shortened to `NAME_WIDTH`."""
 NAME_WIDTH = 30
 TOLERANCE = 1e-5
-"""Of two runs' gradients, relative."""
+"""Maximum relative difference between two runs' gradients."""
 SORTS = ("norm", "update", "zero", "name")
 FIELDS = [field.name for field in dataclasses.fields(ParameterGradient)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which rows are shown, in which order, and how."""
+    """Rows to show, their order, and the output format."""
 
     param: str = ""
     sort: str = ""
-    """One of `SORTS`; empty: the order of the model."""
+    """One of `SORTS`; empty: the model's order."""
     top: int | None = None
     noise: bool = False
     as_json: bool = False
@@ -61,7 +61,7 @@ class Choice:
 
 
 def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice: Choice) -> int:
-    """A run's record (`words` is its name, or nothing for the newest), or one step of a plan."""
+    """Show a record of the run named in `words` (default: the newest), or one step of a plan."""
     if choice.sort and choice.sort not in SORTS:
         expected = f"expected one of {', '.join(SORTS)}"
         raise UsageError(f"--sort {choice.sort}: {expected}", suggest(choice.sort, SORTS))
@@ -83,7 +83,7 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
 
 
 def check_noise(plan: RunPlan) -> None:
-    """Noise is between micro-batches: one has none."""
+    """Refuse a step of a single micro-batch: noise is measured between micro-batches."""
     batch = plan.batch
     if batch.accumulation_steps * batch.data_parallel < 2:
         raise UsageError(
@@ -97,7 +97,7 @@ def _is_override(word: str) -> bool:
 
 
 def recorded(rundir: RunDir, step: int | None) -> GradientRecord:
-    """The record of `step`, or the last one."""
+    """Return the record of `step`, or the last one."""
     steps: list[int] = []
     last: GradientRecord | None = None
     for record in records(rundir):
@@ -139,7 +139,7 @@ def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> Gra
 
 
 def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
-    """Run the first step of a plan in a folder of its own, and show its gradients."""
+    """Run the first step of a plan in a temporary folder, and show its gradients."""
     from colotrain.launch.forkserver import warm_up
     from colotrain.runs.resolving import check_fits, settle
     from colotrain.runs.start import carry_out
@@ -163,9 +163,9 @@ def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
 
 
 def for_one_step(plan: RunPlan) -> RunPlan:
-    """The plan cut down to a step that is recorded: no evaluation, checkpoints or trackers.
+    """Return the plan cut to one recorded step, without evaluation, checkpoints and trackers.
 
-    Warm-up and batch are as they were, so the step is that of the whole run.
+    Warm-up and batch are unchanged, so the step is the first step of the full run.
     """
     return dataclasses.replace(
         plan,
@@ -188,7 +188,7 @@ def show(rundir: RunDir, record: GradientRecord, choice: Choice) -> int:
 
 
 def chosen(rows: Sequence[ParameterGradient], choice: Choice) -> list[ParameterGradient]:
-    """The rows that `choice` names. Numbers sort from the largest, what has none is last."""
+    """Return the rows selected by `choice`; numbers sort in descending order, None last."""
     found = [row for row in rows if not choice.param or _matches(row, choice.param)]
     if choice.param and not found:
         near = suggest(choice.param.strip("*"), (row.name for row in rows))
@@ -206,7 +206,7 @@ def _matches(row: ParameterGradient, pattern: str) -> bool:
 
 
 def _order(value: float | None) -> float:
-    """NaN first, then from the largest."""
+    """Return a sort key: NaN first, then descending, None last."""
     if value is None:
         return float("inf")
     return float("-inf") if value != value else -value
@@ -223,7 +223,7 @@ def document(
     rows: Sequence[ParameterGradient],
     nonfinite: Nonfinite | None,
 ) -> dict[str, Any]:
-    """The document of `inspect-grads --json`."""
+    """Return the document of `inspect-grads --json`."""
     noise = {} if record.noise is None else {"noise": to_plain(record.noise)}
     return {
         "run": rundir.name,
@@ -311,7 +311,7 @@ def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
 
 
 def against(words: Sequence[str], other: str, *, tolerance: float, as_json: bool) -> int:
-    """Say at which step and parameter two runs differ first: exit code 4 where they do."""
+    """Print the first step and parameter at which two runs differ; return 4 if they do, else 0."""
     if len(words) > 1 or any(_is_override(word) for word in words):
         raise UsageError("--against: expected two runs that were made", "name them, not settings")
     first, second = find(words[0] if words else None), RunDir.find(other)

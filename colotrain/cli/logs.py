@@ -1,4 +1,4 @@
-"""`colotrain logs`: what the job and the workers of a run print."""
+"""`colotrain logs`: print the output of a run's job and workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def logs(
     lines: int = 40,
     as_json: bool = False,
 ) -> int:
-    """Print the last lines of every log; with `follows`, go on until the run has ended."""
+    """Print the last lines of every log; with `follows`, continue until the run has ended."""
     rundir = find(run, root=RUNS, counts=lambda run: any(run.events.glob("rank*")))
     found = {
         source.name: Lines(source) for source in sources(rundir, job_log=job_log(rundir), rank=rank)

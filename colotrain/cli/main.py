@@ -1,4 +1,4 @@
-"""The command line: one small function per verb. Everything heavy is imported inside them."""
+"""The command line: one small function per command, with all heavy imports inside."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 FULL = (errno.ENOSPC, errno.EDQUOT)
 ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""Click's own class, wherever this version of typer keeps it."""
+"""Click's own class, found without its module, which differs between versions of typer."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -76,7 +76,7 @@ def run(
     if not detach:
         from colotrain.launch.forkserver import warm_up
 
-        warm_up()  # before anything else is imported here
+        warm_up()  # before any other import here
     from colotrain.runs import start
 
     return start.run(
@@ -337,7 +337,7 @@ def completion(
 
 @app.command("__complete", hidden=True)
 def complete_word(word: Annotated[str, typer.Argument()] = "") -> int:
-    """What the completion scripts call."""
+    """Print the completions of a word, for the completion scripts."""
     from colotrain.cli.completion import complete
     from colotrain.config.shipped import Search
 
@@ -351,14 +351,14 @@ cluster.register(app)
 
 
 def verbs() -> list[str]:
-    """The commands that are shown, in the order of the help."""
+    """Return the visible commands, in the order of the help."""
     callbacks = [command.callback for command in app.registered_commands if not command.hidden]
     names = [callback.__name__.replace("_", "-") for callback in callbacks if callback is not None]
     return [*names, *(str(group.name) for group in app.registered_groups)]
 
 
 def main() -> None:
-    """The entry point: what people can act on is one line each, a bug is a traceback."""
+    """Entry point: user errors are printed as one line each, bugs as tracebacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -366,9 +366,9 @@ def main() -> None:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:  # its reader (`| head`) has gone: nobody is left to tell
+    except BrokenPipeError:  # its reader (`| head`) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = code or 1  # as click ends where it notices sooner
+        code = code or 1  # as click does when it notices this earlier
     sys.exit(code)
 
 
@@ -385,7 +385,7 @@ def guarded(arguments: list[str]) -> int:
 
         sys.stderr.write(f"error: {explain(error, arguments)}\n")
         return UsageError.exit_code
-    except OSError as error:  # of a file that somebody named, or in the folder they work in
+    except OSError as error:  # from a file that the user named, or the working directory
         if error.filename is None and error.errno not in FULL:
             raise
         name, why = " ".join(str(error.filename or "a disk").split()), error.strerror

@@ -1,4 +1,4 @@
-"""`colotrain plan --measure`: what this machine does per second, measured for the plan's ranks."""
+"""`colotrain plan --measure`: measure this machine's speed with as many ranks as the plan has."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LIMIT_S = 300.0
-"""After which the ranks are ended."""
+"""Seconds after which the ranks are killed."""
 
 
 def measure(setting: Setting) -> rates.Measurement:
-    """Measure this machine as the plan would use it, and remember it. Takes about 20 seconds."""
+    """Measure this machine as the plan would use it and save the result; takes 20 seconds."""
     plan = setting.plan
     if plan.cluster.device != "cpu" or setting.config["hardware"]["name"]:
         raise UsageError(
@@ -49,7 +49,7 @@ def measure(setting: Setting) -> rates.Measurement:
 
 
 def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
-    """As `planner.traced.measuring.Task`, plain."""
+    """Return `planner.traced.measuring.Task` as plain data."""
     cases = []
     for index in range(len(rates.SHAPES)):
         case = settle(rates.overrides(index, ranks=ranks, precision=precision), here=False)
@@ -81,7 +81,7 @@ def _run(file: Path, ranks: int) -> rates.Measurement:
             )
             for rank in range(ranks)
         ]
-        limit = threading.Timer(LIMIT_S, _end, [processes])  # a rank that hangs says nothing
+        limit = threading.Timer(LIMIT_S, _end, [processes])  # ends ranks that hang
         limit.start()
         try:
             answer = _follow(processes[0])
@@ -107,7 +107,7 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _follow(process: subprocess.Popen[str]) -> rates.Measurement | None:
-    """Show how far the first rank is; its answer, or None where it gave none."""
+    """Show the first rank's progress; return its answer, or None if it gave none."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     assert process.stdout is not None

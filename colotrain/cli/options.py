@@ -1,4 +1,4 @@
-"""What is said of options and verbs that are not here."""
+"""Error messages for unknown options and commands, with what to write instead."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from colotrain.config.shipped import NAMED
 from colotrain.records import leaves
 
 VERBS = {"attach": "dashboard RUN", "watch": "dashboard RUN", "train": "run", "launch": "run"}
-"""Other tools' verbs → what to write instead."""
+"""Other tools' commands → colotrain's equivalents."""
 RECIPES = ("config", "config_name")
-"""Options of other tools that name a file with settings."""
+"""Options of other tools that name a settings file."""
 
 
 def explain(error: Exception, arguments: Sequence[str]) -> str:
-    """Click's message on one line, and what to write instead or where help is."""
+    """Return Click's message on one line, and what to write instead or where to find help."""
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "colotrain"
     message = getattr(error, "format_message", lambda: str(error))()
@@ -36,7 +36,7 @@ def explain(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _setting(option: str, arguments: Sequence[str]) -> str:
-    """`write optim.lr=1e-3` of `--learning-rate 1e-3`; empty where nothing is called that."""
+    """Return `write optim.lr=1e-3` for `--learning-rate 1e-3`; empty if no setting matches."""
     name = option.lstrip("-").replace("-", "_")
     named = [leaf for leaf in leaves(Config) if name in (leaf, leaf.rpartition(".")[2])]
     if name in RECIPES:
@@ -52,7 +52,7 @@ def _setting(option: str, arguments: Sequence[str]) -> str:
 
 
 def _value(option: str, arguments: Sequence[str]) -> str:
-    """What was given to `option`, as its own word or after `=`."""
+    """Return the value given to `option`, as its own word or after `=`."""
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word == option and not following.startswith("-"):
             return following

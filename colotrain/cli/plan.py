@@ -1,4 +1,4 @@
-"""`colotrain plan`: what a run would be, without running it; and how near that came, of a run."""
+"""`colotrain plan`: predict a run without running it, or compare a run with its prediction."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def plan(
     measure: bool = False,
     svg: str = "",
 ) -> int:
-    """Resolve the overrides and print the plan; exit code 3 where it does not fit.
+    """Resolve the overrides and print the plan; return exit code 3 if it does not fit.
 
-    A single word that is no override names a run, whose prediction is set beside what was measured.
+    A single word that is not an override names a run: its prediction and measurement are printed.
     """
     if len(words) == 1 and _names_a_run(words[0]):
         return show_run(words[0], as_json=as_json)
@@ -83,7 +83,7 @@ def _names_a_run(word: str) -> bool:
 
 
 def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
-    """The document of `plan --json`."""
+    """Return the document of `plan --json`."""
     plan, situation = setting.plan, setting.situation
     recompute = plan.train.activation_checkpointing
     trace = situation.question.traces(recompute, plan.batch.micro_batch)
@@ -130,7 +130,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
 
 
 def _groups(setting: Setting, layout: Layout, trace: Trace | None) -> dict[str, Any]:
-    """gemini: its groups, and where everything rests."""
+    """Return gemini's groups and the tiers of their bytes; empty for other plugins."""
     plan, survey = setting.plan, setting.survey
     if plan.plugin.chunk_bytes is None:
         return {}
@@ -148,7 +148,7 @@ def _groups(setting: Setting, layout: Layout, trace: Trace | None) -> dict[str, 
 
 
 def memory_of(ledger: Ledger, peak: PeakRange, cluster: ClusterPlan) -> dict[str, Any]:
-    """Bytes per rank by category, their sum with its range, and whether that fits."""
+    """Return bytes per rank by category, their sum with its range, and whether that fits."""
     verdict = peak.verdict(cluster.memory_bytes)
     return to_plain(ledger) | {
         "peak": ledger.total,
@@ -186,7 +186,7 @@ def _warnings(setting: Setting) -> Iterator[str]:
 
 
 def _other_plugins(setting: Setting) -> Iterator[Option]:
-    """The other plugins, everything else being equal."""
+    """Yield the other plugins, everything else being equal."""
     plan, situation = setting.plan, setting.situation
     for name in ROWS:
         if name != plan.plugin.name:
@@ -195,7 +195,7 @@ def _other_plugins(setting: Setting) -> Iterator[Option]:
 
 
 def _advice(setting: Setting) -> Iterator[Option]:
-    """All plugins, micro-batches and ways of keeping activations: what fits, fastest first."""
+    """Yield all plugins, micro-batches and checkpointing modes that fit, fastest first."""
     situation = setting.situation
     if situation.question.traces("none", 1) is None:
         yield from _other_plugins(setting)
@@ -232,7 +232,7 @@ def _sentences(setting: Setting, options: Sequence[Option], layout: Layout) -> l
 
 
 def show_comparison(words: list[str], both: tuple[str, str], *, as_json: bool) -> int:
-    """Two plans beside each other, each the words and its own overrides."""
+    """Print two plans side by side; each has the common words and its own overrides."""
     settings = [settle([*words, *each.split()], here=False, job=None) for each in both]
     documents = [describe(setting) for setting in settings]
     if as_json:
@@ -243,7 +243,7 @@ def show_comparison(words: list[str], both: tuple[str, str], *, as_json: bool) -
 
 
 def show_run(name: str, *, as_json: bool) -> int:
-    """What was predicted of a run, beside what it took."""
+    """Print a run's prediction beside its measurement."""
     rundir = RunDir.find(name)
     made = rundir.plan()
     view = follow(rundir)
@@ -258,7 +258,7 @@ def show_run(name: str, *, as_json: bool) -> int:
 
 
 def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, Any]:
-    """Predicted and measured, with the error as a share of what was measured."""
+    """Return prediction and measurement, with errors relative to the measurement."""
     memory, time = measured["memory"], measured["time"]
     return {
         "schema": 1,

@@ -1,4 +1,4 @@
-"""A plan as people read it at a glance: bars by category, a capacity line, what fits in green."""
+"""Printed form of a plan: bars by category, a line at the capacity, fitting options in green."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VERDICTS = {
     "tight": (ORANGE, "may not fit"),
     "no": (VERMILLION, "does not fit"),
 }
-"""Verdict → its style, and how it reads."""
+"""Verdict → (style, text)."""
 BAR_WIDTH = 36
 PICTURE_WIDTH = 110
 MOST_ROWS = 16
@@ -116,7 +116,7 @@ def _checkpoints(checkpoint: CheckpointPlan) -> str:
 
 
 def _group_rows(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """gemini: groups with their padding, and bytes per tier."""
+    """Yield gemini's rows: groups with their padding, and bytes per tier."""
     groups, tiers = document.get("groups"), document.get("tiers")
     if groups:
         sizes = " to ".join(format_size(n) for n in sorted({groups["smallest"], groups["largest"]}))
@@ -140,7 +140,7 @@ def _freeze_table(document: dict[str, Any]) -> Table:
 
 
 def _ledger_table(memory: dict[str, Any]) -> Table:
-    """One bar per category, on a scale that shows the peak, with a line at what a rank may use."""
+    """Draw one bar per category, scaled to the peak, with a line at the bytes a rank may use."""
     capacity, peak = memory["capacity"], memory["peak"]
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     table.add_column(style="bold", no_wrap=True)
@@ -167,7 +167,7 @@ def _ledger_table(memory: dict[str, Any]) -> Table:
 
 
 def _piece(before: int, size: int, scale: float, style: str) -> Text:
-    """A bar that begins where the one before ended."""
+    """Draw a bar that begins where the previous one ended."""
     start = round(before / scale * BAR_WIDTH)
     width = round((before + size) / scale * BAR_WIDTH) - start
     bar = "█" * width if width else "▏" if size else ""
@@ -175,7 +175,7 @@ def _piece(before: int, size: int, scale: float, style: str) -> Text:
 
 
 def _options_table(document: dict[str, Any]) -> Table:
-    """The plan first, then its alternatives."""
+    """Return a table of the plan and its alternatives."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("plugin", overflow="fold")
     for title in ("micro", "recompute", "peak", "step", "tokens/s", "MFU"):
@@ -215,7 +215,7 @@ def _option_style(row: dict[str, Any], own: dict[str, Any]) -> str:
 
 
 def _check_table(check: dict[str, Any]) -> Table:
-    """The plan beside torch's own tracker."""
+    """Return a table that compares the plan with torch's own memory tracker."""
     table = Table("bytes per rank", "plan", "torch's tracker", box=None, pad_edge=False)
     for name, pair in check["categories"].items():
         table.add_row(name, format_size(pair["plan"]), format_size(pair["tracker"]))
@@ -246,7 +246,7 @@ def print_comparison(
 
 
 LASTING = ("parameters", "optimizer", "baseline")
-"""Categories that are measured as they are; the others come and go, and are measured together."""
+"""Categories measured one by one; the others exist within a step and are measured together."""
 
 
 def print_run(console: Console, document: dict[str, Any]) -> None:
@@ -274,12 +274,12 @@ def print_run(console: Console, document: dict[str, Any]) -> None:
 
 
 def signed(error: float | None) -> str:
-    """`+3.2%`: by how much more was predicted than measured."""
+    """Format a relative error as `+3.2%`; positive if more was predicted than measured."""
     return "-" if error is None else f"{error:+.1%}"
 
 
 def export(path: str, setting: Setting, document: dict[str, Any]) -> None:
-    """Write what the terminal shows as a picture, in colour whatever the terminal."""
+    """Write the printed plan as an SVG picture, in colour even without a colour terminal."""
     console = Console(
         record=True,
         file=io.StringIO(),

@@ -1,4 +1,4 @@
-"""`colotrain plot`: pictures of one run, or of several over one another."""
+"""`colotrain plot`: plots of one run, or of several in the same axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_RUNS = 8
 
 
 def plot(names: list[str], *, out: str) -> int:
-    """Draw the runs (the newest without names) into the file `out`."""
+    """Plot the runs (the newest if none are named) into the file `out`."""
     target = Path(out).expanduser()
     if target.suffix.lower() not in ENDINGS:
         raise UsageError(f"--out={out}: expected a name that ends in {', '.join(ENDINGS)}")
@@ -32,7 +32,7 @@ def plot(names: list[str], *, out: str) -> int:
 
 
 def save(rundirs: list[RunDir], target: Path) -> None:
-    """Write the picture; says how to get matplotlib where it is missing."""
+    """Write the plot; the error without matplotlib says how to install it."""
     from colotrain.show.plots import draw, read_curves
 
     curves = [read_curves(rundir) for rundir in rundirs]

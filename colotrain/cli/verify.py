@@ -1,4 +1,4 @@
-"""`colotrain verify`: prove the promise on the user's own model."""
+"""`colotrain verify`: compare all plugins with plain torch on the user's own model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SGD = {
     "weight_decay": 0.01,
     "schedule": {"name": "linear", "warmup_steps": 1, "min_lr_ratio": 0.5},
 }
-"""What is compared by default: AdamW hides a wrongly scaled gradient, SGD shows it."""
+"""Optimizer used by default: AdamW hides a wrongly scaled gradient, SGD shows it."""
 
 
 def verify(
@@ -48,7 +48,7 @@ def verify(
     tolerance: float | None,
     as_json: bool,
 ) -> int:
-    """Compare plugins with one process of plain torch; 0 when all agree, 4 when one differs."""
+    """Compare plugins with one process of plain torch; return 0 if all agree, 4 otherwise."""
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
     from colotrain.verify.compare import Tolerance, to_json
@@ -77,7 +77,7 @@ def verify(
     if seconds > WORTH_SAYING_S:
         text = f"note: {len(plans)} cases of {steps} steps: about {format_duration(seconds)}"
         console.print(f"{text}, and the reference beside them", soft_wrap=True)
-    folder = tempfile.mkdtemp(prefix="colotrain-verify-")  # stays when the workers fail
+    folder = tempfile.mkdtemp(prefix="colotrain-verify-")  # kept if the workers fail
     try:
         with preparation(console) as progress, ended_by_signals("stopped", "begin it again"):
             if setting.plan.data.source != "target":
@@ -163,7 +163,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _split(option: str, text: str, *, example: str) -> list[str]:
-    """The words between commas; none would be a proof of nothing."""
+    """Split at commas; raise `ConfigError` for no words, which would verify nothing."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         fix = f"for example {option} {example}"
