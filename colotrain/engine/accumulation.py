@@ -1,9 +1,9 @@
-"""Accumulation: one owner, one place that divides the loss.
+"""Gradient accumulation, and the only code that divides the loss.
 
-Each micro-batch's loss is weighted by the number of its targets, so that the gradient of a step
-is that of the mean over every target of the global batch, however it is cut into micro-batches
-and ranks. The number of targets of a whole step is known only after its last forward, so the
-backward passes use a fixed nominal number, and `StepTotals.gradient_factor` corrects for it once.
+Each micro-batch's loss is weighted by the number of its targets. So the gradient of a step is that
+of the mean over all targets of the global batch, however the batch is divided into micro-batches
+and ranks. The number of targets of a whole step is known only after its last forward, so backward
+uses a fixed nominal number, and `StepTotals.gradient_factor` corrects for it once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from colotrain.models.outputs import count_in, loss_in
 
 Batch = dict[str, Tensor]
 SHIFTS = "_colotrain_shifts_labels"
-"""Set on a model whose loss does not count the first label of a row (`engine.label_shift`)."""
+"""Attribute of a model whose loss leaves out the first label of a row (`engine.label_shift`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTotals:
-    """What the micro-batches of this rank add up to in one step."""
+    """Sums over the micro-batches of this rank in one step."""
 
     nominal: float
-    """Targets that a step has when nothing is masked, the same on every rank; backward divides by
-    it. Were it far less, half-precision gradients would overflow."""
+    """Targets of a step if none is masked, the same on all ranks; backward divides by it.
+
+    With a far smaller number, half-precision gradients would overflow.
+    """
     loss_scale: float = 1.0
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -44,14 +46,14 @@ class StepTotals:
         self.micro_batches += 1
 
     def gradient_factor(self, global_count: float) -> float:
-        """What turns the summed gradients into those of the mean over `global_count` targets."""
+        """Return the factor from summed gradients to the mean over `global_count` targets."""
         return self.nominal / (max(global_count, 1.0) * self.loss_scale)
 
 
 def accumulate(
     state: GradientState, batches: Iterable[Batch], *, num: int, totals: StepTotals
 ) -> StepTotals:
-    """Forward and backward of the `num` micro-batches of a step. All ranks must call."""
+    """Run forward and backward of the `num` micro-batches of a step. All ranks must call."""
     sharded = state.sharded
     for index, batch in enumerate(batches):
         begin_micro_batch(sharded, last=index == num - 1)
@@ -64,14 +66,13 @@ def accumulate(
 
 
 class OnDevice(dict[str, Tensor]):
-    """A micro-batch on a GPU that remembers where it came from: the host can count targets there
-    without waiting for the device."""
+    """A micro-batch on a GPU, with its copy on the host to count targets without waiting."""
 
     on_host: Batch
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; beside a GPU from page-locked memory, so that nothing waits for it."""
+    """Copy the batch to `device`; to a GPU from page-locked memory, without waiting for it."""
     if device.type == "cpu":
         return batch
     moved = OnDevice({n: t.pin_memory().to(device, non_blocking=True) for n, t in batch.items()})
@@ -80,19 +81,18 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`weighted_output` without the output."""
+    """Return `weighted_output` without the output."""
     return weighted_output(model, batch)[:2]
 
 
 def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any]:
-    """The summed loss of a micro-batch and its number of targets.
+    """Return the summed loss of a micro-batch, its number of targets, and the output.
 
-    `model(**batch)` returns the pair itself, or the mean loss (alone, as `.loss` or `["loss"]`),
-    which is multiplied by the number of targets: the output's `num_targets` where it has that,
-    otherwise labels that are not -100 (without each row's first, where the model shifts them
-    itself), or samples without labels.
-    The sum is in float32 at least: a half-precision mean times a number of tokens would be rounded
-    again, or would overflow.
+    `model(**batch)` returns the first two itself, or the mean loss (alone, as `.loss` or
+    `["loss"]`), which is multiplied by the number of targets: the output's `num_targets` if it has
+    that, otherwise labels that are not -100 (without each row's first, if the model shifts them
+    itself), or the samples of a batch without labels. The sum is at least in float32: a
+    half-precision mean times a number of tokens would be rounded again, or would overflow.
     """
     counted = batch.on_host if isinstance(batch, OnDevice) else batch
     count = count_targets(counted, shifted=getattr(model, SHIFTS, False))
@@ -120,19 +120,19 @@ def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any
 
 
 def _nothing(loss: Tensor) -> Tensor:
-    """Zero, with zeros as gradients, also where the loss is not finite: zero times that is not."""
+    """Return zero with zero gradients, even if the loss is not finite (0 · inf is nan)."""
     return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
 
 
 def _exact(loss: Tensor) -> Tensor:
-    """A scalar, in float32 where the model computed it in half precision."""
+    """Return a scalar, in float32 where the model computed it in half precision."""
     return loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _may_be_count(value: Tensor) -> bool:
-    """Whether the second of a pair counts targets: a prediction depends on parameters.
+    """Whether the second of a pair can be a count of targets; a prediction requires grad.
 
-    Only a value on the CPU is looked at, which costs no wait for a device.
+    Only a value on the CPU is read, so that the host need not wait for a device.
     """
     if value.requires_grad:
         return False
@@ -147,9 +147,9 @@ def _wrong_output(output: Any) -> ColotrainError:
 
 
 def _with_targets(batch: Batch) -> Batch:
-    """A batch of masked labels with valid ones: a mean over nothing would be not-a-number.
+    """Return a batch with valid labels instead of masked ones: a mean over none would be NaN.
 
-    Its loss is multiplied by zero; it runs because the other ranks wait in this rank's collectives.
+    Its loss is multiplied by zero. It runs because other ranks wait for this rank in collectives.
     """
     return {**batch, "labels": torch.zeros_like(batch["labels"])}
 

@@ -1,4 +1,4 @@
-"""Whether all ranks have built the same model and the same data, before anything is sharded."""
+"""Checks that all ranks have built the same model and the same data, before sharding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colotrain.errors import ColotrainError
 from colotrain.models.seeding import seeded
 
 DIFFERS_BY_ITSELF = "another at each look"
-"""Stands for a sample that one rank reads twice and finds changed: augmentation of its own."""
+"""Stands for a sample that differs when one rank reads it twice (random augmentation)."""
 
 
 def check_alike(model: nn.Module, data: Mapping[str, BatchLoader | None], *, seed: int) -> None:
@@ -33,7 +33,7 @@ def check_alike(model: nn.Module, data: Mapping[str, BatchLoader | None], *, see
             facts |= facts_of_data(split, loader, seed=seed)
     if _are_alike(facts):
         return
-    for split, loader in data.items():  # a sample may take seconds: read again only if need be
+    for split, loader in data.items():  # a sample may take seconds: read again only if ranks differ
         if loader is not None:
             again = dict(facts_of_data(split, loader, seed=seed))
             facts |= {k: v if facts[k] == v else DIFFERS_BY_ITSELF for k, v in again.items()}
@@ -41,7 +41,7 @@ def check_alike(model: nn.Module, data: Mapping[str, BatchLoader | None], *, see
 
 
 def check_filled_alike(model: nn.Module) -> None:
-    """The same of the buffers of a model that was built without values and has them now."""
+    """Check the buffers of a model that was built without values and has them now."""
     if dist.get_world_size() > 1:
         _compare(dict(_facts_of_buffers(model)))
 
@@ -67,7 +67,7 @@ def _compare(facts: dict[str, str]) -> None:
 
 
 def facts_of_model(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Each parameter and buffer, its values where it has them already."""
+    """Yield a description of each parameter and buffer, with a digest of values that it has."""
     yield "the model's parameters", ", ".join(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         trains = "trained" if parameter.requires_grad else "frozen"
@@ -81,7 +81,7 @@ def _facts_of_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def facts_of_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:
-    """The number of samples, and what a few of them hold; of a stream nothing is read."""
+    """Yield the number of samples and a description of three of them; a stream is not read."""
     samples, count = loader.samples, len(loader.samples)
     yield f"the length of the {split} data", str(count)
     if count == sys.maxsize:
@@ -102,7 +102,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A number that differs (almost surely) where a value or the order of values does."""
+    """Return a digest that differs (almost surely) when a value or the order of values does."""
     return xxhash.xxh3_64_hexdigest(bytes_of(tensor.cpu()))
 
 

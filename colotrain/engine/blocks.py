@@ -1,7 +1,7 @@
-"""What is done per block before sharding: compiling, and recomputing activations.
+"""Compiling blocks and recomputing their activations, both set up before sharding.
 
-Both replace a block's `forward` in place, inside `fully_shard`'s hooks and with no wrapper
-module, so that parameter names stay the model's own.
+Both replace a block's `forward` in place, inside `fully_shard`'s hooks and without a wrapper
+module, so that parameter names do not change.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ COSTLY = {
     "aten::_cudnn_attention_forward",
     "flex_attention",
 }
-"""Operations whose outputs `selective` keeps: products of matrices, convolutions, attention."""
+"""Operations whose outputs `selective` keeps: matrix products, convolutions, attention."""
 
 
 def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
-    """Compile the blocks and let them recompute, as the plan says.
+    """Compile the blocks and set up recomputation, as the plan says.
 
-    The compiler must see what `selective` keeps, so that comes inside; a block that recomputes as
-    a whole runs its compiled forward twice.
+    `selective` is set up before compiling, because the compiler must see which outputs it keeps.
+    With `full`, backward runs the compiled forward of a block again.
     """
     recompute = train.activation_checkpointing
     if recompute == "selective":
@@ -65,15 +65,15 @@ def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
 
 
 def compile_blocks_(model: nn.Module) -> None:
-    """torch.compile each repeated block (the whole model where there is none)."""
+    """Compile each repeated block, or the whole model if it has none."""
     for module in _blocks(model):
         module.forward = torch.compile(module.forward)
 
 
 def checkpoint_blocks_(model: nn.Module, recompute: Recompute) -> None:
-    """Recompute each block's activations in backward: all of them, or what is cheap to compute.
+    """Recompute each block's activations in backward: all of them, or those cheap to compute.
 
-    Non-reentrant: the reentrant kind silently drops gradients of what follows a frozen prefix.
+    Non-reentrant: the reentrant kind silently drops gradients of layers after a frozen prefix.
     """
     for module in _blocks(model) if recompute != "none" else ():
         when_inputs_change(module, functools.partial(_refuse, type(module).__name__, recompute))
@@ -97,11 +97,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _keeping(module: nn.Module) -> Callable[..., Any]:
-    """A block's forward of which backward computes again what is cheap."""
+    """Return a forward whose cheap operations are computed again in backward."""
     forward = module.forward
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
-        if not _has_backward(module, args, kwargs):  # torch.compile asks that it has
+        if not _has_backward(module, args, kwargs):  # torch.compile requires one
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
@@ -116,7 +116,7 @@ def _has_backward(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _contexts() -> tuple[Any, Any]:
-    """torch's modes around a block's forward and around its recomputation."""
+    """Return torch's contexts for a block's forward and for its recomputation."""
     policy = _Policy()
     keeping, computing_again = create_selective_checkpoint_contexts(policy)
     policy.entries = keeping.storage
@@ -124,23 +124,23 @@ def _contexts() -> tuple[Any, Any]:
 
 
 class _Policy:
-    """Keeps the outputs of costly operations, in one forward of one block.
+    """Selects the outputs of costly operations to keep, in one forward of one block.
 
-    Where random numbers are drawn inside (attention with dropout) the operation is computed again:
-    left out, those drawn after it would not be the same. So is one whose output is changed in place
-    later (torch's own recurrent layers do that): a kept tensor would be changed twice.
+    An operation that draws random numbers (attention with dropout) is computed again: if it were
+    skipped, later random numbers would differ. An operation whose output is later changed in place
+    (as torch's recurrent layers do) is also computed again: a kept tensor would be changed twice.
     """
 
     def __init__(self) -> None:
         self.entries: Any = {}
-        """torch's own: operation → index of the call → what is kept of it."""
+        """torch's storage: operation → index of the call → kept outputs."""
         self.calls: Counter[Any] = Counter()
         self.kept: dict[int, tuple[Any, int]] = {}
-        """Storage of what is kept, alive as long as this is → operation and index of the call."""
+        """Storage of a kept output, which torch keeps alive → operation and index of the call."""
 
     def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keeps = operation.name() in COSTLY and not _draws(operation, args, kwargs)
-        if context.is_recompute:  # torch before 2.13 asks again then
+        if context.is_recompute:  # only torch before 2.13 asks again
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
         for tensor in tree_leaves(getattr(context, "op_output", None)) if keeps else ():
             if isinstance(tensor, Tensor):
@@ -174,7 +174,7 @@ class _Policy:
 
 
 def _written_by(operation: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The arguments that a call changes."""
+    """Yield the arguments that a call changes in place."""
     for index, name in _written(operation):
         tensor = args[index] if index < len(args) else kwargs.get(name)
         if isinstance(tensor, Tensor):
@@ -183,7 +183,7 @@ def _written_by(operation: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 @functools.cache
 def _written(operation: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operation changes."""
+    """Return positions and names of the arguments that an operation changes in place."""
     if not isinstance(operation, OpOverload):
         return ()
     arguments = enumerate(arguments_of(operation))
@@ -199,7 +199,7 @@ def _place_of_dropout(operation: Any) -> int | None:
 
 
 def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this call advances the generator of random numbers."""
+    """Whether this call advances the random number generator."""
     place = _place_of_dropout(operation)
     if place is None:
         return False

@@ -19,9 +19,9 @@ from colotrain.models.outputs import metrics_in
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Mean loss over `train.eval_steps` global batches of the validation split.
+    """Compute the mean loss over `train.eval_steps` global batches of the validation split.
 
-    `run.best` is then this step's, if it is the best so far. All ranks must call.
+    Sets `run.best` if this evaluation is the best so far. All ranks must call.
     """
     run.at("evaluation")
     plan, model, data = run.plan, run.sharded.module, run.validation_data
@@ -35,7 +35,7 @@ def evaluate(run: Run) -> None:
         run.progress.begin_agreement()
         dist.all_reduce(sums)
         means = _over_all_ranks(metrics)
-    for module, mode in training.items():  # parts that the user put in evaluation stay there
+    for module, mode in training.items():  # modules that the user set to evaluation mode stay in it
         module.training = mode
     loss_sum, count = sums.tolist()
     loss = loss_sum / max(count, 1.0)
@@ -69,8 +69,7 @@ Metrics = dict[str, tuple[float, float]]
 
 
 def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
-    """Of this rank's validation micro-batches the summed loss with the number of targets, and
-    what else the model returns."""
+    """Return summed loss and number of targets of this rank's micro-batches, and their metrics."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     metrics: Metrics = {}
     num = run.plan.batch.accumulation_steps
@@ -88,7 +87,7 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
 
 
 def _over_all_ranks(metrics: Metrics) -> dict[str, float]:
-    """Name → mean over all ranks, of those that any has. All ranks must call."""
+    """Return name → mean over the ranks that have the metric. All ranks must call."""
     everyone: list[Metrics] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, metrics)
     found = {}

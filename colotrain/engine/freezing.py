@@ -11,31 +11,31 @@ from torch import nn
 from colotrain.spec.plan import FreezePlan
 
 BY_MODEL = "requires_grad"
-"""The reason given for a parameter that the model's own code froze."""
+"""Reason for a parameter that the model's own code froze."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """Which parameters do not train, and why."""
+    """The parameters that do not train, and why."""
 
     reasons: dict[str, str]
     """Parameter name → the pattern that froze it, or BY_MODEL."""
     matched: dict[str, int]
-    """Pattern (of patterns, except and unfreeze) → how many parameters it names."""
+    """Pattern (from patterns, except and unfreeze) → number of parameters that match it."""
 
 
 def freeze_(model: nn.Module, plan: FreezePlan, *, step: int = 0) -> Frozen:
-    """Set `requires_grad` of every parameter as it shall be in `step` (0 is the first).
+    """Set `requires_grad` of every parameter as the plan says for `step` (0 is the first).
 
-    A tied parameter is named by any of its names. Parameters that the model's own code froze
-    stay frozen unless `except` or the schedule names them. Works on sharded models too, as long
-    as their parameters are in the sharded state.
+    A tied parameter matches by any of its names. Parameters that the model's own code froze stay
+    frozen unless `except` or the schedule names them. Works on sharded models too, as long as their
+    parameters are in the sharded state.
     """
     names = names_of(model)
     reasons: dict[str, str] = {}
     for parameter, known_as in names.items():
         reason = _reason(known_as, parameter, plan, step)
-        parameter.requires_grad = reason is None  # a lazy one knows no requires_grad_()
+        parameter.requires_grad = reason is None  # a lazy parameter has no requires_grad_()
         if reason is not None:
             reasons[known_as[0]] = reason
     return Frozen(reasons=reasons, matched=_count_matches(names.values(), plan))
@@ -54,13 +54,13 @@ def _reason(
 
 
 def thawed_later(model: nn.Module, plan: FreezePlan) -> set[str]:
-    """Parameters that the schedule unfreezes at some step, whether it has come or not."""
+    """Return the parameters that the schedule unfreezes at any step, past steps included."""
     globs = [glob for step in plan.unfreeze.values() for glob in step]
     return {known_as[0] for known_as in names_of(model).values() if matches(known_as, globs)}
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter's names: more than one where it is tied, the first one its own."""
+    """Return each parameter's names: several where it is tied, the first one its own."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

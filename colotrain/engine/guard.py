@@ -1,12 +1,12 @@
-"""Silent data corruption: values that change between two updates, or differ where they must not.
+"""Detects silent data corruption: values that change between updates or differ between copies.
 
-Every `elastic.check_every` steps three things are compared, as checksums of bits:
+Every `elastic.check_every` steps three kinds of values are compared, by checksums of their bits:
 
 - memory: this rank's parameters and optimizer state after an update, and before the next one;
-- replicas: what several ranks hold alike (shards of a hybrid mesh, parameters that stay whole);
-- gathered: the whole parameters of each group, which all ranks of a shard group copy together.
+- replicas: values that several ranks hold alike (shards of a hybrid mesh, unsharded parameters);
+- gathered: the whole parameters of each group, of which all ranks of a shard group get a copy.
 
-What differs is looked at again at once: a fault that is gone then was transient.
+Values that differ are compared again at once: a fault that is gone then was transient.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ PIECE = 1 << 22
 
 
 class Corruption(RuntimeError):
-    """Values that are wrong and stay so. The run is restarted from its last checkpoint."""
+    """Values are persistently wrong. The run is restarted from its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is not what it must be."""
+    """A value that fails a check."""
 
     check: str
-    """memory, replicas or gathered."""
+    """Name of the check: memory, replicas or gathered."""
     name: str
     ranks: tuple[int, ...]
-    """Those that are wrong, or all that disagree where no majority tells."""
+    """Ranks whose value is wrong, or all that disagree if there is no majority."""
 
     def __str__(self) -> str:
         who = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
@@ -52,7 +52,7 @@ class Finding:
 
 
 def after_update(run: Run) -> None:
-    """Note what must not change, and compare what ranks hold alike. All ranks must call."""
+    """Store checksums of what must not change, and compare copies. All ranks must call."""
     run.checksums = dict(_sums(_state(run)))
     found = _differing(run)
     if found:
@@ -60,7 +60,7 @@ def after_update(run: Run) -> None:
 
 
 def before_update(run: Run) -> None:
-    """Compare this rank's memory with what was noted, if anything was. All ranks must call."""
+    """Compare this rank's memory with the stored checksums, if any. All ranks must call."""
     if run.checksums is None:
         return
     first = _agree(_changed(run.checksums, run))
@@ -71,9 +71,10 @@ def before_update(run: Run) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that any single flipped bit changes, and (almost surely) another order of values.
+    """Return a number that any flipped bit changes, and (almost surely) any change of order.
 
-    On the CPU a hash; elsewhere the sum of the bits as integers, each times its own odd number.
+    On the CPU it is a hash; elsewhere the sum of the bits as integers, each times its own odd
+    number.
     """
     if tensor.device.type == "cpu":
         return int(xxhash.xxh3_64_intdigest(bytes_of(tensor))) - (1 << 63)
@@ -81,8 +82,8 @@ def checksum(tensor: Tensor) -> int:
 
 
 def sum_of_bits(flat: Tensor) -> int:
-    """The checksum of bytes that are not on the CPU."""
-    if flat.storage_offset() % 8:  # a view of something larger, which int64 cannot look at
+    """Return the checksum of bytes that are not on the CPU."""
+    if flat.storage_offset() % 8:  # a view at an offset that int64 does not allow
         flat = flat.clone()
     whole = flat.numel() // 8 * 8
     total = flat[whole:].sum(dtype=torch.int64)
@@ -98,7 +99,7 @@ def _sums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
 
 
 def _state(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters and optimizer state."""
+    """Yield this rank's parameters and optimizer state."""
     for name, parameter in run.sharded.module.named_parameters():
         yield name, local_shard(parameter)
     for name, values in run.optimizer.state().items():
@@ -116,7 +117,7 @@ def _changed(noted: dict[str, int], run: Run) -> list[Finding]:
 
 
 def _agree(mine: list[Finding]) -> list[Finding]:
-    """What any rank found; costs one small all-reduce where nobody did."""
+    """Return the findings of all ranks; one small all-reduce where there are none."""
     any_found = torch.tensor(float(bool(mine)))
     dist.all_reduce(any_found)
     if not any_found.item():
@@ -127,7 +128,7 @@ def _agree(mine: list[Finding]) -> list[Finding]:
 
 
 def _differing(run: Run) -> list[Finding]:
-    """Replicas, and gathered parameters where they do not come by from lower tiers."""
+    """Compare replicas, and gathered parameters unless groups stream from lower tiers."""
     found = _differing_replicas(run)
     return found if run.optimizer.streams else found + _differing_gathered(run.sharded)
 
@@ -148,7 +149,7 @@ def _differing_replicas(run: Run) -> list[Finding]:
 
 
 def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
-    """Of parameters in common there is one copy, so that nothing can differ."""
+    """Compare the gathered parameters of groups; of shared parameters there is only one copy."""
     group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
     if group.size() == 1:
         return []
@@ -168,7 +169,7 @@ def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
 def _compare(
     check: str, held: list[tuple[str, Tensor]], group: Any, ranks: list[int]
 ) -> list[Finding]:
-    """Compare checksums among `ranks`, which are those of `group` (None: all). They must call."""
+    """Compare checksums among `ranks`, the members of `group` (None: all), which must all call."""
     if not held or len(ranks) == 1:
         return []
     device = held[0][1].device
@@ -182,13 +183,13 @@ def _compare(
         if len(set(values)) == 1:
             continue
         wrong = minority(values)
-        if dist.get_rank() == ranks[0]:  # one of them tells
+        if dist.get_rank() == ranks[0]:  # one of them reports
             found.append(Finding(check=check, name=name, ranks=tuple(ranks[i] for i in wrong)))
     return found
 
 
 def minority(values: list[int]) -> list[int]:
-    """Who holds another value than the majority does; all, where there is no majority."""
+    """Return the indices of values that differ from the majority's; all if there is no majority."""
     most = max(set(values), key=values.count)
     if values.count(most) * 2 <= len(values):
         return list(range(len(values)))
@@ -196,7 +197,7 @@ def minority(values: list[int]) -> list[int]:
 
 
 def _judge(run: Run, first: list[Finding], second: list[Finding]) -> None:
-    """Tell what was found; what was found twice ends this attempt."""
+    """Report the findings; those found twice end this attempt."""
     what = "; ".join(str(finding) for finding in (second or first)[:4])
     if run.rank == 0:
         run.events.write(

@@ -1,7 +1,7 @@
-"""Whether a model shifts labels itself, as transformers' own losses do.
+"""Finds out whether a model shifts labels itself, as transformers' losses do.
 
-Its mean loss is then one over all labels but the first of each row, and to weight it by all labels
-would make the result depend on how a batch is cut. A few forwards with one sample tell.
+Its mean loss is then over all labels but the first of each row. Weighting that mean by all labels
+would make the result depend on how a batch is divided. A few forwards with one sample show it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FEWEST_LABELS = 3
 
 
 def is_in_question(batch: Batch) -> bool:
-    """Whether the samples have a sequence of labels with a target among them."""
+    """Whether the samples have a sequence of labels with at least one target."""
     labels = batch.get("labels")
     if labels is None or labels.ndim != 2 or labels.is_floating_point():
         return False
@@ -32,7 +32,7 @@ def is_in_question(batch: Batch) -> bool:
 
 
 def find(run: Run) -> None:
-    """See whether the model shifts labels itself; where they are shifted already, that is an error.
+    """Find out whether the model shifts labels; an error if they are shifted already.
 
     All ranks must call.
     """
@@ -61,8 +61,8 @@ def find(run: Run) -> None:
 def shifts_labels(model: nn.Module, sample: Batch) -> bool:
     """Whether the first label of a row does not count. All ranks must call with the same sample.
 
-    False for a model that tells its count itself. The model's buffers and the generators stay as
-    they are.
+    False for a model that returns its number of targets. The model's buffers and the generators do
+    not change.
     """
     labels = sample["labels"]
     target = labels[labels != IGNORE_INDEX][0]
@@ -79,7 +79,7 @@ def shifts_labels(model: nn.Module, sample: Batch) -> bool:
         last, both = loss(-1), loss(0, -1)
         if last is None or both is None or not torch.equal(last, both):
             return False
-        first, none = loss(0), loss()  # equal losses of all places would be equal above, too
+        first, none = loss(0), loss()  # else all positions may have the same loss
         return first is not None and none is not None and _same(first, none)
 
 
@@ -89,7 +89,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation; modes, buffers and generators are afterwards what they were."""
+    """Run the context in evaluation mode; restores modes, buffers and generators."""
     modes = {module: module.training for module in model.modules()}
     states = generators.states(device)
     model.eval()
@@ -104,10 +104,10 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers that forwards change, as running means, are afterwards what they were."""
+    """Restore buffers that forwards in the context change, such as running means."""
     owners = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
     before = [buffer.clone() for *_, buffer in owners]
     yield
     for (module, name, buffer), value in zip(owners, before, strict=True):
         buffer.copy_(value)
-        module._buffers[name] = buffer  # also where forward put another in its place
+        module._buffers[name] = buffer  # also where forward assigned another tensor

@@ -27,7 +27,7 @@ from colotrain.rundir import NOISE
 from colotrain.spec.plan import READ_BACK, RunPlan
 
 LATE = 5.0
-"""How many times as long as expected a rank may take from one sign of life to the next."""
+"""Factor on the expected time between two heartbeats, after which a rank counts as silent."""
 
 
 def train(run: Run) -> str:
@@ -41,7 +41,7 @@ def train(run: Run) -> str:
     if run.step == 0 and plan.train.eval_first:
         evaluate(run)
     if plan.train.on_nonfinite == "rollback":
-        checkpoint.save(run)  # there must always be something of its own to go back to
+        checkpoint.save(run)  # so that the run always has a checkpoint of its own to roll back to
     while run.step < plan.train.max_steps:
         clock = Clock()
         run.generators = generators.states(run.device)
@@ -70,7 +70,7 @@ def train(run: Run) -> str:
             record_gradients(run, recorder, **extra)
         clock.lap("optimizer_s")
         run.step += 1
-        run.heartbeat.patience_s = patience_s(plan, clock.laps)  # nothing is new from here on
+        run.heartbeat.patience_s = patience_s(plan, clock.laps)  # only a first step is slow
         times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps}
         record_step(run, result, times=times, lr=lr, skipped=skipped)
         if is_due(run.step, plan.elastic.check_every):
@@ -96,7 +96,7 @@ def train(run: Run) -> str:
 
 
 def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:
-    """How long a rank may be silent after a step with these parts: a micro-batch may take long."""
+    """Return the seconds for which a rank may be silent: a micro-batch may take long."""
     micro_batch_s = laps["compute_s"] / plan.batch.accumulation_steps
     longest = max(micro_batch_s, laps["reduce_s"], laps["optimizer_s"])
     return max(plan.elastic.hang_timeout_s, LATE * longest)
@@ -118,7 +118,7 @@ class Clock:
 
 
 class Fetch:
-    """The micro-batches of one step on the device, with the time that getting them took."""
+    """The micro-batches of one step on the device, with the time that fetching them took."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.seconds = run, 0.0
@@ -149,7 +149,7 @@ def new_totals(run: Run) -> StepTotals:
 
 
 def agree(run: Run, totals: StepTotals) -> StepResult:
-    """The one small all-reduce of a step: loss, targets, gradient norm, wish to stop."""
+    """Run the one small all-reduce of a step: loss, targets, gradient norm, requests to stop."""
     run.at("reduce")
     run.progress.begin_agreement()
     run.stop_reason = run.wish()
@@ -164,11 +164,11 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
     shared = torch.cat((mine, known_here[: len(wish)], norms, known_here[len(wish) :]))
     dist.all_reduce(shared)
-    shared = shared.cpu()  # the one wait for the device in a step
+    shared = shared.cpu()  # the only wait for the device in a step
     told = shared[:10].tolist()
     loss_sum, count, stop, record, noisy, settle, save, orders, squares, took_s = told
     monitor.note_duration(run, took_s / dist.get_world_size())
-    if orders * orders != squares * dist.get_world_size():  # equal only if all are the same
+    if orders * orders != squares * dist.get_world_size():  # equal only if all orders are the same
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
             "let every rank call every block in every forward",
@@ -189,14 +189,14 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
 
 
 def settle_(run: Run) -> None:
-    """Decide anew where model data rests, by what was needed so far. All ranks must call.
+    """Place groups in tiers anew, from the memory used so far. All ranks must call.
 
-    Where that cannot be had (a full disk), the steps done so far are saved before the run ends.
+    If the new placement fails (a full disk), the steps done so far are saved before the run ends.
     """
     assert run.tiers is not None
     run.phase = "placement"
     first = not run.tiers.settled
-    run.saver.before_update()  # what it writes from may move
+    run.saver.before_update()  # the save may read from tensors that move
     try:
         changed = run.tiers.settle(run.optimizer)
     except ColotrainError:
@@ -216,8 +216,8 @@ def settle_(run: Run) -> None:
 def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> tuple[bool, float]:
     """Clip and step the optimizer once; returns whether the step was skipped, and its rate.
 
-    A step that is not finite is skipped on every rank where fp16 or the plan says so, and
-    otherwise ends the run before it can harm the weights.
+    A step that is not finite is skipped on every rank if fp16 or the plan says so. Otherwise it
+    ends the run before it can harm the weights.
     """
     run.at("optimizer")
     state = run.gradients
@@ -236,12 +236,12 @@ def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> t
     lr = run.optimizer.step(factor=stored, watch=recorder)
     checkpoint.try_saving(run)
     if not run.optimizer.streams:
-        state.factor = 1.0 / state.clip_ratio  # the stored gradients now hold the clipped values
+        state.factor = 1.0 / state.clip_ratio  # the stored gradients are clipped now
     return False, lr
 
 
 def handle_nonfinite(run: Run, result: StepResult) -> None:
-    """Say where a loss or gradient stopped being finite; end the run unless the plan skips it."""
+    """Find where a loss or gradient stopped being finite; end the run unless the plan skips it."""
     micro_batches = range(run.plan.batch.accumulation_steps)
     ids = [run.train_data.ids(run.batch_index, index) for index in micro_batches]
     with again(run, phase="search for the first value that is not finite") as batches:
@@ -264,7 +264,7 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
 
 
 def measure_noise(run: Run) -> dict[str, Any]:
-    """What a gradient record says of the noise between the micro-batches of this step."""
+    """Return the fields of a gradient record for the noise between this step's micro-batches."""
     batch = run.plan.batch
     with again(run, phase="gradient noise") as batches:
         found = noise.measure(
@@ -279,7 +279,7 @@ def measure_noise(run: Run) -> dict[str, Any]:
 
 @contextmanager
 def again(run: Run, *, phase: str) -> Iterator[Fetch]:
-    """The micro-batches of this step once more, with the weights and random numbers they met."""
+    """Yield the micro-batches of this step again, with the same weights and random numbers."""
     before, done = run.phase, run.micro_batches
     run.at(phase)
     if run.generators is not None:
@@ -293,7 +293,7 @@ def again(run: Run, *, phase: str) -> Iterator[Fetch]:
 
 
 def unfreeze_(run: Run) -> None:
-    """Begin to train what the schedule unfreezes in this step."""
+    """Begin to train the parameters that the schedule unfreezes in this step."""
     if run.step in run.plan.freeze.unfreeze and run.step > 0:
         freeze_as_of(run, run.step)
 

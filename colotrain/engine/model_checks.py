@@ -1,4 +1,4 @@
-"""What is refused of a user's model before it is sharded."""
+"""Checks of a user's model before it is sharded."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from colotrain.spec.plan import FreezePlan, ModelPlan
 from colotrain.torch_internals import hooks_after_gradient_of, storage_id, tree_leaves
 
 CONTENTS = ("_parameters", "_buffers", "_modules")
-"""Attributes in which torch keeps what a module consists of."""
+"""Attributes of a module that hold its parameters, buffers and submodules."""
 
 
 def check_dtypes(
     model: nn.Module, groups: list[Group], plan: ModelPlan, freeze: FreezePlan
 ) -> None:
-    """Refuse a group in which parameters of two dtypes ever train: they are reduced together."""
+    """Refuse a group that trains parameters of two dtypes, because they are reduced together."""
     names, later = {p: n for n, p in model.named_parameters()}, thawed_later(model, freeze)
     seen: set[nn.Parameter] = set()
-    for _, modules in (*groups, ("", [model])):  # those inside others come before these
+    for _, modules in (*groups, ("", [model])):  # inner modules come before those around them
         inside = [p for m in modules for p in sharded_parameters(m) if p not in seen]
         seen.update(inside)
         trained = [p for p in inside if p.requires_grad or names[p] in later]
@@ -37,13 +37,13 @@ def check_dtypes(
 
 
 def check_parameters(model: nn.Module, plan: ModelPlan) -> None:
-    """Refuse what sharding would lose: `ConfigError` with all of it."""
+    """Raise `ConfigError` that lists everything sharding would lose."""
     if problems := [Problem(key=plan.key, value=plan.value, **found) for found in _lost(model)]:
         raise ConfigError(problems)
 
 
 def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
-    """What is expected instead, and how to have that."""
+    """Yield what is expected instead, and how to fix it."""
     for name, module in model.named_modules():
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if sparse and module.weight.requires_grad:
@@ -82,7 +82,7 @@ def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def _shares_memory(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Tensors that look at a parameter's memory, which training changes; sharding parts the two."""
+    """Yield tensors that share a parameter's memory: after sharding they would not follow it."""
     known: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *_kept_tensors(model)):
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
@@ -102,7 +102,7 @@ def _shares_memory(model: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and tensors in attributes, lists and dicts of modules, but no parameters."""
+    """Yield buffers, and tensors in modules' attributes, lists and dicts; no parameters."""
     for prefix, module in model.named_modules():
         for key, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
             leaves = tree_leaves(value) if key not in CONTENTS else ()
@@ -112,7 +112,7 @@ def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of two tensors on one storage is in the same place."""
+    """Whether two tensors on the same storage have an element at the same position."""
     (first, end), (other, other_end) = _extent(a), _extent(b)
     start, stop = max(first, other), min(end, other_end)
     if start >= stop or a.dtype != b.dtype:
@@ -127,7 +127,7 @@ def _places(taken: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte of the storage that `tensor` looks at, and the one after the last."""
+    """Return the first byte of its storage that `tensor` covers, and the one after the last."""
     first, steps = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((size - 1) * step for size, step in steps)
     return first * tensor.element_size(), (last + 1) * tensor.element_size()

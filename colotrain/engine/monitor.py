@@ -1,15 +1,15 @@
-"""A thread beside training: it says how far a long step is, and leaves the step to stop the run.
+"""A thread beside training that reports the progress of a long step and can leave it unfinished.
 
-Parameters and optimizer state stay as they are until a step's update. The state of the last
-finished step can therefore be saved at any moment while the next step is computed, and a rank that
-is asked to stop has to wait for nothing: not for the end of a micro-batch, which may take minutes,
-and not for a rank that hangs.
+Parameters and optimizer state do not change until a step's update. The state of the last finished
+step can therefore be saved at any moment while the next step is computed. So a rank that is asked
+to stop need not wait for the end of a micro-batch, which may take minutes, nor for a rank that
+hangs.
 
 An unfinished step is left by all ranks or by none. A rank may decide to leave only before it enters
 the all-reduce that ends the forward and backward passes of a step (`loop.agree`). That all-reduce
 then never completes on any rank, so that no rank updates its parameters. The rank announces its
-decision through the store; the others, wherever they are, read it there and leave as well. Nothing
-is exchanged while nobody wants to stop.
+decision through the store; the other ranks read it there and leave as well. While no rank wants to
+stop, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
 
 LONG_STEP_S = 2.0
-"""A step shorter than this is always finished, and nothing is said of its progress."""
+"""Seconds; a step shorter than this is always finished, without progress events."""
 PATIENCE_S = 5.0
-"""How long an unfinished step may still take when the run is asked to stop."""
+"""Seconds that an unfinished step may still take when the run is asked to stop."""
 LOOK_EVERY_S = 0.5
 FOLLOW_EVERY_S = 2.0
-"""Between looks whether another rank has left the step."""
+"""Seconds between checks whether another rank has left the step."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 10.0
-"""Between two events about the progress of a step."""
+"""Seconds between two events about the progress of a step."""
 ALMOST = 0.99
-"""A micro-batch that takes longer than it should is still not done."""
+"""Largest fraction of a micro-batch that is reported as done while it still runs."""
 LEAVE_TOGETHER_S = 30.0
-"""How long a rank that has saved waits for the others to say that they have, too."""
+"""Seconds for which a rank that has saved waits for the others to save, too."""
 LEFT = "colotrain/step-left"
-"""Key of the store: `STEP REASON`, once a rank has left the step after STEP finished ones."""
+"""Key of the store: `STEP REASON`, set once a rank has left the step after STEP finished ones."""
 DEPARTED = "colotrain/departed"
-"""Key of the store: how many ranks have saved and are about to exit."""
+"""Key of the store: number of ranks that have saved and are about to exit."""
 
 
 def start(run: Run) -> None:
-    """Begin to watch the steps of this rank; until then `interruptible` interrupts nothing."""
+    """Start to watch the steps of this rank; until then `interruptible` has no effect."""
     run.is_monitored = True
     threading.Thread(target=Monitor(run).watch, name="step-monitor", daemon=True).start()
 
 
 @contextlib.contextmanager
 def interruptible(run: Run, what: str = "step") -> Iterator[None]:
-    """In here training may be left for good. All ranks must call, at the same step."""
+    """Allow the process to be ended in this context. All ranks must enter it at the same step."""
     progress = run.progress
     progress.began, progress.forward_s = time.perf_counter(), None
     if run.is_monitored and progress.is_long:
@@ -72,33 +72,33 @@ def interruptible(run: Run, what: str = "step") -> Iterator[None]:
             progress.last, progress.undecided = last, True
     try:
         yield
-    finally:  # also after an error: ranks that have left are lost to those that have not yet
+    finally:  # also after an error: ranks that have left are gone for those that have not
         with progress.lock:
             progress.last = None
 
 
 def note_duration(run: Run, seconds: float) -> None:
-    """How long the step took, on which all ranks agree; so will the next one."""
+    """Note the duration of a step, the same on all ranks, as the estimate for the next one."""
     run.progress.is_long = seconds > LONG_STEP_S
 
 
 class Monitor:
-    """The thread's own state."""
+    """The state of the thread."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.progress = run, run.progress
         self.asked_at: float | None = None
         self.told_at = self.followed_at = 0.0
         self.follows = False
-        """Another rank has left the step."""
+        """Whether another rank has left the step."""
         self.seen = (0, 0)
-        """Calls and micro-batches at the last look: what moves is alive."""
+        """Calls and micro-batches at the last check; if they change, training is alive."""
 
     def watch(self) -> None:
-        if self.run.device.type == "cuda":  # which each thread chooses for itself
+        if self.run.device.type == "cuda":  # each thread has its own current device
             torch.cuda.set_device(self.run.device)
         store = own_store()
-        with contextlib.suppress(dist.DistStoreError):  # rank 0 is gone, and so is this attempt
+        with contextlib.suppress(dist.DistStoreError):  # rank 0 is gone, and this attempt with it
             while True:
                 time.sleep(LOOK_EVERY_S)
                 if self.progress.last is not None:
@@ -114,7 +114,7 @@ class Monitor:
                 self._leave(run, last, reason, store)
 
     def _tell(self, run: Run, last: LastStep) -> None:
-        """Give a sign of life where training has moved, and say how far it is."""
+        """Send a heartbeat if training has progressed, and write how far it is."""
         seen = len(run.sharded.calls), self.progress.micro_batch
         if seen != self.seen:
             self.seen = seen
@@ -136,10 +136,11 @@ class Monitor:
         )
 
     def _share_done(self, run: Run, last: LastStep) -> float:
-        """Share of the step, or of the evaluation, that is done, between 0 and 1.
+        """Return the fraction of the step, or of the evaluation, that is done.
 
-        Of the first micro-batch the groups that were called tell how far its forward is, and how
-        long that took tells how long backward takes; later ones are as long as those before.
+        In the first micro-batch, the number of groups called shows the progress of forward, and
+        forward's duration gives that of backward. Later micro-batches are assumed to take as long
+        as those before.
         """
         at = self.progress
         done, inside_s = (
@@ -162,7 +163,7 @@ class Monitor:
         return inside / at.num_micro_batches
 
     def _reason(self, run: Run, last: LastStep, store: Any) -> str | None:
-        """Why this rank has to leave the step now; None where it has not."""
+        """Return why this rank must leave the step now; None where it need not."""
         now = time.monotonic()
         reason = run.wish()
         if reason is None:
@@ -208,10 +209,10 @@ class Monitor:
             os._exit(code)
 
     def _save(self, run: Run, last: LastStep) -> Exception | None:
-        """Write what is not saved yet, and wait for what is being written."""
+        """Write what is not saved yet, and wait for the save in progress."""
         run.at("checkpoint")
         on_side_stream: Any = contextlib.nullcontext()
-        if run.device.type == "cuda":  # the default one is busy with the step
+        if run.device.type == "cuda":  # the default stream is busy with the step
             on_side_stream = torch.cuda.stream(torch.cuda.Stream(run.device))
         if last.pieces is not None and last.manifest is not None:
             with on_side_stream:
@@ -223,9 +224,9 @@ class Monitor:
 
 
 def unsaved_state(run: Run) -> tuple[list[Piece] | None, Manifest | None]:
-    """What a checkpoint of the steps done so far would hold; None where none is needed.
+    """Return the content of a checkpoint of the steps so far; None where none is needed.
 
-    What a forward may change (buffers) is copied. All ranks must call.
+    Tensors that a forward may change (buffers) are copied. All ranks must call.
     """
     if not run.plan.checkpoint.enabled or run.step == 0 or run.saved_step == run.step:
         return None, None
@@ -237,11 +238,11 @@ def unsaved_state(run: Run) -> tuple[list[Piece] | None, Manifest | None]:
 def share_of_micro_batch(
     forward: float, forwards: float, *, recomputes: bool, forward_only: bool
 ) -> float:
-    """Share of a micro-batch that is done.
+    """Return the fraction of a micro-batch that is done.
 
-    `forward` is the share of its forward that is done; once that is all of it, `forwards` says how
-    many times as long as the forward the micro-batch has taken. Backward takes twice the forward's
-    time, and three times where it computes blocks again.
+    `forward` is the fraction of its forward that is done. Once that is 1, `forwards` is the time
+    since the micro-batch began, divided by the forward's time. Backward takes twice the forward's
+    time, and three times where it recomputes blocks.
     """
     if forward_only:
         return min(forward, ALMOST)
@@ -254,7 +255,7 @@ def _name(last: LastStep) -> str:
 
 
 def _becomes(run: Run, last: LastStep) -> str:
-    """What is saved, and where `colotrain resume` goes on."""
+    """Return a message on what is saved, and where `colotrain resume` continues."""
     if not run.plan.checkpoint.enabled:
         return "nothing is saved (checkpoint.every=0)"
     if last.pieces is not None:
@@ -265,9 +266,9 @@ def _becomes(run: Run, last: LastStep) -> str:
 
 
 def _depart(store: Any) -> None:
-    """Wait until all ranks are here: the process of rank 0 keeps the store, which others need."""
+    """Wait until all ranks are here, because rank 0's process hosts the store that others need."""
     deadline = time.monotonic() + LEAVE_TOGETHER_S
-    with contextlib.suppress(Exception):  # the store is gone: rank 0 knows that all are here
+    with contextlib.suppress(Exception):  # the store is gone: rank 0 has seen all ranks
         store.add(DEPARTED, 1)
         while store.add(DEPARTED, 0) < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.02)

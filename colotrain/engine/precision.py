@@ -1,4 +1,4 @@
-"""Computing in half precision: which inputs are cast, and loss scaling for fp16.
+"""Half precision: which inputs are cast, and loss scaling for fp16.
 
 Loss scaling is dynamic (Micikevicius et al. 2018).
 """
@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from colotrain.spec.precisions import PRECISIONS
 
 KEPT = ("labels", "label", "targets", "target", "y")
-"""Entries of a batch that are never cast: what the outcome is compared with."""
+"""Entries of a batch that are never cast: the output is compared with them."""
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype that `train.precision` computes in."""
+    """Return the dtype that `train.precision` computes in."""
     dtype: torch.dtype = getattr(torch, PRECISIONS[precision].dtype)
     return dtype
 
 
 def cast_dtype(precision: str) -> torch.dtype | None:
-    """What parameters and inputs are cast to; None: they are not."""
+    """Return the dtype that parameters and inputs are cast to; None where they are not cast."""
     return dtype_of(precision) if PRECISIONS[precision].is_cast else None
 
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
-    """The same on every rank: it is fed with what all ranks agreed on."""
+    """The loss scale, the same on every rank, because ranks agree on what they update it with."""
 
     scale: float = 1.0
     dynamic: bool = False
@@ -48,11 +48,11 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether a lower scale may cure an overflow."""
+        """Whether a lower scale may prevent an overflow."""
         return self.dynamic and self.scale > 1.0
 
     def update(self, *, overflow: bool) -> None:
-        """After each step: halve on overflow, double after 2,000 clean steps."""
+        """Update after each step: halve on overflow, double after 2,000 clean steps."""
         if not self.dynamic:
             return
         self.clean_steps = 0 if overflow else self.clean_steps + 1
@@ -63,7 +63,7 @@ class LossScale:
 
 
 def cast_of(name: str, tensor: object, dtype: torch.dtype | None) -> bool:
-    """Whether an entry of a batch is cast to the compute dtype: activations, not what is known."""
+    """Whether an entry of a batch is cast to the compute dtype: float inputs, but no labels."""
     if dtype is None or name in KEPT or not isinstance(tensor, Tensor):
         return False
     return tensor.is_floating_point() and tensor.dtype != dtype
@@ -72,7 +72,7 @@ def cast_of(name: str, tensor: object, dtype: torch.dtype | None) -> bool:
 def cast_inputs(
     batch: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> tuple[str, tuple[str, str] | None]:
-    """What to say about the cast of a batch ("": nothing), and a problem with its fix."""
+    """Return a message on the cast of a batch (or ""), and a problem with its fix (or None)."""
     cast = {name: t for name, t in batch.items() if cast_of(name, t, dtype)}
     if dtype is None or not cast:
         return "", None
@@ -92,9 +92,9 @@ def cast_inputs(
 
 
 def keep_statistics_exact_(model: nn.Module) -> None:
-    """Have modules with running statistics in float32 compute with weights in float32, too.
+    """Let modules with running statistics in float32 compute with float32 weights, too.
 
-    torch's batch normalisation takes no others: inputs in half precision, and the rest in float32.
+    torch's batch normalisation supports half-precision inputs only with all the rest in float32.
     """
     for module in model.modules():
         statistics = getattr(module, "running_mean", None)

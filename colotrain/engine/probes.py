@@ -1,4 +1,4 @@
-"""Measurements a worker takes of itself: memory, and what its device can do at best."""
+"""Measurements of a worker process: its memory, and the peak FLOP/s of its device."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _BUDGET_S = 0.1
 
 
 def memory_now() -> tuple[int, int]:
-    """(resident, peak) bytes of this process; well under 50 µs.
+    """Return (resident, peak) bytes of this process, in well under 50 µs.
 
     The peak is the highest resident size so far (or since `reset_peak`), or on CUDA the highest
-    allocation on the current device (`torch.cuda.max_memory_allocated`). What `leave_out` named
-    is in neither.
+    allocation on the current device (`torch.cuda.max_memory_allocated`). Bytes given to `leave_out`
+    are in neither.
     """
     resident, peak = (n - _earlier.left_out for n in _from_status() or _from_psutil())
     if torch.cuda.is_initialized():
@@ -36,22 +36,22 @@ def memory_now() -> tuple[int, int]:
 
 
 def held_now() -> int:
-    """Bytes that count against the budget: of tensors on the GPU, else what is resident."""
+    """Return the bytes that count against the budget: tensors on a GPU, else resident memory."""
     return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else memory_now()[0]
 
 
 def highest_peak() -> int:
-    """The peak of `memory_now` over the whole life of the process, whoever reset it."""
+    """Return the peak of `memory_now` over the whole life of the process, resets left aside."""
     return max(_earlier.highest, memory_now()[1])
 
 
 def leave_out(num_bytes: int) -> None:
-    """Resident memory that other processes of the host account for does not count from now on.
+    """Subtract from now on resident memory that other processes of the host account for.
 
-    With parameters in common each rank counts its own part, so that the sum over ranks is right.
+    Of shared parameters each rank counts its own part, so that the sum over ranks is right.
     """
     if num_bytes != _earlier.left_out:
-        reset_peak()  # what was reached so far is counted as it was
+        reset_peak()  # the peak so far stays as it was counted
     _earlier.left_out = num_bytes
 
 
@@ -64,17 +64,17 @@ _earlier = _Earlier()
 
 
 def reset_peak() -> None:
-    """Let the peak of `memory_now` begin again at what is resident now."""
+    """Restart the peak of `memory_now` from the memory that is resident now."""
     _earlier.highest = highest_peak()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
         return
-    with suppress(OSError):  # where the system cannot, peaks stay those of the whole life
+    with suppress(OSError):  # where this fails, peaks are those of the whole life
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _from_status() -> tuple[int, int] | None:
-    """VmRSS and VmHWM, or None where the system has no such file or fields."""
+    """Return VmRSS and VmHWM, or None where the system has no such file or fields."""
     try:
         with open("/proc/self/status", "rb", buffering=0) as file:
             found = dict(_STATUS_FIELDS.findall(file.read()))
@@ -93,15 +93,15 @@ def _from_psutil() -> tuple[int, int]:
 
 
 def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate of a square matmul on `device` in floating-point operations per second.
+    """Return the best rate of a square matmul on `device`, in floating-point operations per second.
 
-    Takes about 0.1 s once the device is warm; sizes grow until one is worth timing. Call it before
-    anything else is allocated: it resets CUDA's peak-memory statistics afterwards. 0.0 where the
-    device cannot multiply in `dtype`.
+    Takes about 0.1 s once the device is warm; sizes grow until a matmul is long enough to measure.
+    Call it before anything else is allocated: it resets CUDA's peak-memory statistics afterwards.
+    0.0 where the device cannot multiply in `dtype`.
     """
     try:
         return _best_rate(device, dtype)
-    except RuntimeError:  # not implemented for this dtype, or no memory left for the probe
+    except RuntimeError:  # not implemented for this dtype, or out of memory
         return 0.0
     finally:
         if device.type == "cuda":
@@ -112,7 +112,7 @@ def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def _best_rate(device: torch.device, dtype: torch.dtype) -> float:
     size, best = 256, 0.0
     multiply = _multiplication(size, device, dtype)
-    multiply()  # the first one builds handles, thread pools and kernels
+    multiply()  # the first call creates handles, thread pools and kernels
     deadline = time.perf_counter() + _BUDGET_S
     while True:
         seconds = multiply()
@@ -125,8 +125,8 @@ def _best_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _multiplication(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
-    """A function that multiplies two matrices once and returns the seconds it took."""
-    own = torch.Generator(device).manual_seed(0)  # the run's random numbers stay untouched
+    """Return a function that multiplies two matrices once and returns the seconds it took."""
+    own = torch.Generator(device).manual_seed(0)  # leaves the run's random numbers unchanged
     left = torch.empty(size, size, device=device, dtype=dtype).uniform_(-1, 1, generator=own)
     out = torch.empty_like(left)
 
@@ -146,7 +146,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def own_log() -> str:
-    """The file that this process's stderr goes to; empty where it is none or cannot be told."""
+    """Return the path of the log that stderr is written to; "" where there is none."""
     try:
         path = os.readlink("/proc/self/fd/2")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a rank writes down about each step."""
+"""The events that a rank writes about each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIX_MEMORY = (
 def record_step(
     run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
 ) -> None:
-    """One event per rank and step; rank 0 adds what all ranks agreed on."""
+    """Write one event per rank and step; rank 0 adds what all ranks agreed on."""
     rss, peak = memory_now()[0], highest_peak()
     indices = range(run.plan.batch.accumulation_steps)
     samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
@@ -60,11 +60,11 @@ def record_step(
 
 
 def record_memory(run: Run, peak: int) -> None:
-    """What this rank held at its peak, in the categories of the ledger.
+    """Write the bytes that this rank held at its peak, in the categories of the memory breakdown.
 
-    What is counted as activations is the rest: with them whole parameters and gradients, and all
-    else that is there within a step only. What rests on disk is not memory, so that with tiers
-    there is no such event.
+    The remainder counts as activations: they, whole parameters and gradients, and all else that
+    exists only within a step. With tiers there is no such event, because tensors on disk are not
+    memory.
     """
     if run.tiers is not None or run.optimizer.torch is None:
         return
@@ -80,7 +80,7 @@ def record_memory(run: Run, peak: int) -> None:
 
 
 def lasting_bytes(run: Run) -> dict[str, int]:
-    """What this rank holds of the model between two steps, gradients aside."""
+    """Return the bytes that this rank holds of the model between two steps, gradients excluded."""
     model = run.sharded.module
     states = run.optimizer.torch.state.values() if run.optimizer.torch is not None else ()
     return {
@@ -105,13 +105,13 @@ def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a GPU, or on a CPU whose process is limited (ulimit -v)."""
+    """Whether an allocation failed: on a GPU, or on CPU in a process with a limit (ulimit -v)."""
     refused = "DefaultCPUAllocator: can't allocate memory" in str(error)
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or refused
 
 
 def record_failure(events: EventWriter, error: BaseException, *, phase: str, step: int) -> int:
-    """Write down how this rank fails in `step` (from 1); returns its exit code."""
+    """Write the event for a failure of this rank in `step` (from 1); returns its exit code."""
     text = "".join(traceback.format_exception(error))
     if ran_out_of_memory(error):
         error = ColotrainError(f"memory ran short: {error}", FIX_MEMORY)

@@ -1,8 +1,8 @@
-"""Going back: to the last good checkpoint, and on past the batches that led to trouble.
+"""Rolling back to the last good checkpoint and skipping the batches since.
 
-As for PaLM (Chowdhery et al. 2022, section 5.1), which went back about 100 steps before a loss
-spike and left out the batches around it: what comes again is not the same weights on the same
-data, so that it need not end the same way.
+PaLM (Chowdhery et al. 2022, section 5.1) did so: it went back about 100 steps before a loss spike
+and skipped the batches around it. The same weights then do not see the same data again, so the
+spike need not come back.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from colotrain.errors import ColotrainError
 
 
 def roll_back_(run: Run) -> None:
-    """Take the newest good checkpoint up again, and pass over every batch since. All ranks call.
+    """Restore the newest good checkpoint and skip every batch since. All ranks must call.
 
-    The step that was not finite has not touched the weights. Going back more often than
-    `train.max_rollbacks` is an error, and so is having nothing to go back to.
+    The step that was not finite has not changed the weights. More than `train.max_rollbacks`
+    rollbacks are an error, and so is having no checkpoint.
     """
     run.at("rollback")
     run.must_roll_back = False
@@ -57,7 +57,7 @@ def roll_back_(run: Run) -> None:
 
 
 def freeze_as_of(run: Run, step: int) -> None:
-    """Let exactly those parameters train that the plan's schedule has train in `step`."""
+    """Train exactly the parameters that the plan's schedule trains in `step`."""
     reshard(run.sharded)
     model, optimizer = run.sharded.module, run.optimizer
     run.gradients.frozen = freeze_(model, run.plan.freeze, step=step).reasons

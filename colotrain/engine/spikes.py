@@ -1,4 +1,4 @@
-"""Noticing a loss that leaves its recent range."""
+"""Detects a loss above its recent range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 WINDOW = 128
 SIGMAS = 6.0
 FEWEST = 32
-"""Steps before the range is known well enough."""
+"""Steps before the mean and deviation are used."""
 
 
 @dataclass(slots=True)
@@ -20,9 +20,9 @@ class LossSpikes:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def look(self, loss: float) -> str | None:
-        """A warning where `loss` lies more than 6 σ above the window's mean; then take it in.
+        """Return a warning if `loss` is over 6 σ above the window's mean, and add it to the window.
 
-        One that is not finite is none of the window's, and is reported elsewhere.
+        A loss that is not finite is not added; other code reports it.
         """
         if not math.isfinite(loss):
             return None

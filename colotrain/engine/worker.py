@@ -1,6 +1,6 @@
-"""What runs in a worker process, from its entry to the training loop.
+"""A worker process, from its entry to the training loop.
 
-Reads the run's plan and torchrun's variables, and nothing else.
+It reads the run's plan and torchrun's variables, and nothing else.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from colotrain.spec.resizing import resize
 
 STARTING_S, COMPILING_S = 600.0, 1800.0
 SUSPENDED_S = 24 * 3600.0
-"""How long all processes of a run may be stopped in the middle of a collective."""
+"""Seconds for which all processes of a run may be stopped in the middle of a collective."""
 
 
 def main(path: str) -> int:
@@ -83,7 +83,7 @@ def main(path: str) -> int:
     rank = int(os.environ["RANK"])
     heartbeat = Heartbeat(rundir.heartbeat_file(rank), rank=rank, patience_s=start_patience(plan))
     heartbeat.beat(0, "start")
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the launcher asks a silent rank
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # sent by the launcher to a silent rank
     device = connect(plan)
     attempt = agree_on_attempt(rundir)
     events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
@@ -101,16 +101,16 @@ def main(path: str) -> int:
         phase, step = (run.phase, run.phase_step) if run else ("start", 0)
         exit_code = record_failure(events, error, phase=phase, step=step)
         if run is not None and isinstance(error, ColotrainError):
-            run.saver.linger()  # every rank has met it, and can finish what it was saving
+            run.saver.linger()  # every rank raised it and can finish its save
         return exit_code
     dist.destroy_process_group()
     return 0
 
 
 def start_patience(plan: RunPlan) -> float:
-    """Seconds that a rank may be silent until it has done a step: imports, building, compiling.
+    """Return the seconds a rank may be silent before its first step: imports, building, compiling.
 
-    A micro-batch may be foreseen to take longer than that.
+    The plan may predict that a micro-batch takes longer.
     """
     micro_batch_s = plan.time.step_s / plan.batch.accumulation_steps
     starting_s = COMPILING_S if plan.train.compile else STARTING_S
@@ -118,17 +118,17 @@ def start_patience(plan: RunPlan) -> float:
 
 
 class StopRequest:
-    """A wish to save and stop: a signal to this rank, or the run's control file."""
+    """Receives requests to save and stop: a signal to this rank, or the run's control file."""
 
     def __init__(self, rundir: RunDir) -> None:
         self.file = rundir.stop_file
         self.signal: str | None = None
         self.arrived, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Python's own handlers run between two bytecodes, for which a backward may take a minute
+        # Python's own handlers run between two bytecodes, and a backward may take a minute
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
-        for number in (signal.SIGINT, signal.SIGHUP):  # the launcher's to handle
+        for number in (signal.SIGINT, signal.SIGHUP):  # the launcher handles these
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, _: object) -> None:
@@ -142,10 +142,10 @@ class StopRequest:
 
 
 def connect(plan: RunPlan) -> torch.device:
-    """Join the process group; every wait in it is bounded.
+    """Join the process group; every wait in it has a timeout.
 
-    The launchers notice a rank that hangs and a node that is gone earlier, and can say which. A run
-    whose processes were all stopped for hours (Ctrl-Z, SLURM's suspend) goes on.
+    The launchers notice a rank that hangs or a node that is gone earlier, and can name it. A run
+    whose processes were all stopped for hours (Ctrl-Z, SLURM's suspend) continues.
     """
     torch.set_num_threads(plan.cluster.threads_per_rank)
     choose_interface(os.environ["MASTER_ADDR"])
@@ -162,9 +162,9 @@ def connect(plan: RunPlan) -> torch.device:
 
 
 def choose_interface(store: str) -> None:
-    """Let gloo use the interface by which the store's host is reached, unless a user chose one.
+    """Let gloo use the interface that reaches the store's host, unless the user chose one.
 
-    By itself it takes the address of the host's own name, which may be 127.0.1.1.
+    By default gloo takes the address of the host's own name, which may be 127.0.1.1.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -179,7 +179,7 @@ def choose_interface(store: str) -> None:
 
 
 def agree_on_attempt(rundir: RunDir) -> int:
-    """The number of this attempt over all launches of the run, the same on every rank."""
+    """Return the number of this attempt over all launches of the run, the same on every rank."""
     number = [rundir.next_attempt() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(number)
     return int(number[0])  # type: ignore[arg-type]
@@ -272,7 +272,7 @@ def prepare(
 def house_(
     sharded: ShardedModel, plan: RunPlan, common: Common | None, tiers: Tiers | None
 ) -> None:
-    """Storage and values for the parameters, where they belong. All ranks must call."""
+    """Give the parameters storage in their tiers, and values. All ranks must call."""
 
     def house(fresh: bool) -> None:
         if common is not None:
@@ -288,7 +288,7 @@ def house_(
 
 
 def import_targets(plan: RunPlan) -> None:
-    """Import the user's modules, which may draw random numbers: the same on every rank."""
+    """Import the user's modules with the same random numbers on every rank."""
     with seeded(plan.train.seed):
         for key, dotted in (("model.target", plan.model.target), ("data.target", plan.data.target)):
             if dotted:
@@ -296,8 +296,8 @@ def import_targets(plan: RunPlan) -> None:
 
 
 def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
-    """The micro-batches of a split; None where there is no validation split."""
-    with seeded(plan.train.seed):  # so that a builder that shuffles does so alike in each call
+    """Return the micro-batches of a split; None where there is no validation split."""
+    with seeded(plan.train.seed):  # a builder that shuffles must do so alike in each call
         samples = open_samples(plan.data, split)
     if split == "validation" and len(samples) == 0:
         return None
@@ -308,9 +308,9 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
 def agree_on_groups(
     model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
 ) -> list[tuple[str, list[nn.Module]]]:
-    """The groups that rank 0 finds with its micro-batch `trial`.
+    """Return the groups that rank 0 finds with its micro-batch `trial`.
 
-    A user's forward may behave otherwise elsewhere.
+    The other ranks do not search: a user's forward may behave differently there.
     """
     found: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -339,10 +339,10 @@ def agree_on_groups(
 def agree_on_targets(
     plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
 ) -> tuple[float, dict[str, Tensor] | None]:
-    """Targets of a step when none is masked, and a sample for a trial forward where one is needed.
+    """Return a step's targets when none is masked, and a sample if a trial forward needs one.
 
-    As rank 0's micro-batch `trial` tells. A `ColotrainError` on every rank where the compute
-    precision cannot hold what is in it.
+    Both come from rank 0's micro-batch `trial`. Raises `ColotrainError` on every rank where the
+    compute precision cannot hold its values.
     """
     told: list[Any] = [None]
     if trial is not None:
@@ -361,7 +361,7 @@ def agree_on_targets(
 
 
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
-    """The first micro-batch of rank 0, the same on every rank."""
+    """Return the first micro-batch of rank 0, the same on every rank."""
     return BatchLoader(data.samples, data.order, data.batch, rank=0).micro_batch(0, 0)
 
 
@@ -384,7 +384,7 @@ def announce(run: Run, attempt: int) -> None:
 
 
 def announce_peak(events: EventWriter, plan: RunPlan, device: torch.device) -> None:
-    """Measure what this rank's device multiplies at best, before anything else lies on it."""
+    """Measure the peak FLOP/s of this rank's device, before anything is allocated on it."""
     flops = matmul_peak_flops(device, dtype_of(plan.train.precision))
     what = f"measured {plan.train.precision} matmul"
     events.write("peak_flops", flops_per_s=flops, what=what)
