@@ -1,4 +1,4 @@
-"""The adapter section: what the user wrote, or what a directory in PEFT's format holds."""
+"""Adapter section: checks of the user's settings, and reading of adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ UNSUPPORTED: dict[str, Any] = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-"""Settings of PEFT that change what an adapter computes, and their only values here."""
+"""PEFT settings that change what an adapter computes, with the only supported value of each."""
 
 
 def check_adapter(adapter: Adapter) -> Iterator[Problem]:
-    """What can be told without looking at files."""
+    """Yield the problems of an adapter section that need no files to be found."""
     written = {
         "rank": adapter.rank,
         "alpha": adapter.alpha,
@@ -54,7 +54,7 @@ def check_adapter(adapter: Adapter) -> Iterator[Problem]:
 
 
 def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | None:
-    """The adapter that is asked for; what is wrong with its directory is added to `problems`."""
+    """Return the requested adapter; problems with its directory are added to `problems`."""
     if adapter.name is None or any(True for _ in check_adapter(adapter)):
         return None
     rank, alpha, targets = adapter.rank or RANK, adapter.alpha or ALPHA, tuple(adapter.targets)
@@ -86,9 +86,9 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
 
 
 def read_peft(folder: Path) -> tuple[int, float, tuple[str, ...]]:
-    """Rank, alpha and the layers of a directory in PEFT's format; `ConfigError` for any other.
+    """Return rank, alpha and layers of an adapter in PEFT's format; else raise `ConfigError`.
 
-    The layers are those that the weights name, so that no pattern has to be understood.
+    The layers are those named in the weights, so that no pattern has to be interpreted.
     """
     settings = _json(folder, "adapter_config.json")
     weights = folder / "adapter_model.safetensors"
@@ -127,7 +127,7 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    """The names in a safetensors file: a length of 8 bytes, then JSON."""
+    """Return the tensor names in a safetensors file: a length of 8 bytes, then JSON."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

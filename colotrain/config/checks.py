@@ -1,6 +1,6 @@
-"""What the schema's types cannot say: ranges, settings that exclude one another, what is to come.
+"""Checks beyond the schema's types: ranges, conflicting settings, unavailable settings.
 
-Nothing here looks at the machine or the model.
+They do not examine the machine or the model.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
 TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 NOT_YET: dict[str, tuple[Any, str]] = {}
-"""What has a place in the schema and cannot be had so far: the only value, and what to do."""
+"""Settings in the schema that are not available yet → (their only value, what to do instead)."""
 
 
 def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
-    """Everything that can be told without the machine and the model.
+    """Yield all problems that can be found without the machine and the model.
 
-    `is_whole` is False where parts are missing because of problems that are known already: what
-    was left out is not reported then.
+    `is_whole` is False if parts are missing because of problems that are already reported; missing
+    settings are then not reported again.
     """
     values = dict(_leaves(to_plain(settings)))
     for key, value in values.items():
@@ -209,7 +209,7 @@ def _check_nodes(settings: Config) -> Iterator[Problem]:
 
 
 def check_head(head: str | None) -> Iterator[Problem]:
-    """Whether the address of node 0 is one."""
+    """Yield a problem unless the address of node 0 is valid."""
     if head is not None and split_address(head) is None:
         fix = "for example cluster.rdzv_endpoint=node0:29500, the same on every node"
         expected = "HOST:PORT of node 0, with a port from 1 to 65535"
@@ -217,7 +217,7 @@ def check_head(head: str | None) -> Iterator[Problem]:
 
 
 def split_address(text: str) -> tuple[str, int] | None:
-    """Host and port of `HOST:PORT` or `[HOST]:PORT`; None where it is neither."""
+    """Return host and port of `HOST:PORT` or `[HOST]:PORT`, or None for other text."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([\w.-]+)):(\d{1,5})", text)
     if found is None or not 0 < int(found[3]) < 1 << 16:
         return None
@@ -260,7 +260,7 @@ def _check_best(settings: Config) -> Iterator[Problem]:
 
 
 def find_resume(resume: str) -> Path | None:
-    """The folder of a run or checkpoint: a path, or the name of a run under ./runs."""
+    """Return the folder of a run or checkpoint, given as a path or as a name under ./runs."""
     for folder in (Path(resume).expanduser(), RUNS / resume):
         if resume and folder.is_dir():
             return folder.absolute()

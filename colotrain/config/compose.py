@@ -1,8 +1,7 @@
-"""Composition by Hydra: recipe, groups and KEY=VALUE arguments become one plain dictionary.
+"""Composition with Hydra: recipe, groups and KEY=VALUE arguments become one plain dictionary.
 
-The only module that imports hydra. What is used of it: the grammar of overrides, defaults lists
-and packages. Nothing of its application half (logging, output folders, working directories) is
-ever started.
+This is the only module that imports hydra. It uses the grammar of overrides, defaults lists and
+packages; Hydra's application part (logging, output folders, working directories) is never started.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ ONE_OF = {
     "data": ("corpus", "path", "mixture", "target"),
     "train": ("max_steps", "epochs"),
 }
-"""Section → keys of which a run has one."""
+"""Section → keys of which a run sets exactly one."""
 _QUOTED_KEY = re.compile(r"""(["'])([\w.*?/+-]+)\1\s*:""")
 
 
 def gather(
     overrides: Sequence[str], *, cwd: Path | None = None, notices: list[str] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Everything the user set, over the schema's defaults, and what is wrong with the rest of it.
+    """Return the user's settings merged over the schema's defaults, and all problems.
 
-    `recipe=NAME` and `SECTION=NAME` are looked up in `cwd`'s ./recipes and ./conf, then among those
-    shipped. Unknown keys are kept, so that `records.read` can name them all.
-    `notices` is told of spellings that are taken for another.
+    `recipe=NAME` and `SECTION=NAME` are looked up in `cwd`'s ./recipes and ./conf, then among the
+    shipped ones. Unknown keys are kept, so that `records.read` can name them all. Notes about
+    renamed keys and replaced sources are appended to `notices`.
     """
     notices = [] if notices is None else notices
     version.setbase("1.3")
@@ -69,14 +68,14 @@ def gather(
             delete_(config, key, value, problems)
         elif not _is_choice(override):
             set_(config, key, value, problems)
-    if recipe is not None and config.get("recipe") is None:  # a saved configuration names its own
+    if recipe is not None and config.get("recipe") is None:  # a saved one has its own
         config["recipe"] = recipe
     move_profile(config, notices)
     return resolve_references(config, problems), problems
 
 
 def _give_way(config: DictConfig, overrides: Sequence[Override], notices: list[str]) -> None:
-    """A source that an argument names takes the place of the files' other one and its args."""
+    """Let a source given as an argument replace another one in the files, with its args."""
     touched = {override.key_or_group for override in overrides}
     given = {o.key_or_group for o in overrides if not o.is_delete() and o.value() is not None}
     for section, names in ONE_OF.items():
@@ -94,7 +93,7 @@ def _give_way(config: DictConfig, overrides: Sequence[Override], notices: list[s
 
 
 def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None:
-    """`cluster=h100` is `hardware=h100`."""
+    """Correct the group of names that moved: `cluster=h100` is now `hardware=h100`."""
     for group, name in list(choices.items()):
         found = search.group_of(group, name)
         if found != group:
@@ -104,14 +103,14 @@ def _rename(choices: dict[str, str], search: Search, notices: list[str]) -> None
 
 
 def as_override(key: str, value: str) -> str:
-    """KEY=VALUE that Hydra's grammar reads as this very text, whatever characters it has."""
+    """Return KEY=VALUE that Hydra's grammar reads as exactly this text, with any characters."""
     return f"{key}={QuotedString(text=value, quote=Quote.double).with_quotes()}"
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
-    """Every choice among values given with commas: `a=1,2 b=3` is `a=1 b=3` and `a=2 b=3`.
+    """Return all combinations of comma-separated values: `a=1,2 b=3` is `a=1 b=3` and `a=2 b=3`.
 
-    The last one changes fastest. Raises `ConfigError` where an argument cannot be read.
+    The last argument changes fastest. Raises `ConfigError` if an argument cannot be parsed.
     """
     version.setbase("1.3")
     parser, problems = OverridesParser.create(), list[Problem]()
@@ -131,7 +130,7 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def _parse(overrides: Sequence[str], search: Search, problems: list[Problem]) -> Iterator[Override]:
-    """The arguments that Hydra's grammar can read and that mean one value."""
+    """Yield the arguments that Hydra can parse and that have one value; report the others."""
     parser = OverridesParser.create()
     for text in overrides:
         found = _parse_one(parser, text, search)
@@ -157,7 +156,7 @@ def _parse_one(parser: OverridesParser, text: str, search: Search) -> Override |
 
 
 def _parse_lenient(parser: OverridesParser, text: str) -> Override:
-    """JSON's quoted keys are taken too: `{"blocks.0": 1}` as `{blocks.0: 1}`."""
+    """Parse an override; JSON's quoted keys are allowed: `{"blocks.0": 1}` as `{blocks.0: 1}`."""
     try:
         return parser.parse_override(text)
     except HydraException:
@@ -181,7 +180,7 @@ def _is_choice(override: Override) -> bool:
 
 
 def _written_name(override: Override) -> str:
-    """The name as it was written: `recipe=007` stays `007`."""
+    """Return the name as written: `recipe=007` stays `007`."""
     value = override.value()
     if isinstance(value, str):
         return value
@@ -191,7 +190,7 @@ def _written_name(override: Override) -> str:
 def _drop_unknown(
     choices: dict[str, str], search: Search, cwd: Path, problems: list[Problem]
 ) -> Search:
-    """Take out choices that are no file. A recipe given as a file may build on its neighbours."""
+    """Remove choices without a file. A recipe given as a file may build on its neighbours."""
     for group, name in list(choices.items()):
         file = cwd / Path(name).expanduser()
         if group == "recipe" and file.suffix in (".yaml", ".yml") and file.is_file():
@@ -204,7 +203,7 @@ def _drop_unknown(
 
 
 def _merge(layers: _Layers) -> DictConfig:
-    """The schema's defaults and, over them, every file in the order of the defaults lists."""
+    """Merge every file, in the order of the defaults lists, over the schema's defaults."""
     config: DictConfig = OmegaConf.create(to_plain(Config()))
     if layers.has_circle():
         return config
@@ -230,7 +229,7 @@ def _merge(layers: _Layers) -> DictConfig:
 
 
 def _embed(config: Any, package: str | None) -> Any:
-    """`config` under the key it belongs to: `plugin` for conf/plugin/zero2.yaml."""
+    """Return `config` under its package: `plugin` for conf/plugin/zero2.yaml."""
     if not package:
         return config
     whole = OmegaConf.create({})
@@ -239,11 +238,11 @@ def _embed(config: Any, package: str | None) -> Any:
 
 
 class _Layers(ConfigRepository):
-    """The files as Hydra's defaults lists see them, with `choices` as the primary file's names.
+    """Gives Hydra the files of a run, and `choices` as the names in the primary file.
 
-    A recipe's keys are the top level, with no header needed, and `plugin: zero2` in a recipe means
-    conf/plugin/zero2.yaml. Every name in a defaults list is checked when its file is read, so that
-    all that are missing are reported together.
+    A recipe's keys are at the top level without a package header, and `plugin: zero2` in a recipe
+    means conf/plugin/zero2.yaml. Every name in a defaults list is checked when its file is read, so
+    that all missing files are reported together.
     """
 
     def __init__(
@@ -270,7 +269,7 @@ class _Layers(ConfigRepository):
         return self.search.find(config_path) is not None
 
     def has_circle(self) -> bool:
-        """Whether some file builds on itself, which is then reported."""
+        """Whether some file builds on itself; this is then reported."""
         starts = [f"{group}/{name}" for group, name in self.choices.items()]
         return any(self._circles(start, ()) for start in starts)
 
@@ -287,7 +286,7 @@ class _Layers(ConfigRepository):
         return any(self._circles(path.lstrip("/"), (*above, config_path)) for path in below)
 
     def _load(self, config_path: str) -> ConfigResult | None:
-        """The file; one that cannot be read is reported and taken as empty."""
+        """Load a file; one that cannot be read is reported and treated as empty."""
         file = self.search.find(config_path)
         if file is None:
             return None
@@ -332,7 +331,7 @@ class _Layers(ConfigRepository):
                 default.value = self.choices.get(default.group or "")
 
     def _absolute(self, defaults: list[InputDefault], group: str, file: Path) -> list[InputDefault]:
-        """Every entry as the file it names: `base` in a recipe, `plugin: x`, `/plugin: x`."""
+        """Resolve entries to their files: `base` in a recipe, `plugin: x`, `/plugin: x`."""
         entries: list[InputDefault] = []
         for default in defaults:
             if isinstance(default, ConfigDefault) and default.is_self():
@@ -351,7 +350,7 @@ class _Layers(ConfigRepository):
         return entries
 
     def _take_out_names(self, settings: DictConfig, file: Path) -> list[ConfigDefault]:
-        """`plugin: zero2` becomes an entry of the defaults list; an empty section sets nothing."""
+        """Move `plugin: zero2` into the defaults list; an empty section sets nothing."""
         found: list[ConfigDefault] = []
         written = OmegaConf.to_container(settings, resolve=False)
         assert isinstance(written, dict)
@@ -367,7 +366,7 @@ class _Layers(ConfigRepository):
     def _checked(
         self, group: str, name: str, file: Path, written: InputDefault | None = None
     ) -> list[ConfigDefault]:
-        """The entry for GROUP/NAME, or none and a problem where there is no such file."""
+        """Return the entry for GROUP/NAME; without such a file, report it and return no entry."""
         if (found := self.search.group_of(group, name)) != group:
             where = display_path(file)
             self.notices.append(f"{group}: {name} (in {where}) is {found}: {name} now")
@@ -390,7 +389,7 @@ def _names(defaults: list[InputDefault]) -> Iterator[ConfigDefault]:
 
 
 def _insert_before_self(defaults: list[InputDefault], named: list[ConfigDefault]) -> None:
-    """What a recipe names lies over what it builds on, and under its own keys."""
+    """Merge the groups that a recipe names after the recipes it builds on, before its own keys."""
     own = [index for index, default in enumerate(defaults) if default.is_self()]
     at = own[0] if own else len(defaults)
     defaults[at:at] = named

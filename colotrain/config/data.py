@@ -1,4 +1,4 @@
-"""The data section: what can be told about it without reading the data."""
+"""Data section: checks that do not read the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEANINGS = ("text", "prompt", "completion", "messages")
 
 
 def data_plan(data: Data, problems: list[Problem]) -> DataPlan | None:
-    """The data section, its paths made absolute; None where there is no source of data."""
+    """Return the plan of the data section, with absolute paths; None without a source of data."""
     paths = _absolute(data.path, "data.path", problems)
     parts = [_part(part, f"data.mixture[{i}]", problems) for i, part in enumerate(data.mixture)]
     source = "corpus" if data.corpus else "path" if paths else "mixture" if parts else "target"
@@ -50,7 +50,7 @@ def data_plan(data: Data, problems: list[Problem]) -> DataPlan | None:
 
 
 def check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
-    """Sources that exclude one another, and settings that only make sense with some of them."""
+    """Yield conflicts between sources, and settings that do not apply to the chosen source."""
     sources = ("corpus", "path", "mixture", "target")
     given = {f"data.{key}": v for key in sources if (v := getattr(data, key)) not in (None, [])}
     if len(given) > 1:
@@ -80,7 +80,7 @@ def check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
 
 
 def holds_tokens(data: Data) -> bool:
-    """Whether the data are tokens already: these bring a vocabulary, told when they are read."""
+    """Whether the data are already tokens, whose vocabulary is known only when they are read."""
     paths = [data.path] if isinstance(data.path, str) else list(data.path or [])
     kinds = [data.format]
     for part in data.mixture:
@@ -104,7 +104,7 @@ def _part(part: Part, key: str, problems: list[Problem]) -> PartPlan:
 def _absolute(
     path: str | Sequence[str] | None, key: str, problems: list[Problem]
 ) -> tuple[str, ...]:
-    """Paths as absolute ones; one that does not exist is a problem."""
+    """Return absolute paths; a path that does not exist is reported."""
     written = [path] if isinstance(path, str) else list(path or ())
     found = [str(Path(place).expanduser().absolute()) for place in written]
     for value, place in zip(written, found, strict=True):
@@ -122,7 +122,7 @@ def _absolute_place(text: str) -> str:
 
 
 def _check_formats(plan: DataPlan) -> Iterator[Problem]:
-    """Files of several formats under one path."""
+    """Yield a problem for each path that holds files of several formats."""
     from colotrain.data.prepare.formats import recognise
     from colotrain.data.prepare.tokens import parts_of
 
@@ -133,7 +133,7 @@ def _check_formats(plan: DataPlan) -> Iterator[Problem]:
             recognise(part)
         except ConfigError as error:
             yield from error.problems
-        except OSError:  # told when the data are read
+        except OSError:  # reported when the data are read
             continue
 
 

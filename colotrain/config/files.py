@@ -1,4 +1,4 @@
-"""YAML files of a configuration: read whole, or reported with file and line."""
+"""YAML files of a configuration, whose errors are reported with file and line."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _PACKAGE = re.compile(r"\A(?:\s*#[^\n]*\n)*?\s*#\s*@package\s+(\S+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """A file's settings, and the `# @package` its header names, if any."""
+    """Settings of a file, and the `# @package` of its header, if any."""
 
     settings: DictConfig
     package: str | None
 
 
 def read_file(file: Path, problems: list[Problem]) -> ConfigFile:
-    """The settings of a file; none after a problem."""
+    """Return the settings of a file; after a problem, an empty file."""
     shown, nothing = display_path(file), ConfigFile(settings=OmegaConf.create({}), package=None)
     try:
         text = file.read_text("utf-8")
         settings = OmegaConf.load(StringIO(text))
-    except Exception as error:  # of the file system, of YAML or of OmegaConf: all are the file's
+    except Exception as error:  # errors of the file system, YAML or OmegaConf
         problems.append(_unreadable(shown, error))
         return nothing
     if not isinstance(settings, DictConfig):
@@ -51,7 +51,7 @@ def _unreadable(shown: str, error: Exception) -> Problem:
 
 
 def display_path(file: Path) -> str:
-    """Relative where it lies below the current folder."""
+    """Return the path relative to the current folder if the file is below it."""
     relative = os.path.relpath(file)
     return str(file) if relative.startswith("..") else relative
 

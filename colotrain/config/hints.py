@@ -1,4 +1,4 @@
-"""What people type from other tools, and what it is called here: one table for every hint."""
+"""Hints for settings of other tools: their keys and values, with colotrain's equivalents."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ KEYS = {
     "output_dir": "write name (the run's folder is runs/NAME)",
     "resume_from_checkpoint": "write checkpoint.resume",
 }
-"""The last part of a key that is not known here → what to write."""
+"""Last part of an unknown key → what to write."""
 SHARDED = "plugin=zero3 shards all (FULL_SHARD), zero2 gradients and optimizer (SHARD_GRAD_OP)"
 PLUGINS = {
     "fsdp": SHARDED,
@@ -108,12 +108,12 @@ VALUES = {
         "true": "take full",
     },
 }
-"""Key → value in lower case → what to write instead."""
+"""Key → lower-case value → what to write instead."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def hinted(problems: Iterable[Problem]) -> list[Problem]:
-    """The problems, each once, with what other tools' words are called here as their fix."""
+    """Return the problems without duplicates; settings of other tools get a hint as their fix."""
     found = [dataclasses.replace(p, fix=_hint(p) or p.fix) for p in problems]
     return list({str(problem): problem for problem in found}.values())
 

@@ -1,4 +1,4 @@
-"""What is wrong with a KEY=VALUE argument, told to the person who wrote it."""
+"""Problems in KEY=VALUE arguments, explained for the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colotrain.records import leaves
 
 
 def not_an_override(text: str, search: Search) -> Problem:
-    """A bare word: `llm-tiny` may stand for `recipe=llm-tiny`."""
+    """Return the problem of a bare word: `llm-tiny` may mean `recipe=llm-tiny`."""
     groups = [group for group in NAMED if text in search.names(group)]
     hint = suggest(text, (*leaves(Config), "recipe", "plugin"))
     if groups:
@@ -32,7 +32,7 @@ def wrong_key(text: str) -> Problem:
 
 
 def wrong_value(text: str, reason: str) -> Problem:
-    """A value Hydra's grammar refuses: mostly characters that need quotes."""
+    """Return the problem of a value that Hydra's grammar rejects; most need quotes."""
     key, _, value = text.partition("=")
     fix = f"""quote it: '{key}="{value}"'"""
     if value.startswith(("[", "{", '"', "'")):

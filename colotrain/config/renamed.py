@@ -1,4 +1,4 @@
-"""Keys and values that had another name before: they are taken for the new one, and said so."""
+"""Renamed keys and values: old names still work, with a note."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = {("train.activation_checkpointing", "blocks"): "full"}
 
 
 def renamed(key: str, value: Any, notices: list[str]) -> tuple[str, Any]:
-    """A key and its value by the names that they have now."""
+    """Return a key and its value under their current names."""
     section = OmegaConf.create({})
     if isinstance(value, dict) and any(old.startswith(f"{key}.") for old in KEYS):
         OmegaConf.update(section, key, value)
@@ -31,7 +31,7 @@ def renamed(key: str, value: Any, notices: list[str]) -> tuple[str, Any]:
 
 
 def use_new_names(config: DictConfig, notices: list[str]) -> None:
-    """Replace, in what one file or argument sets, every name that has changed."""
+    """Replace every renamed key and value in the settings of one file or argument."""
     for old in (*KEYS, *(key for key, _ in VALUES)):
         parent, _, name = old.rpartition(".")
         holder = OmegaConf.select(config, parent, throw_on_missing=False)
@@ -49,7 +49,7 @@ def use_new_names(config: DictConfig, notices: list[str]) -> None:
 
 
 def move_profile(config: DictConfig, notices: list[str]) -> None:
-    """`cluster.profile`, as older files have it, is `hardware`."""
+    """Move `cluster.profile`, as older files have it, to `hardware`."""
     cluster = config.get("cluster")
     if not isinstance(cluster, DictConfig) or "profile" not in cluster:
         return

@@ -1,4 +1,4 @@
-"""What a user may write. Each field's meaning stands under it; the reference is made from here."""
+"""Schema of the settings; the strings under its fields become docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from colotrain.spec.plan import Recompute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """gemini: what a rank may use of each tier. `auto` is what is free, less a tenth."""
+    """gemini: what a rank may use of each tier. `auto` is nine tenths of what is free."""
 
     device: Size = "auto"
-    """Device memory; on CPU it is the host's."""
+    """Device memory; on CPU, the host's memory."""
     host: Size = "auto"
-    """Host memory, everything of the process included."""
+    """Host memory, including everything else in the process."""
     disk: Size = "auto"
     """Space under `plugin.disk_path`."""
 
@@ -35,12 +35,12 @@ class Plugin:
     shard_size: int | None = None
     """fsdp-hybrid: ranks that share one copy of the model; by default the ranks of a node."""
     chunk_size: Size = "auto"
-    """gemini: bytes that small modules are packed and large ones split to; auto: by search."""
+    """gemini: bytes per group: small modules are packed and large ones split; auto: by search."""
     budget: Budget = field(default_factory=Budget)
     """gemini: what a rank may use of each tier."""
     disk_path: str | None = "auto"
-    """gemini: the folder of the disk tier, on a local disk; auto: in the run's own folder, where
-    memory might not suffice; none: there is no such tier."""
+    """gemini: folder of the disk tier, on a local disk; auto: in the run's own folder if memory
+    might not suffice; none: no disk tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,20 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Small trainable matrices beside the weights of linear layers; all else is frozen."""
+    """Small trainable matrices beside the weights of linear layers; all others are frozen."""
 
     name: Literal["lora"] | None = None
     """lora: low-rank adapters; null: none."""
     rank: int | None = None
     """Rank of the matrices; 8 unless `path` has another."""
     alpha: float | None = None
-    """Their product is multiplied by alpha / rank; 16 unless `path` has another."""
+    """The matrices' product is multiplied by alpha / rank; 16 unless `path` has another."""
     targets: list[str] = field(default_factory=list)
-    """Globs on the names of linear layers, or on the last part of them: `["*attn*", "q_proj"]`."""
+    """Globs on the names of linear layers or the last part of the names: `["*attn*", "q_proj"]`."""
     dropout: float = 0.0
-    """Dropout of what goes into the adapters."""
+    """Dropout on the adapters' inputs."""
     path: str | None = None
-    """A directory in PEFT's format to start from; its rank, alpha and targets are taken."""
+    """Directory in PEFT's format to start from; its rank, alpha and targets are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +80,11 @@ class Part:
     path: str | list[str]
     """Files as in `data.path`."""
     weight: float = 1.0
-    """Its share of the samples, relative to the other parts'."""
+    """Share of the samples, relative to the other parts."""
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"] = "auto"
-    """As `data.format`."""
+    """Same as `data.format`."""
     columns: dict[str, str] = field(default_factory=dict)
-    """As `data.columns`, and added to it."""
+    """Same as `data.columns`, and added to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +92,12 @@ class Data:
     """The data: files (`path`, `mixture`), a corpus, or a dataset of your own (`target`)."""
 
     corpus: Literal["stdlib"] | None = None
-    """A corpus that is on every machine: `stdlib`, the Python standard library's source files."""
+    """Corpus that exists on every machine: `stdlib`, the Python standard library's source files."""
     path: str | list[str] | None = None
-    """A folder, file or glob of text, JSONL, Parquet, Arrow or token files, or a Hugging Face
+    """Folder, file or glob of text, JSONL, Parquet, Arrow or token files, or a Hugging Face
     dataset's folder."""
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"] = "auto"
-    """What the files are; auto: told from their names and contents."""
+    """Format of the files; auto: recognised by their names and contents."""
     mixture: list[Part] = field(default_factory=list)
     """Several sources instead of one: `[{path: a.jsonl, weight: 3}, {path: b/, weight: 1}]`."""
     target: str | None = None
@@ -108,31 +108,31 @@ class Data:
     """Tokens per sample."""
     tokenizer: str = "auto"
     """`bytes`, `bpe-SIZE` (trained once on the corpus and cached), a tokenizer.json file, or a
-    folder that has one (then its chat template and end-of-text token are used, too); auto: the
-    one in the directory `model.hf`, otherwise bytes."""
+    folder that has one (then its chat template and end-of-text token are used, too); auto: the one
+    in the directory `model.hf`, otherwise bytes."""
     columns: dict[str, str] = field(default_factory=dict)
-    """What records call their fields, where not `text`, `prompt`, `completion`, `messages`:
+    """Field names of the records, if not `text`, `prompt`, `completion`, `messages`:
     `{prompt: question, completion: answer}`."""
     chat_template: str | None = None
     """`chatml`, or a file with a Jinja template; by default the tokenizer's own."""
     loss_on: Literal["answers", "last", "all"] = "answers"
-    """Which tokens of prompt/completion and chat records are trained on: those of answers, of the
-    last answer, or all."""
+    """Tokens of prompt/completion and chat records that count in the loss: those of all answers, of
+    the last answer, or all tokens."""
     packing: Literal["auto", "stream", "whole", "none"] = "auto"
-    """How documents become samples: `stream` runs them on and cuts windows; `whole` puts whole
-    documents side by side and pads; `none` pads each. auto: none where answers are trained on,
+    """How documents become samples: `stream` concatenates them and cuts windows; `whole` puts whole
+    documents side by side and pads; `none` pads each. auto: none if only answers count in the loss,
     otherwise stream."""
     isolate: bool = False
-    """Documents in one sample do not attend to one another, and positions start anew in each."""
+    """Documents in one sample do not attend to one another, and positions restart in each."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """What a record that cannot be used does: end the preparation, or be counted and left out."""
+    """What an unusable record does: end the preparation, or be counted and left out."""
     workers: int | Literal["auto"] = "auto"
     """Processes that tokenize records; auto: one per core, at most 16."""
     num_workers: int = 0
-    """Processes of each rank that read micro-batches ahead, for a dataset of your own whose samples
-    take time; 0: the rank reads them itself, between forward passes."""
+    """Processes of each rank that read micro-batches ahead, for a dataset of your own with slow
+    samples; 0: the rank reads them itself, between forward passes."""
     shuffle: bool = True
-    """Draw samples in an order made from the seed; otherwise in file order."""
+    """Draw samples in random order from the seed; otherwise in file order."""
     validation_fraction: float = 0.05
     """Share of the files, of the records, or of the tokens of one file kept for validation."""
 
@@ -142,7 +142,7 @@ class Train:
     """The training settings."""
 
     max_steps: int | None = None
-    """Optimizer steps of the whole run; null: what `epochs` come to, or 100."""
+    """Optimizer steps of the whole run; null: the steps of `epochs`, or 100."""
     epochs: float | None = None
     """Passes over the training data, instead of `max_steps`."""
     last_batch: Literal["fill", "drop"] = "fill"
@@ -151,27 +151,27 @@ class Train:
     global_batch: int | None = None
     """Samples per step over all ranks."""
     micro_batch: int | None = None
-    """Samples one rank feeds forward at once."""
+    """Samples that one rank feeds forward at once."""
     seed: int = 0
     """Seed of initial weights, sample order and dropout."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Compute precision; weights and optimizer state stay in the model's own precision."""
     grad_clip: float | None = 1.0
-    """Clip the global gradient norm to this; null turns it off."""
+    """Maximum global gradient norm, by clipping; null turns it off."""
     activation_checkpointing: Recompute = "none"
     """Recompute activations per block in backward (always non-reentrant): all of them (full), or
     all but the outputs of matrix products, convolutions and attention (selective)."""
     compile: bool = False
     """Compile each block with torch.compile."""
     eval_every: int | str | None = None
-    """Steps between evaluations, or epochs as in `0.5ep`; 0 or null turns them off but for the one
-    after the last step and the one before the first, which is left out where it is predicted to
-    take five minutes."""
+    """Steps between evaluations, or epochs as in `0.5ep`; 0 or null: only before the first step and
+    after the last one. The evaluation before the first step is left out if it is predicted to take
+    five minutes."""
     eval_steps: int = 8
-    """Global batches per evaluation; 0: none ever."""
+    """Global batches per evaluation; 0: no evaluations at all."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What a loss or gradient that is not finite does: end the run, leave out the step, or go back
-    to the last checkpoint and past the batches since then."""
+    """What a loss or gradient that is not finite does: end the run, skip the step, or go back to
+    the last checkpoint and skip the batches since then."""
     max_rollbacks: int = 3
     """How often `train.on_nonfinite=rollback` may go back before the run ends."""
     on_gradients: str | None = None
@@ -185,25 +185,25 @@ class Schedule:
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape after the warm-up; wsd: constant, then linear at the end."""
     decay_steps: int | None = None
-    """wsd: steps of the linear end; null: a fifth of the run."""
+    """wsd: steps of the linear decay; null: a fifth of the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero."""
     warmup_ratio: float | None = None
-    """The warm-up as a share of the run, instead of `warmup_steps`."""
+    """Warm-up as a fraction of the run, instead of `warmup_steps`."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the last step, as a share of `optim.lr`."""
+    """Learning rate at the last step, as a fraction of `optim.lr`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What differs for some parameters."""
+    """Settings for some parameters."""
 
     match: str
-    """A glob on parameter names."""
+    """Glob on parameter names."""
     lr_scale: float | None = None
-    """Their learning rate, as a multiple of `optim.lr`."""
+    """Learning rate, as a multiple of `optim.lr`."""
     weight_decay: float | None = None
-    """Their weight decay, whatever their shape."""
+    """Weight decay, for parameters of any shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +216,8 @@ class Optim:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of an optimizer of your own."""
     rules: list[Rule] = field(default_factory=list)
-    """For some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; of several
-    that match, later ones win."""
+    """Settings for some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; later
+    rules win if several match."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -239,14 +239,14 @@ class Freeze:
     patterns: list[str] = field(default_factory=list)
     """Globs on parameter names: `["embed*", "blocks.0.*"]`."""
     except_: list[str] = field(default_factory=list)
-    """Globs of parameters that train nevertheless (written `except`)."""
+    """Globs of exceptions: parameters that still train (written `except`)."""
     unfreeze: dict[int, list[str]] = field(default_factory=dict)
     """`{STEP: [globs]}`: parameters that start to train at a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate:
-    """Gradient accumulation, which colotrain alone owns."""
+    """Gradient accumulation, which only colotrain controls."""
 
     steps: int | Literal["auto"] = "auto"
     """Micro-batches per rank and step; auto: from the other three sizes."""
@@ -254,19 +254,19 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elastic:
-    """What happens when something dies."""
+    """Recovery from failures of ranks and nodes."""
 
     max_restarts: int = 3
     """Restarts of the workers before the run fails; 0: none."""
     min_nodes: int | None = None
-    """Fewest machines the run goes on with; null: `cluster.nodes`."""
+    """Minimum number of nodes with which the run continues; null: `cluster.nodes`."""
     max_nodes: int | None = None
-    """Most machines the run takes; null: `cluster.nodes`."""
+    """Maximum number of nodes in the run; null: `cluster.nodes`."""
     hang_timeout_s: float = 600.0
-    """Seconds without a sign of life from a rank after which the run is restarted; before the end
-    of the first step at least 600 (1800 with `train.compile`)."""
+    """Seconds without a heartbeat from a rank after which the run is restarted; until the end of
+    the first step at least 600 (1800 with `train.compile`)."""
     grace_s: float = 300.0
-    """Seconds from the wish to stop until the run is ended, saved or not."""
+    """Seconds from a stop request until the run is ended, saved or not."""
     check_every: int | None = 100
     """Steps between searches for silent data corruption; 0 or null turns them off."""
 
@@ -289,18 +289,18 @@ class Checkpoint:
     """Steps between checkpoints, or epochs as in `1ep`; auto: by time (`minutes`); null: only when
     the run is asked to stop and at its end; 0: none at all."""
     minutes: float = 10.0
-    """Between checkpoints by time."""
+    """Minutes between checkpoints under `every=auto`."""
     keep: int = 2
-    """How many are kept; the last good one always is."""
+    """Number of newest checkpoints to keep; the last good one is always kept."""
     best: Best = field(default_factory=Best)
     """The checkpoint of the best evaluation."""
     async_: bool = True
-    """Train on while the state is written (written `async`); may take the memory of a copy."""
+    """Train on while the state is written (written `async`); may need memory for a copy."""
     resume: str = "auto"
-    """auto (go on from this run's newest checkpoint), none, or a run or checkpoint folder."""
+    """auto (continue from this run's newest checkpoint), none, or a run or checkpoint folder."""
     content: Literal["all", "trained"] = "all"
-    """trained: without parameters that never trained, as under adapters; to resume or export such a
-    checkpoint the model that the run began with must still be there."""
+    """trained: without parameters that never trained, for example under adapters; to resume or
+    export such a checkpoint, the model that the run began with must still exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,12 +308,12 @@ class Observe:
     """What is recorded."""
 
     log_every: int | Literal["auto"] | None = "auto"
-    """Steps between lines of progress where there is no terminal; auto: a line every 10 to 60
-    seconds; 0 or null turns them off."""
+    """Steps between progress lines without a terminal; auto: a line every 10 to 60 seconds; 0 or
+    null turns them off."""
     grads_every: int | None = 10
     """Steps between gradient records; 0 or null turns them off."""
     trackers: list[str] = field(default_factory=list)
-    """Where else records go: `tensorboard`, `wandb` (offline); each is an extra to install."""
+    """Other destinations of records: `tensorboard`, `wandb` (offline), each an extra to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,11 +341,11 @@ class Config:
     accumulate: Accumulate = field(default_factory=Accumulate)
     """Gradient accumulation."""
     cluster: Cluster = field(default_factory=Cluster)
-    """Where the run happens."""
+    """Nodes and devices of the run."""
     hardware: Hardware = field(default_factory=Hardware)
-    """What is planned for, where it is not this machine."""
+    """Hardware that is planned for, if it is not this machine."""
     elastic: Elastic = field(default_factory=Elastic)
-    """What happens when something dies."""
+    """Recovery from failures of ranks and nodes."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """Saved states."""
     observe: Observe = field(default_factory=Observe)

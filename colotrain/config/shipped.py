@@ -1,4 +1,4 @@
-"""Where recipes and configuration groups are: the user's own folders first, then those shipped."""
+"""Lookup of recipes and configuration groups: in the user's folders, then the shipped ones."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from colotrain.records import field_types, sections
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PRIMARY = "colotrain"
-"""The file under the shipped `conf` that lists the layers."""
+"""File in the shipped `conf` with the defaults list."""
 GROUPS = ("recipe", *sections(Config))
-"""What may be chosen by name: a recipe (first), and a file for any section of the schema."""
+"""Groups whose files can be chosen by name: recipes first, then every section of the schema."""
 NAMED = ("recipe", "plugin", "cluster", "hardware")
-"""Groups whose files are shipped: a name that is none of them is most likely misspelt."""
+"""Groups with shipped files, in which an unknown name is most likely misspelt."""
 ENDINGS = (".yaml", ".yml")
 
 
 def shipped(kind: Literal["conf", "recipes"]) -> Path:
-    """The folder in an installed wheel, or beside the package in a checkout."""
+    """Return the folder in an installed wheel, or beside the package in a checkout."""
     installed = PACKAGE / "_shipped" / kind
     return installed if installed.is_dir() else PACKAGE.parent / kind
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The folders to look in, the first one wins."""
+    """Folders that are searched in order."""
 
     recipes: tuple[Path, ...]
     conf: tuple[Path, ...]
@@ -40,7 +40,7 @@ class Search:
         )
 
     def find(self, config_path: str) -> Path | None:
-        """The file of `GROUP/NAME`, or of the primary configuration."""
+        """Return the file of `GROUP/NAME`, or of the primary configuration."""
         group, _, name = config_path.partition("/")
         if not name:
             file = shipped("conf") / f"{PRIMARY}.yaml"
@@ -51,12 +51,12 @@ class Search:
         return next((file for file in candidates if stem and file.is_file()), None)
 
     def group_of(self, group: str, name: str) -> str:
-        """The group that has `name`: GPUs were files of `cluster`, and are files of `hardware`."""
+        """Return the group that has `name`: GPU files moved from `cluster` to `hardware`."""
         moved = group == "cluster" and self.find(f"{group}/{name}") is None
         return "hardware" if moved and self.find(f"hardware/{name}") is not None else group
 
     def names(self, group: str) -> list[str]:
-        """What may be chosen in `group`; of subfolders, the first level is listed."""
+        """Return the names in `group`, including the first level of subfolders."""
         patterns = [f"{depth}*{ending}" for depth in ("", "*/") for ending in ENDINGS]
         found = {
             file.relative_to(folder).with_suffix("").as_posix()
@@ -67,11 +67,11 @@ class Search:
         return sorted(found)
 
     def with_recipes_of(self, folder: Path) -> Search:
-        """Look for recipes in `folder` first: a recipe file may build on its neighbours."""
+        """Return a search with `folder` first: a recipe file may build on its neighbours."""
         return Search(recipes=(folder, *self.recipes), conf=self.conf)
 
     def unknown(self, group: str, name: str, *, where: str = "") -> Problem:
-        """The problem of a name that is no file; `where` is the file it was written in."""
+        """Return the problem of a name without a file; `where` is the file that has the name."""
         known = self.names(group)
         place = f" (in {where})" if where else ""
         expected, fix = f"a known {group}", suggest(name, known)

@@ -1,4 +1,4 @@
-"""Sizes as people write them: bytes, `512MiB`, `1.5GB`, or a fraction of what is there."""
+"""Sizes as users write them: bytes, `512MiB`, `1.5GB`, or a fraction of the available bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from colotrain.errors import Problem
 
 Size = int | float | str
-"""Bytes (`1048576`), text (`512MiB`, `10GiB`), or a fraction of what is there (`0.5`)."""
+"""Bytes (`1048576`), text (`512MiB`, `10GiB`), or a fraction of the available bytes (`0.5`)."""
 UNITS = {
     "b": 1,
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
@@ -19,9 +19,9 @@ _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-z]*)", re.IGN
 
 
 def parse_size(value: float | str, *, whole: int | None = None) -> int:
-    """Bytes that `value` means; a number below 1, or `1.0`, is a share of `whole`.
+    """Return the bytes of `value`; a decimal fraction up to `1.0` is a share of `whole`.
 
-    Raises `ValueError` with what was expected.
+    Raises `ValueError` with a description of valid sizes.
     """
     match = _SIZE.fullmatch(str(value).strip())
     if isinstance(value, bool) or match is None:
@@ -46,7 +46,7 @@ def check_size(key: str, value: float | str, whole: int) -> Iterator[Problem]:
 
 
 def format_size(num_bytes: float) -> str:
-    """`1536` as `1.5 KiB`: three figures, for people."""
+    """Format `1536` as `1.5 KiB`, with three significant digits."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -54,7 +54,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`85 ms`, `1.25 s`, `20 min`, `10.5 h`: three figures, for people."""
+    """Format seconds as `85 ms`, `1.25 s`, `20 min`, `10.5 h`, with three significant digits."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 120:

@@ -1,4 +1,4 @@
-"""The `cluster.slurm` section: values that may stand in a script, and what follows from them."""
+"""Checks of the `cluster.slurm` section, whose values go into a job script."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OWN = {
     "parsable": "colotrain itself",
     "test-only": "`colotrain submit --test-only`",
 }
-"""Flags that a job of colotrain has anyway → where they come from."""
+"""sbatch flags that colotrain sets itself → the setting that they come from."""
 SECTION = {f.name.replace("_", "-") for f in fields(Slurm)} | {"mem", "gpus-per-node"}
 
 
 def check_slurm(slurm: Slurm) -> Iterator[Problem]:
-    """What cannot stand in a script, or says something twice."""
+    """Yield settings that cannot appear in a script or that conflict."""
     for name in (f.name for f in fields(Slurm)):
         yield from _check_text(f"cluster.slurm.{name}", getattr(slurm, name))
     if slurm.time is not None and not TIME.fullmatch(str(slurm.time)):
@@ -51,7 +51,7 @@ def check_slurm(slurm: Slurm) -> Iterator[Problem]:
 
 
 def _check_text(key: str, value: Any) -> Iterator[Problem]:
-    """No value may end its line: what follows would be another line of the script."""
+    """Refuse values with line breaks: the text after one would be another line of the script."""
     if isinstance(value, dict):
         for name, inside in value.items():
             yield from _check_text(f"{key}.{name}", inside)

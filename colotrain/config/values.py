@@ -1,4 +1,4 @@
-"""Setting single values in a composed configuration, and resolving its `${...}` references."""
+"""Changes to single values of a composed configuration, and resolution of `${...}` references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BROKEN = object()
 
 
 def set_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -> None:
-    """Add or replace one value; a mapping is merged. Reading reports keys the schema lacks."""
+    """Add or replace one value; a mapping is merged. Reading later reports unknown keys."""
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AttributeError, TypeError, ValueError) as error:
@@ -26,7 +26,7 @@ def set_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -> N
 
 
 def delete_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -> None:
-    """`~KEY` takes a setting back to its default; `~KEY=VALUE` only if it has that value."""
+    """Delete a setting (`~KEY`), so that its default applies; `~KEY=VALUE` checks its value."""
     parent, _, name = key.rpartition(".")
     holder = OmegaConf.select(config, parent) if parent else config
     if not isinstance(holder, DictConfig) or name not in holder:
@@ -40,7 +40,7 @@ def delete_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -
 
 
 def resolve_references(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:
-    """Plain data, every `${...}` replaced by what it refers to; broken ones are left out."""
+    """Return plain data with every `${...}` resolved; broken references are left out."""
     try:
         plain: dict[str, Any] = _plain(config, "", problems)
     except RecursionError:
