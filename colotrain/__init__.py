@@ -1,6 +1,6 @@
 """colotrain: change the plugin, and nothing else changes.
 
-The Python API is as small as the command line, and as lazy: importing it loads no torch.
+The Python API is as small as the command line, and lazy: importing it imports no torch.
 
     import colotrain
 
@@ -30,19 +30,19 @@ __all__ = ["gradients", "read_run", "resolve", "run"]
 
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
-    """The run plan that `overrides` describe; raises `ConfigError` with every problem."""
+    """Return the run plan of `overrides`; raise `ConfigError` with all problems."""
     from colotrain.runs.resolving import plan_from
 
     return plan_from(overrides)
 
 
 def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False) -> dict[str, Any]:
-    """Train what `overrides` describe, here and to the end; the summary, as in `summary.json`.
+    """Train the run of `overrides` here to the end; return the content of `summary.json`.
 
     Its `status` tells a run that was stopped from one that finished. A run that fails raises
-    `ColotrainError` with the first cause, a plan that does not fit `DoesNotFit` (unless `force`).
-    With `progress` it is followed on stderr. Call it under `if __name__ == "__main__"` in a
-    script, as with everything that starts processes.
+    `ColotrainError` with the first cause; a plan that does not fit raises `DoesNotFit` (unless
+    `force`). With `progress`, the run's progress is shown on stderr. Scripts must call this under
+    `if __name__ == "__main__"`, as with everything that starts processes.
     """
     from colotrain.runs.start import run_quietly
 
@@ -50,7 +50,9 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
 
 
 def read_run(name: str | None = None) -> RunView:
-    """What the run `name` (a name under ./runs, or a folder; default: the newest) has done."""
+    """Return the state of the run `name` (a name under ./runs, or a folder; default: the
+    newest).
+    """
     from colotrain.events.fold import follow
     from colotrain.events.liveness import find
 
@@ -58,10 +60,10 @@ def read_run(name: str | None = None) -> RunView:
 
 
 def gradients(model: nn.Module) -> Iterator[GradView]:
-    """One view per parameter of a model that colotrain trains, in the order of the model.
+    """Yield one view per parameter of a model that colotrain trains, in the model's order.
 
-    Readable from the last backward of a step until the next step's first backward, so in
-    `train.on_gradients`. Every rank may iterate; `GradView.full()` is collective.
+    The views are readable from the last backward of a step until the next step's first backward,
+    for example in `train.on_gradients`. Every rank may iterate; `GradView.full()` is collective.
     """
     from colotrain.engine.gradients.gradients import read
 

@@ -1,4 +1,4 @@
-"""The command line's entry: what will train starts its server before anything else is imported."""
+"""Entry point: commands that train start the fork server before any other import."""
 
 from __future__ import annotations
 

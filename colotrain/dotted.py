@@ -1,4 +1,4 @@
-"""Dotted paths: the user's own code, named `package.module:callable`. Standard library only."""
+"""Dotted paths of the user's code, `package.module:callable`. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PACKAGE = str(Path(__file__).resolve().parent)
 
 
 def import_target(key: str, dotted: str) -> Any:
-    """The callable that `dotted` names; `key` is the setting it was written in.
+    """Import the callable that `dotted` names; `key` is the setting that contains it.
 
-    Modules are looked up as `python -m` does: in the current folder first. Anything wrong with
-    the path, and any exception while its module is imported, is a `ConfigError`.
+    Modules are found as by `python -m`: in the current folder first. Any error in the path, and any
+    exception while its module is imported, is a `ConfigError`.
     """
     module_name, colon, attributes = dotted.partition(":")
     names = [*module_name.split("."), *attributes.split(".")]
@@ -57,19 +57,21 @@ def _import(key: str, dotted: str, module_name: str) -> ModuleType:
 
 
 def described(error: BaseException) -> str:
-    """What the user's code raised, and the line of it that did: `KeyError: 'x' (model.py:12)`."""
+    """Describe an error and its line in the user's code: `KeyError: 'x' (model.py:12)`."""
     line = users_line(error)
     return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line of the user's code that raised, `model.py:12`; empty without one."""
+    """Return the innermost line of the user's code that raised, `model.py:12`; empty without
+    one.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     return f"{_display(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def is_users(path: str) -> bool:
-    """Whether a source file is neither Python's, nor installed, nor this package's."""
+    """Whether a source file is the user's: not Python's, installed, or this package's."""
     return not path.startswith("<") and not is_below(path, (PACKAGE, *python(), *installed()))
 
 
@@ -79,13 +81,13 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
 
 @functools.cache
 def python() -> tuple[str, ...]:
-    """Where Python's own modules are."""
+    """Return the folders of Python's own modules."""
     return (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
 @functools.cache
 def installed() -> tuple[str, ...]:
-    """The folders that packages are installed in."""
+    """Return the folders of installed packages."""
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     named = {p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")}
     return tuple(sorted(paths | named))

@@ -1,4 +1,4 @@
-"""Errors that are meant for people: what is wrong, and what to do about it."""
+"""Errors for users: each says what is wrong, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colotrain.spec import exit_codes
 
 
 class ColotrainError(Exception):
-    """A failure that a person can act on: `problem` says what, `fix` says what to do."""
+    """A failure that the user can act on: `problem` says what it is, `fix` what to do."""
 
     exit_code = exit_codes.FAILED
 
@@ -21,17 +21,17 @@ class ColotrainError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors come from other processes, too."""
+        """Support pickling: errors also come from other processes."""
         return type(self), (self.problem, self.fix)
 
     def lines(self) -> list[str]:
-        """The `error:` lines a command prints on stderr."""
+        """Return the `error:` lines that a command prints on stderr."""
         return [f"error: {self}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with what a user wrote."""
+    """One error in the user's settings."""
 
     key: str
     expected: str
@@ -45,13 +45,13 @@ class Problem:
 
 
 def _as_written(value: Any) -> str:
-    """`value` as it stands in YAML, shortened."""
+    """Return `value` as written in YAML, shortened."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 class ConfigError(ColotrainError):
-    """Everything that is wrong with a configuration, reported at once (exit code 2)."""
+    """All errors of a configuration, reported at once (exit code 2)."""
 
     exit_code = exit_codes.USAGE
 
@@ -67,21 +67,21 @@ class ConfigError(ColotrainError):
 
 
 class UsageError(ColotrainError):
-    """A command that cannot be carried out as it was given (exit code 2)."""
+    """A command that cannot be executed as given (exit code 2)."""
 
     exit_code = exit_codes.USAGE
 
 
 class DoesNotFit(ColotrainError):
-    """A plan that needs more memory than there is (exit code 3)."""
+    """A plan that needs more memory than is available (exit code 3)."""
 
     exit_code = exit_codes.DOES_NOT_FIT
 
 
 def suggest(word: str, known: Iterable[str], *, section: str = "") -> str:
-    """A `did you mean` hint of the names nearest to `word`, or the known names, or nothing.
+    """Return a `did you mean` hint with the nearest names, or all known names, or nothing.
 
-    `section` goes before each name that is suggested.
+    `section` is put before each suggested name.
     """
     names = sorted(set(known))
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""What of this host may be used, within the limits of a container: memory, open files."""
+"""Memory and open files available on this host, within the limits of a container."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FEWEST_OPEN_FILES, ENOUGH_OPEN_FILES = 128, 4096
 
 
 def allow_open_files() -> int:
-    """Raise this process's limit of open files as far as may be; returns the limit."""
+    """Raise this process's limit of open files as far as allowed; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -25,7 +25,7 @@ def allow_open_files() -> int:
 
 
 def check_open_files() -> None:
-    """Refuse a limit of open files with which nothing can be started (`ColotrainError`)."""
+    """Raise `ColotrainError` if the limit of open files is too low to start anything."""
     limit = allow_open_files()
     if limit < FEWEST_OPEN_FILES:
         problem = f"open files: at most {limit} are allowed here, and colotrain needs some hundred"
@@ -33,7 +33,7 @@ def check_open_files() -> None:
 
 
 def memory_bytes() -> int:
-    """All of it, or what a container may use."""
+    """Return the host's memory in bytes, or the container's limit if that is lower."""
     names = ("memory.max", "memory.limit_in_bytes")
     found = [text_of(folder / name) for folder in cgroups("memory") for name in names]
     limits = [int(text) for text in found if text.isdigit()]
@@ -42,7 +42,7 @@ def memory_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """What could be had now: page cache that can be dropped counts as free."""
+    """Return the bytes that can be allocated now; page cache that can be dropped counts as free."""
     free: int = psutil.virtual_memory().available
     for folder in cgroups("memory"):
         limits = [text_of(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
@@ -58,7 +58,7 @@ def free_bytes() -> int:
 
 
 def cgroups(controller: str) -> Iterable[Path]:
-    """The control groups this process is in, from its own up to the root (versions 1 and 2)."""
+    """Yield the cgroups of this process, from its own up to the root (versions 1 and 2)."""
     for line in text_of(Path("/proc/self/cgroup")).splitlines():
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):

@@ -1,4 +1,4 @@
-"""A process that must not outlive another one."""
+"""Ends this process together with another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 
 def end_with(pid: int) -> None:
-    """Kill this process as soon as `pid` is gone, however that ended. Returns at once."""
+    """Kill this process as soon as process `pid` is gone for any reason. Returns at once."""
     threading.Thread(target=_wait_and_end, args=(pid,), daemon=True).start()
 
 
@@ -19,7 +19,7 @@ def _wait_and_end(pid: int) -> None:
         select.select([os.pidfd_open(pid)], [], [])
     except ProcessLookupError:
         pass
-    except OSError:  # no pidfd here: ask once a second
+    except OSError:  # pidfd is not supported: check once a second
         while os.path.exists(f"/proc/{pid}"):
             time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Frozen dataclasses <-> plain data (JSON, YAML), with every mistake collected.
+"""Conversion between frozen dataclasses and plain data (JSON, YAML); reports all mistakes at once.
 
 Standard library only: workers and dashboards read plans with it.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, cast
 
 from colotrain.errors import ConfigError, Problem, suggest
 
-MISSING = "???"  # OmegaConf's mark of a value that has to be given
+MISSING = "???"  # OmegaConf's marker of a value that must be given
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _EXAMPLES = {int: "10", float: "0.1", bool: "true", str: "text"}
 
 
 def to_plain(record: Any) -> Any:
-    """Dataclasses, tuples and mappings as dicts and lists that `json` can write."""
+    """Convert dataclasses, tuples and mappings to dicts and lists that `json` can write."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         fields = dataclasses.fields(record)
         return {f.name.removesuffix("_"): to_plain(getattr(record, f.name)) for f in fields}
@@ -35,7 +35,7 @@ def to_plain(record: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Any) -> T:
-    """The record of type `cls` that `data` describes; raises `ConfigError` with all problems."""
+    """Return the record of type `cls` with the data; raise `ConfigError` with all problems."""
     problems: list[Problem] = []
     record = read(cls, data, key="", problems=problems)
     if problems:
@@ -70,19 +70,19 @@ def read(wanted: Any, value: Any, *, key: str, problems: list[Problem]) -> Any:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Key → annotation. A field that would be a keyword ends in `_`, its key does not."""
+    """Return key → annotation. A field named like a keyword ends in `_`, its key does not."""
     hints = typing.get_type_hints(cls)
     return {f.name.removesuffix("_"): hints[f.name] for f in dataclasses.fields(cls)}
 
 
 def sections(cls: type) -> dict[str, type]:
-    """The keys of a record that hold a record themselves."""
+    """Return the keys of a record whose values are records themselves."""
     wanted = field_types(cls).items()
     return {key: cast(type, w) for key, w in wanted if dataclasses.is_dataclass(w)}
 
 
 def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted key → annotation of every setting in a record and the records in it."""
+    """Return dotted key → annotation of every setting in a record and its nested records."""
     found: dict[str, Any] = {}
     inner = sections(cls)
     for name, wanted in field_types(cls).items():
@@ -113,7 +113,7 @@ def _read_record(cls: type, value: Any, *, key: str, problems: list[Problem]) ->
 def _arguments(
     cls: type, found: dict[str, Any], given: set[str], *, key: str, problems: list[Problem]
 ) -> dict[str, Any]:
-    """What was found, by field name. Fields that are left out keep their default, if any."""
+    """Return `found` by field name. Fields that are missing keep their default, if any."""
     arguments = {}
     for field in dataclasses.fields(cls):
         name = field.name.removesuffix("_")
@@ -128,7 +128,7 @@ def _arguments(
 
 
 def _unknown(cls: type, name: str, value: Any, path: str) -> Problem:
-    """Names the nearest keys, or those that have this name in a section below."""
+    """Return an unknown key's problem; it suggests similar keys or this name in subsections."""
     section = path.removesuffix(name)
     below = [f"{section}{leaf}" for leaf in leaves(cls) if leaf.endswith(f".{name}")]
     nearest = suggest(name, field_types(cls), section=section)

@@ -1,4 +1,4 @@
-"""The run directory: all that a run reads and writes. RunDir owns every path in it."""
+"""The run directory: all files that a run reads and writes. RunDir defines every path in it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from colotrain.spec.plan import RunPlan
 RUNS = Path("runs")
 HOW_TO_START = "start one, as in `colotrain run recipe=llm-tiny`"
 OFFLOAD = "offload"
-"""The folder of gemini's disk tier inside a run directory, where the user has named no other."""
+"""Folder of gemini's disk tier inside a run directory, if the user set no other."""
 NOISE = "noise"
-"""In a request for a gradient record: measure the gradient noise, too."""
+"""Content of a gradient record request that also asks for the gradient noise."""
 
 
 class RunDir:
-    """Paths of one run. Nothing else in colotrain joins file names of a run."""
+    """Paths of one run. No other class or function joins file names of a run."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -43,7 +43,7 @@ class RunDir:
 
     @property
     def launcher_file(self) -> Path:
-        """Who launches this run: host, process id and its start time."""
+        """Identity of the launcher: host, process id and its start time."""
         return self.path / "launcher.json"
 
     @property
@@ -59,22 +59,22 @@ class RunDir:
         return self.path / "checkpoints"
 
     def tier_folder(self, disk_path: str) -> Path:
-        """The folder of gemini's disk tier; a relative `disk_path` is inside the run directory."""
+        """Return the folder of gemini's disk tier; a relative path is inside the run directory."""
         return self.path / disk_path
 
     @property
     def launcher_log(self) -> Path:
-        """What the launcher of a detached run prints."""
+        """Output of the launcher of a detached run."""
         return self.logs / "launcher.log"
 
     @property
     def stop_file(self) -> Path:
-        """Its presence asks every rank to save and stop after the step it is in."""
+        """File whose presence asks every rank to save and stop after its current step."""
         return self.path / "control" / "stop"
 
     @property
     def grads_request_file(self) -> Path:
-        """Its presence asks for a gradient record of the next step."""
+        """File whose presence asks for a gradient record of the next step."""
         return self.path / "control" / "grads"
 
     def request_grads(self, *, noise: bool = False) -> None:
@@ -83,7 +83,7 @@ class RunDir:
         write_atomically(self.grads_request_file, NOISE if noise else "")
 
     def grads_request(self) -> str | None:
-        """What was asked for: "" or `NOISE`; None where nothing was."""
+        """Return the content of the request, "" or `NOISE`; None if there is no request."""
         try:
             return self.grads_request_file.read_text("utf-8").strip()
         except OSError:
@@ -91,7 +91,7 @@ class RunDir:
 
     @property
     def heartbeats(self) -> Path:
-        """The ranks' signs of life."""
+        """Folder of the ranks' heartbeats."""
         return self.path / "control" / "heartbeats"
 
     def heartbeat_file(self, rank: int) -> Path:
@@ -99,47 +99,47 @@ class RunDir:
 
     @property
     def meeting_file(self) -> Path:
-        """The secret by which the launchers of a run's nodes know one another."""
+        """Secret by which the launchers of a run's nodes recognise one another."""
         return self.path / "control" / "meeting.json"
 
     @property
     def cancel_file(self) -> Path:
-        """Its presence keeps the run's job from being queued again."""
+        """File whose presence keeps the run's job from being requeued."""
         return self.path / "control" / "cancel"
 
     @property
     def finished_file(self) -> Path:
-        """Left by a job whose run has finished: queued again, it would have nothing to do."""
+        """File that a job writes when its run has finished, so that a requeued job ends at once."""
         return self.path / "control" / "finished"
 
     @property
     def job_file(self) -> Path:
-        """The number of the SLURM job that runs it."""
+        """SLURM job of the run, with its script."""
         return self.path / "job.json"
 
     @property
     def script_file(self) -> Path:
-        """What was submitted; of a sweep, in the sweep's folder."""
+        """Submitted job script; for a sweep, it is in the sweep's folder."""
         return self.path / "job.sbatch"
 
     @property
     def sweep_file(self) -> Path:
-        """In the folder of a sweep: its elements' runs and overrides."""
+        """Runs and overrides of a sweep, in the sweep's folder."""
         return self.path / "sweep.json"
 
     @property
     def code(self) -> Path:
-        """A copy of the working tree that the run was submitted from."""
+        """Copy of the working tree from which the run was submitted."""
         return self.path / "code"
 
     @property
     def config_file(self) -> Path:
-        """The composed configuration, which `recipe=` takes again."""
+        """Composed configuration, which can be given to `recipe=`."""
         return self.path / "config.yaml"
 
     @property
     def signature_file(self) -> Path:
-        """Who wrote the plan and the configuration (`colotrain.runs.trust`)."""
+        """Signatures of the plan and the configuration (`colotrain.runs.trust`)."""
         return self.path / "signature.json"
 
     @property
@@ -158,7 +158,7 @@ class RunDir:
         return self.path / "facts.json"
 
     def tracker(self, name: str) -> Path:
-        """What a tracker writes."""
+        """Return the folder of a tracker."""
         return self.path / "trackers" / name
 
     def event_file(self, *, rank: int, attempt: int) -> Path:
@@ -169,14 +169,14 @@ class RunDir:
         return self.events / "launcher.jsonl"
 
     def node_events(self, node: int) -> Path:
-        """What the launcher of a node other than 0 writes."""
+        """Return the events file of the launcher of a node other than 0."""
         return self.events / f"node{node:05d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
     def create(self) -> None:
-        """Make the folders, private to the user."""
+        """Create the folders, readable only by the user."""
         for folder in (self.path, self.events, self.logs, self.checkpoints, self.stop_file.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -195,7 +195,7 @@ class RunDir:
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
     def next_attempt(self) -> int:
-        """One more than the highest attempt that left an event file, or 0."""
+        """Return one more than the highest attempt with an event file, or 0."""
         found = re.compile(r"-attempt(\d+)\.jsonl$")
         numbers = [
             int(m[1])
@@ -206,7 +206,7 @@ class RunDir:
 
     @staticmethod
     def find(name: str, *, root: Path = RUNS) -> RunDir:
-        """The run called `name`: a path, or a name under `root`."""
+        """Return the run called `name`: a path, or a name under `root`."""
         for candidate in (root / name, Path(name)):
             if (candidate / "plan.json").is_file():
                 return RunDir(candidate)
@@ -218,18 +218,18 @@ class RunDir:
 
     @staticmethod
     def all(root: Path = RUNS) -> list[RunDir]:
-        """Every run under `root`, oldest first."""
+        """Return all runs under `root`, oldest first."""
         found = [entry.parent for entry in root.glob("*/plan.json")]
         return [RunDir(p) for p in sorted(found, key=lambda p: (p / "plan.json").stat().st_mtime)]
 
 
 def run_name(text: str) -> str:
-    """`text` as a folder name: letters, digits, `.`, `_`, `-` only."""
+    """Return `text` as a folder name: letters, digits, `.`, `_`, `-` only."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "run"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` as a whole: a reader sees the old text or the new, never half of it."""
+    """Replace `path` atomically: a reader sees the old or the new text, never a mixture."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
@@ -239,6 +239,6 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         os.unlink(temporary)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk
+        if isinstance(error, OSError) and error.filename is None:  # the disk is full
             error.filename = str(path)
         raise

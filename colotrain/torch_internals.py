@@ -1,8 +1,8 @@
-"""The one door to torch's private names, those of `fully_shard` apart
+"""Access to torch's private names, except those of `fully_shard`
 (`engine.sharding.fsdp_internals`).
 
-Each is looked for when this module is imported, so that a torch without one of them is told at
-once. Written against torch 2.13.
+Each name is looked up when this module is imported, so that a torch without one of them is
+reported at once. Written against torch 2.13.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIX = "install torch>=2.11,<2.14"
 
 
 def unknown_torch(error: Exception | str) -> ColotrainError:
-    """What is raised where torch lacks a name that colotrain relies on."""
+    """Return the error for a torch that lacks a name on which colotrain relies."""
     return ColotrainError(f"torch {torch.__version__} ({KNOWN} are known): {error}", FIX)
 
 
@@ -43,7 +43,7 @@ try:
     call_after_backward: Callable[[Callable[[], None]], None] = (
         torch.autograd.Variable._execution_engine.queue_callback
     )
-    """Within a backward: call something when it is over."""
+    """Register a function, during a backward, to be called when that backward is over."""
     choose_attention = torch._fused_sdp_choice
     multiply, multiply_ = torch._foreach_mul, torch._foreach_mul_
     norms_of = torch._foreach_norm
@@ -63,7 +63,7 @@ except (ImportError, AttributeError) as error:
     raise unknown_torch(error) from error
 
 COMPUTED_AGAIN: Any = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
-"""What selective checkpointing notes, from torch 2.13 on, for an output that is not kept."""
+"""Marker of selective checkpointing, from torch 2.13 on, for an output that is recomputed."""
 without_modes = _disable_current_modes
 
 __all__ = [
@@ -79,7 +79,7 @@ __all__ = [
 
 
 def hooks_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
-    """The hooks of `register_hook`, as torch keeps them."""
+    """Return the hooks of `register_hook`."""
     hooks: Mapping[int, Callable[..., Any]] = tensor._backward_hooks or {}
     return hooks
 
@@ -89,24 +89,24 @@ def forget_hooks(tensor: Tensor) -> None:
 
 
 def hooks_after_gradient_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
-    """The hooks of `register_post_accumulate_grad_hook`."""
+    """Return the hooks of `register_post_accumulate_grad_hook`."""
     hooks: Mapping[int, Callable[..., Any]] = tensor._post_accumulate_grad_hooks or {}
     return hooks
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor's memory was changed in place."""
+    """Return how often the tensor's memory was changed in place."""
     version: int = tensor._version
     return version
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """What autograd takes `tensor` for a view of."""
+    """Return the tensor of which autograd considers `tensor` a view, or None."""
     return tensor._base
 
 
 def storage_id(tensor_or_storage: Any) -> int:
-    """The same for all tensors that look at the same memory; 0 within `torch.vmap`."""
+    """Return an id shared by all tensors with the same storage; 0 within `torch.vmap`."""
     found = tensor_or_storage
     try:
         storage = found.untyped_storage() if isinstance(found, Tensor) else found
@@ -117,12 +117,12 @@ def storage_id(tensor_or_storage: Any) -> int:
 
 
 def arguments_of(operation: Any) -> Any:
-    """The arguments that an operation declares, with what it writes to."""
+    """Return an operation's declared arguments, which tell those it writes to."""
     return operation._schema.arguments
 
 
 def name_of(operation: Any) -> str:
-    """The name of an operation without its namespace."""
+    """Return the name of an operation without its namespace."""
     return str(operation._schema.name).rpartition("::")[2]
 
 
@@ -131,31 +131,31 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def default_store() -> Any:
-    """The store of the group of all ranks."""
+    """Return the store of the default process group."""
     return _get_default_store()
 
 
 def timeout_s(*groups: dist.ProcessGroup) -> float:
-    """The shortest timeout of `groups` and of the group of all ranks."""
+    """Return the shortest timeout in seconds of `groups` and the default process group."""
     backends = [g._get_backend(torch.device("cpu")) for g in (*groups, _get_default_group())]
     return min(float(backend.options._timeout.total_seconds()) for backend in backends)
 
 
 def wait_as_long_as_all_(group: dist.ProcessGroup) -> None:
-    """Give `group` the timeout of the group of all ranks."""
+    """Give `group` the timeout of the default process group."""
     if group is not _get_default_group() and dist.get_backend(group) != "fake":
         _set_pg_timeout(datetime.timedelta(seconds=timeout_s()), group)
 
 
 def fake_store() -> Any:
-    """A store of the backend `fake`, whose ranks are not there."""
+    """Return a store for the backend `fake`, which simulates the other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def memory_tracker() -> Any:
-    """torch's tracker of the memory of `fully_shard`: a class."""
+    """Return torch's class that tracks the memory of `fully_shard`."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     return FSDPMemTracker
