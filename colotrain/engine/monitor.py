@@ -83,7 +83,7 @@ def note_duration(run: Run, seconds: float) -> None:
 
 
 class Monitor:
-    """The state of the thread."""
+    """The thread that watches the steps of this rank."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.progress = run, run.progress

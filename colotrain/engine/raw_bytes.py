@@ -10,8 +10,8 @@ from torch import Tensor
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor; a tensor that is not contiguous is copied first.
 
-    The view keeps the tensor alive. `Tensor.numpy` would do the same, but torch then refuses to
-    resize the storage ever again, as FSDP does with whole parameters.
+    The view keeps the tensor alive. `Tensor.numpy` would do the same, but torch then never lets the
+    storage be resized again, and FSDP must resize that of whole parameters.
     """
     flat = tensor.detach().contiguous()
     if not flat.numel():

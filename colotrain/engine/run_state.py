@@ -101,7 +101,7 @@ class Run:
     events: EventWriter
     loss_scale: LossScale
     stop_requested: Callable[[], str | None]
-    """Returns a reason to stop that reached this rank, or None."""
+    """Function that returns a reason to stop that reached this rank, or None."""
     saver: Saver
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     progress: StepProgress = field(default_factory=StepProgress)
@@ -116,7 +116,7 @@ class Run:
     asked_here: str | None = None
     """Reason for which code in this process wants the run to stop."""
     stop_error: ColotrainError | None = None
-    """Error with which the run ends once it has saved; None where it ends as stopped."""
+    """Error that the run raises once it has saved; None where it just stops."""
     spikes: LossSpikes = field(default_factory=LossSpikes)
     generators: dict[str, Tensor] | None = None
     """State of the random number generators at the beginning of the step."""
@@ -126,7 +126,7 @@ class Run:
     """Step and value of the best evaluation so far, where its checkpoint is to be kept."""
     saved_step: int = -1
     can_be_saved: bool = False
-    """Whether a checkpoint was found to be able to hold the state."""
+    """Whether the state was checked and a checkpoint can hold it."""
     baseline_bytes: int = 0
     """Resident bytes beside the model after building; 0 on CUDA, whose peaks count tensors only."""
     memory_is_told: bool = False

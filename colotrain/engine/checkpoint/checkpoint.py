@@ -375,7 +375,7 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the same list on every rank: rank 0 looks and tells the others."""
+    """Return the checkpoints to try, the same on every rank: rank 0 looks and tells the others."""
     names: list[Any] = [None]
     if dist.get_rank() == 0:
         is_one = (folder / MANIFEST).is_file()

@@ -73,7 +73,7 @@ class Save:
     final: Path
     temporary: Path
     pieces: list[Piece]
-    """Parts of the state to write; pieces are replaced by copies in `turns`."""
+    """Pieces of the state to write, which are replaced by copies in `turns`."""
     layout: Layout
     turns: Turns
     manifest: Manifest

@@ -25,7 +25,7 @@ from colotrain.engine.raw_bytes import bytes_of
 
 BUFFER_BYTES = 8 << 20
 WINDOW_BYTES = 32 << 20
-"""Bytes per direct write from a tensor; Python's lock changes hands a few times for each."""
+"""Bytes per direct write from a tensor; each write releases and takes the GIL a few times."""
 POLL_S = 0.02
 ALIGNMENT = 64
 """Alignment in bytes of tensors in the file."""

@@ -59,7 +59,7 @@ class GradView:
     aliases: tuple[str, ...]
     """Other names of the same (tied) parameter."""
     shape: tuple[int, ...]
-    """Return float64 [2, parameters + 1]: Σ |g_i|² and Σ |g_i|; the last column is of all."""
+    """Shape of the whole gradient."""
     dtype: torch.dtype
     device: torch.device
     offset: int
@@ -224,8 +224,7 @@ def _parameters(state: GradientState) -> list[nn.Parameter]:
 def counted(state: GradientState, parameter: nn.Parameter, value: Tensor | None) -> Tensor | None:
     """Return the part of `value` (laid out like `parameter`) that this rank adds to a global sum.
 
-    None where it adds none: only one replica counts, and rank 0 for parameters that are not
-    sharded.
+    None where it adds none: one replica counts, and rank 0 for parameters that are not sharded.
     """
     if value is None:
         return None

@@ -99,7 +99,7 @@ class DiskStore:
     files: list[_File] = field(default_factory=list)
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocate disk space for later regions. Raises `ColotrainError` where it cannot be had."""
+        """Allocate disk space for later regions; `ColotrainError` where there is too little."""
         if num_bytes <= 0:
             return
         num_bytes = whole_pages(num_bytes)

@@ -93,7 +93,7 @@ class Home:
         self.gradients |= dict(zip(missing, region.carve(sizes, dtypes), strict=True))
 
     def raise_state(self, names: list[str], optimizer: Any, *, to_stay: bool) -> None:
-        """Copy optimizer state to the shards' device; `to_stay` frees its memory below."""
+        """Copy optimizer state to the shards' device; `to_stay` frees the lower tier's memory."""
         for name in names:
             shard = optimizer.shards[name]
             for key, kept in self.kept.get(name, {}).items():

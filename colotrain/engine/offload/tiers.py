@@ -100,7 +100,7 @@ class Tiers:
         return self.device != "cpu" and self.placement.groups[index].parameters != self.top
 
     def is_short(self) -> bool:
-        """Whether this rank used more memory than its budget, freed but kept memory left aside."""
+        """Whether this rank used more than its budget, not counting freed memory that it kept."""
         if self.exhausted:
             return False
         self.crowded = not self.settled or memory_now()[1] > self._limit
@@ -307,7 +307,7 @@ class Tiers:
                     leaf.register_post_accumulate_grad_hook(hook)
 
     def _gradient(self, home: Home, name: str, leaf: Tensor) -> None:
-        """Move a sharded gradient to disk. Hook, called when it is complete or was added to."""
+        """Move a sharded gradient to disk; a hook, run whenever the gradient was added to."""
         self.norms.pop(name, None)
         if self.placement.groups[home.index].gradients != "disk" or leaf.grad is None:
             return

@@ -314,7 +314,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Return about U Vᵀ of `matrix` = U Σ Vᵀ, in bfloat16 as torch.optim.Muon computes it."""
+    """Return U Vᵀ of `matrix` = U Σ Vᵀ, approximately, in bfloat16 as torch.optim.Muon does."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]

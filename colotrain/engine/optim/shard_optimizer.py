@@ -174,7 +174,7 @@ class ShardOptimizer:
         self._calls += 1
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return name → state tensors; those shaped like their parameter are DTensors like it.
+        """Return name → state tensors; those shaped like their parameter are DTensors, as it is.
 
         Raises `ColotrainError` for a layout that could not be saved. All ranks must call.
         """

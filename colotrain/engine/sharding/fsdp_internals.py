@@ -168,7 +168,7 @@ def reduce_unused_(model: nn.Module, groups: Sequence[Any]) -> None:
 
 
 class ReducesUnused(FSDPParamGroup):
-    """Reduces unused parameters before torch 2.13, which reduces only those with a gradient."""
+    """FSDPParamGroup of torch before 2.13, which also reduces parameters without a gradient."""
 
     reduce_scatter_unused_params = True
 

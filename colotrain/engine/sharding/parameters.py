@@ -191,7 +191,7 @@ class Replaced(nn.Parameter):
 
 
 def watch_replaced(originals: Mapping[str, ref[nn.Parameter]], model: nn.Module) -> None:
-    """Make those of `originals` that sharding replaced and that still exist refuse computations."""
+    """Let parameters of `originals` that sharding has replaced refuse computations."""
     kept = set(model.parameters())
     for name, reference in originals.items():
         parameter = reference()

@@ -144,8 +144,8 @@ def shard_(
 ) -> ShardedModel:
     """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
 
-    All ranks must call, after freezing. For groups with `offloads(index)` (the root group's index
-    is the last) parameters, gradients and updates are on the host of a GPU.
+    All ranks must call, after freezing. A group with `offloads(index)` (the root group has the last
+    index) keeps parameters and gradients on the host and is updated there.
     """
     check_parameters(model, plan.model)
     attached = attached_to(model)

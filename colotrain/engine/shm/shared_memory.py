@@ -134,7 +134,7 @@ class SharedMemory:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
     def advise(self, advice: int, start: int, num_bytes: int) -> None:
-        """Call `madvise` on shared bytes, which must begin and end at a page."""
+        """Call `madvise` on shared bytes, which must begin and end at page boundaries."""
         if num_bytes:
             self.memory.madvise(advice, self._start + start, num_bytes)
 
@@ -179,7 +179,7 @@ class SharedMemory:
             self.wait(bell, peer, what=what)
 
     def heard(self, bell: int, sender: int, *, within_s: float) -> bool:
-        """Return whether the rank `sender` posts semaphore `bell` within about `within_s`."""
+        """Wait about `within_s` for semaphore `bell` of the rank `sender`; False if not posted."""
         semaphore = self._bell(bell, sender, self.rank)
         for _ in range(TRIES):
             if _libc.sem_trywait(semaphore) == 0:
@@ -235,7 +235,7 @@ def _close(fds: list[int]) -> None:
 
 
 def _host() -> str:
-    """Return a text that is equal on ranks that share memory and see their processes."""
+    """Return a text, equal on ranks that can share memory and see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     known = [str(p.read_text() if p is boot else p.readlink()) for p in (boot, space) if p.exists()]

@@ -30,7 +30,7 @@ from colotrain.engine.shm.reduce_scatter import Alone, Reduction
 from colotrain.engine.shm.shared_memory import Unavailable
 
 LARGEST_BUFFER_BYTES = 64 << 20
-"""Largest buffer in shared memory: larger groups use windows, and no memory between their uses."""
+"""Bytes of the largest shared buffer. Larger groups use windows, which take less memory."""
 
 
 class SharedAllGather(AllGather):
