@@ -1,1 +1,1 @@
-"""From configuration, machine and model to a run plan, without torch."""
+"""Planning: from configuration, machine and model to a run plan, without torch."""

@@ -1,4 +1,4 @@
-"""Which plugin, micro-batch and checkpointing to take: all that fit, the fastest first.
+"""Search over plugins, micro-batches and checkpointing for what fits, the fastest first.
 
 Standard library only.
 """
@@ -17,17 +17,17 @@ from colotrain.spec.memory import Ledger, PeakRange, Verdict
 from colotrain.spec.plan import Prediction, Recompute, Survey, Trace
 
 MOST_SAMPLES = 1024
-"""Larger micro-batches are not looked for."""
+"""Largest micro-batch that is tried."""
 TIE = 1.01
-"""Predictions this near are alike: then what exchanges less, or needs less, is taken."""
+"""Ratio up to which predicted times count as equal; the option listed first is then taken."""
 
 Traces = Callable[[Recompute, int], Trace | None]
-"""The trace of a micro-batch, with what is computed again in backward."""
+"""(checkpointing, samples) → trace of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A way to carry a plan out, with what it needs."""
+    """A plugin, layout and checkpointing for a plan, with the memory and time they need."""
 
     plugin: str
     layout: Layout
@@ -39,16 +39,16 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether the run may start: all but what certainly exceeds the memory."""
+        """Whether the run may start: true unless it certainly exceeds the memory."""
         return self.verdict != "no"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What does not change between the options."""
+    """Everything that is the same for all options."""
 
     survey: Survey
-    """With everything training that ever will."""
+    """The model, with parameters that are unfrozen later counted as trained."""
     traces: Traces
     hardware: Callable[[Layout], Hardware] | None
     capacity: int
@@ -83,7 +83,7 @@ class Question:
     def every(
         self, layouts: Iterable[tuple[str, Layout]], *, checkpointing: Iterable[Recompute]
     ) -> Iterator[Option]:
-        """Each layout with each micro-batch that divides the global batch, in all those ways."""
+        """Each layout with each possible micro-batch and each kind of checkpointing."""
         ways = [recompute for recompute in checkpointing if self.can(recompute)]
         for plugin, layout in layouts:
             for size in self.micro_batches():
@@ -93,7 +93,7 @@ class Question:
                     yield self.option(plugin, sized, checkpointing=recompute)
 
     def can(self, recompute: Recompute) -> bool:
-        """Whether the model can be trained and followed so."""
+        """Whether the model can be traced with this kind of checkpointing."""
         try:
             return self.traces(recompute, 1) is not None
         except UsageError:
@@ -106,14 +106,14 @@ class Question:
 
 
 def rank(options: Iterable[Option]) -> list[Option]:
-    """Those that surely fit, the fastest first; without times in the order they came."""
+    """Options that surely fit, the fastest first; without times in the order given."""
     return sorted((o for o in options if o.verdict == "yes"), key=lambda option: option.time.step_s)
 
 
 def best(options: Sequence[Option]) -> Option | None:
-    """The fastest that surely fits; of those that are as fast, the first.
+    """The fastest option that surely fits; the first of equally fast ones.
 
-    Where none does, the one that perhaps fits and needs least.
+    If none surely fits: of those that perhaps fit, the one with the least memory.
     """
     fitting = [option for option in options if option.verdict == "yes"]
     if not fitting:
@@ -124,7 +124,7 @@ def best(options: Sequence[Option]) -> Option | None:
 
 
 def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: Recompute) -> int:
-    """The largest power of two that fits as micro-batch, whatever the global batch is; or 0."""
+    """The largest power of two that fits as micro-batch, for any global batch; 0 if none."""
 
     def has_room(size: int) -> bool:
         trace = question.traces(checkpointing, size)

@@ -1,4 +1,4 @@
-"""gemini's budgets: how many bytes of each tier a rank may use, and whether the disk will do."""
+"""gemini's budgets: bytes of each tier that a rank may use, and checks of the disk tier."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ AUTOMATIC_DISK_SHARE = 0.5
 """Share of the free space that the disk tier may use in the run's own folder, which also holds the
 run's checkpoints."""
 LAUNCHER_BYTES = 512 << 20
-"""What the launcher and the server that workers are forked from take of the host, at most."""
+"""Most host memory of the launcher and of the server that workers are forked from, together."""
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs*", "cifs", "smb*", "9p", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse.*")
-"""File systems that are too slow to compute from unasked."""
+"""File systems too slow for an automatic disk tier."""
 LEAST_SPACE_BYTES = 1 << 30
-"""With less free space than this there is no automatic disk tier."""
+"""Free space that an automatic disk tier needs at least."""
 
 
 def names_folder(asked: Plugin) -> bool:
@@ -39,9 +39,9 @@ def names_folder(asked: Plugin) -> bool:
 def find_budget(
     asked: Plugin, scale: Scale, machine: Machine, *, with_disk: bool = False
 ) -> Budget | None:
-    """The budget of a plugin that `check_budget` accepts; None where nothing can be lowered.
+    """The budget of a plugin that `check_budget` accepts; None where nothing can be offloaded.
 
-    On CPU that is so unless a folder or a limit is given: device and host are one memory there.
+    On CPU, where device and host are one memory, it is None unless a folder or a limit is given.
     `with_disk`: where no folder is named, the disk tier is in the run's own folder.
     """
     budget = asked.budget
@@ -49,7 +49,7 @@ def find_budget(
     if scale.device == "cpu" and not (is_named or is_limited or with_disk):
         return None
     if scale.device != "cpu" and not scale.memory_bytes and budget.device == "auto":
-        return None  # not known how much to leave on the device
+        return None  # the device's memory is not known
     with_disk = with_disk or (asked.disk_path == "auto" and budget.disk != "auto")
     whole = host_bytes(scale, machine)
     free = machine.host_free_bytes or whole * scale.procs_per_node
@@ -73,7 +73,7 @@ def find_budget(
 
 
 def why_no_disk(asked: Plugin) -> str:
-    """Why there can be no automatic disk tier; empty where there can be one."""
+    """The reason why there can be no automatic disk tier; empty where there can be one."""
     if names_folder(asked):
         return ""
     if asked.disk_path != "auto":
@@ -97,14 +97,14 @@ def _size(asked: float | str, whole: int, automatic: int) -> int:
 
 
 def host_bytes(scale: Scale, machine: Machine) -> int:
-    """One rank's part of the host's memory."""
+    """One rank's share of the host's memory, in bytes."""
     if scale.device == "cpu":
         return scale.memory_bytes
     return machine.host_memory_bytes // scale.procs_per_node
 
 
 def check_budget(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:
-    """What is wrong with budgets and folder, before the model is looked at."""
+    """Problems of budgets and folder that show without the model."""
     budget = asked.budget
     if budget.device != "auto" and scale.device == "cpu":
         fix = "set plugin.budget.host"
@@ -147,12 +147,12 @@ def _check_folder(text: str) -> Iterator[Problem]:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest above it that exists."""
+    """`folder`, or its nearest parent that exists."""
     return next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
 
 
 def file_system(place: Path) -> str:
-    """The type of the file system that `place` is on; empty where the system does not tell."""
+    """Type of the file system that `place` is on; empty where it is unknown."""
     try:
         device = place.stat().st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -165,7 +165,7 @@ def file_system(place: Path) -> str:
 
 
 def check_space(budget: Budget, need: int, scale: Scale) -> Iterator[Problem]:
-    """Whether what the plan puts on disk fits there, and within its budget."""
+    """Problems if `need`, the plan's bytes on disk per rank, exceeds the budget or the space."""
     if budget.disk_path is None or need == 0:
         return
     if need > budget.disk_bytes:

@@ -1,7 +1,7 @@
-"""What was learned of models, kept between commands: then no plan waits for torch.
+"""Cache of surveys and traces of models, so that plans need not load torch again.
 
-What a look depends on beside its arguments is in the key (this package's code, torch and whatever
-else is installed) or beside the result (the user's files), and compared before a result is used.
+The key contains the arguments, this package's code, torch's version and the state of all installed
+packages. The user's files that a result depends on are stored with it, and checked before its use.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def kept(
     about: tuple[Any, ...],
     look: Callable[[], tuple[T, Dependencies | None]],
 ) -> T:
-    """The result of `look()`, or of an earlier one that depended on nothing that has changed.
+    """The result of `look()`, or an earlier one if nothing that it depended on has changed.
 
-    `look` returns what it found and what that depended on; None: do not keep it.
+    `look` returns the result and its dependencies; with None the result is not cached.
     """
     modules = (LOOKING, model.target.partition(":")[0])
     known = [cls.__name__, to_plain(model), to_plain(about), os.getcwd(), *_version(modules)]
@@ -62,7 +62,7 @@ def kept(
 
 @functools.cache
 def _version(modules: tuple[str, ...]) -> list[Any]:
-    """What a look by these modules of this package depends on, whatever the user's own code."""
+    """Versions of torch and Python, of these modules' source, and of installed packages."""
     digest = hashlib.sha256()
     for _, text in sorted(sources(*modules).items()):
         digest.update(text)
@@ -73,7 +73,10 @@ IMPORT = re.compile(rb"^ *(?:from|import) +(colotrain[\w.]*)(?: +import +(\([^)]
 
 
 def sources(*modules: str) -> dict[str, bytes]:
-    """Name → source of `modules` and of what they import of this package; nothing is imported."""
+    """Name → source of `modules` and of the modules of this package that they import.
+
+    Import statements are parsed; nothing is imported.
+    """
     found: dict[str, bytes] = {}
     wanted = set(modules)
     while wanted:

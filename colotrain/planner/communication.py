@@ -1,4 +1,4 @@
-"""What a plan sends in a step. Standard library only."""
+"""Collectives of a step and the bytes they send. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Traffic:
     reduced: str
     """`once a step` or `every micro-batch`."""
     gathered_bytes: float
-    """Sent in all-gathers."""
+    """Bytes sent in all-gathers."""
     reduced_bytes: float
-    """Sent in reduce-scatters."""
+    """Bytes sent in reduce-scatters."""
     replicated_bytes: float
-    """Sent in all-reduces between replicas."""
+    """Bytes sent in all-reduces between replicas."""
     calls: int
-    """How often groups are gathered and reduced, also by a rank that is alone."""
+    """Number of times that groups are gathered or reduced, counted for a single rank, too."""
     gathered_whole: float
-    """Bytes that arrive in all-gathers, a rank's own among them: they are copied twice."""
+    """Bytes that arrive in all-gathers, the rank's own included; each is copied twice."""
     reduced_whole: float
 
     @property
@@ -40,8 +40,8 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
 
     A ring of n ranks sends (n - 1) / n of the whole per all-gather or reduce-scatter, and twice
     that per all-reduce (Patarasuk and Yuan 2009). Kept parameters are gathered once a step; freed
-    ones for each forward and again for each backward that reaches them, but for the root's, which
-    stay in between.
+    ones for each forward, and again for each backward that reaches them. The root group's stay
+    gathered in between.
     """
     groups = find(survey, trace, layout)
     steps, ring = layout.accumulation_steps, (layout.shard - 1) / layout.shard
@@ -77,5 +77,5 @@ def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator
             yield name, 1
         else:
             again = reached is None or bool(reached & set(group.blocks))
-            ahead = 1 if name and name == fetched else 0  # the next micro-batch finds it there
+            ahead = 1 if name and name == fetched else 0  # unused in backward
             yield name, steps * (2 if name and again else 1) + ahead

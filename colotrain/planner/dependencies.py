@@ -1,8 +1,8 @@
-"""What a look at a user's model depended on: source files, other files, environment variables.
+"""Dependencies of a survey of a user's model: source files, other files, environment variables.
 
-Everything that the user's code imports, opens, lists or asks the environment for is noted while it
-runs. Where all of it is unchanged, the same look gives the same result. What is installed is known
-by the folders it is installed in, which change with every installation. Standard library only.
+Everything that the user's code imports, opens, lists or reads from the environment is recorded
+while it runs. If all of it is unchanged, the survey would give the same result. Installed packages
+are covered by the modification times of their folders. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from colotrain.dotted import installed, is_below, is_users, python
 
 SYSTEM = ("/proc", "/sys", "/dev")
 MOST_NOTED = 2000
-"""Files, folders and variables; a look at more of them is not kept."""
+"""Most files, folders and variables; a result that depends on more is not cached."""
 ABSENT = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """What has to be unchanged for a look to give the same result."""
+    """Files and variables that must be unchanged for a cached result to hold."""
 
     modules: dict[str, str] = field(default_factory=dict)
     """Name → file of the user's own modules."""
     files: dict[str, str] = field(default_factory=dict)
     """Path → digest of its content (sources) or its size and time (others)."""
     folders: dict[str, str] = field(default_factory=dict)
-    """Path → digest of the names in it."""
+    """Path → digest of the folder's file names."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variable → digest of its value."""
 
@@ -56,7 +56,7 @@ class Dependencies:
     def _is_found(self, name: str, file: str) -> bool:
         """Whether `import name` would still load `file`, and no other module of that name."""
         parent = name.rpartition(".")[0]
-        if parent and parent not in self.modules:  # its folder is not known
+        if parent and parent not in self.modules:  # the parent's folder is not known
             return True
         inside = [str(Path(self.modules[parent]).parent)] if parent else [os.getcwd(), *sys.path]
         spec = PathFinder.find_spec(name, inside)
@@ -64,10 +64,10 @@ class Dependencies:
 
 
 def watched(function: str, *args: Any) -> tuple[Any, Dependencies | None]:
-    """The result of `package.module:function`, and what it depended on.
+    """The result of `package.module:function`, and its dependencies.
 
-    None where that is not known: the user's module was loaded before, from a file that may have
-    changed since.
+    The dependencies are None where they are unknown: the user's module was loaded before, from a
+    file that may have changed since.
     """
     loaded_before = _loaded_before()
     module, _, name = function.partition(":")
@@ -81,13 +81,13 @@ def watched(function: str, *args: Any) -> tuple[Any, Dependencies | None]:
 
 
 def installation() -> list[tuple[str, int]]:
-    """The folders that packages are installed in, and when something in each changed last."""
+    """Folders that packages are installed in, each with its modification time in ns."""
     return [(path, os.stat(path).st_mtime_ns) for path in installed() if os.path.isdir(path)]
 
 
 @functools.cache
 def _loaded_before() -> frozenset[str]:
-    """The user's modules that were loaded before this process looked at anything."""
+    """The user's modules that were loaded before the first call of `watched`."""
     return frozenset(_own_modules())
 
 
@@ -96,7 +96,7 @@ class _Notes:
         self.opened: set[str] = set()
         self.listed: set[str] = set()
         self.asked: set[str] = set()
-        self.environment = dict(os.environ)  # libraries change it
+        self.environment = dict(os.environ)  # before libraries change it
 
     def dependencies(self) -> Dependencies:
         modules = _own_modules()
@@ -110,7 +110,7 @@ class _Notes:
 
 
 _notes: list[_Notes] = []
-"""Where events are noted at the moment."""
+"""Stack of recorders; events go to the last."""
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _noted() -> Iterator[_Notes]:
 
 @functools.cache
 def _listen() -> None:
-    """Audit hooks stay for the life of a process."""
+    """Install the audit hook, once: it cannot be removed."""
     sys.addaudithook(_on_event)
 
 
@@ -158,12 +158,12 @@ def _source_of(path: str) -> str:
 
 
 def _is_of_import() -> bool:
-    """Whether Python lists a folder to find modules in it."""
+    """Whether it is Python's import system that lists a folder."""
     return sys._getframe(2).f_code.co_filename.startswith("<frozen importlib")
 
 
 def _asks_for_itself() -> bool:
-    """Whether the user's own code reads a variable, and not a library that it uses."""
+    """Whether the user's own code reads a variable, not a library that it uses."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_pythons(frame.f_code.co_filename):
         frame = frame.f_back
@@ -189,7 +189,7 @@ def _is_pythons(file: str) -> bool:
 
 
 def _file(path: str) -> str:
-    """Sources are compared by content; what else is read may be large."""
+    """Digest of a source file; size and modification time of others, which may be large."""
     try:
         if path.endswith(".py"):
             return _digest(Path(path).read_bytes())

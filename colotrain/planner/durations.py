@@ -1,4 +1,4 @@
-"""What a plan says beforehand of steps and evaluations that take minutes or hours."""
+"""Warnings of a plan about steps and evaluations that take minutes or hours."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from colotrain.config.sizes import format_seconds
 from colotrain.spec.plan import BatchPlan, Prediction, TrainPlan
 
 LONG_STEP_S = 60.0
-"""A step that takes this long gets a warning."""
+"""Seconds from which on a step gets a warning."""
 LONG_EVALUATION_S = 300.0
-"""An evaluation that takes this long gets one, too, and is left out before the first step."""
+"""Seconds from which on an evaluation gets a warning, and is skipped before the first step."""
 FORWARD_SHARE = 1 / 3
-"""Of a step's forward and backward passes: backward takes twice as long as forward."""
+"""Forward's share of a step's computation: backward takes twice as long as forward."""
 
 
 def evaluation_s(train: TrainPlan, time: Prediction) -> float:
@@ -21,12 +21,12 @@ def evaluation_s(train: TrainPlan, time: Prediction) -> float:
 
 
 def evaluates_first(train: TrainPlan, time: Prediction) -> bool:
-    """Whether there is an evaluation before the first step: not where it would take long."""
+    """Whether to evaluate before the first step, which is skipped where it would take long."""
     return evaluation_s(train, time) < LONG_EVALUATION_S
 
 
 def warn_of_durations(train: TrainPlan, batch: BatchPlan, time: Prediction) -> Iterator[str]:
-    """What takes long, and what would make it shorter."""
+    """Warnings about long steps and evaluations, with settings that shorten them."""
     if time.step_s >= LONG_STEP_S:
         yield f"a step is predicted to take {format_seconds(time.step_s)}{_shorter(batch, time)}"
     if not evaluates_first(train, time):
@@ -40,7 +40,7 @@ def warn_of_durations(train: TrainPlan, batch: BatchPlan, time: Prediction) -> I
 
 
 def _shorter(batch: BatchPlan, time: Prediction) -> str:
-    """How few samples a step can have, and how long it takes then."""
+    """Hint with the fewest samples per step, and the seconds such a step takes."""
     steps, micro = batch.accumulation_steps, batch.micro_batch
     still = "shorter samples (data.seq_len), a smaller model or more ranks shorten it"
     if steps == 1 and micro == 1:

@@ -1,4 +1,4 @@
-"""Epochs: the steps that passes over the training data come to."""
+"""Conversion of epochs to optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from colotrain.spec.plan import DataPlan
 DEFAULT_STEPS = 100
 IN_EPOCHS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)ep")
 CountSamples = Callable[[DataPlan, int], int]
-"""The samples of the training split: data and the run's seed. May have to prepare the data."""
+"""(data, the run's seed) → number of training samples. It may have to prepare the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What the settings say in epochs or as shares of the run, in optimizer steps."""
+    """Settings given in epochs or as shares of the run, converted to optimizer steps."""
 
     max_steps: int
     eval_every: float
     save_every: float
     warmup_steps: int
     per_epoch: float = 0.0
-    """0: nothing was said in epochs, so the samples were not counted."""
+    """Steps per epoch; 0 where no setting is in epochs, so samples were not counted."""
 
 
 def in_steps(
     settings: Config, data: DataPlan, *, global_batch: int, count: CountSamples | None
 ) -> Steps:
-    """Count the training samples if anything is said in epochs; `ConfigError` if that has no sense.
+    """Convert settings to steps, counting the training samples if any setting is in epochs.
 
     An epoch has samples ÷ global batch steps, rounded down where `train.last_batch=drop`. A run
-    ends with the first step that completes its epochs.
+    ends with the first step that completes its epochs. Raises `ConfigError` where the data have no
+    epochs, or fewer samples than a batch.
     """
     train, schedule, save = settings.train, settings.optim.schedule, settings.checkpoint.every
     per_epoch = 0.0
@@ -80,7 +81,7 @@ def said_in_epochs(settings: Config) -> Iterator[str]:
 
 
 def check_epochs(settings: Config) -> Iterator[Problem]:
-    """What of epochs can be told without the data."""
+    """Problems of epochs that show without the data."""
     train, schedule = settings.train, settings.optim.schedule
     if train.epochs is not None and train.max_steps is not None:
         expected, fix = "one of train.epochs and train.max_steps", "set the other to null"
@@ -107,7 +108,7 @@ def check_epochs(settings: Config) -> Iterator[Problem]:
 
 
 def _every(value: int | str | None, per_epoch: float) -> float:
-    """Steps between two; whole ones as an int."""
+    """Interval in steps, at least 1, or 0; an int where it is whole."""
     if not isinstance(value, str):
         return value or 0
     steps = round(float(value.removesuffix("ep")) * per_epoch, 6)

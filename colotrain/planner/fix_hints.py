@@ -1,4 +1,4 @@
-"""What a plan's memory gives reason to warn of, and what would make it fit."""
+"""Warnings about a plan's memory, and settings that would make the plan fit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LEAST: Changes = {
     "train.micro_batch": 1,
     "train.activation_checkpointing": "full",
 }
-"""What needs the least memory without a lower tier."""
+"""Settings that need the least memory without offloading."""
 
 
 def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
-    """What may not fit, and what rests on disk because memory might not suffice."""
+    """Warnings about memory that may not suffice, and about offloading to disk because of it."""
     capacity, peak, budget = plan.cluster.memory_bytes, plan.peak, plan.plugin.budget
     if budget is not None and budget.disk_path == OFFLOAD:
         room, space = format_size(budget.host_bytes), format_size(budget.disk_bytes)
@@ -73,7 +73,7 @@ def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
 
 
 def fix_hints(situation: Situation, plan: RunPlan) -> str:
-    """The nearest changes that make `plan` fit, as settings, or what it would take at least.
+    """The smallest changes of settings that make `plan` fit, or the least memory it needs.
 
     Every change was planned on the same machine, and fits there.
     """
@@ -104,7 +104,7 @@ def fix_hints(situation: Situation, plan: RunPlan) -> str:
 def verdicts(
     config: dict[str, Any], plan: Callable[[dict[str, Any]], tuple[RunPlan, Situation]]
 ) -> Callable[[Changes], Verdict | None]:
-    """Plans `config` with changes, and says whether that fits; None where it is no plan."""
+    """Function that plans `config` with changes, and tells whether it fits; None: invalid."""
 
     def verdict(changes: Changes) -> Verdict | None:
         changed = copy.deepcopy(config)
@@ -126,7 +126,7 @@ def _shown(changes: Changes) -> str:
 
 
 def _changes(situation: Situation, plan: RunPlan) -> Iterator[Changes]:
-    """What may help on this machine, the least first."""
+    """Changes that may help on this machine, the smallest first."""
     question, recompute = situation.question, plan.train.activation_checkpointing
     size = largest_micro_batch(question, situation.layout(plan.plugin), checkpointing=recompute)
     share = question.global_batch // question.world_size

@@ -20,26 +20,25 @@ REDUCE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Parameters that are gathered and reduced together, as `engine.sharding.grouping` finds
-    them."""
+    """Parameters that are gathered and reduced together, as in `engine.sharding.grouping`."""
 
     name: str
     blocks: tuple[str, ...]
     stays: bool
-    """Whole from the first forward of a step to its last backward."""
+    """Whether parameters stay gathered from a step's first forward to its last backward."""
     shard_bytes: int
-    """Of a rank, as stored."""
+    """Bytes of a rank's shard, in the dtype of storage."""
     gathered_sizes: tuple[int, ...]
-    """Whole and padded parameters in the dtype that is computed in, each in bytes; none where
-    ranks hold parameters in common, so that nothing is gathered."""
+    """Bytes of each gathered parameter, padded, in the compute dtype; empty where ranks share
+    parameters in shared memory, so that nothing is gathered."""
     reduced_bytes: int
-    """Whole and padded gradients in the dtype they are reduced in; 0 where nothing trains."""
+    """Bytes of unsharded, padded gradients in the dtype of reduction; 0 where all are frozen."""
     trained_bytes: int
-    """Whole gradients as they are accumulated."""
+    """Bytes of unsharded gradients in the dtype of accumulation."""
     trained_shard_bytes: int
     trained_shard_numel: int
     pieces: int = 1
-    """Of a block that is cut up: the groups it really is, which come and go one after another."""
+    """Number of groups that a split block really is; they are gathered one after another."""
     trained_pieces: int = 1
 
     @property
@@ -48,7 +47,7 @@ class Group:
 
 
 def find(survey: Survey, trace: Trace | None, layout: Layout) -> dict[str, Group]:
-    """Name → group, in the model's order, with the root's (empty name) last."""
+    """Name → group, in the model's order, with the root group (empty name) last."""
     known = list(dict.fromkeys(p.group for p in survey.parameters if p.group))
     if trace is not None:
         calls = Counter(s.block for s in trace.segments if s.phase == "forward")
@@ -63,8 +62,7 @@ def find(survey: Survey, trace: Trace | None, layout: Layout) -> dict[str, Group
 
 
 def _packed(blocks: list[str], survey: Survey, layout: Layout) -> list[tuple[str, ...]]:
-    """As `engine.sharding.grouping`, but for blocks that are cut up: their parts come and go
-    together."""
+    """Blocks of each group, as in `engine.sharding.grouping`, but split blocks stay whole."""
     if layout.chunk_bytes is None:
         return [(block,) for block in blocks]
     units = [unit for unit in units_of(survey.parameters, split=False) if unit.name in blocks]
@@ -73,7 +71,7 @@ def _packed(blocks: list[str], survey: Survey, layout: Layout) -> list[tuple[str
 
 
 def _cut_up(blocks: list[str], survey: Survey, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Block → the groups that it is cut into, and those of them that train."""
+    """Split block → (number of its groups, number of those with trained parameters)."""
     if layout.chunk_bytes is None or not layout.split_blocks:
         return {}
     units = [unit for unit in units_of(survey.parameters, split=True) if unit.name in blocks]
@@ -142,19 +140,19 @@ def shard_numel(parameter: ParameterInfo, shard: int) -> int:
 
 
 def _padded(parameter: ParameterInfo, shard: int) -> int:
-    """Elements that are exchanged: every rank's part is as large as the largest."""
+    """Elements that collectives exchange: every shard is padded to the size of the largest."""
     return shard_numel(parameter, shard) * shard if parameter.shape else 0
 
 
 def reached_by_backward(trace: Trace | None) -> set[str] | None:
-    """The blocks that backward runs through; None where no trace tells."""
+    """Blocks that backward runs through; None without a trace."""
     return None if trace is None else {s.block for s in trace.segments if s.phase == "backward"}
 
 
 def fetched_ahead(groups: Mapping[str, Group], trace: Trace | None) -> str:
-    """The frozen group before the first that backward reaches, which it fetches, too; or nothing.
+    """Name of the frozen group that backward prefetches without need; empty if there is none.
 
-    `fully_shard` always fetches the group that ran before the present one.
+    `fully_shard` always prefetches the group that ran before the current one in forward.
     """
     reached, found = reached_by_backward(trace), ""
     for name, group in groups.items():

@@ -1,4 +1,4 @@
-"""What hardware does per second, from published figures. Standard library only."""
+"""Speed of hardware, from published figures. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from colotrain.planner.layout import Layout
 
 MATMUL_SHARE = 0.70
-"""Of the dense peak: what large matrices reach on GPUs (NVIDIA's matmul guide; 0.65 to 0.8)."""
+"""Share of the dense peak that large matmuls reach on GPUs (NVIDIA's guide: 0.65 to 0.8)."""
 ATTENTION_SHARE = 0.45
-"""Flash attention 2, forward and backward together (Dao 2023, figures 4 to 6)."""
+"""Share of the peak of FlashAttention-2, forward and backward (Dao 2023, figures 4 to 6)."""
 MEMORY_SHARE = 0.80
 LINK_SHARE = 0.80
-"""Of link bandwidth, by NCCL's rings (bus bandwidth of nccl-tests on large messages)."""
+"""Share of link bandwidth that NCCL's rings reach (nccl-tests' bus bandwidth, large messages)."""
 LAUNCH_S, REPEAT_S = 6e-6, 24e-6
-"""The host's part of an operation, and of repeating one; it runs ahead of a GPU kept busy."""
+"""Host seconds per operation, and per operation repeated in backward; a busy GPU hides them."""
 LATENCY_S, NODE_LATENCY_S = 3e-6, 6e-6
-"""Per step of a ring inside a node, and between nodes."""
+"""Seconds per step of a ring inside a node, and between nodes."""
 ADAM_BYTES = 28
-"""Read and written per element: parameter, two moments, and the gradient (all fp32)."""
+"""Bytes read and written per element: parameter, two moments and gradient, all in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +28,22 @@ class Costs:
     flop_s: float
     attention_flop_s: float
     byte_s: float
-    """Read or written by operations that are not matrix products."""
+    """Per byte read or written by operations other than matmuls and attention."""
     op_s: float
     repeated_op_s: float
-    """Beside carrying it out, of an operation that checkpointed blocks repeat in backward."""
+    """Added per operation that checkpointed blocks repeat in backward."""
     gathered_byte_s: float
-    """Of an all-gather, per byte that a ring would send."""
+    """All-gathers, per byte that a ring would send."""
     reduced_byte_s: float
     replicated_byte_s: float
     collective_s: float
-    """Of each, whatever its size; on CPU with all that the engine does for it."""
+    """Per collective of any size; on CPU with the engine's own work for it."""
     element_s: float
-    """The optimizer's, per element of the shard."""
+    """Optimizer, per element of the shard."""
     step_s: float = 0.0
-    """What a step takes beside all that."""
+    """Everything else, per step."""
     gathered_whole_s: float = 0.0
-    """Of an all-gather on CPU, per byte that arrives: in shared memory nothing is sent."""
+    """All-gathers on CPU, per byte that arrives: in shared memory nothing is sent."""
     reduced_whole_s: float = 0.0
 
 
@@ -54,16 +54,16 @@ class Hardware:
     name: str
     costs: Costs
     peak_flops: float
-    """Dense, in the precision of the plan; what MFU is a share of."""
+    """Dense peak in the plan's precision, which MFU is a share of."""
     overlaps: bool
-    """Collectives run beside computing (GPUs); on CPU they take turns."""
+    """Whether collectives overlap with computation: true on GPUs, false on CPU."""
     measured: bool = True
-    """Or published; False where the figures are only typical ones."""
+    """Whether the figures are measured or published; False where they are only typical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """A data sheet: published figures per device, in the units of the schema's `Hardware`."""
+    """A data sheet: published figures per device."""
 
     name: str
     peak_flops: float
@@ -73,10 +73,10 @@ class Sheet:
 
 
 def from_sheet(sheet: Sheet, layout: Layout, *, procs_per_node: int) -> Hardware:
-    """Hardware as published, in the place that `layout` gives it.
+    """Published hardware, with the costs of collectives on the mesh of `layout`.
 
-    A ring that leaves the node is as fast as its slowest link; its latency grows with its length.
-    Replicas exchange between nodes, all ranks of a node at once.
+    A ring across nodes is as fast as its slowest link; its latency grows with its length. Replicas
+    all-reduce between nodes, all ranks of a node at the same time.
     """
     inside = layout.shard <= procs_per_node
     link = sheet.link_bytes_per_s if inside else min(sheet.link_bytes_per_s, sheet.node_bytes_per_s)
@@ -120,11 +120,11 @@ TYPICAL_CORE = Costs(
     gathered_whole_s=1 / 3e9,
     reduced_whole_s=1 / 3e9,
 )
-"""One core of a server of about 2020, in fp32."""
+"""Costs of one core of a server of about 2020, in fp32."""
 
 
 def typical_cpu(*, threads: int, precision: str) -> Hardware:
-    """Cores of a CPU. Half precision is slower where it has no instructions for it."""
+    """Typical CPU cores, taken to be twice as slow in half precision."""
     slower = 1.0 if precision == "fp32" else 2.0
     core = TYPICAL_CORE
     costs = replace(

@@ -1,4 +1,4 @@
-"""Addresses of tensors in glibc's heap: best fit, and free neighbours merge (malloc's large bins).
+"""Simulation of glibc's heap: best fit with merging of free neighbours, as in malloc's large bins.
 
 Standard library only.
 """
@@ -9,20 +9,20 @@ from bisect import bisect_left, insort
 
 ALIGNMENT, HEADER_BYTES = 64, 16
 SPARE_BYTES = ALIGNMENT + 32
-"""An aligned request looks for a free part that is larger by this, and gives the rest back: a part
-of just its size is passed over (`_int_memalign`)."""
+"""Bytes by which a free part must exceed an aligned request; the rest is given back. A part of
+exactly the requested size is not used (`_int_memalign`)."""
 SMALL_BYTES = 1024
-"""Smaller tensors fill what others leave over, and are not followed."""
+"""Size in bytes below which tensors are ignored: they fit into gaps between others."""
 
 
 class Heap:
-    """Where each tensor lies, and how far the heap has reached: all of that stays resident."""
+    """Addresses of tensors, and the largest extent of the heap, all of which stays resident."""
 
     def __init__(self) -> None:
         self.top = self.extent = 0
-        """The end of the highest tensor, and the highest that it ever was."""
+        """End of the highest tensor now, and the highest end so far."""
         self.placed: dict[object, tuple[int, int]] = {}
-        """Key → start and size."""
+        """Key of a tensor → its start and size."""
         self.free: list[tuple[int, int]] = []
         """Size and start of each free part, sorted."""
         self.size_at: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What decides how much memory and time a plan needs. Standard library only."""
+"""Properties of a plan that its memory and time depend on. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import Gradients, ParametersLive
 
 STATE_BYTES = 4
-"""Optimizer state is kept in fp32."""
+"""Bytes per element of optimizer state, which is fp32."""
 CPU_BASELINE_BYTES = 257 << 20
-"""Of torch 2.13 for CPU: 240 to 248 MiB when everything is built, less the model; and 8 to 15 MiB
-of its libraries' pages that are first touched in training."""
+"""Memory of a worker with torch 2.13 for CPU: 240 to 248 MiB when the model is built, without the
+model, and 8 to 15 MiB of library pages first touched in training."""
 TRANSFORMERS_BYTES = 55 << 20
-"""What a rank holds of transformers and a model of it, beside what it has anyway."""
+"""Memory added to a rank by importing transformers and one of its models' code."""
 CUDA_BASELINE_BYTES = 800 << 20
-"""A context of about 0.5 GiB, and NCCL's channels."""
+"""Memory of a CUDA context, about 0.5 GiB, and NCCL's channels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Everything about a plan that decides how much memory a rank needs."""
+    """Everything about a plan, but the model, that a rank's memory and time depend on."""
 
     parameters_live: ParametersLive
     gradients: Gradients
@@ -34,24 +34,24 @@ class Layout:
     optim: OptimPlan
     device: str = "cpu"
     shared_memory: bool = False
-    """The ranks of a shard group exchange through shared memory (CPU, one host)."""
+    """Whether the ranks of a shard group exchange through shared memory (CPU, one host)."""
     chunk_bytes: int | None = None
     split_blocks: bool = False
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
     records_gradients: bool = False
-    """Statistics of every gradient are recorded now and then, from copies of the shards."""
+    """Whether gradient statistics are recorded, which copies the gradients' shards."""
     baseline: int = 0
 
     @property
     def is_alone(self) -> bool:
-        """A single rank on the CPU: its gradients are not copied, as in
-        `engine.shm.reduce_scatter`."""
+        """Whether a single rank runs on the CPU, so that `engine.shm.reduce_scatter` copies no
+        gradients."""
         return self.device == "cpu" and self.shard == self.replicas == 1
 
     @property
     def in_common(self) -> bool:
-        """The ranks of a host hold one copy of the parameters, as `engine.shm.shared_parameters`
-        does it."""
+        """Whether the ranks of a host share one copy of the parameters, as in
+        `engine.shm.shared_parameters`."""
         return self.shared_memory and self.precision == "fp32"
 
 
@@ -66,7 +66,7 @@ def layout_of(
     records_gradients: bool = False,
     uses_transformers: bool = False,
 ) -> Layout:
-    """The layout of a plugin that is decided, on ranks that are known."""
+    """The layout of a resolved plugin and batch."""
     shard = plugin.mesh[-1]
     return Layout(
         parameters_live=plugin.parameters_live,
@@ -88,7 +88,7 @@ def layout_of(
 
 
 def state_bytes(optim: OptimPlan) -> int:
-    """Optimizer state per trainable element: Adam keeps two moments, SGD one if it has momentum."""
+    """Bytes of optimizer state per trained element: Adam has two moments, SGD maybe momentum."""
     known = optimizer_of(optim.name)
     if known.momentum_is_optional and not (optim.betas and optim.betas[0]):
         return 0
@@ -96,12 +96,12 @@ def state_bytes(optim: OptimPlan) -> int:
 
 
 def counter_bytes(optim: OptimPlan) -> int:
-    """Per trained parameter, whatever its size: AdamW counts its steps in a tensor of each."""
+    """Bytes of the step counter per trained parameter, where the optimizer (AdamW) has one."""
     return 4 if optimizer_of(optim.name).counts_steps else 0
 
 
 def baseline_bytes(device: str, *, uses_transformers: bool) -> int:
-    """What a worker holds before there is a model.
+    """Bytes that a worker holds before the model is built.
 
     On CPU: the interpreter with torch, most of it inherited from the server that workers are forked
     from, and the pages of libraries that training touches. On CUDA: the context and NCCL's buffers.

@@ -1,7 +1,7 @@
-"""Peaks of finished runs, kept for later plans of the same shape. Standard library only.
+"""Measured memory peaks of finished runs, for later plans of the same shape.
 
-What malloc adds to the live tensors depends on the order of a model's allocations, so it is
-estimated the first time and known from then on.
+The memory that malloc adds to live tensors depends on the order of a model's allocations: it is
+estimated for the first run and known afterwards. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from colotrain.spec.offload import Budget
 from colotrain.spec.plan import Survey, Trace
 
 RANGE = 0.05
-"""Peaks of equal runs differ by less than this share."""
+"""Share by which peaks of equal runs differ at most."""
 
 
 def shape_of(layout: Layout, survey: Survey, trace: Trace | None, budget: Budget | None) -> str:
-    """A digest of everything in a plan that decides its peak."""
+    """Digest of everything in a plan that its peak depends on."""
     micro_batch = None if trace is None else (trace.storages, trace.input_bytes, trace.buffer_bytes)
     tiers = None if budget is None else (budget.device_bytes, budget.host_bytes)
     about = [to_plain(layout), to_plain(survey.parameters), micro_batch, tiers]
@@ -35,7 +35,7 @@ def shape_of(layout: Layout, survey: Survey, trace: Trace | None, budget: Budget
 
 
 def remember(shape: str, measured_bytes: int) -> None:
-    """Keep the peak of the rank that peaked."""
+    """Store the measured peak of the rank with the highest."""
     with suppress(OSError):  # a cache that cannot be written is no reason to fail
         file = _file(shape)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def remember(shape: str, measured_bytes: int) -> None:
 
 
 def recall(shape: str) -> int | None:
-    """The peak that a run of this shape had, in bytes; None where none is known."""
+    """Measured peak of an earlier run of this shape, in bytes; None if there is none."""
     try:
         found = json.loads(_file(shape).read_text("utf-8"))["peak_bytes"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -52,7 +52,10 @@ def recall(shape: str) -> int | None:
 
 
 def corrected(estimate: Estimate, measured_bytes: int) -> Estimate:
-    """The estimate with a peak that was measured; what passes in a step takes up the difference."""
+    """Replace the estimated peak by a measured one.
+
+    The difference goes to buffers, activations, gathered parameters and the baseline.
+    """
     ledger, missing = estimate.ledger, measured_bytes - estimate.ledger.total
     for name in ("buffers", "activations", "gathered", "baseline"):
         change = max(missing, -getattr(ledger, name))

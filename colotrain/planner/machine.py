@@ -1,4 +1,4 @@
-"""What this machine has: found without torch, and within the limits of a container."""
+"""Devices, cores and memory of this machine within a container's limits, found without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine, as far as a plan depends on it."""
+    """Properties of a machine that a plan depends on."""
 
     device: Literal["cpu", "cuda"]
     num_devices: int
@@ -27,15 +27,15 @@ class Machine:
     num_cores: int
     """Physical cores that may be used."""
     host_memory_bytes: int
-    """All of it, or what a container may use."""
+    """Bytes of host memory, or the container's limit."""
     device_memory_bytes: int
-    """Of the smallest GPU; 0 on a CPU machine."""
+    """Bytes of the smallest GPU's memory; 0 on a CPU machine."""
     host_free_bytes: int = field(default=0, compare=False)
-    """Of the host's memory, what is not in use now; 0 where that is not known."""
+    """Bytes of host memory that are free now; 0 where unknown."""
 
 
 def this_machine() -> Machine:
-    """The machine this process runs on."""
+    """Describe the machine that this process runs on."""
     gpus = _gpu_memory_bytes() if torch_has_cuda() else []
     return Machine(
         device="cuda" if gpus else "cpu",
@@ -48,7 +48,7 @@ def this_machine() -> Machine:
 
 
 def torch_has_cuda() -> bool:
-    """A build of torch for CPU alone cannot use a GPU. Its version tells: torch is not loaded."""
+    """Whether the installed torch is built for CUDA, judged by its version without loading it."""
     try:
         return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -72,9 +72,10 @@ def _gpu_memory_bytes() -> list[int]:
 
 
 def _visible(gpus: list[tuple[str, str, int]], visible: str | None) -> list[int]:
-    """As CUDA reads the variable: indices or UUID prefixes, up to the first that names nothing.
+    """Memory of the GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it.
 
-    Parts of a GPU (`MIG-…`) count as devices of unknown memory.
+    Entries are indices or UUID prefixes; those after the first that matches no GPU are ignored.
+    Parts of a GPU (`MIG-…`) count as devices of unknown memory, 0.
     """
     if visible is None:
         return [memory for _, _, memory in gpus]
@@ -102,13 +103,14 @@ def _num_cores() -> int:
 
 
 def _core(cpu: int) -> str:
-    """What the threads of one core have in common."""
+    """Name of the core of a CPU thread, equal for all threads of the core."""
     file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     return host.text_of(file) or str(cpu)
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Cores' worth of time the control group may use, or None without a limit."""
+    """Number of cores whose time the control group may use; None without a limit."""
+
     words = host.text_of(folder / "cpu.max").split() or [
         host.text_of(folder / "cpu.cfs_quota_us"),
         host.text_of(folder / "cpu.cfs_period_us"),

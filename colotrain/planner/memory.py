@@ -1,8 +1,8 @@
-"""What a plan needs, in bytes per rank. Standard library only; `plan`'s shapes go in and out.
+"""Memory that a plan needs, in bytes per rank. Standard library only.
 
-A step is walked through allocation by allocation, as the engine carries it out on `fully_shard` of
-torch 2.13: what a group's gather, reduction and release allocate and free, in their order.
-The tensors' peak is the highest moment of it; what malloc keeps beside them is `tally`'s to say.
+The allocations of a step are simulated in the order in which the engine makes them on `fully_shard`
+of torch 2.13: those of autograd, and those of each group's gather, reduction and release. The peak
+is the largest sum of live tensors; `tally` adds the freed memory that malloc keeps.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from colotrain.spec.memory import Ledger, PeakRange
 from colotrain.spec.plan import ParameterInfo, Segment, Survey, Trace
 
 LARGEST_SHARED_BYTES = 64 << 20
-"""As in `engine.shm.transport`: larger groups are gathered through a window."""
+"""Largest shared buffer, as in `engine.shm.transport`; larger groups are gathered in windows."""
 WINDOW_BYTES = 4 << 20
-"""As in `engine.shm.all_gather`."""
+"""Bytes of a rank's window, as in `engine.shm.all_gather`."""
 MOST_WRITTEN_BYTES, NUM_SLOTS = 32 << 20, 2
-"""As in `engine.shm.reduce_scatter`: what a rank has for all others, in all slots."""
+"""Most bytes that a rank writes for the others in all slots, as in `engine.shm.reduce_scatter`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a plan needs of a rank's memory: a breakdown of its peak, and the range around it."""
+    """A rank's memory in a plan: the breakdown of its peak, and the range around the peak."""
 
     ledger: Ledger
     peak: PeakRange
 
 
 def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
-    """What the largest rank needs at its peak.
+    """Estimate the peak memory of the rank that needs most.
 
-    `survey` with everything training that ever will. Without a trace, activations are left out,
-    and as much again as everything else may be needed for them.
+    In `survey` parameters that are unfrozen later count as trained. Without a trace, activations
+    are left out of the breakdown, and the range's upper end is twice its lower end.
     """
     if trace is None:
         ledger = dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
@@ -53,13 +53,13 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
 
 
 def around(num_bytes: int, *, exact: int, share: float = RANGE) -> PeakRange:
-    """The range of a peak that is estimated as `num_bytes`, `exact` of them certain."""
+    """Range of a peak that is estimated as `num_bytes`, of which `exact` are certain."""
     low, high = round(num_bytes * (1 - share)), round(num_bytes * (1 + share))
     return PeakRange(exact=exact, low=max(exact, low), high=high)
 
 
 def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int:
-    """The most bytes of activations that are alive at once, whatever else is."""
+    """Most bytes of activations that are alive at the same time."""
     if trace is None:
         return 0
     tally = Tally(on_cpu=False)
@@ -68,7 +68,7 @@ def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int
 
 
 class _Walk:
-    """Two steps of a rank, as a sequence of allocations."""
+    """Simulates the allocations of two steps of a rank."""
 
     def __init__(self, layout: Layout, survey: Survey, trace: Trace, tally: Tally) -> None:
         self.layout, self.survey, self.trace, self.tally = layout, survey, trace, tally
@@ -78,13 +78,13 @@ class _Walk:
         self.sizes = trace.storages
         self.gathered: set[str] = set()
         self.kept_gradients: dict[str, list[object]] = {}
-        """Group → whole gradients that wait for the last micro-batch."""
+        """Group → unsharded gradients that are kept until the last micro-batch."""
         self.unreduced: dict[str, list[object]] = {}
-        """Group → whole gradients of this backward."""
+        """Group → unsharded gradients of this backward."""
         self.handed_over: dict[str, list[object]] = {}
-        """Group → whole gradients of a single rank, which are its sharded ones as they are."""
+        """Group → gradients of a single rank, which become the sharded ones without a copy."""
         self.told: tuple[Group, list[object]] | None = None
-        """The group whose gradients are summed when the next have come (shared memory)."""
+        """Group whose gradients are summed after the next group's (shared memory)."""
         self.forward = [s for s in trace.segments if s.phase == "forward"]
         self.backward = [s for s in trace.segments if s.phase == "backward"]
         self.count = 0
@@ -95,7 +95,9 @@ class _Walk:
             self.step()
 
     def build(self) -> None:
-        """What lasts. Models that cannot be built on the meta device are whole at first."""
+        """Allocate what lasts for the run, and what building the model needs at first.
+
+        Models that cannot be built on the meta device begin unsharded."""
         layout, tally, groups = self.layout, self.tally, list(self.groups.values())
         parameters = self.survey.parameters
         whole = sum(p.numel * p.itemsize for p in parameters)
@@ -115,7 +117,7 @@ class _Walk:
         tally.begin("shared", "buffers", self.shared_bytes(), lasts=True)
 
     def shared_bytes(self) -> int:
-        """Pages of shared memory that a rank touches: buffers, its part of its peers', windows."""
+        """Bytes of shared memory that a rank touches: its buffers, parts of others', windows."""
         size = self.layout.shard
         if not self.layout.shared_memory or size == 1:
             return 0
@@ -124,16 +126,16 @@ class _Walk:
         windows = size * WINDOW_BYTES if max(gathers) > LARGEST_SHARED_BYTES else 0
         part = max(g.reduced_bytes for g in self.groups.values()) // size
         written = min(part * (size - 1) * NUM_SLOTS, MOST_WRITTEN_BYTES)
-        return gather + windows + 2 * written  # and as much is read
+        return gather + windows + 2 * written  # it reads as much as it writes
 
     def _private(self, num_bytes: int) -> int:
-        """A collective's buffer, where it is not shared memory."""
+        """Bytes of a collective's buffer that are not in shared memory."""
         shared = self.layout.shared_memory and num_bytes <= LARGEST_SHARED_BYTES
         return 0 if shared else num_bytes
 
     def step(self) -> None:
         num = self.layout.accumulation_steps
-        for group in self.groups.values():  # the gradients of the step before
+        for group in self.groups.values():  # the previous step's gradients
             self.tally.end(("gradients", group.name))
             for key in self.handed_over.pop(group.name, []):
                 self.tally.end(key)
@@ -143,7 +145,7 @@ class _Walk:
             self._record()
 
     def _record(self) -> None:
-        """Statistics: copies of the shards before the update, and one difference at a time."""
+        """Gradient statistics: copies of the shards, and the difference of one at a time."""
         trained = [p for p in self.survey.parameters if p.frozen_by is None]
         sizes = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
         for index, num_bytes in enumerate(sizes):
@@ -173,7 +175,7 @@ class _Walk:
         self.tally.end("inputs")
 
     def _play(self, segment: Segment) -> None:
-        """What autograd and the model's own code allocate in a segment."""
+        """Allocate and free what autograd and the model's own code do in a segment."""
         tally, gradients = self.tally, self.trace.gradients
         tally.in_backward = segment.phase == "backward"
         for event in segment.events:
@@ -189,7 +191,7 @@ class _Walk:
         tally.in_backward = False
 
     def _gradient(self, number: int, group: Group) -> None:
-        """A gradient comes to be; one that is kept already takes it up."""
+        """Allocate a gradient, which is added to one that is kept already."""
         kept = self.kept_gradients.get(group.name)
         if kept and self.layout.precision == "fp32":
             self.tally.begin("added", "activations", self.sizes[number])
@@ -200,15 +202,15 @@ class _Walk:
         self.unreduced.setdefault(group.name, []).append(key)
 
     def _fetch(self, group: Group) -> None:
-        """An all-gather into a buffer, private ones held until the parameters are copied out."""
+        """Start an all-gather into a buffer, which lives until parameters are copied out of it."""
         if self.layout.shard > 1 and group.name not in self.gathered:
             self.tally.begin(
                 ("received", group.name), "buffers", self._private(group.gathered_bytes)
             )
 
     def _arrive(self, group: Group, *, frees: bool = True) -> None:
-        """Copy out. In forward `fully_shard` holds the buffer until the next group arrives, unless
-        ranks share memory."""
+        """Copy parameters out of the buffer, which `fully_shard` keeps in forward until the next
+        group arrives, unless it is in shared memory."""
         if group.name in self.gathered:
             return
         if not frees:
@@ -264,7 +266,7 @@ class _Walk:
                 self._free(self.groups[name])
 
     def _finish(self, group: Group, *, last: bool) -> None:
-        """What `fully_shard` does when the backward of a group is over: free, reduce, keep."""
+        """Free, reduce or keep, as `fully_shard` does at the end of a group's backward."""
         fresh = self.unreduced.pop(group.name, [])
         for key in fresh:
             self.tally.become(key, "gradients")
@@ -280,7 +282,7 @@ class _Walk:
             if group.name not in self.handed_over:
                 self.handed_over[group.name] = whole
                 return
-            for key in whole:  # added to those of the first micro-batch
+            for key in whole:  # added to the first micro-batch's
                 self.tally.end(key)
             return
         if self.layout.shared_memory and self.layout.shard > 1:
@@ -302,7 +304,7 @@ class _Walk:
         self.tally.end("sum")
 
     def _sum(self, group: Group, whole: list[object]) -> None:
-        """What `engine.shm.reduce_scatter` does: the sums are new, or added to what is there."""
+        """Sum gradients as `engine.shm.reduce_scatter`: into new tensors, or into existing ones."""
         sharded = ("gradients", group.name)
         if sharded not in self.tally.alive:
             num_bytes, pieces = group.reduced_bytes // self.layout.shard, group.trained_pieces
@@ -311,7 +313,7 @@ class _Walk:
             self.tally.end(key)
 
     def _keep(self, group: Group, fresh: list[object]) -> None:
-        """Whole gradients stay as they are, or are added up in the dtype they are reduced in."""
+        """Keep unsharded gradients as they are, or sum them in the dtype of reduction."""
         if self.layout.precision == "fp32":
             self.kept_gradients.setdefault(group.name, []).extend(fresh)
             return
@@ -326,8 +328,8 @@ class _Walk:
 def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
     """Parameters, gradients, optimizer state and gathered parameters on the largest rank.
 
-    Frozen parameters have no gradient and no optimizer state. Activations and buffers are not in
-    it. Gradients are as they are while accumulating.
+    Frozen parameters have no gradient and no optimizer state. Activations and buffers are not
+    included. Gradients are counted as they are while accumulating.
     """
     parameters, shard = survey.parameters, layout.shard
     trainable = [p for p in parameters if p.frozen_by is None]
@@ -342,10 +344,10 @@ def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
 
 
 def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
-    """Whole parameters that live beside the shards.
+    """Bytes of gathered parameters that live beside the shards.
 
-    Kept through the step: all of them. Freed after use: what no block holds, and the two largest
-    blocks (the one in use and the one being fetched).
+    Parameters kept through the step: all. Parameters freed after use: those outside of blocks, and
+    the two largest blocks (the one in use and the one being prefetched).
     """
     if layout.in_common:
         return 0

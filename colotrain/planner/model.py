@@ -1,4 +1,4 @@
-"""A look at the model: what freezing does to it, and whether data and model agree."""
+"""Checks of configuration against the model: freezing, optimizer rules, vocabulary, length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def look(
     survey: SurveyModel,
     problems: list[Problem],
 ) -> Survey | None:
-    """What the survey finds, unless the model cannot be built; freezing is checked against it."""
+    """Survey the model, and append problems of the settings with it; None if it cannot be built."""
     if not model.value or touches(problems, ("model", "adapter", "data.seq_len")):
         return None
     try:
@@ -51,7 +51,7 @@ def _wrong_model(model: ModelPlan, which: str, fix: str) -> Problem:
 
 
 def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
-    """Patterns that match nothing, and freezing everything."""
+    """Problems of patterns that match nothing, and of freezing everything."""
     written = {"freeze.patterns": freeze.patterns, "freeze.except": freeze.except_}
     written |= {f"freeze.unfreeze.{step}": globs for step, globs in freeze.unfreeze.items()}
     names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
@@ -76,7 +76,7 @@ def _check_rules(optim: Optim, survey: Survey) -> Iterator[Problem]:
 
 
 def _nearest(glob: str, names: list[str]) -> str:
-    """The nearest names or `module.*`; without any, the model's outermost ones."""
+    """Suggest the nearest names or `module.*`; if none is near, the model's outermost ones."""
     split = [name.split(".") for name in names]
     outermost = [f"{parts[0]}.*" if len(parts) > 1 else parts[0] for parts in split]
     modules = [".".join(p[:depth]) + ".*" for p in split for depth in range(1, len(p))]
@@ -85,7 +85,7 @@ def _nearest(glob: str, names: list[str]) -> str:
 
 
 def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:
-    """Token files bring their own vocabulary, which is checked when they are read."""
+    """Problems of a tokenizer larger than the model; token files are checked when they are read."""
     if data.target is not None or survey.vocab_size is None or holds_tokens(data):
         return
     from colotrain.data.prepare.tokens import vocab_size_of
@@ -106,7 +106,7 @@ def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
 
 
 def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:
-    """Positions that the model has no row for: its forward would fail at "index out of range"."""
+    """Problem of samples longer than a learned position embedding: an index out of range."""
     if survey.learned_positions and _is_too_long(data, survey):
         most = survey.num_positions
         expected = f"at most {most}, the model's max_position_embeddings"
@@ -115,7 +115,7 @@ def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:
 
 
 def warn_of_length(data: Data, survey: Survey) -> Iterator[str]:
-    """Positions that are computed, and that the model was never made for."""
+    """Warning of samples longer than the model was made for, where positions are computed."""
     if not survey.learned_positions and _is_too_long(data, survey):
         yield (
             f"data.seq_len={data.seq_len}: the model is made for {survey.num_positions} tokens "
@@ -129,7 +129,7 @@ def _is_too_long(data: Data, survey: Survey) -> bool:
 
 
 def at_peak(survey: Survey, freeze: FreezePlan) -> Survey:
-    """The survey when every scheduled parameter trains: then the most memory is needed."""
+    """The survey after all scheduled unfreezing, when the most memory is needed."""
     globs = [glob for globs in freeze.unfreeze.values() for glob in globs]
     parameters = [
         dataclasses.replace(p, frozen_by=None)

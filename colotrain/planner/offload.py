@@ -1,4 +1,4 @@
-"""What gemini's groups weigh and where they would rest, before a run. Standard library only."""
+"""Bytes per group of gemini and their planned tier, computed without torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from colotrain.spec.packing import Chunk, pack, padding, units_of
 from colotrain.spec.plan import OptimPlan, ParameterInfo, PluginPlan, Survey
 
 PROCESS_BYTES = 350 << 20
-"""A worker on CPU with torch loaded, before it has a model."""
+"""Memory of a worker on CPU with torch loaded, before the model is built."""
 
 
 def chunks_of(plugin: PluginPlan, survey: Survey) -> list[Chunk]:
-    """The groups that `plugin` packs, were every module called once in each forward."""
+    """Groups that `plugin` packs if every module is called once per forward."""
     assert plugin.chunk_bytes is not None
     return pack(units_of(survey.parameters, split=plugin.split_blocks), plugin.chunk_bytes)
 
 
 def members(chunks: Sequence[Chunk], survey: Survey) -> list[list[ParameterInfo]]:
-    """The parameters of each chunk, and last of the root, which holds the rest."""
+    """The parameters of each chunk, and last those of the root group, which has the rest."""
     owner = {name: index for index, chunk in enumerate(chunks) for name in chunk.names}
     found: list[list[ParameterInfo]] = [[] for _ in range(len(chunks) + 1)]
     for parameter in survey.parameters:
@@ -45,7 +45,7 @@ def members(chunks: Sequence[Chunk], survey: Survey) -> list[list[ParameterInfo]
 
 
 def weigh(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
-    """What each group weighs on a rank, the root's last; padding included."""
+    """Bytes of each group on a rank with padding, those of the root group last."""
     ranks, chunks = plugin.mesh[-1], chunks_of(plugin, survey)
     names = [chunk.names[0] for chunk in chunks] + [""]
     sizes = []
@@ -69,7 +69,11 @@ def predict(
     activations: int,
     safety: float = 1.0,
 ) -> tuple[list[GroupBytes], Placement, Other]:
-    """The placement that a run settles on, as far as it can be told; it begins with `SAFETY`."""
+    """Bytes per group, the placement they lead to, and the other bytes of a rank.
+
+    With `safety=SAFETY` it is the placement that a run begins with, otherwise the one expected
+    after its measurements.
+    """
     assert plugin.budget is not None
     sizes = weigh(plugin, survey, optim)
     process = PROCESS_BYTES if device == "cpu" else 0
@@ -79,11 +83,11 @@ def predict(
 
 
 def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
-    """Beside the model's own and activations: parameters gathered, gradients not yet reduced.
+    """Bytes of gathered parameters and of gradients that are not reduced yet.
 
-    Gathered are the root (with the output of the gather) and two groups; of one group there are
-    the whole gradient, the part of it being added, and the input of its reduction. The root's are
-    made bit by bit, and counted with the activations.
+    Gathered are the root group (with the output of its gather) and two more groups. Gradients are
+    those of one group: unsharded, being added, and as input of the reduction. The root group's
+    appear one by one, and count as activations.
     """
     ranks = plugin.mesh[-1]
     blocks = sorted(size.parameters for size in sizes[:-1])
@@ -93,7 +97,7 @@ def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
 
 
 def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
-    """Less than this cannot do: the root and the largest group whole, and one group's update."""
+    """Least bytes of a budget: root and largest group gathered, or one group's update if larger."""
     whole = max((size.parameters for size in sizes[:-1]), default=0) + sizes[-1].parameters
     update = max(size.parameters + size.gradients + size.optimizer for size in sizes)
     return max(plugin.mesh[-1] * whole, update)
@@ -102,11 +106,11 @@ def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
 def tiered(
     plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, *, activations: int
 ) -> Estimate | None:
-    """What the placement needs of the upper tier; None where the budget holds everything there.
+    """Memory that the placement needs in the top tier; None where nothing is offloaded.
 
-    Either what passes in forward and backward, or the window of the update, whatever is more: they
-    are not there at once. Certain is only what no lower tier can take: the placement is decided
-    anew by what a run measures.
+    The transient part is that of forward and backward or that of the update, whichever is more:
+    they do not exist at the same time. Only bytes that no lower tier can hold are certain, because
+    a run decides its placement again after measuring.
     """
     sizes, placement, other = predict(plugin, survey, optim, device, activations=activations)
     if not placement.streams:
@@ -125,7 +129,7 @@ def tiered(
 
 
 def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:
-    """The groups in bytes of whole parameters, and what padding they need."""
+    """Bytes of unsharded parameters per group, and their padding."""
     chunks, ranks = chunks_of(plugin, survey), plugin.mesh[-1]
     *inside, rest = members(chunks, survey)
     sizes = [sum(p.numel * p.itemsize for p in group) for group in inside]
@@ -152,7 +156,7 @@ def describe_tiers(
     activations: int,
     micro_batches: int,
 ) -> dict[str, Any]:
-    """Bytes per tier, and those that a step moves; all on the device where there is no budget."""
+    """Bytes per tier, and bytes that a step moves; without a budget all are in the top tier."""
     sizes = weigh(plugin, survey, optim)
     if plugin.budget is None:
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)

@@ -1,4 +1,4 @@
-"""The plugin's row with everything decided: mesh, chunks, exceptions per module, and why."""
+"""Resolving the plugin: mesh, chunks, overrides per module, and the reason for the choice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MOST_BLOCKS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a plugin is decided for."""
+    """Everything that the choice of a plugin depends on."""
 
     scale: Scale
     question: Question
@@ -47,10 +47,10 @@ class Situation:
     observe: ObservePlan
     machine: Machine
     verdict: Callable[[dict[str, Any]], Verdict | None] = lambda changes: None
-    """Whether the plan fits with some settings changed (dotted keys); None: that is no plan."""
+    """Whether the plan fits with changed settings (dotted key → value); None: invalid settings."""
 
     def option(self, plugin: PluginPlan) -> Option:
-        """What `plugin` needs, everything else as planned; less what rests in lower tiers."""
+        """Memory and time of `plugin`, without the memory that it offloads to lower tiers."""
         layout = self.layout(plugin)
         recompute = self.train.activation_checkpointing
         option = self.question.option(plugin.name, layout, checkpointing=recompute)
@@ -67,16 +67,16 @@ class Situation:
         return dataclasses.replace(option, memory=need.ledger, peak=need.peak, verdict=verdict)
 
     def shape(self, plugin: PluginPlan) -> str:
-        """The name under which the peak of a finished run is kept for later plans."""
+        """Key under which the measured peak of a run is stored for later plans."""
         layout, question = self.layout(plugin), self.question
         trace = question.traces(self.train.activation_checkpointing, layout.micro_batch)
         return learned.shape_of(layout, question.survey, trace, plugin.budget)
 
     def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
-        """The plan of the plugin `name`, with its own defaults or what was asked for.
+        """Plan of the plugin `name`, with the settings `asked` for or its defaults.
 
-        gemini gets a disk tier in the run's own folder where memory might not do without one, and
-        where that has room for everything that memory does not hold.
+        gemini gets a disk tier in the run's own folder where memory might not suffice, if the disk
+        has room for everything that memory cannot hold.
         """
         asked = asked or Plugin()
         survey, split = self.question.survey, can_split(self.train)
@@ -106,14 +106,14 @@ class Situation:
 
 
 def can_split(train: TrainPlan) -> bool:
-    """Whether blocks may be cut up: not where a block's forward is replaced as a whole."""
+    """Whether blocks may be split: not where checkpointing or compile wraps a block's forward."""
     return train.activation_checkpointing == "none" and not train.compile
 
 
 def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
-    """The plan of a plugin that `check_plugin` accepts, and what it needs.
+    """Plan of a plugin that `check_plugin` accepts, and the memory and time it needs.
 
-    `auto` is the fastest that fits; where times are not known, the first that fits.
+    `auto` takes the fastest that fits; where times are unknown, the first that fits.
     """
     scale = situation.scale
     if asked.name != "auto":
@@ -134,7 +134,7 @@ def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
 
 
 def explain(chosen: Option | None, options: list[Option], capacity: int) -> str:
-    """Why `auto` takes what it takes, in one sentence."""
+    """The reason for the choice of `auto`, in one sentence."""
     room = format_size(capacity)
     if chosen is None:
         least = min(reversed(options), key=lambda option: option.memory.total)
@@ -205,13 +205,13 @@ def _lay_out(
 
 
 def _state_bytes(survey: Survey, scale: Scale) -> int:
-    """Of a rank: its part of parameters, and of gradients and Adam's moments of what trains."""
+    """Bytes per rank of parameters, gradients and Adam's two moments."""
     sizes = (p.numel * p.itemsize * (4 if p.frozen_by is None else 1) for p in survey.parameters)
     return sum(sizes) // scale.world
 
 
 def check_plugin(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:
-    """What is wrong with the plugin's settings, before the model is looked at."""
+    """Problems of the plugin's settings that show without the model."""
     row = ROWS.get(asked.name)
     if row is None and asked.name != "auto":
         fix = suggest(asked.name, (*ROWS, "auto"))
@@ -254,9 +254,9 @@ def _check_tiers(
 def check_room(
     asked: Plugin, plugin: PluginPlan, survey: Survey, optim: OptimPlan, scale: Scale
 ) -> Iterator[Problem]:
-    """Whether budgets that were set can hold one group at work, and a folder what is left to it.
+    """Problems of budgets the user set that cannot hold one group, or of a disk that is too small.
 
-    Of budgets that nobody has set the plan's verdict tells.
+    Automatic budgets need no check: the plan's verdict covers them.
     """
     if plugin.budget is None:
         return
@@ -296,7 +296,7 @@ def _check_override(module: str, override: dict[str, Any]) -> Iterator[Problem]:
 
 
 def check_override_names(asked: Plugin, survey: Survey) -> Iterator[Problem]:
-    """Overrides that name no block of the model. Only blocks are gathered by themselves."""
+    """Problems of overrides that match no block, since only blocks are gathered separately."""
     blocks = list(dict.fromkeys(_blocks(survey)))
     for module in asked.overrides:
         if not any(fnmatchcase(block, glob) for block in blocks for glob in expand(module)):
@@ -306,7 +306,7 @@ def check_override_names(asked: Plugin, survey: Survey) -> Iterator[Problem]:
 
 
 def _blocks(survey: Survey) -> Iterator[str]:
-    """`blocks.0` of `blocks.0.attn.qkv.weight`; the module itself where nothing is numbered."""
+    """Blocks in parameter names (`blocks.0` of `blocks.0.attn.qkv.weight`), or else all modules."""
     names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
     numbered = [found[0] for name in names if (found := re.match(r"(?:.*?\.)?\d+(?=\.)", name))]
     modules = [

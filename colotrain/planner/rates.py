@@ -1,7 +1,7 @@
-"""What this machine does per second, as it was measured once; kept in the cache folder.
+"""Measured speed of this machine, stored in the cache folder.
 
-A measurement belongs to a host, its cores, torch's version, a number of ranks on the host and a
-precision: another of these is another measurement. Standard library only.
+A measurement holds for one host, number of cores, version of torch, number of ranks on the host
+and precision. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from colotrain.records import from_plain, to_plain
 from colotrain.rundir import write_atomically
 
 VERSION = 10
-"""Of the cases and of what is made of them; a measurement of another version does not count."""
+"""Version of the cases and their evaluation; measurements of other versions are ignored."""
 
 SHAPES: Sequence[tuple[str, dict[str, int], dict[str, int]]] = (
     ("zero1", {"d_model": 64, "num_layers": 4}, {"seq_len": 32, "micro_batch": 1}),
@@ -37,24 +37,24 @@ SHAPES: Sequence[tuple[str, dict[str, int], dict[str, int]]] = (
     ("zero3", {"d_model": 320, "num_layers": 4}, {"seq_len": 96, "micro_batch": 1}),
     ("zero1", {"d_model": 64, "num_layers": 6}, {"seq_len": 48, "micro_batch": 1}),
 )
-"""Models whose steps are timed: plugin, model, data. What each has more of than the others tells
-what that costs: operations, collectives, attention, elementwise work, bytes, matrix products. The
-last one checkpoints its blocks."""
+"""Models whose steps are timed: plugin, model, data. They differ in their shares of operations,
+collectives, attention, elementwise work, bytes and matmuls, so that the cost of each can be fitted.
+The last one checkpoints its blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Costs of one rank while all ranks work."""
+    """Measured costs of one rank while all ranks work."""
 
     costs: Costs
     peak_flops: float
-    """The best rate of a matrix product."""
+    """Best measured rate of a matmul, in FLOP/s."""
     errors: tuple[float, ...] = field(default=())
-    """How far each timed case is from what the costs give for it, as a share of its time."""
+    """Error of the fitted costs for each timed case, as a share of its time."""
 
 
 def overrides(index: int, *, ranks: int, precision: str) -> list[str]:
-    """The words of case `index`; the model's heads are of 64."""
+    """Command-line overrides for case `index`; the model's head size is 64."""
     plugin, model, data = SHAPES[index]
     width = model["d_model"]
     hidden = 64 * round(width * 8 / 3 / 64)
@@ -86,7 +86,7 @@ def hardware_of(found: Measurement) -> Hardware:
 
 
 def known(*, cores: int, ranks: int, precision: str) -> Measurement | None:
-    """What was measured of this machine, or None."""
+    """The stored measurement of this machine, or None."""
     try:
         text = _file(cores, ranks, precision).read_text("utf-8")
         return from_plain(Measurement, json.loads(text))
@@ -108,5 +108,5 @@ def _file(cores: int, ranks: int, precision: str) -> Path:
 
 
 def guess(*, threads: int, precision: str) -> dict[str, float]:
-    """Costs to begin from."""
+    """Typical costs, from which the fit starts."""
     return dataclasses.asdict(typical_cpu(threads=threads, precision=precision).costs)

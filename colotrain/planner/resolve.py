@@ -1,4 +1,4 @@
-"""From what the user wrote to the run plan: everything decided, or every problem at once."""
+"""Resolving a configuration to a run plan, or to all of its problems at once."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from colotrain.spec.plan import (
 from colotrain.spec.resizing import reachable
 
 TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int], Trace | None]
-"""Follows a micro-batch: model, freezing, data, precision, checkpointing, device, its size."""
+"""(model, freezing, data, precision, checkpointing, device, samples) → trace of a micro-batch."""
 
 
 def investigate(
@@ -69,11 +69,11 @@ def investigate(
 ) -> tuple[RunPlan, Situation]:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
-    `survey` looks at the model, `trace` follows a micro-batch through it (without it, activations
-    and time are left out), `samples` counts those of the training data. `found` are problems of
-    composing `config`, reported with those found here. With the plan comes the situation in which
-    alternatives to it can be weighed. Without `hints` nothing is warned of memory, and where
-    `config` is a `smoke` run's nothing of its length.
+    `survey` examines the model, `trace` traces a micro-batch (without it, activations and time are
+    left out), `samples` counts the training samples. `found` are problems of composing `config`,
+    which are reported with the new ones. The returned `Situation` can evaluate alternatives to the
+    plan. Without `hints` there are no warnings about memory, and for a `smoke` run none about its
+    length.
     """
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
@@ -169,7 +169,7 @@ def _traces(
     train: TrainPlan,
     device: str,
 ) -> Traces:
-    """Traces of the model with everything training that ever will, made when they are asked for."""
+    """Function that traces the model after all scheduled unfreezing; results are cached."""
     thawed = tuple(glob for globs in freeze.unfreeze.values() for glob in globs)
     at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
 
@@ -183,7 +183,7 @@ def _traces(
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
-    """Whether model or data may be missing because of what is known already."""
+    """Whether model or data may be missing only because of known problems."""
     others = set(sections(Config)) - {"model", "data"}
     return any(problem.key.partition(".")[0] not in others for problem in problems)
 
@@ -199,7 +199,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
 
 
 def _with_tokenizer(settings: Config) -> Config:
-    """The settings with `data.tokenizer=auto` decided: the model directory's own, or bytes."""
+    """Resolve `data.tokenizer=auto`: the tokenizer in the model directory, or bytes."""
     data = settings.data
     if data.tokenizer != "auto":
         return settings
@@ -218,7 +218,7 @@ def _freeze(freeze: Freeze) -> FreezePlan:
 
 
 def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
-    """For a dataset of the user's own `tokens_per_step` counts samples: nothing else is known."""
+    """For a user's own dataset `tokens_per_step` counts samples, because tokens are unknown."""
     per_sample = 1 if data.source == "target" else data.seq_len
     return BatchPlan(
         global_batch=batch.global_batch,
@@ -310,7 +310,7 @@ def _elastic(elastic: Elastic, nodes: int) -> ElasticPlan:
 
 
 def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Problem]:
-    """Numbers of nodes between the fewest and the most that cannot share out the batch."""
+    """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = range(least, most + 1)
     found = reachable(batch.global_batch, batch.micro_batch * scale.procs_per_node, wanted)
@@ -326,7 +326,7 @@ def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Probl
 
 
 def _check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
-    """Numbers of nodes that `plugin.shard_size` does not divide; the planned one is seen to."""
+    """Problem of numbers of nodes, other than the planned one, that do not fit the shard size."""
     shard, elastic, procs = settings.plugin.shard_size, settings.elastic, scale.procs_per_node
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = [nodes for nodes in range(least, most + 1) if nodes != scale.nodes]
@@ -357,7 +357,7 @@ def _default_name(settings: Config, plugin: str) -> str:
 
 
 def _warnings_of_length(settings: Config, planned: Steps) -> Iterator[str]:
-    """What the run is too short for."""
+    """Warnings of settings that a run this short never reaches."""
     steps, warmup = planned.max_steps, planned.warmup_steps
     if warmup >= steps:
         yield (
@@ -370,7 +370,7 @@ def _warnings_of_length(settings: Config, planned: Steps) -> Iterator[str]:
 
 
 def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]:
-    """What is allowed and probably not meant."""
+    """Warnings of settings that are allowed but probably not intended."""
     if not scale.memory_bytes:
         yield (
             "cluster.memory: not known of these GPUs, so nothing tells whether the plan fits: "

@@ -1,4 +1,4 @@
-"""How many ranks there are, where, with how much memory, and what each of them is fed."""
+"""Number of ranks, their device and memory, and their part of the batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scale:
 def scale_out(
     settings: Config, machine: Machine, problems: list[Problem]
 ) -> tuple[Scale, Batch | None]:
-    """Ranks and batch, which follow from one another. After a problem the scale is a guess."""
+    """Ranks and batch, computed together. After a problem the batch is None, the scale a guess."""
     cluster = settings.cluster
     hardware = settings.hardware
     device = cluster.device
@@ -69,7 +69,7 @@ def _check_device(settings: Config, device: str, machine: Machine) -> Iterator[P
 
 
 def _check_hardware(settings: Config) -> Iterator[Problem]:
-    """Described hardware has all the figures that times are estimated from, or none."""
+    """Problems of described hardware with some, but not all, of the figures that timing needs."""
     hardware, precision = settings.hardware, settings.train.precision
     if hardware.name is None:
         return
@@ -98,7 +98,7 @@ def _check_hardware(settings: Config) -> Iterator[Problem]:
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
-    """How many ranks a machine starts unasked, and how many it may be asked for by arithmetic."""
+    """Number of ranks that a machine starts by default, and the most that a batch may imply."""
     if device == "cuda":
         return max(1, machine.num_devices), max(1, machine.num_devices)
     return min(machine.num_cores, MOST_CPU_RANKS), 2 * machine.num_cores
@@ -109,7 +109,7 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
     unknown = train.global_batch is None and train.micro_batch is None
     has_model = settings.model.target is not None or settings.model.hf is not None
     if unknown and (not has_model or touches(problems, ("recipe",))):
-        return None  # they would have come with the recipe
+        return None  # a valid recipe would have set them
     if touches(problems, ("train.global_batch", "train.micro_batch", "accumulate", "cluster")):
         return None
     found = solve(
@@ -130,14 +130,14 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
 
 
 def touches(problems: Sequence[Problem], keys: Sequence[str]) -> bool:
-    """Whether something is wrong at one of the keys, or below it."""
+    """Whether there is a problem at one of the keys, or below it."""
     return any(p.key == key or p.key.startswith(f"{key}.") for p in problems for key in keys)
 
 
 def _memory_bytes(
     settings: Config, device: str, procs: int, machine: Machine, problems: list[Problem]
 ) -> int:
-    """Memory of one rank: its GPU's, or an equal part of the host's; 0 where it is not known."""
+    """Bytes of memory per rank: its GPU's, or an equal share of the host's; 0 where unknown."""
     cluster, described = settings.cluster, settings.hardware.memory
     whole = machine.device_memory_bytes if device == "cuda" else machine.host_memory_bytes // procs
     if settings.hardware.name is not None and described != "auto" and device != "cpu":
@@ -152,7 +152,7 @@ def _memory_bytes(
 def timed_hardware(
     settings: Config, scale: Scale, machine: Machine
 ) -> Callable[[Layout], Hardware] | None:
-    """The hardware of a layout: as described, as measured here, or typical CPU cores."""
+    """Function from layout to hardware: as described, as measured here, or typical CPU cores."""
     described, train = settings.hardware, settings.train
     threads = max(1, machine.num_cores // scale.procs_per_node)
     if described.name is not None and described.is_timed and scale.device != "cpu":

@@ -1,7 +1,7 @@
-"""A smoke run: the plan as it is, in the smallest shape that still goes through all of it.
+"""A smoke run: the plan in the smallest size that still uses all of its parts.
 
-Two steps of the least global batch on short samples; the ranks leave after the first step, and
-new ones resume the second from its checkpoint.
+It has two steps of the smallest global batch on short samples. The ranks exit after the first
+step, and new ones resume from its checkpoint.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from colotrain.spec.plan import RunPlan
 
 STEPS = 2
 SEQ_LEN = 128
-"""Tokens per sample at most; datasets of the user's own give what they give."""
+"""Most tokens per sample; a user's own dataset is not shortened."""
 
 
 def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
-    """`config`, which resolved to `plan`, in its smoke run's shape.
+    """The configuration of the smoke run of `config`, which resolved to `plan`.
 
-    The plugin, the ranks, the precision, what is frozen, adapters and the learning rate of the
-    first steps stay. Whatever would happen later (unfreezing, gradient records) happens within the
-    two steps.
+    Plugin, ranks, precision, freezing, adapters and the learning rate of the first steps stay the
+    same. Later events (unfreezing, gradient records) are moved into the two steps.
     """
     small = copy.deepcopy(config)
     batch = plan.batch
@@ -39,7 +38,7 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
         "epochs": None,
         "global_batch": steps * batch.data_parallel,
         "micro_batch": 1,
-        "eval_every": None,  # there is an evaluation before the first step and after the last
+        "eval_every": None,  # evaluations before the first step and after the last
         "eval_steps": min(plan.train.eval_steps, 1),
     }
     small["optim"]["schedule"] |= {
@@ -56,9 +55,10 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 
 
 def smoke_name(config: dict[str, Any], plan: RunPlan) -> str:
-    """`NAME-smoke-20260131-235959`, which no other run has.
+    """Unique name, as `NAME-smoke-20260131-235959`.
 
-    Nodes that are started by hand find one another by the name, which is `NAME-smoke` there.
+    With a rendezvous endpoint it is `NAME-smoke`, because nodes that users start find one another
+    by the run's name.
     """
     if config["cluster"]["rdzv_endpoint"] is not None:
         return f"{plan.name}-smoke"

@@ -1,4 +1,4 @@
-"""Bytes alive at a time by category, and the resident memory that follows from them.
+"""Live bytes by category, and the resident memory that follows from them.
 
 Standard library only.
 """
@@ -11,44 +11,44 @@ from colotrain.planner.heap import Heap
 from colotrain.spec.memory import Ledger
 
 OWN_PAGES_BYTES = 32 << 20
-"""On CPU an allocation from this size on has pages of its own, which go back to the system when it
-ends (`engine.allocator.FLEETING_BYTES`). What is smaller comes from malloc's heap, which stays
+"""Size from which on a CPU allocation has its own pages, which are returned to the system when it
+is freed (`engine.allocator.FLEETING_BYTES`). Smaller ones are in malloc's heap, which stays
 resident."""
 REUSED_SHARE = 0.5
-"""Share of the activations of a later micro-batch that finds room in the heap between the gradients
-made meanwhile; the rest makes the heap larger."""
+"""Share of a later micro-batch's activations that fits in the heap between existing gradients; the
+rest makes the heap larger."""
 SMALL_SHARE = 0.03
-"""What small objects between the tensors add to a heap, as a share of it."""
+"""Memory of small objects between tensors, as a share of the heap."""
 RANGE = 0.1
-"""A measured peak lies this near to the estimate, as a share of it, in 95 of 100 runs."""
+"""Share of the estimate within which 95 of 100 measured peaks are."""
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Ledger))
 
 
 class Tally:
-    """Bytes alive by category: now, at their fullest moment, and what stays resident (CPU).
+    """Counts live bytes by category, now and at their peak, and resident memory on CPU.
 
-    On CPU, freed memory stays in malloc's heap for the next step, and a tensor that does not fit
-    into what another has left makes it larger.
+    On CPU, freed memory stays in malloc's heap for the next step, and a tensor that fits in no free
+    part makes the heap larger.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
         self.on_cpu = on_cpu
         self.alive: dict[object, tuple[str, int, str]] = {}
-        """Key → its category, its bytes, and in the heap the category whose memory they take."""
+        """Key → category, bytes, and the category whose memory in the heap they use, or empty."""
         self.sums = dict.fromkeys(CATEGORIES, 0)
         self.most = dict(self.sums)
-        """The most of each category, wherever it lay."""
+        """Peak of each category, in the heap and outside."""
         self.in_heap = dict(self.sums)
         self.most_in_heap = dict(self.sums)
         self.outside = self.most_outside = 0
-        """Bytes that are not in the heap."""
+        """Bytes outside the heap, now and at their peak."""
         self.heap = Heap()
         self.pieces: dict[object, int] = {}
-        """In how many pieces each key lies in the heap."""
+        """Key → number of its pieces in the heap."""
         self.in_backward = False
-        """Whether what begins now is made by a backward: the caller says so."""
+        """Whether new allocations belong to a backward, as set by the caller."""
         self.made: dict[object, int] = {}
-        """Bytes in the heap that a backward made (temporaries, recomputed activations), by key."""
+        """Key → bytes in the heap from a backward (temporaries, recomputed activations)."""
         self.made_bytes = self.most_made = 0
         self.now = self.fullest = 0
         self.at_fullest = dict(self.sums)
@@ -63,10 +63,10 @@ class Tally:
         pieces: int = 1,
         in_place_of: str = "",
     ) -> None:
-        """Count `num_bytes`, which may come in several `pieces`.
+        """Count an allocation of `num_bytes`, in `pieces` tensors.
 
-        `lasts`: they live as long as the run, in pages of their own. `in_place_of` is the category
-        whose memory they take, where that is free whenever these bytes are alive.
+        With `lasts` it lives as long as the run, in its own pages. `in_place_of` is a category
+        whose memory in the heap is free whenever this allocation is alive, and is reused for it.
         """
         if num_bytes <= 0:
             return
@@ -94,7 +94,7 @@ class Tally:
             self._add(category, -num_bytes, place)
 
     def become(self, key: object, category: str) -> None:
-        """The same bytes are something else from now on."""
+        """Move the bytes of `key` to another category."""
         self.made_bytes -= self.made.pop(key, 0)
         if key in self.alive:
             old, num_bytes, place = self.alive[key]
@@ -116,12 +116,12 @@ class Tally:
             self.most_outside = max(self.most_outside, self.outside)
 
     def resident(self, *, accumulates: bool) -> int:
-        """Bytes that stay in memory at the peak: what is alive, and what malloc's heap keeps.
+        """Bytes resident at the peak: live ones, and freed ones that malloc's heap keeps.
 
-        What backward makes seldom fits where forward's activations have just been freed, for small
-        objects of those that are left lie in between; so it counts beside them. Nor does a later
-        micro-batch fit between the gradients that are there by then: each category counts with its
-        own maximum, and a share of the activations once more.
+        Backward's allocations seldom fit where forward's activations were freed, because small
+        live objects lie between, so they are added. Nor do a later micro-batch's activations fit
+        between existing gradients: each category counts with its own peak, and a share of the
+        activations twice.
         """
         if not self.on_cpu:
             return self.fullest

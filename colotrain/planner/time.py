@@ -1,4 +1,4 @@
-"""How long a step takes. Standard library only."""
+"""Predicted time of a step. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXCHANGING = (
     "reduced_whole_s",
     "collective_s",
 )
-"""Kinds of cost that collectives have."""
+"""Names of the costs of collectives."""
 
 
 def step_time(
@@ -29,16 +29,16 @@ def step_time(
     flops_per_token: float,
     world_size: int,
 ) -> Prediction:
-    """Seconds of a step: computing, collectives as far as nothing hides them, the optimizer.
+    """Predict a step's time: computation, collectives that it does not hide, and the optimizer.
 
-    MFU counts what the model needs, without recomputation (PaLM, Chowdhery et al. 2022).
+    MFU counts the model's FLOPs without recomputation (PaLM, Chowdhery et al. 2022).
     """
     amounts = amounts_of(layout, survey, trace)
     spent = {name: amount * getattr(hardware.costs, name) for name, amount in amounts.items()}
     exchanging = sum(spent.pop(name) for name in EXCHANGING)
     after = spent.pop("element_s") + spent.pop("step_s")
     if hardware.overlaps:
-        # the host only hands out the work: where it is slower, it decides
+        # the host launches the kernels, and is the limit where it is slower than the GPU
         host = spent.pop("op_s") + spent.pop("repeated_op_s")
         computing = max(sum(spent.values()), host)
         exposed = exchanging * _exposed_share(layout, traffic(layout, survey, trace))
@@ -52,7 +52,7 @@ def step_time(
 
 
 def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]:
-    """How much of each kind of work a step has; the names are those of `Costs`."""
+    """Amount of each kind of work in a step, by the names of `Costs`."""
     sent, num = traffic(layout, survey, trace), layout.accumulation_steps
     works = [segment.work for segment in trace.segments]
     groups = find(survey, trace, layout).values()
@@ -74,6 +74,7 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
 
 
 def _exposed_share(layout: Layout, sent: Traffic) -> float:
-    """What no computing can hide: the first all-gather and the last reduction of a micro-batch."""
+    """Share of collectives that nothing hides: a micro-batch's first gather and last reduction."""
+
     collectives = sent.gathers + sent.reductions
     return min(1.0, 2 * layout.accumulation_steps / collectives) if collectives else 0.0

@@ -1,10 +1,10 @@
-"""A rank of the measurement of this machine: times real steps of small models, all ranks at once.
+"""A rank that measures this machine: it times real steps of small models, with all ranks at once.
 
-By the clock, for ranks wait for one another and share cores; what else the machine does must not
-count, so each model's typical step is taken of the quietest of several rounds.
+Wall time is measured, because ranks wait for one another and share cores. Other load on the machine
+must not count, so each model's median step is taken from the fastest of several rounds.
 
-`python -m colotrain.planner.traced.measuring FILE RANK`, once per rank; FILE holds a `Task`. Rank 0
-prints `NUMBER of NUMBER` as it goes on, and last a `Measurement` as JSON.
+Run `python -m colotrain.planner.traced.measuring FILE RANK` once per rank; FILE holds a `Task`.
+Rank 0 prints its progress as `NUMBER of NUMBER`, and at the end a `Measurement` as JSON.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from colotrain.spec.plan import RunPlan
 
 TIMEOUT_S = 120.0
 ROUNDS, CASE_S = 4, 0.3
-"""Cases take turns, so that a moment in which the machine has other work spoils none of them."""
+"""Number of rounds, and seconds of a case in each: a short load from elsewhere spoils one round."""
 GUESS_WEIGHT, LEAST = 0.03, 0.01
-"""How much a cost that is only typical counts beside a step's time, and its least share of that."""
+"""Weight of the typical costs in the fit, and the least fitted cost as a share of the typical."""
 AFTER = ("element_s", "step_s")
-"""Costs of what comes after the last backward."""
+"""Costs of the part of a step after the last backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     plan: RunPlan
     amounts: dict[str, float]
-    """As `planner.time.amounts_of` counts them."""
+    """Amounts of work in a step, from `planner.time.amounts_of`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Task:
 
 
 def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
-    """All ranks must call. The result is the same on each."""
+    """Measure the costs of all ranks. All ranks must call, and get the same result."""
     total = ROUNDS + 1
     tell(0, total)
     peak = matmul_peak_flops(torch.device("cpu"), dtype_of(task.precision))
@@ -107,10 +107,10 @@ def fit(
     seconds: Sequence[float],
     guess: dict[str, float],
 ) -> dict[str, float]:
-    """Costs with which the amounts of each case add up to its seconds, nearly (least squares).
+    """Fit costs to the amounts of work and the seconds of each case, by least squares.
 
-    Errors count as shares of a case's time. `guess` is typical and decides what the cases leave
-    open. No cost is below a hundredth of it.
+    Errors are relative to a case's time. `guess`, the typical costs, decides where the cases do not
+    determine a cost. No cost is below a hundredth of the guess.
     """
     names = [n for n in amounts[0] if any(a[n] for a in amounts) and guess[n] > 0]
     rows, sides = [], []
@@ -123,7 +123,7 @@ def fit(
     matrix = torch.tensor(rows, dtype=torch.float64)
     side = torch.tensor(sides, dtype=torch.float64)
     held: dict[int, float] = {}
-    while True:  # what falls below its least is held there, and the others are solved again
+    while True:  # fix costs that are below the least, and solve again for the others
         free = [i for i in range(len(names)) if i not in held]
         rest = side - sum((matrix[:, i] * value for i, value in held.items()), torch.zeros(()))
         found = torch.linalg.lstsq(matrix[:, free], rest.unsqueeze(1)).solution[:, 0].tolist()
@@ -135,7 +135,7 @@ def fit(
 
 
 class Timed:
-    """A small model, sharded as its plan says, and the step of its quietest round so far."""
+    """A small sharded model, and its median step in the fastest round so far."""
 
     def __init__(self, plan: RunPlan) -> None:
         model = build(plan.model, seed=0)
@@ -156,7 +156,7 @@ class Timed:
         self.computing_s = self.ending_s = float("inf")
 
     def run(self, seconds: float) -> None:
-        """A round: steps for about so long, twice at least. All ranks must call."""
+        """Run steps for about `seconds`, at least two. All ranks must call."""
         begun, over = time.perf_counter(), False
         parts: list[tuple[float, float]] = []
         while not over:
@@ -168,7 +168,7 @@ class Timed:
             self.computing_s, self.ending_s = computing_s, ending_s
 
     def _step(self, ready: bool) -> tuple[float, float, bool]:
-        """As the training loop makes it: seconds of both parts, and whether any rank is ready."""
+        """Run a training step; returns seconds of both parts, and whether any rank is ready."""
         started = time.perf_counter()
         gradients.clear_(self.sharded.module)
         nominal = float(self.batch["labels"].numel())
@@ -184,7 +184,7 @@ class Timed:
 
 
 def _all_reduce_s(num_bytes: int, ranks: int) -> float:
-    """Of an all-reduce over the process group, per byte that a ring sends."""
+    """Seconds of an all-reduce over the process group per byte that a ring sends."""
     tensor = torch.zeros(num_bytes // 4)
     took = []
     for _ in range(6):
@@ -196,7 +196,7 @@ def _all_reduce_s(num_bytes: int, ranks: int) -> float:
 
 def main(words: list[str]) -> int:
     task, rank = from_plain(Task, json.loads(Path(words[0]).read_text("utf-8"))), int(words[1])
-    gc.freeze()  # as workers begin
+    gc.freeze()  # as workers do
     torch.set_num_threads(task.threads)
     torch.manual_seed(rank)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)

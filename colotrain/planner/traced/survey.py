@@ -1,4 +1,4 @@
-"""A look at the model before a run: its parameters, what freezing matches, its work per token."""
+"""Survey of the model before a run: its parameters, matches of freezing, FLOPs per token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from colotrain.spec.plan import (
 
 
 def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
-    """Build the model without storage where that is possible, freeze it, and list what it has."""
+    """Build the model, without storage if possible, freeze it, and describe it."""
     module = build_on_meta(model)
     whole = module is None or not (model.hf or fills_itself(module))
     if module is None:
@@ -64,7 +64,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
 
 
 def vocab_size(module: nn.Module) -> int | None:
-    """Tokens that the model knows, where it or its configuration says so."""
+    """Size of the vocabulary, where the model or its configuration has one."""
     for holder in (module, getattr(module, "config", None)):
         size = getattr(holder, "vocab_size", None)
         if isinstance(size, int):
@@ -73,7 +73,7 @@ def vocab_size(module: nn.Module) -> int | None:
 
 
 def positions(module: nn.Module) -> dict[str, Any]:
-    """How long samples may be, as transformers' configurations say."""
+    """Limits of a sample's length, from transformers' configuration."""
     config = getattr(module, "config", None)
     most = getattr(getattr(config, "text_config", None) or config, "max_position_embeddings", None)
     if not isinstance(most, int):
@@ -98,7 +98,7 @@ def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def flops_per_token(module: nn.Module, seq_len: int) -> float:
-    """What the model says of itself, or 6 per parameter (Kaplan et al. 2020)."""
+    """The model's own `flops_per_token`, or 6 per parameter (Kaplan et al. 2020)."""
     own = getattr(module, "flops_per_token", None)
     if callable(own):
         return float(own(seq_len))
@@ -114,7 +114,7 @@ def follow(
     device: str,
     micro_batch: int,
 ) -> Trace | str:
-    """A micro-batch followed through the model, or why that does not work without values."""
+    """Trace a micro-batch through the model, or say why that does not work without values."""
     module = build_on_meta(model)
     if module is None:
         return "it cannot be built on the meta device"
@@ -137,9 +137,9 @@ def follow(
 
 
 def one_sample(data: DataPlan) -> dict[str, Tensor]:
-    """The tensors of one sample, without storage: of a user's dataset, its first one's.
+    """The tensors of one sample, without storage; for a user's dataset those of the first.
 
-    A dataset without samples, or of other things than dicts of tensors, is a `ConfigError`.
+    Raises `ConfigError` for a dataset that is empty or whose samples are not dicts of tensors.
     """
     if data.source == "target":
         samples = open_samples(data, "train")
@@ -151,7 +151,6 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
 
 
 def count_samples(data: DataPlan, seed: int) -> int:
-    """The samples of the training split, made as the ranks will make them; a stream's are
-    `sys.maxsize`."""
+    """Number of training samples, opened as the ranks do; `sys.maxsize` for a stream."""
     with seeded(seed):
         return len(open_samples(data, "train"))

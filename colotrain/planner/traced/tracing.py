@@ -1,7 +1,7 @@
-"""What a micro-batch keeps in memory and computes, found by running it once without storage.
+"""Tracing a micro-batch's memory and computation by running it once on the meta device.
 
-Forward and backward run on the meta device; every operation is seen, every storage is followed
-from its birth to its end. So what autograd saves is observed, not guessed, for any model.
+Every operation of forward and backward is seen, and every storage is tracked from its allocation
+to its end. So the tensors that autograd saves are observed, not guessed, for any model.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ NOT_IN_TORCH = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
 }
-"""Operations that torch's own counter leaves out."""
+"""FLOP formulas of operations that torch's own counter lacks."""
 
 REPEATED: dict[Recompute, float] = {"none": 0.0, "full": 1.0, "selective": 3.5}
-"""What repeating an operation in backward takes beside its work: Python packs and unpacks what is
-saved, and `selective` adds a mode (3.5 times as much, measured on CPU with tiny blocks)."""
+"""Relative overhead per operation that backward repeats: Python packs and unpacks saved tensors,
+and `selective` adds a torch mode (3.5 times as much, measured on CPU with tiny blocks)."""
 
 
 class NotTraceable(Exception):
-    """Why a model's forward or backward could not be followed."""
+    """Reason why a model's forward or backward could not be traced."""
 
 
 def trace(
@@ -64,12 +64,11 @@ def trace(
     device: str,
     micro_batch: int,
 ) -> Trace:
-    """Follow a micro-batch through `model`, which is changed: give it one that is not needed.
+    """Trace a micro-batch through `model`, which is modified and must not be used afterwards.
 
-    The model must be on the meta device and frozen as it shall be; `sample` are the tensors of one
-    sample, without the dimension of the batch. `device` is where it will really run. Raises
-    `NotTraceable` where forward or backward does not work without values, `UsageError` where the
-    model cannot be trained so.
+    The model must be on the meta device, frozen as in training. `sample` are the tensors of one
+    sample, without batch dimension; `device` is the one of the run. Raises `NotTraceable` where
+    forward or backward needs values, `UsageError` where the model cannot be trained this way.
     """
     for parameter in model.parameters():
         compute = cast_dtype(precision)
@@ -95,7 +94,7 @@ class Storages:
 
     sizes: list[int] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)
-    """Storage → block whose parameter's gradient it is."""
+    """Storage that is a parameter's gradient → the parameter's block."""
 
 
 @dataclass(slots=True)
@@ -103,7 +102,7 @@ class Stretch:
     phase: str
     block: str
     changes: list[tuple[int, int]] = field(default_factory=list)
-    """(storage, 1 where it begins or -1 where it ends)."""
+    """(storage, 1 when allocated or -1 when freed), in their order."""
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
@@ -113,7 +112,7 @@ class Stretch:
 
 
 class Recording(TorchDispatchMode):
-    """Follows every storage, and counts what is computed, stretch by stretch."""
+    """Tracks every storage and counts computation, separately for each `Stretch`."""
 
     def __init__(self, known: list[Tensor], *, repeated: float) -> None:
         super().__init__()
@@ -178,7 +177,7 @@ class Recording(TorchDispatchMode):
 
 
 def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0) -> Recording:
-    """Forward and backward of one micro-batch, followed."""
+    """Record forward and backward of one micro-batch."""
     known = [*model.parameters(), *model.buffers(), *batch.values()]
     recording = Recording(known, repeated=repeated)
     handles = list(_mark_blocks(model, recording))
@@ -187,13 +186,13 @@ def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0
             with _Attention(device), next(iter(batch.values())).device:
                 loss = loss_of(model(**batch))
             recording.begin("backward", "")
-            (loss * 1.0).backward()  # where a mode for functions is active, none is inside
+            (loss * 1.0).backward()  # without function modes: see _always_as_on
             del loss
         for parameter in model.parameters():
             parameter.grad = None
     except UsageError:
         raise
-    except Exception as error:  # whatever a forward raises that looks at values
+    except Exception as error:  # any error of a forward that needs values
         raise NotTraceable(f"{type(error).__name__}: {error}") from error
     finally:
         for handle in handles:
@@ -210,7 +209,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def _mark_blocks(model: nn.Module, recording: Recording) -> Iterator[Any]:
-    """Hooks that begin a stretch where `fully_shard`'s hooks of a block would run."""
+    """Register hooks that begin a stretch where `fully_shard`'s hooks of a block would run."""
     owners = {p: name for name, block in find_blocks(model) for p in block.parameters()}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -274,7 +273,7 @@ class _BackwardEnds(torch.autograd.Function):
 
 
 def _always_as_on(device: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` as on `device` also when backward computes it again, where no mode is active."""
+    """Wrap `forward` so that `_Attention` is active also when backward recomputes it."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with _Attention(device), torch.device("meta"):
@@ -284,11 +283,11 @@ def _always_as_on(device: str, forward: Callable[..., Any]) -> Callable[..., Any
 
 
 class _Attention(TorchFunctionMode):
-    """Attention on the meta device as the real one would compute it: the kernels save differently.
+    """Runs attention on the meta device as the kernel of `device`: kernels save different tensors.
 
-    On CPU torch itself is asked, with tensors that are never touched. On CUDA: flash attention for
-    16-bit inputs without a mask and heads of at most 256, else the memory-efficient one, else plain
-    matrices (torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    On CPU torch chooses the kernel, given tensors whose memory is never touched. On CUDA it is
+    flash attention for 16-bit inputs without a mask and heads of at most 256, else the
+    memory-efficient or the math kernel (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
 
     def __init__(self, device: str) -> None:
@@ -363,7 +362,7 @@ def _backend(
 
 
 def _untouched(tensor: Tensor) -> Tensor:
-    """A real tensor like `tensor` whose memory is asked for and never used."""
+    """A real tensor like `tensor` whose memory is allocated but never touched."""
     return torch.empty_strided(
         tensor.shape,
         tensor.stride(),
@@ -374,7 +373,8 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 
 def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
-    """What was recorded of a micro-batch, as plain data."""
+    """Convert a recording to a `Trace`."""
+
     segments = tuple(
         Segment(
             phase=stretch.phase,  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The plan's memory beside that of torch's own tracker, which runs a step of the real engine.
+"""Comparison of the plan's memory with torch's memory tracker, run on a step of the real engine.
 
-One process plays rank 0 of a fake process group of any size, on fake tensors: `fully_shard`, the
+One process is rank 0 of a fake process group of any size, with fake tensors: `fully_shard`, the
 collectives and the optimizer run as in training, and nothing is allocated
 (torch.distributed._tools.fsdp2_mem_tracker).
 """
@@ -50,11 +50,11 @@ KINDS = {
     "All Gather": "buffers",
     "Reduce Scatter": "buffers",
 }
-"""What the tracker calls things, and the ledger's name for them."""
+"""The tracker's category → the category of the plan's breakdown."""
 
 
 def cross_check(plan: RunPlan) -> dict[str, Any]:
-    """Bytes by category at the peak, and of everything that lasts: plan and tracker."""
+    """Bytes by category at the peak, and in total, as planned and as tracked."""
     if dist.is_initialized():
         raise ColotrainError("the cross-check makes a process group of its own", "run it alone")
     played = [name for name, known in OPTIMIZERS.items() if known.is_elementwise]
@@ -73,7 +73,7 @@ def cross_check(plan: RunPlan) -> dict[str, Any]:
 
 
 def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
-    """The ledger as for GPUs: with private buffers, and no allocator."""
+    """Planned bytes by category as for GPUs: no shared memory, no malloc heap, no baseline."""
     layout = layout_of(
         plan.plugin,
         plan.batch,
@@ -153,12 +153,12 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
 def _optimizer(plan: RunPlan, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
     if plan.optim.name == "adamw":
         return torch.optim.AdamW(trained, lr=plan.optim.lr, foreach=False)
-    momentum = 0.9 if plan.optim.name == "lion" else plan.optim.betas[0]  # lion has it always
+    momentum = 0.9 if plan.optim.name == "lion" else plan.optim.betas[0]  # lion always has momentum
     return torch.optim.SGD(trained, lr=plan.optim.lr, momentum=momentum, foreach=False)
 
 
 def _tie_again(model: nn.Module, plan: RunPlan) -> None:
-    """`to_empty` makes two of a tied parameter."""
+    """Tie parameters again that `to_empty` has split."""
     whole = build_on_meta(plan.model)
     assert whole is not None
     first: dict[int, str] = {}
@@ -179,7 +179,7 @@ def _step(
     for index in range(plan.batch.accumulation_steps):
         begin_micro_batch(sharded, last=index == plan.batch.accumulation_steps - 1)
         if tracker is not None:
-            tracker.reset_mod_stats()  # it follows one micro-batch at a time
+            tracker.reset_mod_stats()  # it tracks one micro-batch at a time
         loss_of(sharded.module(**batch)).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
