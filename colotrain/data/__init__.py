@@ -1,1 +1,1 @@
-"""Data: text files to tokens, tokens to samples, samples in an order that no world size changes."""
+"""Data: files to tokens, tokens to samples, samples in an order independent of world size."""

@@ -1,1 +1,1 @@
-"""From files to token files in the cache, without torch."""
+"""Preparing data: from users' files to token files in the cache, without torch."""

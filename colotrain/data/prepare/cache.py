@@ -1,9 +1,9 @@
-"""The cache of prepared data: made once, by one process, and whole or not at all.
+"""The cache of prepared data. One process makes an entry, which appears only when it is complete.
 
-CACHE/index/FINGERPRINT.json   what the files with these sizes and times were prepared as
-CACHE/index/FINGERPRINT.lock   held by the process that prepares them
-CACHE/making/FINGERPRINT/      what it is writing
-CACHE/tokens/KEY/              finished: renamed here from `making`
+CACHE/index/FINGERPRINT.json   key of the entry for files with these sizes and times
+CACHE/index/FINGERPRINT.lock   locked by the process that prepares them
+CACHE/making/FINGERPRINT/      files that it is writing
+CACHE/tokens/KEY/              finished entry, renamed from `making`
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 
 class Cache:
-    """Paths of the cache, and the three things done with them: look up, lock, publish."""
+    """Paths of the cache, with look-up, locks and publishing of entries."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path.absolute() if path else cache_folder()
@@ -46,7 +46,7 @@ class Cache:
         return self.path / "tokens" / key
 
     def recall(self, fingerprint: str) -> dict[str, Any] | None:
-        """What `remember` was given for this fingerprint, or None."""
+        """The answer that `remember` stored for this fingerprint, or None."""
         try:
             found = json.loads(self._index(fingerprint, "json").read_text("utf-8"))
         except (OSError, ValueError):
@@ -60,7 +60,7 @@ class Cache:
     def lock(self, fingerprint: str, report: Progress) -> Iterator[None]:
         """Hold the fingerprint's lock, waiting for the process that has it (at most `WAIT_S`).
 
-        The lock is flock's: a holder that dies, however it dies, lets go of it.
+        The lock is `flock`'s, which is released when its holder dies for any reason.
         """
         path = self._index(fingerprint, "lock")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +75,8 @@ class Cache:
     def publish(self, fingerprint: str, key: str, *, readers: int = 0o044) -> Iterator[Path]:
         """A folder to write into that becomes `entry(key)` when the block ends without an error.
 
-        Others may read it as far as `readers` (bits of a file's mode) and the umask allow.
-        Call with the fingerprint's lock held: what a killed holder left is removed first.
+        Other users may read it as far as `readers` (bits of a file's mode) and the umask allow.
+        The caller must hold the fingerprint's lock: files of a killed holder are removed first.
         """
         self._sweep()
         work, entry = self.path / "making" / fingerprint, self.entry(key)
@@ -84,7 +84,7 @@ class Cache:
         work.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir()
         of_folder = work.stat().st_mode & (readers | readers >> 2)
-        work.chmod(0o700)  # nobody else's before it is known to be finished
+        work.chmod(0o700)  # no other user reads it before it is finished
         entry.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield work
@@ -99,7 +99,7 @@ class Cache:
             shutil.rmtree(work, ignore_errors=True)
 
     def discard(self, key: str) -> None:
-        """Remove a damaged entry, in a way that no reader sees half of it."""
+        """Remove a damaged entry at once, so that no reader sees a part of it."""
         making = self.path / "making"
         making.mkdir(parents=True, exist_ok=True)
         grave = making / f"{key}-{os.getpid()}"
@@ -111,7 +111,7 @@ class Cache:
         return self.path / "index" / f"{fingerprint}.{ending}"
 
     def _sweep(self) -> None:
-        """Remove unfinished folders whose makers are gone: nobody holds their locks."""
+        """Remove unfinished folders of dead processes, whose locks are free."""
         for work in (self.path / "making").glob("*"):
             lock = self._index(work.name, "lock")
             if not lock.exists():
@@ -135,7 +135,7 @@ def _wait(descriptor: int, path: Path, report: Progress) -> None:
 
 
 def _try(descriptor: int, path: Path) -> bool:
-    """Whether the lock could be had at once."""
+    """Take the lock if it is free; returns whether it was."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -149,7 +149,7 @@ def _try(descriptor: int, path: Path) -> bool:
 
 
 def _rename(work: Path, entry: Path) -> None:
-    """Publish `work`; where the same content was published meanwhile, that one stays."""
+    """Publish `work`, unless another process has published the same entry meanwhile."""
     try:
         os.rename(work, entry)
     except OSError as error:

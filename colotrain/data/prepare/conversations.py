@@ -1,8 +1,8 @@
 """From records to text: plain text, prompt and completion, or chat messages. No torch here.
 
-Every record becomes one text and, where only answers are learned, the spans of it that are. For
-messages the text is the chat template's. Which part of it an answer is, the template says by
-`{% generation %}`, or it is found by rendering the conversation up to the answer.
+Every record becomes one text. If only answers count in the loss, it comes with their spans. Chat
+messages are rendered by the chat template. Answers are what the template encloses in
+`{% generation %}`, or are found by rendering the conversation up to the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colotrain.spec.plan import DataPlan
 MEANINGS = ("text", "prompt", "completion", "messages")
 NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Marks around what `{% generation %}` encloses: code points that Unicode keeps out of texts."""
+"""Marks around text in `{% generation %}`: Unicode noncharacters, which texts do not contain."""
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -39,23 +39,23 @@ class Rendered:
 
     text: str
     answers: tuple[tuple[int, int], ...] | None
-    """The spans that are learned, in characters; None: all of it."""
+    """Spans, in characters, that count in the loss; None: the whole text."""
     ends: bool
-    """Whether a separator token has to be added: a chat template ends its turns itself."""
+    """Whether a separator token is added at the end; chat templates end their turns themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renderer:
-    """How the records of a plan become text. Plain data, so that it reaches other processes."""
+    """Renders the records of a plan as text. It is plain data, so that it can be pickled."""
 
     columns: dict[str, str]
     loss_on: str
     template: str | None
     tokens: dict[str, str] = field(default_factory=dict)
-    """bos_token and its like, which templates may use."""
+    """Special tokens such as bos_token, by name, which templates may use."""
 
     def wanted(self) -> frozenset[str]:
-        """The columns that are read."""
+        """Names of the columns that are read."""
         own = {self.columns.get(meaning, meaning) for meaning in MEANINGS}
         return frozenset(own | {"conversations", "tools"})
 
@@ -94,7 +94,7 @@ class Renderer:
     def _completion(
         self, prompt: Any, completion: Any, record: Mapping[str, Any]
     ) -> Rendered | None:
-        """Two texts, or two lists of messages."""
+        """Render prompt and completion: two texts, or two lists of messages."""
         if isinstance(prompt, list) and isinstance(completion, list):
             before = _messages(prompt)
             return self._chat([*before, *_messages(completion)], record, learn_from=len(before))
@@ -132,7 +132,7 @@ class Renderer:
     def _span(
         self, messages: list[dict[str, Any]], record: Mapping[str, Any], index: int, whole: str
     ) -> tuple[int, int]:
-        """Where the answer `index` stands in `whole`, by rendering what comes before it."""
+        """Span of message `index` in `whole`, found by rendering the messages before it."""
         before, _ = self._apply(messages[:index], record, add_generation_prompt=True)
         upto = whole
         if index + 1 < len(messages):
@@ -152,7 +152,7 @@ class Renderer:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The template's text, and the spans that it marks as generated."""
+        """Apply the template; returns the text, and its spans in `{% generation %}`."""
         import jinja2
 
         given = {**self.tokens, "messages": messages, "tools": record.get("tools")}
@@ -166,7 +166,7 @@ class Renderer:
 
 
 def renderer_of(plan: DataPlan) -> Renderer:
-    """The plan's renderer: its columns, its chat template or the tokenizer's own."""
+    """The plan's renderer, with the plan's chat template or else the tokenizer's."""
     beside = settings_beside(plan.tokenizer)
     tokens = {
         name: value
@@ -187,7 +187,7 @@ def _template(plan: DataPlan, beside: Mapping[str, Any]) -> str | None:
     if plan.chat_template is not None:
         return Path(plan.chat_template).read_text("utf-8")
     found = beside.get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # named templates
         by_name = {entry.get("name"): entry.get("template") for entry in found}
         found = by_name.get("default")
     return found if isinstance(found, str) else None
@@ -200,7 +200,7 @@ def no_template() -> ConfigError:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Messages as roles and contents; `from` and `value` are understood as well."""
+    """Messages with the keys role and content, for which `from` and `value` are accepted, too."""
     if not isinstance(value, list) or not value:
         raise BadRecord(f"messages: expected a list with messages in it, not {_shown(value)}")
     found = []
@@ -222,7 +222,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 @cache
 def _compiled(template: str) -> Any:
-    """The template in a sandbox, with what the transformers library offers templates."""
+    """Compile the template in a sandbox, with the functions that transformers gives templates."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -253,12 +253,12 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 
 def _no_clock(_: str) -> str:
-    """Templates that write today's date get a fixed one: the same data gives the same tokens."""
+    """A fixed date for templates that write today's, so that tokens do not depend on the day."""
     return "1 January 2024"
 
 
 def _generation() -> type[Any]:
-    """The tag `{% generation %}…{% endgeneration %}`, whose contents are marked."""
+    """Jinja extension for `{% generation %}…{% endgeneration %}`, which marks the contents."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 

@@ -1,4 +1,4 @@
-"""Corpora: which text files there are, how they are split, and how they are read. No torch here."""
+"""Corpora: finding, splitting and reading text files. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Callback for progress: (name of the activity, amount done, total)."""
 
 PIECE_BYTES = 1 << 18
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -23,7 +23,7 @@ LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFile:
-    """A file of the corpus; `name` is its POSIX path relative to what the user named."""
+    """A file of the corpus; `name` is its POSIX path relative to the folder the user named."""
 
     name: str
     path: Path
@@ -45,8 +45,8 @@ class Span:
 def list_files(plan: DataPlan) -> list[CorpusFile]:
     """The files that may be text, found without opening any of them.
 
-    The standard library's files are sorted by relative POSIX path. Of `data.path`, each entry is a
-    folder (all files below it, hidden ones left out, sorted), a file, or a glob.
+    The standard library's files are sorted by relative POSIX path. Each entry of `data.path` is a
+    folder (all files below it but hidden ones, sorted), a file, or a glob.
     """
     if plan.source == "corpus":
         return _standard_library(plan)
@@ -54,13 +54,13 @@ def list_files(plan: DataPlan) -> list[CorpusFile]:
 
 
 def expand(paths: Sequence[str]) -> list[CorpusFile]:
-    """The files that the entries of `data.path` name, each once; none at all is an error."""
+    """The files that the entries of `data.path` name, each once; `ConfigError` if none."""
     found = {file.path: file for path in paths for file in _expand(path)}
     return list(found.values())
 
 
 def text_files(files: Sequence[CorpusFile]) -> list[CorpusFile]:
-    """Those of `files` that hold text: like git, a NUL near the start tells that one does not."""
+    """The text files among `files`; as in git, a file with a NUL near its start is not text."""
     found = [file for file in files if _is_text(file.path)]
     if not found:
         names = ", ".join(str(file.path) for file in files[:3])
@@ -69,16 +69,16 @@ def text_files(files: Sequence[CorpusFile]) -> list[CorpusFile]:
 
 
 def is_validation(relative_name: str, fraction: float) -> bool:
-    """Whether a file belongs to validation: from a hash of its relative name, never of the seed."""
+    """Whether a file belongs to validation, decided by a hash of its relative name alone."""
     digest = hashlib.sha256(relative_name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def split(files: Sequence[CorpusFile], fraction: float) -> tuple[list[Span], list[Span]]:
-    """The documents of train and of validation. Empty files are no documents.
+    """Documents of train and of validation; empty files are left out.
 
-    Split by file (`is_validation`); where that leaves one side empty, as with a single file, every
-    file is cut at its end instead.
+    The split is by file (`is_validation`). If that leaves one side empty, as with a single file,
+    the end of every file is validation instead.
     """
     sizes = [(file, file.path.stat().st_size) for file in files]
     whole = [(file, Span(path=file.path, start=0, stop=size)) for file, size in sizes if size]
@@ -112,7 +112,7 @@ def read_pieces(span: Span) -> Iterator[str]:
 
 
 def fingerprint(files: Sequence[CorpusFile], salt: str) -> str:
-    """A hash of names, paths, sizes and modification times: made without opening any file."""
+    """Hash of names, paths, sizes and modification times, computed without opening any file."""
     digest = hashlib.sha256(salt.encode())
     for file in files:
         stat = file.path.stat()
@@ -122,7 +122,7 @@ def fingerprint(files: Sequence[CorpusFile], salt: str) -> str:
 
 
 def content_key(files: Sequence[CorpusFile], salt: str, report: Progress) -> str:
-    """A hash of names and contents, the same wherever the files lie."""
+    """Hash of names and contents, independent of the files' folder."""
     digest = hashlib.sha256(salt.encode())
     total, done = sum(file.path.stat().st_size for file in files), 0
     for file in files:
@@ -153,7 +153,7 @@ def _standard_library(plan: DataPlan) -> list[CorpusFile]:
 
 
 def _expand(path: str) -> list[CorpusFile]:
-    """The files one entry of `data.path` names, sorted; a glob's names are relative to its root."""
+    """Files of one entry of `data.path`, sorted; a glob's names are relative to its root."""
     found: list[CorpusFile] = []
     root = _root(path)
     for match in map(Path, matches(path)):
@@ -171,7 +171,7 @@ def _expand(path: str) -> list[CorpusFile]:
 
 
 def matches(path: str) -> list[str]:
-    """What one entry of `data.path` names: itself, or what the glob finds, sorted."""
+    """Paths that one entry of `data.path` names: itself, or the glob's matches, sorted."""
     literal = str(Path(path).expanduser())
     if os.path.exists(literal):
         return [literal]
@@ -179,7 +179,7 @@ def matches(path: str) -> list[str]:
 
 
 def _root(path: str) -> Path:
-    """What names are relative to: the folder itself, the file's, or a glob's longest fixed part."""
+    """Folder that names are relative to: itself, a file's, or the longest fixed part of a glob."""
     literal = Path(path).expanduser()
     if literal.is_dir():
         return literal
@@ -211,7 +211,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _cut(span: Span, fraction: float) -> int:
-    """Where to cut a file to leave about `fraction` of it: at a line's end, else a character's."""
+    """Byte at which to cut off about `fraction` of a file: a line's start, else a character's."""
     target = span.stop - int(span.size_bytes * fraction)
     with span.path.open("rb") as file:
         file.seek(target)
@@ -224,5 +224,5 @@ def _cut(span: Span, fraction: float) -> int:
 
 
 def wrong_path(value: str, expected: str, fix: str) -> ConfigError:
-    """What is said of an entry of `data.path`."""
+    """Error about an entry of `data.path`."""
     return ConfigError([Problem(key="data.path", value=value, expected=expected, fix=fix)])

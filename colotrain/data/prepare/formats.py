@@ -1,4 +1,4 @@
-"""Formats: which kind of files `data.path` names, told from names and contents. No torch here.
+"""Formats of the files in `data.path`, recognised by names and contents. No torch here.
 
 | format | what it is |
 | --- | --- |
@@ -46,7 +46,7 @@ SPLIT_WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFile:
-    """A file of records, and the split it belongs to by its name (None: split by record)."""
+    """A file of records, with the split that its name says (None: split by record)."""
 
     name: str
     path: Path
@@ -58,10 +58,10 @@ class RecordFile:
 
 
 def recognise(plan: DataPlan) -> str:
-    """One of `FORMATS`: `data.format` where it is set, otherwise what the files look like.
+    """One of `FORMATS`: `data.format` if set, otherwise the format that the files look like.
 
-    A folder is of a record format when all of its data files are; one `.txt` among them makes it
-    text. A folder with files of two record formats is a `ConfigError`.
+    A folder has a record format if all of its data files have it; a single `.txt` makes it text.
+    Raises `ConfigError` for a folder with files of two record formats.
     """
     if plan.source == "corpus":
         return "text"
@@ -116,14 +116,14 @@ def _kind_of_file(path: Path) -> str:
             return kind
     if path.suffix == ".bin":
         return "megatron" if is_megatron(path) else "nanogpt"
-    about = path.name.startswith("dataset_info")  # of the datasets library, often of one line
+    about = path.name.startswith("dataset_info")  # of the datasets library, often on one line
     if path.suffix == ".json" and not about and _holds_records(path):
         return "jsonl"
     return "text"
 
 
 def _is_aside(path: Path) -> bool:
-    """Files that stand beside data and are none: read-mes, licences, hidden ones.
+    """Whether a file is not data: a README, a licence, or hidden.
 
     `path` is relative to the folder that holds the data.
     """
@@ -134,7 +134,7 @@ def _is_aside(path: Path) -> bool:
 
 
 def _holds_records(path: Path) -> bool:
-    """Whether the first line is a JSON object on its own."""
+    """Whether the first line is a complete JSON object."""
     try:
         with path.open("rb") as file:
             line = file.readline(1 << 20)
@@ -167,9 +167,9 @@ def is_saved_dataset(folder: Path) -> bool:
 def record_files(plan: DataPlan, kind: str) -> list[RecordFile]:
     """The files of a record format, in the order of their names.
 
-    Where the names of some say train and those of others validation (or test), they are the
-    splits, and the validation fraction is not used; test files are then left out, unless there
-    are no others to validate with. A file whose name says neither is then a `ConfigError`.
+    If some names say train and others validation (or test), the files are split by name, and the
+    validation fraction is not used. Test files are then left out, unless there are no validation
+    files, and a file whose name says neither raises `ConfigError`.
     """
     found = [file for path in plan.paths for file in _record_files_at(path, kind)]
     if not found:
@@ -230,7 +230,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _split_of(name: str) -> str | None:
-    """`train` of `data/train-00000-of-00002.parquet` or `train/part-0.jsonl`."""
+    """Split in a file's name: `train` in `data/train-0-of-2.parquet` or `train/part-0.jsonl`."""
     for part in reversed(Path(name).parts):
         word = part.split(".")[0].split("-")[0].split("_")[0].lower()
         if word in SPLIT_WORDS:

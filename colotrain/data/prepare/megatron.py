@@ -1,4 +1,4 @@
-"""Megatron-LM's pair of files: tokens in `.bin`, and in `.idx` where documents begin."""
+"""Megatron-LM's pair of files: tokens in `.bin`, positions of documents in `.idx`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 
 
 def files(plan: DataPlan) -> list[Path]:
-    """The `.bin` files that `data.path` names by a prefix, either file, a folder or a glob."""
+    """The `.bin` files that `data.path` names, by a prefix, either file, a folder or a glob."""
     found: dict[Path, None] = {}
     for path in plan.paths:
         if is_megatron(Path(path).expanduser()):
@@ -37,7 +37,7 @@ def _bin(place: Path) -> Path:
 
 
 def open_pair(file: Path) -> Prepared:
-    """The whole pair as training tokens; a pair that does not fit together is a `ConfigError`."""
+    """The whole pair as training tokens; `ConfigError` if the two files do not match."""
     index = file.with_suffix(".idx")
     code, lengths, starts, _ = read_index(index)
     if code not in DTYPES:

@@ -1,8 +1,8 @@
-"""The `.idx` of Megatron-LM's pair of files: where sequences and documents of the `.bin` are.
+"""The `.idx` of Megatron-LM's pair of files: positions of sequences and documents in the `.bin`.
 
-The index (its source: megatron/core/datasets/indexed_dataset.py): a magic, a version, a code of
-the tokens' type, the numbers of sequences and of document marks; then every sequence's length
-(int32) and first byte (int64), and at which sequence each document begins (int64).
+The index (see megatron/core/datasets/indexed_dataset.py) has a magic number, a version, a code of
+the tokens' type, and the numbers of sequences and of document marks; then every sequence's length
+(int32) and first byte (int64), and the first sequence of each document (int64).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADER = struct.Struct("<9sQBQQ")
 
 
 def document_ends(index: Path) -> np.ndarray[Any, Any]:
-    """Where each document of the `.bin` ends, in tokens."""
+    """Position in the `.bin`, in tokens, of each document's end."""
     _, lengths, _, marks = read_index(index)
     before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     ends: np.ndarray[Any, Any] = before[marks[1:]]
@@ -28,7 +28,7 @@ def document_ends(index: Path) -> np.ndarray[Any, Any]:
 
 
 def read_index(index: Path) -> tuple[int, Any, Any, Any]:
-    """The token type's code, the sequences' lengths and first bytes, the documents' marks."""
+    """Code of the token type, the sequences' lengths and first bytes, the documents' marks."""
     data = index.read_bytes()
     try:
         magic, version, code, num_sequences, num_marks = HEADER.unpack_from(data)

@@ -1,4 +1,4 @@
-"""A few processes that work through a stream in order, in bounded memory. No torch here."""
+"""A pool of processes that maps a function over a stream, in bounded memory. No torch here."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from colotrain.parent_process import end_with
 
 MOST_WORKERS = 16
 AHEAD = 2
-"""Pieces of work per process that are under way at once: memory is bounded by their number."""
+"""Pieces of work per process that are in progress at once, which bounds memory."""
 
 _MAIN_NAMES = ("__spec__", "__file__")
-"""By which multiprocessing finds the main module."""
+"""Attributes with which multiprocessing finds the main module."""
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
 def default_workers() -> int:
-    """One per core that this process may use."""
+    """Number of processes: one per core that this process may use, at most `MOST_WORKERS`."""
     return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0))))
 
 
@@ -41,16 +41,16 @@ def in_order(
     begin: Callable[..., None],
     args: tuple[Any, ...],
 ) -> Iterator[Result]:
-    """`function` of each piece of `stream`, in its order, computed by `workers` processes.
+    """Results of `function` for each piece of `stream`, in order, from `workers` processes.
 
-    `begin(*args)` is called first in each of them; with one worker, here. A stream of a piece or
-    two is not worth processes of its own. They end with this process, however it ends.
+    `begin(*args)` is called first in each process. With one worker, or for a stream of one or two
+    pieces, everything runs in this process. The processes end with this one, however it ends.
     """
     stream = iter(stream)
     first = list(islice(stream, 3))
     if workers <= 1 or len(first) < 3:
         begin(*args)
-        yield from map(function, chain(first, stream))  # never the whole stream at once
+        yield from map(function, chain(first, stream))  # lazily
         return
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(
@@ -74,8 +74,9 @@ def in_order(
 
 @contextmanager
 def _main_hidden() -> Iterator[None]:
-    """Processes started meanwhile do not load this one's main module, which may be a script
-    without a guard, a notebook or stdin: they need nothing of it.
+    """Keep processes that are started inside from loading this one's main module.
+
+    They need nothing of it, and it may be a script without a guard, a notebook or stdin.
     """
     main = sys.modules["__main__"]
     hidden = {name: main.__dict__.pop(name) for name in _MAIN_NAMES if name in main.__dict__}
@@ -88,6 +89,6 @@ def _main_hidden() -> Iterator[None]:
 
 def _begin(parent: int, begin: Callable[..., None], args: tuple[Any, ...]) -> None:
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough
     begin(*args)

@@ -1,4 +1,4 @@
-"""Prepared data: token files with what is known about them. No torch here."""
+"""Prepared data: token files and facts about them. No torch here."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Token files that are ready to be read, and what is in them."""
+    """Token files that are ready to be read, and facts about their content."""
 
     train: Path
     validation: Path
     """Raw little-endian numbers of type `dtype`; may be the same file as `train`."""
     dtype: str
-    """A key of `NUMPY_DTYPES`; what colotrain writes is uint16 or uint32."""
+    """A key of `NUMPY_DTYPES`; colotrain itself writes uint16 or uint32."""
     vocab_size: int
-    """Every token is below this. For `bpe-SIZE` it is SIZE, however many were learned."""
+    """Upper limit of token ids. For `bpe-SIZE` it is SIZE, even if training found fewer tokens."""
     num_train: int
     num_validation: int
     """Tokens of each split."""
     train_start: int = 0
     validation_start: int = 0
-    """Where in its file each split begins, in tokens."""
+    """Position of each split's first token in its file."""
     tokenizer: Path | None = None
-    """The tokenizer.json that made the tokens; None for bytes, or where it is not known."""
+    """The tokenizer.json that made the tokens; None for bytes, or where it is unknown."""
     num_bytes_train: int | None = None
     num_bytes_validation: int | None = None
     """UTF-8 bytes of the text of each split; None for token files."""
     separator: int | None = None
-    """The token that ends a document, where it is known."""
+    """Token that ends a document; None where unknown."""
     has_documents: bool = False
-    """Whether the ends of documents stand beside the tokens (`document_ends`)."""
+    """Whether there are files with the ends of documents (`document_ends`)."""
     has_targets: bool = False
-    """Whether a byte per token, beside the tokens, says which are learned (`targets`)."""
+    """Whether there are files with a byte per token, 1 if it counts in the loss (`targets`)."""
     index: Path | None = None
-    """Megatron's `.idx`, which says where the documents of a token file end."""
+    """Megatron's `.idx`, with the ends of the token file's documents."""
     num_bad: int = 0
-    """Records that were left out (`data.on_bad=skip`)."""
+    """Number of records that were left out (`data.on_bad=skip`)."""
     bad: tuple[str, ...] = ()
-    """The first of them: `FILE:LINE: what is wrong`."""
+    """The first bad records: `FILE:LINE: what is wrong`."""
 
     def count(self, split: Split) -> int:
         return self.num_train if split == "train" else self.num_validation
 
     def tokens(self, split: Split) -> np.ndarray[Any, Any]:
-        """The split's tokens, mapped from their file."""
+        """The split's tokens, memory-mapped from their file."""
         is_train = split == "train"
         path = self.train if is_train else self.validation
         start = self.train_start if is_train else self.validation_start
         return _map(path, NUMPY_DTYPES[self.dtype], start=start, count=self.count(split))
 
     def document_ends(self, split: Split) -> np.ndarray[Any, Any] | None:
-        """Where in `tokens(split)` each document ends, ascending; None where that is not known."""
+        """Ends of documents as positions in `tokens(split)`, ascending; None where unknown."""
         if self.index is not None:
             start = self.train_start if split == "train" else self.validation_start
             ends = document_ends(self.index) - start
@@ -73,12 +73,12 @@ class Prepared:
         return _map(path, "<i8", start=0, count=path.stat().st_size // 8)
 
     def count_longer(self, split: Split, seq_len: int) -> int:
-        """Documents of more than `seq_len` tokens; 0 where documents are not known."""
+        """Number of documents of more than `seq_len` tokens; 0 where documents are unknown."""
         ends = self.document_ends(split)
         return 0 if ends is None else int((np.diff(ends, prepend=0) > seq_len).sum())
 
     def targets(self, split: Split) -> np.ndarray[Any, Any] | None:
-        """1 for every token that is learned, as a label, and 0 for the others; None: all are."""
+        """1 for every token that counts in the loss as a label, else 0; None: all count."""
         if not self.has_targets:
             return None
         path = beside(self.train if split == "train" else self.validation, "targets")
@@ -86,7 +86,7 @@ class Prepared:
 
 
 def beside(tokens: Path, ending: str) -> Path:
-    """The file `ending` that belongs to a token file of colotrain's."""
+    """Path of a token file with another ending, such as its `ends` or `targets`."""
     return tokens.with_suffix(f".{ending}")
 
 
@@ -97,7 +97,7 @@ def write_facts(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_entry(entry: Path) -> Prepared | None:
-    """A finished entry of the cache; None where there is none, or its files are not whole."""
+    """A finished entry of the cache; None where it is absent or its files are incomplete."""
     train, held = entry / "train.bin", entry / "validation.bin"
     try:
         facts = json.loads((entry / "prepared.json").read_text("utf-8"))
@@ -111,7 +111,7 @@ def read_entry(entry: Path) -> Prepared | None:
 
 
 def _sizes(found: Prepared) -> Iterator[bool]:
-    """Whether each file is as long as it should be."""
+    """Whether each file has the expected size."""
     for path, count in ((found.train, found.num_train), (found.validation, found.num_validation)):
         yield count_tokens(path, found.dtype) == count
         if found.has_targets:

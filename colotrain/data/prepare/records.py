@@ -1,6 +1,6 @@
 """Records: JSON lines, Parquet and Arrow files, read block by block. No torch here.
 
-The process that reads passes blocks on as bytes; `parse` makes records of them in another one.
+One process reads blocks of bytes; others `parse` them into records.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ BLOCK_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A few hundred records of one file, still as bytes."""
+    """A few hundred records of one file, as unparsed bytes."""
 
     file: str
-    """The file as it is shown to people."""
+    """Path of the file, as messages show it."""
     name: str
-    """The file's name inside the corpus, which decides with the record's number on its split."""
+    """Name of the file in the corpus; its hash with a record's number decides the split."""
     split: str | None
     kind: str
-    """lines, or arrow (an Arrow stream)."""
+    """Kind of `payload`: lines, or arrow (an Arrow stream)."""
     first: int
     """Number of the first line or row, from 1."""
     payload: bytes
     done: int
-    """Bytes of the file that are read with this block."""
+    """Bytes of the file that are read up to the end of this block."""
 
 
 class BadRecord(Exception):
-    """A record that cannot be used, and why."""
+    """A record that cannot be used; the message says why."""
 
 
 def blocks(file: RecordFile, kind: str, columns: frozenset[str]) -> Iterator[Block]:
-    """The blocks of a file. Of Parquet and Arrow only `columns` are read, where they exist."""
+    """The blocks of a file; from Parquet and Arrow only `columns` are read, where they exist."""
     pieces = _lines(file.path) if kind == "jsonl" else _rows(file.path, kind, columns)
     for first, payload, done in pieces:
         yield Block(
@@ -58,7 +58,7 @@ def blocks(file: RecordFile, kind: str, columns: frozenset[str]) -> Iterator[Blo
 
 
 def parse(block: Block) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
-    """Each record of a block with its number; what is no record comes as a `BadRecord`."""
+    """Each record of a block with its number, or a `BadRecord` where it cannot be parsed."""
     if block.kind == "arrow":
         for number, row in enumerate(_from_arrow(block.payload), start=block.first):
             yield number, row
@@ -83,7 +83,7 @@ def _from_line(line: bytes) -> dict[str, Any] | BadRecord:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Whole lines, about `BLOCK_BYTES` at a time."""
+    """Complete lines, about `BLOCK_BYTES` at a time."""
     with path.open("rb") as raw:
         packed = path.suffix == ".gz"
         source: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
@@ -98,7 +98,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _rows(path: Path, kind: str, columns: frozenset[str]) -> Iterator[tuple[int, bytes, int]]:
-    """Rows as Arrow streams; how far the file is read is estimated from the rows done."""
+    """Rows as Arrow streams; the bytes read are estimated from the share of rows."""
     pa = import_pyarrow()
     number, size = 1, path.stat().st_size
     try:
@@ -153,7 +153,7 @@ def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
 
 
 def import_pyarrow() -> Any:
-    """The pyarrow package, or an error that says how to get it."""
+    """Import pyarrow; raises `ColotrainError` with the command that installs it."""
     try:
         import pyarrow
         import pyarrow.ipc

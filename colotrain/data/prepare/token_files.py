@@ -1,4 +1,4 @@
-"""Token files that others made, used in place: nanoGPT's `.bin`, Megatron's `.bin` with `.idx`."""
+"""Existing token files, used in place: nanoGPT's `.bin`, Megatron's `.bin` with `.idx`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_token_files(
 ) -> list[Prepared]:
     """The shards that `data.path` names, each with its splits.
 
-    Files whose names begin with `val` are validation; without any, every shard is cut at its end.
+    Files whose names begin with `val` are validation; if there are none, the end of every shard is.
     nanoGPT's two files become one shard with two splits.
     """
     files = megatron.files(plan) if kind == "megatron" else _nanogpt_files(plan)
@@ -75,7 +75,7 @@ def _open_nanogpt(file: Path) -> Prepared:
 
 
 def _with_tokenizer(plan: DataPlan, shard: Prepared, highest: int) -> Prepared:
-    """The shard with its vocabulary, and with the tokenizer that is said to have made it."""
+    """The shard with its vocabulary size, and with the tokenizer of the plan."""
     file = vocabulary.tokenizer_file(plan.tokenizer)
     size = max((vocabulary.vocab_size_of(plan.tokenizer) or 0) if file else 0, highest + 1)
     separator = vocabulary.separator_of(plan.tokenizer, vocabulary.load(file)) if file else None
@@ -83,7 +83,7 @@ def _with_tokenizer(plan: DataPlan, shard: Prepared, highest: int) -> Prepared:
 
 
 def _cut(shard: Prepared, fraction: float) -> Prepared:
-    """The last tokens as validation; whole documents where it is known where they end."""
+    """Make the last tokens validation; whole documents where their ends are known."""
     count = shard.num_train
     start = count - int(count * fraction)
     ends = shard.document_ends("train")
@@ -100,7 +100,7 @@ def _as_validation(shard: Prepared) -> Prepared:
 
 
 def _joined(shards: list[Prepared]) -> list[Prepared]:
-    """Two files of one type, train and validation, as the two splits of one."""
+    """Join a train and a validation file of the same dtype to one shard with two splits."""
     train, held = sorted(shards, key=lambda shard: shard.num_train == 0)
     if train.dtype != held.dtype:
         return [train, held]
@@ -110,7 +110,7 @@ def _joined(shards: list[Prepared]) -> list[Prepared]:
 
 
 def _highest_token(shard: Prepared, store: Cache, report: Progress, salt: str) -> int:
-    """The highest token of a file: read once, then remembered in the cache's index."""
+    """The highest token id in a file, which is read once and then found in the cache's index."""
     named = [CorpusFile(name=shard.train.name, path=shard.train)]
     fingerprint = corpora.fingerprint(named, f"{salt} highest\n")
     known = store.recall(fingerprint)
@@ -122,7 +122,7 @@ def _highest_token(shard: Prepared, store: Cache, report: Progress, salt: str) -
 
 
 def scan(shard: Prepared, report: Progress) -> int:
-    """The highest token; one below 0 is an error."""
+    """The highest token id; raises `ConfigError` for one below 0."""
     tokens, highest = shard.tokens("train"), 0
     for at in range(0, len(tokens), SCAN_TOKENS):
         chunk = tokens[at : at + SCAN_TOKENS]

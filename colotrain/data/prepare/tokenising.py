@@ -1,4 +1,4 @@
-"""Tokenising records: blocks of bytes in, token files out, in processes of their own. No torch."""
+"""Tokenising records: from blocks of bytes to token files, in several processes. No torch."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ BAD_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a process has to know to tokenize blocks."""
+    """Settings of a process that tokenizes blocks."""
 
     tokenizer: str
     file: Path
-    """Where `make_encoder` left the tokenizer."""
+    """Path at which `make_encoder` saved the tokenizer."""
     renderer: Renderer
     fraction: float
-    """Share of the records that is validation, in files of no split."""
+    """Share of the records that are validation, in files without a split of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """The records of a block as tokens, split by split."""
+    """The tokens of a block's records, by split."""
 
     tokens: dict[str, bytes]
     lengths: dict[str, list[int]]
-    """Tokens of each document."""
+    """Number of tokens of each document."""
     targets: dict[str, bytes]
     num_bytes: dict[str, int]
     bad: list[tuple[str, str]] = field(default_factory=list)
-    """`FILE:LINE`, and what is wrong there."""
+    """(`FILE:LINE`, reason) of each bad record."""
     file: str
     done: int
 
@@ -55,9 +55,9 @@ class Encoded:
 def write_records(
     work: Path, plan: DataPlan, files: Sequence[RecordFile], kind: str, report: Progress
 ) -> None:
-    """Write the token files of records, their documents' ends and targets, and the facts.
+    """Write token files, the documents' ends, targets, and facts about them.
 
-    A bad record is a `ConfigError` (with up to five of its block), or counted, as the plan says.
+    By `data.on_bad`, a bad record is counted, or raises `ConfigError` with up to five of its block.
     """
     renderer, file = renderer_of(plan), work / "tokenizer.json"
     texts = _training_texts(plan, files, kind, renderer, report)
@@ -158,7 +158,7 @@ def begin(task: Task) -> None:
 
 
 def encode(block: Block) -> Encoded:
-    """The tokens of a block's records."""
+    """Tokenize a block's records."""
     rendered: dict[str, list[Rendered]] = {split: [] for split in SPLITS}
     bad = []
     for number, record in records.parse(block):
@@ -184,7 +184,7 @@ def encode(block: Block) -> Encoded:
 
 
 def split_of(block: Block, number: int, fraction: float) -> str:
-    """The file's own split, or one from a hash of the record's place: never of the seed."""
+    """The file's own split, or one from a hash of file name and record number alone."""
     if block.split is not None:
         return block.split
     held = fraction and corpora.is_validation(f"{block.name}:{number}", fraction)
@@ -192,7 +192,7 @@ def split_of(block: Block, number: int, fraction: float) -> str:
 
 
 def _encode(texts: Sequence[Rendered]) -> tuple[bytes, list[int], bytes]:
-    """Tokens, lengths and targets of documents, one after the other."""
+    """Concatenated tokens, lengths and concatenated targets of documents."""
     learned = [r.answers is not None for r in texts]
     plain = iter(_encoder.encode([r.text for r in texts if r.answers is None]))
     marked = iter(_encoder.encode_with_ends([r.text for r in texts if r.answers is not None]))
@@ -212,7 +212,7 @@ def _encode(texts: Sequence[Rendered]) -> tuple[bytes, list[int], bytes]:
 
 
 def _targets(ends: Any, answers: Sequence[tuple[int, int]] | None) -> np.ndarray[Any, Any]:
-    """1 for every token whose last character lies in an answer."""
+    """1 for every token whose last character is in an answer, else 0."""
     places = np.asarray(ends)
     found = np.zeros(len(places), np.uint8)
     for start, stop in answers or ():
@@ -227,7 +227,7 @@ def _blocks(files: Sequence[RecordFile], kind: str, renderer: Renderer) -> Itera
 
 
 def _starts(files: Sequence[RecordFile]) -> dict[str, int]:
-    """File → bytes of the files before it."""
+    """Path of a file → bytes of all files before it."""
     found, before = {}, 0
     for file in files:
         found[str(file.path)] = before
@@ -238,7 +238,7 @@ def _starts(files: Sequence[RecordFile]) -> dict[str, int]:
 def _training_texts(
     plan: DataPlan, files: Sequence[RecordFile], kind: str, renderer: Renderer, report: Progress
 ) -> Iterator[str]:
-    """The texts of the train split; bad records are told later."""
+    """The texts of the train split, without bad records, which `write_records` reports."""
     total, before = sum(f.size_bytes for f in files), _starts(files)
     for block in _blocks(files, kind, renderer):
         for number, record in records.parse(block):

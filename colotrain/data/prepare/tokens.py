@@ -1,4 +1,4 @@
-"""Tokens: text made into token files once, and kept in the cache. No torch here."""
+"""Preparing a plan's data as token files, once, in the cache. No torch here."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
     "vocab_size_of",
 ]
 
-FORMAT = 2  # of cache entries: a change makes every entry anew
+FORMAT = 2  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 Write = Callable[[Path], None]
 
 
 def parts_of(plan: DataPlan) -> list[DataPlan]:
-    """The plan of each part of a mixture; of anything else, the plan itself."""
+    """The plan of each part of a mixture; the plan itself if it has no mixture."""
     return [
         dataclasses.replace(
             plan,
@@ -52,7 +52,7 @@ def parts_of(plan: DataPlan) -> list[DataPlan]:
 def prepare_all(
     plan: DataPlan, *, progress: Progress | None = None, cache: Path | None = None
 ) -> list[Prepared]:
-    """Every shard of every part of the plan's data, made now or found in the cache."""
+    """Every shard of every part of the plan's data, prepared now or found in the cache."""
     return [
         shard
         for part in parts_of(plan)
@@ -71,11 +71,11 @@ def prepare(
 def prepare_shards(
     plan: DataPlan, *, progress: Progress | None = None, cache: Path | None = None
 ) -> list[Prepared]:
-    """The plan's data as token files, made now or found in the cache (`data.cache`).
+    """The plan's data as token files, prepared now or found in the cache (`data.cache`).
 
-    Every process of a run may call it at once: one does the work and the others wait. Token files
-    are used in place, each a shard; everything else becomes one shard. Documents are ended by one
-    separator (a 0 byte for `bytes`); between text files it stands only between them.
+    Every process of a run may call it at once: one does the work and the others wait. Each existing
+    token file is a shard, used in place; all other data become one shard. A document ends with a
+    separator token (a 0 byte for `bytes`); the last text file has none.
     Raises `ConfigError` for data that cannot be used; memory stays bounded.
     """
     store, report = Cache(cache), progress or (lambda what, done, total: None)
@@ -96,7 +96,7 @@ def prepare_shards(
 
 
 def decode(tokenizer: Prepared | Path | str, ids: Iterable[int]) -> str:
-    """Tokens as text, separators included. Takes what `prepare` gave, a file, or `bytes`."""
+    """Text of tokens, separators included, by a `Prepared`, a tokenizer's file, or `bytes`."""
     source = tokenizer.tokenizer or "bytes" if isinstance(tokenizer, Prepared) else tokenizer
     numbers = [int(number) for number in ids]
     if source != "bytes":
@@ -138,9 +138,9 @@ def _prepare(
     store: Cache,
     report: Progress,
 ) -> Prepared:
-    """The cache's entry for `files`, written by `write` where there is none.
+    """The cache's entry for `files`, written by `write` if there is none.
 
-    `choose` tells, by looking into them, which files count. `own` is the tokenizer's file.
+    `choose` opens files to select those that are used. `own` is the tokenizer's file.
     """
     fingerprint = corpora.fingerprint([*own, *files], salt)
     if found := _find(store, fingerprint):
@@ -164,7 +164,7 @@ def _prepare(
 
 
 def readers_of(files: Sequence[CorpusFile]) -> int:
-    """Who beside their owner may read all of the files: bits of a file's mode."""
+    """Bits of a file's mode: whether group and others may read all of the files."""
     readers = 0o044
     for file in files:
         readers &= file.path.stat().st_mode
@@ -172,9 +172,9 @@ def readers_of(files: Sequence[CorpusFile]) -> int:
 
 
 def _own_files(plan: DataPlan) -> tuple[list[CorpusFile], str]:
-    """The tokenizer's own file, and what else decides the outcome.
+    """The tokenizer's file, and a text of the other settings that tokens depend on.
 
-    A tokenizer file counts by its content, not by where it lies.
+    The text does not contain the file's path, since only its content matters.
     """
     own = vocabulary.tokenizer_file(plan.tokenizer)
     spec = "file" if own else plan.tokenizer
@@ -226,7 +226,7 @@ def _training_text(spans: Sequence[Span], report: Progress) -> Iterator[str]:
 def _write_tokens(
     path: Path, spans: Sequence[Span], encoder: Encoder, dtype: str, report: Callable[[int], None]
 ) -> tuple[int, int]:
-    """Write the documents' tokens and ends; returns their number, and the text's UTF-8 bytes."""
+    """Write the documents' tokens and ends; returns (number of tokens, UTF-8 bytes of text)."""
     separator = [] if encoder.separator is None else [encoder.separator]
     num_tokens, num_bytes = 0, 0
     with path.open("wb") as out, beside(path, "ends").open("wb") as ends:
@@ -234,7 +234,7 @@ def _write_tokens(
             encoded = encoder.encode([text for text, _ in batch])
             for (text, is_first), ids in zip(batch, encoded, strict=True):
                 begins_next = is_first and num_tokens > 0
-                if begins_next:  # the separator is the last token of the document before
+                if begins_next:  # the separator is the previous document's last token
                     out.write(np.asarray(separator, dtype=NUMPY_DTYPES[dtype]).tobytes())
                     num_tokens += len(separator)
                     ends.write(np.asarray([num_tokens], "<i8").tobytes())
@@ -248,7 +248,7 @@ def _write_tokens(
 
 
 def _batches(spans: Sequence[Span]) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces of text, each with whether it begins a document, about `BATCH_BYTES` at a time."""
+    """Batches of (text, whether it begins a document) of about `BATCH_BYTES`."""
     batch: list[tuple[str, bool]] = []
     size = 0
     for span in spans:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-level BPE learned from the corpus, or a tokenizer.json. No torch here."""
+"""Tokenizers: bytes, byte-level BPE trained on the corpus, or a tokenizer.json. No torch here."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Encoder:
 
     vocab_size: int
     separator: int | None
-    """The token between documents; None where a tokenizer.json has none that is known."""
+    """Token between documents; None where a tokenizer.json has no known one."""
     encode: Callable[[list[str]], list[Any]]
-    """Texts → a sequence of tokens for each."""
+    """Texts → sequence of tokens for each."""
     encode_with_ends: Callable[[list[str]], list[tuple[Any, Any]]]
     """Texts → tokens, and for each token the number of characters up to its end."""
 
 
 def check_tokenizer(spec: str) -> str | None:
-    """What is wrong with a tokenizer as the user wrote it, or None."""
+    """The problem with a tokenizer as the user wrote it, or None."""
     if spec == "bytes":
         return None
     if (size := _bpe_size(spec)) is not None:
@@ -54,7 +54,7 @@ def check_tokenizer(spec: str) -> str | None:
 
 
 def vocab_size_of(tokenizer: str) -> int | None:
-    """The vocabulary a tokenizer has, told without preparing anything; None for a wrong one."""
+    """Size of a tokenizer's vocabulary, found without preparing data; None if it is invalid."""
     if check_tokenizer(tokenizer) is not None:
         return None
     if tokenizer == "bytes":
@@ -64,7 +64,7 @@ def vocab_size_of(tokenizer: str) -> int | None:
 
 
 def tokenizer_file(spec: str) -> Path | None:
-    """The file a tokenizer is read from, where it is one; a folder's is its tokenizer.json."""
+    """The file of a tokenizer, in a folder its tokenizer.json; None for `bytes` and `bpe-SIZE`."""
     if spec == "bytes" or _bpe_size(spec) is not None:
         return None
     path = Path(spec).expanduser().absolute()
@@ -72,9 +72,9 @@ def tokenizer_file(spec: str) -> Path | None:
 
 
 def settings_beside(spec: str) -> dict[str, Any]:
-    """What tokenizer_config.json beside a tokenizer says: its special tokens, its chat template.
+    """Settings in tokenizer_config.json beside a tokenizer: special tokens, chat template.
 
-    A template in a file of its own (chat_template.jinja) comes first. Tokens are plain texts.
+    A separate chat_template.jinja has priority. Special tokens are converted to strings.
     """
     file = tokenizer_file(spec)
     if file is None:
@@ -95,9 +95,9 @@ def settings_beside(spec: str) -> dict[str, Any]:
 
 
 def make_encoder(spec: str, file: Path, texts: Iterable[str]) -> Encoder:
-    """The encoder of a tokenizer that `check_tokenizer` accepts; `bpe-SIZE` learns from `texts`.
+    """The encoder of a tokenizer that `check_tokenizer` accepts; `bpe-SIZE` is trained on `texts`.
 
-    A subword tokenizer is left in `file`.
+    A subword tokenizer is saved in `file`.
     """
     size, source = _bpe_size(spec), tokenizer_file(spec)
     if size is not None:
@@ -108,10 +108,10 @@ def make_encoder(spec: str, file: Path, texts: Iterable[str]) -> Encoder:
 
 
 def open_encoder(spec: str, file: Path) -> Encoder:
-    """The encoder of a tokenizer that `make_encoder` has left in `file`.
+    """The encoder of a tokenizer that `make_encoder` has saved in `file`.
 
-    For `bpe-SIZE` the vocabulary is SIZE, however many tokens were learned, so that a model's
-    shape never depends on the corpus.
+    For `bpe-SIZE` the size of the vocabulary is SIZE, even if training found fewer tokens, so that
+    a model's shape does not depend on the corpus.
     """
     if spec == "bytes":
         return Encoder(
@@ -135,14 +135,14 @@ def open_encoder(spec: str, file: Path) -> Encoder:
 
 
 def separator_of(spec: str, tokenizer: Tokenizer) -> int | None:
-    """The token that ends a document, or None where a tokenizer has none that is known."""
+    """Id of the token that ends a document; None where the tokenizer has no known one."""
     names = [settings_beside(spec).get("eos_token"), *SEPARATORS]
     known = [tokenizer.token_to_id(name) for name in names if isinstance(name, str)]
     return next((number for number in known if number is not None), None)
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer saved in a file."""
+    """Load the tokenizer saved in a file; raises `ColotrainError` if that fails."""
     path = path.expanduser()
     try:
         stat = path.stat()

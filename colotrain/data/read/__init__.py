@@ -1,1 +1,1 @@
-"""From token files and users' datasets to batches."""
+"""Reading data: from token files and users' datasets to batches."""

@@ -1,4 +1,4 @@
-"""Micro-batches that other processes read while training goes on: `data.num_workers`."""
+"""Reading micro-batches ahead in other processes during training: `data.num_workers`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ AHEAD = 2
 
 
 def read_ahead(loader: BatchLoader, plan: RunPlan, split: Split) -> BatchLoader:
-    """The loader, or one whose micro-batches `data.num_workers` processes read.
+    """The loader, or one whose micro-batches are read by `data.num_workers` processes.
 
-    A `ConfigError` for a stream, which one process alone can read in its order.
+    Raises `ConfigError` for a stream, which only a single process can read in order.
     """
     if not plan.data.num_workers:
         return loader
@@ -41,11 +41,11 @@ def read_ahead(loader: BatchLoader, plan: RunPlan, split: Split) -> BatchLoader:
 class AheadLoader(BatchLoader):
     """A loader whose micro-batches are read in order by processes of torch's DataLoader.
 
-    They are forked from this one at once, while it holds little, and stay; where another
-    micro-batch than the next one is asked for, they go on from there. What a sample draws at random
-    is a function of the seed and its position, so that it is the same for any number of processes
-    and ranks, and after a resume. After `again` steps the first one is read again, as evaluation
-    does.
+    The processes are forked in the constructor, while this one uses little memory, and persist. If
+    a micro-batch other than the next is requested, they continue from it. Random numbers are seeded
+    by the run's seed and a sample's position, so that they are the same for any number of processes
+    and ranks, and after a resume. After `again` steps reading restarts at the first one, as needed
+    for evaluation.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AheadLoader(BatchLoader):
         return found
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """Micro-batch `number` of this rank, counted over steps, read here."""
+        """Read micro-batch `number` of this rank, counted over all steps, in this process."""
         step, index = divmod(number, self.batch.accumulation_steps)
         samples = {}
         for position in self.positions(step, index):
@@ -91,7 +91,7 @@ class AheadLoader(BatchLoader):
 
 
 class _Numbers:
-    """The numbers of micro-batches from `first` on; after `cycle` of them from 0 again."""
+    """Sampler of micro-batch numbers from `first` on; after `cycle - 1` comes 0 again."""
 
     def __init__(self, cycle: int | None) -> None:
         self.first, self.cycle = 0, cycle
@@ -107,7 +107,7 @@ class _Numbers:
 
 
 class _Read(Dataset[Any]):
-    """Micro-batches by number; an error is given as it is, to be raised where it is asked for."""
+    """Dataset of micro-batches; an error is returned as an item, and raised by the loader."""
 
     def __init__(self, loader: AheadLoader) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""A look at data before training: counts, lengths, and samples as the model will see them."""
+"""Inspection of data before training: counts, lengths, and samples as the model sees them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MOST_BINS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token of a sample, as text, and what becomes of it."""
+    """A token of a sample, as text, with its role in training."""
 
     text: str
     learned: bool
-    """It is predicted by the one before it, and counts in the loss."""
+    """Whether the token is a target that counts in the loss."""
     document: int | None
-    """The number of its document in an isolated sample; -1 is padding."""
+    """Number of its document in an isolated sample; -1 for padding; None if not isolated."""
 
 
 def describe(plan: DataPlan, progress: Progress | None = None) -> dict[str, Any]:
-    """What there is: part by part, and the samples of each split. Prepares the data."""
+    """Facts about each part, and the number of samples per split. Prepares the data."""
     if plan.source == "target":
         return {"parts": [], "samples": _count_samples(plan), "seq_len": plan.seq_len}
     parts = []
@@ -82,13 +82,13 @@ def _count_documents(shards: list[Prepared], split: Split) -> int | None:
 
 
 def _count_learned(shard: Prepared) -> int:
-    """Tokens of the train split that count in the loss."""
+    """Number of tokens of the train split that count in the loss."""
     targets = shard.targets("train")
     return shard.num_train if targets is None else int(np.count_nonzero(targets))
 
 
 def _histogram(shards: list[Prepared], seq_len: int) -> dict[str, Any] | None:
-    """How many documents of the train split have up to so many tokens (powers of two)."""
+    """Histogram of the train documents' lengths in tokens, with bins up to powers of two."""
     ends = [shard.document_ends("train") for shard in shards]
     if not ends or any(e is None for e in ends):
         return None
@@ -116,7 +116,7 @@ def _histogram(shards: list[Prepared], seq_len: int) -> dict[str, Any] | None:
 def sample_tokens(
     plan: DataPlan, number: int, *, seed: int, split: Split = "train"
 ) -> tuple[int, list[Token]]:
-    """The sample that stands at position `number` of the run's order: its index, its tokens."""
+    """Index and tokens of the sample at position `number` of the run's order."""
     samples = open_samples(plan, split)
     if not 0 <= number < len(samples):
         expected = f"a number from 0 to {len(samples) - 1} ({split} has {len(samples)} samples)"
@@ -147,7 +147,7 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
 
 
 def token_texts(plan: DataPlan, ids: list[int]) -> list[str]:
-    """Each token as text; a character of several tokens stands at its last."""
+    """Text of each token; a character of several tokens is part of the last one's."""
     if plan.source == "target":
         file = vocabulary.tokenizer_file(plan.tokenizer)
         if file is None and plan.tokenizer != "bytes":

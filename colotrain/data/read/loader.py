@@ -1,4 +1,4 @@
-"""Samples, the order they come in, and the micro-batches of a rank."""
+"""Samples, their order, and the micro-batches of a rank."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Samples(Protocol):
 
 
 def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> Samples:
-    """The samples of a split: of the plan's files, or what the user's `data.target` returns.
+    """The samples of a split, from the plan's files or from the user's `data.target`.
 
-    A split that holds nothing is empty, never an error here. An iterable-style dataset with
-    `state_dict` becomes `data.samples.StreamSamples`: its order is its own, and resuming reads
-    forward. `data.samples.user_samples` says how a user's dataset is split.
+    A split without samples is no error here. An iterable-style dataset with `state_dict` becomes
+    `data.read.samples.StreamSamples`: it has its own order, and resuming reads forward. How a
+    user's dataset is split is described at `data.read.samples.user_samples`.
     """
     if plan.source == "target":
         return user_samples(plan, split)
@@ -66,7 +66,7 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
 def planned_order(
     samples: Samples, plan: RunPlan, split: Split = "train"
 ) -> SampleOrder | MixtureOrder:
-    """The order that the samples of a run come in; a `ConfigError` where there are too few."""
+    """The order of a run's samples; raises `ConfigError` where there are too few."""
     drops = split == "train" and plan.train.last_batch == "drop"
     whole = plan.batch.global_batch if drops else 1
     if 0 < len(samples) < whole:
@@ -77,9 +77,9 @@ def planned_order(
 def order_of(
     samples: Samples, *, seed: int, shuffle: bool, whole: int = 1
 ) -> SampleOrder | MixtureOrder:
-    """The order that samples come in; a `ConfigError` where there are none.
+    """The order of samples; raises `ConfigError` where there are none.
 
-    `whole`: of an epoch the most samples are used that are a multiple of it.
+    The number of samples used per epoch is rounded down to a multiple of `whole`.
     """
     refuse_empty(samples)
     if isinstance(samples, Mixture):
@@ -96,12 +96,12 @@ def refuse_empty(samples: Samples) -> None:
 
 
 class SampleOrder:
-    """Which sample stands at which position: a function of seed and position alone.
+    """Order of samples: the sample at a position depends on seed and position alone.
 
-    Epoch `position // num_used` is a permutation of its own, made from (seed, epoch) by sorting
+    Each epoch, `position // num_used`, has its own permutation, made from (seed, epoch) by sorting
     raw Philox numbers, whose stream numpy keeps the same in every version (NEP 19). Only the
-    current epoch's is held: 4 or 8 bytes per sample. A stream keeps its own order. Of an epoch
-    `num_used` samples are used, the most that are a multiple of `whole`.
+    current epoch's is in memory: 4 or 8 bytes per sample. A stream keeps its own order. An epoch
+    uses `num_used` samples, the largest multiple of `whole`.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool, whole: int = 1) -> None:
@@ -133,9 +133,9 @@ class SampleOrder:
 class BatchLoader:
     """The micro-batches of one rank.
 
-    Sample i of micro-batch j on rank r in step k stands at position `k*G + (j*W + r)*m + i` of the
+    Sample i of micro-batch j on rank r in step k is at position `k*G + (j*W + r)*m + i` of the
     order (G the global batch, W the data-parallel size, m the micro-batch; steps count from 0), so
-    the samples of a step are the same for every split of the same global batch.
+    the samples of a step are the same however the global batch is divided.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class BatchLoader:
         self.rank = rank
 
     def ids(self, step: int, micro_batch_index: int) -> list[int]:
-        """The samples of a micro-batch of this rank."""
+        """Ids of the samples in a micro-batch of this rank."""
         return self.order.samples_at(self.positions(step, micro_batch_index))
 
     def positions(self, step: int, micro_batch_index: int) -> range:
-        """Where they stand in the order."""
+        """Positions in the order of the samples in a micro-batch of this rank."""
         batch = self.batch
         block = micro_batch_index * batch.data_parallel + self.rank
         start = step * batch.global_batch + block * batch.micro_batch
@@ -165,9 +165,9 @@ class BatchLoader:
 
 
 def read_sample(samples: Samples, index: int) -> Any:
-    """A sample; what the user's dataset raises is a `ConfigError` that names its line.
+    """Read a sample; errors of the user's dataset become a `ConfigError` that names the line.
 
-    It would come again at every restart, unless a disk or a network is the reason.
+    `OSError` stays, because a restart may help against errors of a disk or a network.
     """
     try:
         return samples[index]
@@ -179,7 +179,7 @@ def read_sample(samples: Samples, index: int) -> Any:
 
 
 def stack(samples: Mapping[int, Any], ids: list[int]) -> dict[str, Tensor]:
-    """Samples by id as one batch, in the order of `ids`; unequal ones are a `ConfigError`."""
+    """Stack samples to a batch in the order of `ids`; `ConfigError` if their shapes differ."""
     tensors = {index: _tensors(index, sample) for index, sample in samples.items()}
     first = tensors[ids[0]]
     shapes = {name: tensor.shape for name, tensor in first.items()}
@@ -192,10 +192,9 @@ def stack(samples: Mapping[int, Any], ids: list[int]) -> dict[str, Tensor]:
 
 
 def count_targets(batch: Mapping[str, Tensor], *, shifted: bool = False) -> int | None:
-    """How many labels are not -100; None for a batch without labels.
+    """Number of labels that are not -100; None for a batch without labels.
 
-    With `shifted` the first label of each row is none: the model compares each logit with the
-    label after it.
+    With `shifted` the first label of each row does not count: the model shifts labels itself.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -204,7 +203,7 @@ def count_targets(batch: Mapping[str, Tensor], *, shifted: bool = False) -> int 
 
 
 def targets_per_sample(batch: Mapping[str, Tensor]) -> int:
-    """How many targets a sample of this batch has when none is masked: at least 1."""
+    """Number of targets in an unmasked sample of this batch: at least 1."""
     labels = batch.get("labels")
     return 1 if labels is None else max(1, labels[0].numel())
 

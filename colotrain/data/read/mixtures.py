@@ -1,4 +1,4 @@
-"""Mixtures: several datasets in fixed shares, in an order made from seed and position alone."""
+"""Mixtures: several datasets in fixed shares, in an order that depends on seed and position."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from colotrain.data.read.packing import Concatenation
 
 BLOCK = 10_000
-"""Positions after which the shares are exact; also how finely weights are told apart."""
+"""Positions after which shares are exact, and the resolution of weights."""
 
 
 class Mixture(Concatenation):
-    """Datasets one after the other, with the weights they are to be mixed by.
+    """Datasets one after the other, with their weights in the mixture.
 
-    Parts without samples (of a split) are left out, and the others' shares grow.
+    Parts without samples in a split are left out, and the others' shares grow.
     """
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
@@ -29,12 +29,12 @@ class Mixture(Concatenation):
 
 
 class MixtureOrder:
-    """Which sample of a mixture stands at which position.
+    """Order of a mixture's samples.
 
-    Every block of `BLOCK` positions holds each part in its share, shuffled within the block (or
-    spread evenly, without shuffling). A part's own samples come in its own order, which goes on
-    from block to block and begins a new epoch when they are all used. So any position is found
-    without those before it, and resuming is exact.
+    Every block of `BLOCK` positions contains each part in its share, shuffled within the block (or
+    spread evenly, without shuffling). A part's samples come in the part's own order, which
+    continues from block to block and begins a new epoch when all are used. So the sample at any
+    position is computed without those before it, and resuming is exact.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MixtureOrder:
         return [self.sample_at(position) for position in positions]
 
     def _arrange(self, block: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """The part at each position of a block, and how many of that part came before it there."""
+        """The part at each position of a block, and that part's number of earlier positions."""
         parts = np.repeat(np.arange(len(self.counts)), self.counts)
         ranks = np.concatenate([np.arange(count) for count in self.counts])
         if self.shuffle:
@@ -87,12 +87,12 @@ class MixtureOrder:
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """How many of `BLOCK` positions each part has: rounded by largest remainders, at least 1."""
+    """Positions per block of each part: at least 1, rounded by largest remainders."""
     shares = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
     counts = np.maximum(np.floor(shares).astype(int), 1)
     while (left := BLOCK - int(counts.sum())) != 0:
         remainders = shares - counts
-        if left < 0:  # what has but one position keeps it
+        if left < 0:  # a part's only position stays
             remainders = np.where(counts > 1, remainders, np.inf)
         chosen = int(remainders.argmax() if left > 0 else remainders.argmin())
         counts[chosen] += 1 if left > 0 else -1

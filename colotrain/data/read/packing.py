@@ -1,4 +1,4 @@
-"""From prepared tokens to samples: windows of a stream, whole documents, or one document each.
+"""Packing prepared tokens into samples: windows of a stream, whole documents, or one each.
 
 Sample i is `{"input_ids": int64[seq_len], "labels": int64[seq_len]}`; with `isolate` also
 `"document_ids"`, which number the documents of a sample from 0 (padding is -1). Labels are
@@ -23,9 +23,10 @@ IGNORE_INDEX = -100
 
 
 class TokenSamples:
-    """Windows of `seq_len` tokens, side by side, each with the next tokens as labels.
+    """Consecutive windows of `seq_len` tokens, with the next tokens as labels.
 
-    With `isolate` the label of a document's last token is none, as it cannot be predicted.
+    With `isolate` a document's last token has no label, because the next document cannot be
+    predicted.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class TokenSamples:
         }
 
     def _documents(self, start: int, stop: int) -> Tensor:
-        """The number of each token's document, from 0 in this window."""
+        """Number of each token's document, counted from 0 in this window."""
         if self._ends is not None:
             found = np.searchsorted(self._ends, np.arange(start, stop), side="right")
         else:
@@ -71,10 +72,9 @@ class TokenSamples:
 
 
 class DocumentSamples:
-    """Whole documents, one (`most=1`) or as many as fit in a sample, in their order, then padding.
+    """Samples of whole documents in order, one (`most=1`) or as many as fit, then padding.
 
-    A document longer than `seq_len` is cut at its end. The label of a document's last token is
-    none: what comes after it is another document, or nothing.
+    A document longer than `seq_len` is truncated. A document's last token has no label.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class DocumentSamples:
         return {**sample, "document_ids": documents} if self.isolate else sample
 
     def _document(self, index: int) -> tuple[Tensor, Tensor]:
-        """The tokens of a document, as many as fit, and which of them are learned."""
+        """The tokens of a document, as many as fit, and whether each counts in the loss."""
         start = int(self._ends[index - 1]) if index else 0
         stop = min(int(self._ends[index]), start + self.seq_len)
         ids = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
@@ -126,7 +126,7 @@ class DocumentSamples:
 
 
 class Concatenation:
-    """Several datasets as one, their samples in order."""
+    """Several datasets, one after the other, as one."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = [part for part in parts if len(part)]
@@ -145,7 +145,7 @@ class Concatenation:
 
 
 def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
-    """The samples of a split, as `data.packing` and `data.isolate` say."""
+    """The samples of a split, packed by `data.packing` and `data.isolate`."""
     packing = packing_of(shards, plan)
     if plan.isolate and packing == "stream":
         for shard in shards:
@@ -156,7 +156,7 @@ def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
 
 
 def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
-    """`data.packing`, with `auto` decided: answers are learned from whole documents."""
+    """Resolve `data.packing=auto`: one document per sample if only answers count in the loss."""
     if plan.packing != "auto":
         return plan.packing
     return "none" if any(shard.has_targets for shard in shards) else "stream"
@@ -174,7 +174,7 @@ def _lengths(ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _rows(ends: np.ndarray[Any, Any], seq_len: int, most: int | None) -> np.ndarray[Any, Any]:
-    """The first document of each sample, and at the end the number of documents."""
+    """Index of the first document of each sample, and at the end the number of documents."""
     if most == 1:
         return np.arange(len(ends) + 1)
     first, room = [0], seq_len

@@ -1,4 +1,4 @@
-"""The user's own dataset: what `data.target` names, map-style or a stream."""
+"""The user's own dataset from `data.target`, map-style or a stream."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from colotrain.spec.plan import DataPlan
 def user_samples(plan: DataPlan, split: str) -> Any:
     """The split `train` or `validation` of the dataset that `data.target` returns for `data.args`.
 
-    A callable with a `split` parameter is given it (unless `data.args` sets it). Otherwise the
+    A callable with a `split` parameter gets it (unless `data.args` sets it). Otherwise the
     dataset's last samples, `validation_fraction` of them rounded down, are the validation split; a
-    stream has no end, and so no validation. A wrong path, arguments or result are `ConfigError`.
+    stream has no end, and so no validation. Raises `ConfigError` for a wrong path, wrong arguments
+    or a wrong result.
     """
     target = str(plan.target)
     make = import_target("data.target", target)
@@ -51,17 +52,16 @@ def user_samples(plan: DataPlan, split: str) -> Any:
 
 
 BEAT_EVERY = 64
-"""Samples between two signs of life."""
+"""Skipped samples between two calls of `StreamSamples.beat`."""
 
 
 class StreamSamples:
-    """An iterable dataset as samples: position p of the stream is sample p.
+    """An iterable dataset with an index: sample p is the one at position p of the stream.
 
-    The order is then the stream's own, never shuffled: every rank reads the stream from the front
-    and skips what other ranks use, and resuming reads forward to where the run was. Asking for an
-    earlier sample starts the stream again: from the `state_dict` it had at first where it has
-    `load_state_dict`, else as another that `remake()` returns. A stream that ends begins again.
-    `len` is `sys.maxsize`: no end is known.
+    The stream's order is kept, never shuffled: every rank reads from the beginning and skips other
+    ranks' samples, and resuming reads forward to the run's position. Reading an earlier sample
+    restarts the stream, by loading its first `state_dict` if it has `load_state_dict`, else with a
+    new stream from `remake()`. A stream that ends is restarted, too. Its `len` is `sys.maxsize`.
     """
 
     def __init__(self, stream: Any, remake: Callable[[], Any]) -> None:
@@ -71,8 +71,8 @@ class StreamSamples:
         self._iterator: Iterator[Any] | None = None
         self._next = 0
         self.beat: Callable[[], None] = lambda: None
-        """Called again and again while samples are passed over, as after a resume: it may take
-        long, and is no hang."""
+        """Called regularly while samples are skipped, as after a resume, so that this long wait is
+        not taken for a hang."""
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -102,7 +102,7 @@ class StreamSamples:
         return self._iterator
 
     def _another_time(self) -> Iterator[Any]:
-        """After its end; an iterator of its own has nothing more then."""
+        """An iterator after the stream's end."""
         return self._from_the_first() if self._can_load else iter(self.stream)
 
     def _from_the_first(self) -> Iterator[Any]:
@@ -119,7 +119,7 @@ class StreamSamples:
 
 @contextmanager
 def _drawing_from(states: tuple[Any, ...]) -> Iterator[None]:
-    """The generators of random numbers are inside where they were when `states` was taken."""
+    """Set the random generators to `states` inside the context."""
     before = _generators()
     _set_generators(states)
     try:
@@ -144,7 +144,7 @@ def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:
     except TypeError as error:
         expected = f"the arguments of {target} ({error})"
         raise _wrong("data.args", args, expected, f"it takes {inspect.signature(make)}") from error
-    except ValueError:  # a builtin tells no signature
+    except ValueError:  # builtins may have no signature
         pass
     try:
         return make(**args)
