@@ -25,10 +25,7 @@ def place_what_stays() -> None:
 
 
 def place_what_passes() -> None:
-    """Configure malloc for memory of one step; call when everything that lasts is allocated.
-
-    Also returns the free memory that building left over to the system.
-    """
+    """Configure malloc for one step's memory and trim the heap; call when the run is built."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

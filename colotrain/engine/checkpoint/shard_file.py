@@ -74,8 +74,7 @@ class NotFinite(ValueError):
 class Layout:
     """Positions of the pieces in a file, and in an image of the file in memory.
 
-    Large pieces have the same offset in a block of the file as in a page of memory, so that they
-    can be written directly from there.
+    Large pieces are offset from a block in the file as from a page in memory, as O_DIRECT needs.
     """
 
     starts: tuple[int, ...]

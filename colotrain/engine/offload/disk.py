@@ -1,8 +1,7 @@
 """Memory mapped from files, which is written back and dropped page range by page range.
 
-The files have no name in their folder, so the kernel deletes each one when the last process that
-maps it ends, however it ends. Disk space is allocated when a file is made: a full disk is then an
-error at that point, not a SIGBUS later.
+The files have no name, so the kernel deletes each one when the last process that maps it ends. Disk
+space is allocated when a file is made: a full disk is an error at that point and no SIGBUS later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Page-locked memory of exactly the size that is asked for.
 
-torch's own allocator rounds up to a power of two: to 128 GiB for the 75 GiB of optimizer state of a
-model with 7 billion parameters.
+torch's own allocator rounds up to a power of two: 128 GiB for a 7B model's 75 GiB of state.
 """
 
 from __future__ import annotations

@@ -256,8 +256,7 @@ class Adafactor(torch.optim.Optimizer):
     def _total(self, parameters: list[nn.Parameter], parts: list[Tensor], each: int) -> None:
         """Sum `parts`, `each` per parameter, over the ranks, in one collective.
 
-        A part that needs no sum stays as it is: this rank has all of the parameter, or all rows
-        that the part covers.
+        Parts that are complete on this rank stay as they are (unsharded, or of its own rows).
         """
         shared = []
         for index, part in enumerate(parts):

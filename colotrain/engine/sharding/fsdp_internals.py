@@ -63,9 +63,7 @@ REDUCES_UNUSED: dict[type, str] = {
 """Attributes since torch 2.13; before, a rank reduces only parameters with a gradient there."""
 
 SEVERAL_MODULES: dict[type, str] = {FSDPState: "_force_complete_incomplete_states"}
-"""Attributes since torch 2.13; before, a group of several modules fails if a forward skips one of
-them or calls one twice, because it is gathered only for the first one called.
-"""
+"""Attributes since torch 2.13; before, every forward must call all modules of a group once."""
 
 
 def missing(relied_on: dict[type, str]) -> list[str]:

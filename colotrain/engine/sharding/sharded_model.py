@@ -78,8 +78,7 @@ class Group:
     def copy_out(self) -> None:
         """Free the group's all-gather buffer, if the last backward gathered the group in vain.
 
-        Backward gathers the frozen group before the first trained one like that. The group itself
-        stays gathered for the next forward.
+        Backward prefetches the frozen group before the first trained one; the next forward uses it.
         """
         for params in self.fsdp_groups:
             params.wait_for_unshard()

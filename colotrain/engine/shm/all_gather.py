@@ -132,11 +132,7 @@ class Channel:
                 parts[peer, first:last] = windows[peer]
 
     def _halves(self, num_bytes: int) -> list[Tensor]:
-        """Return the half of each rank's window to use next.
-
-        Its earlier content is no longer needed: a rank that is at this round has read the one
-        before.
-        """
+        """Return the next half of each rank's window, which every rank has finished reading."""
         self.num_rounds += 1
         offset = self.num_rounds % 2 * self.half_bytes
         return [self.memory.bytes(start + offset, num_bytes) for start in self.windows]

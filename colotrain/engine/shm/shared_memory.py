@@ -190,10 +190,7 @@ class SharedMemory:
         return _sleep(semaphore, within_s)
 
     def _lost(self, sender: int) -> int | None:
-        """Return the rank that has ended: the one that any rank has found, or else `sender`.
-
-        The rank that found it may have ended too. None while all run.
-        """
+        """Return the rank that some rank found ended, or `sender` if it has ended, or None."""
         if self.header[LOST]:
             return int(self.header[LOST]) - 1
         poll = select.poll()
