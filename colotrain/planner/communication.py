@@ -77,5 +77,5 @@ def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator
             yield name, 1
         else:
             again = reached is None or bool(reached & set(group.blocks))
-            ahead = 1 if name and name == fetched else 0  # unused in backward
+            ahead = 1 if name and name == fetched else 0  # the next forward uses it
             yield name, steps * (2 if name and again else 1) + ahead

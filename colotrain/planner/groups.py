@@ -15,7 +15,7 @@ from colotrain.spec.plugins import expand
 from colotrain.spec.precisions import PRECISIONS
 
 REDUCE_BYTES = 4
-"""Gradients are reduced in fp32 whenever computing is in half precision."""
+"""Bytes per element of reduced gradients where computation is in half precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

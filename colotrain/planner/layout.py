@@ -26,7 +26,7 @@ class Layout:
     parameters_live: ParametersLive
     gradients: Gradients
     shard: int
-    """Ranks that share a copy of the model."""
+    """Number of ranks that a copy of the model is sharded over."""
     replicas: int = 1
     accumulation_steps: int = 1
     micro_batch: int = 1

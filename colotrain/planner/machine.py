@@ -56,7 +56,7 @@ def torch_has_cuda() -> bool:
 
 
 def _gpu_memory_bytes() -> list[int]:
-    """Memory of each GPU that CUDA_VISIBLE_DEVICES leaves, from nvidia-smi."""
+    """Bytes of memory of each GPU that CUDA_VISIBLE_DEVICES selects, from nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None:
         count = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0

@@ -1,1 +1,1 @@
-"""The planner's looks at a model, with torch."""
+"""Surveys, traces and measurements for the planner, which need torch."""

@@ -66,7 +66,7 @@ class Task:
 
 
 def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
-    """Measure the costs of all ranks. All ranks must call, and get the same result."""
+    """Measure a rank's costs while all ranks work. All must call, and get the same result."""
     total = ROUNDS + 1
     tell(0, total)
     peak = matmul_peak_flops(torch.device("cpu"), dtype_of(task.precision))
