@@ -26,10 +26,10 @@ class Prepared:
     dtype: str
     """A key of `NUMPY_DTYPES`; colotrain itself writes uint16 or uint32."""
     vocab_size: int
-    """Upper limit of token ids. For `bpe-SIZE` it is SIZE, even if training found fewer tokens."""
+    """Every token id is below this. For `bpe-SIZE` it is SIZE, even if training found fewer."""
     num_train: int
     num_validation: int
-    """Tokens of each split."""
+    """Number of tokens of each split."""
     train_start: int = 0
     validation_start: int = 0
     """Position of each split's first token in its file."""

@@ -71,7 +71,7 @@ def prepare(
 def prepare_shards(
     plan: DataPlan, *, progress: Progress | None = None, cache: Path | None = None
 ) -> list[Prepared]:
-    """The plan's data as token files, prepared now or found in the cache (`data.cache`).
+    """The plan's data as token files, prepared now or found in the cache (`prepare.cache`).
 
     Every process of a run may call it at once: one does the work and the others wait. Each existing
     token file is a shard, used in place; all other data become one shard. A document ends with a
