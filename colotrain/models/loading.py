@@ -191,7 +191,7 @@ def _write_whole(parameter: Tensor, whole: Tensor) -> None:
 
 
 WHOLE = Shards(write=_write_whole, read=lambda parameter: parameter.detach())
-"""Storing and loading in a process that keeps whole parameters."""
+"""Functions that store and load parameters in a process that keeps them unsharded."""
 RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
 
 
