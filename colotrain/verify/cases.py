@@ -21,7 +21,7 @@ class Variant:
     """Patterns to freeze; None leaves the user's own freeze section."""
 
     def apply(self, config: dict[str, Any], *, global_batch: int, steps: int) -> dict[str, Any]:
-        """The configuration of this case: the user's, with plain SGD and no checkpoints."""
+        """The user's configuration changed to this case, without checkpoints and restarts."""
         train = config.get("train") or {}
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
@@ -40,7 +40,7 @@ class Variant:
                 "on_gradients": None,
                 "on_nonfinite": "stop",  # there is no checkpoint to roll back to
             },
-            "data": {**(config.get("data") or {}), "num_workers": 0},  # the reference reads so, too
+            "data": {**(config.get("data") or {}), "num_workers": 0},  # as in the reference
             "accumulate": {"steps": self.accumulation_steps},
             "cluster": {
                 **(config.get("cluster") or {}),
