@@ -1,4 +1,4 @@
-"""`colotrain logs`: print the output of a run's job and workers."""
+"""`colotrain logs`: print the output of a run's workers, detached launcher and job."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import time
 
 from colotrain.events.fold import follow
 from colotrain.events.liveness import find, state
-from colotrain.rundir import RUNS
+from colotrain.rundir import RUNS, RunDir
 from colotrain.schedulers.queue import job_log
 from colotrain.show.console import print_json
 from colotrain.show.logs import Lines, sources
 
 POLL_S = 0.5
+
+
+def _has_logs(rundir: RunDir) -> bool:
+    return rundir.launcher_log.exists() or any(rundir.events.glob("rank*"))
 
 
 def logs(
@@ -24,7 +28,7 @@ def logs(
     as_json: bool = False,
 ) -> int:
     """Print the last lines of every log; with `follows`, continue until the run has ended."""
-    rundir = find(run, root=RUNS, counts=lambda run: any(run.events.glob("rank*")))
+    rundir = find(run, root=RUNS, counts=_has_logs)
     found = {
         source.name: Lines(source) for source in sources(rundir, job_log=job_log(rundir), rank=rank)
     }
@@ -38,7 +42,9 @@ def logs(
     if not found and not follows:
         print(f"{rundir.name}: nothing was printed yet", file=sys.stderr)
     while follows:
-        now = state(rundir, follow(rundir, ranks={0}))
+        ended = state(rundir, follow(rundir, ranks={0})) not in ("starting", "running")
+        if ended:
+            time.sleep(POLL_S)  # the launcher prints how the run ended after its last event
         for source in sources(rundir, job_log=job_log(rundir), rank=rank):
             known = found.get(source.name)
             if known is None or known.source != source:
@@ -46,7 +52,7 @@ def logs(
         for reader in found.values():
             for line in reader.more():
                 print(line, flush=True)
-        if now not in ("starting", "running"):
+        if ended:
             return 0
         time.sleep(POLL_S)
     return 0

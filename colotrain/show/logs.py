@@ -1,4 +1,4 @@
-"""Logs of a run: the job's own, and stdout and stderr of the newest attempt's workers."""
+"""Logs of a run: those of the newest attempt's workers, of its launcher and of its job."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Source:
 def sources(
     rundir: RunDir, *, job_log: Path | None = None, rank: int | None = None
 ) -> list[Source]:
-    """Return the existing logs: of one rank, or of the job and all ranks.
+    """Return the existing logs: of one rank, or of all ranks, the launcher and the job.
 
-    Each worker's first event has the path of its log.
+    Each worker's first event has the path of its log. A detached launcher has a log; that of an
+    earlier launch is left out.
     """
     found = []
-    if rank is None and job_log is not None and job_log.is_file():
-        found.append(Source(name="job", path=job_log))
-    started = {e.rank: e for e in EventReader(rundir).drain() if e.kind == "started"}
+    events = EventReader(rundir).drain()
+    started = {e.rank: e for e in events if e.kind == "started"}
     newest = max((event.attempt or 0 for event in started.values()), default=0)
     for number, event in sorted(started.items(), key=lambda item: item[0] or 0):
         log = event.text("log")
@@ -41,6 +41,13 @@ def sources(
             path = Path(log).with_name(f"{stream}.log")
             if path.is_file():
                 found.append(Source(name=f"rank {number} {stream}", path=path))
+    if rank is None:
+        launched_at = max((e.t for e in events if e.kind == "launch"), default=0.0)
+        printed = rundir.launcher_log
+        if printed.is_file() and printed.stat().st_mtime >= launched_at:
+            found.append(Source(name="launcher", path=printed))
+        if job_log is not None and job_log.is_file():
+            found.append(Source(name="job", path=job_log))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -309,6 +310,9 @@ def test_a_detached_run_outlives_the_terminal_and_is_reached(colotrain: Colotrai
     stopped = colotrain("stop", "hurt")
     assert stopped.code == 0, stopped.err
     assert "preempted" in stopped.out
+    printed = colotrain("logs", "hurt", "--lines", "1000").out
+    assert re.search(r"^launcher: .*step=1/5000", printed, re.MULTILINE)
+    assert re.search(r"^launcher: .*preempted", printed, re.MULTILINE)
     assert oct(colotrain.rundir("hurt").path.stat().st_mode)[-3:] == "700"
 
 

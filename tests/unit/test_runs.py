@@ -573,3 +573,35 @@ def test_the_newest_run_is_the_newest_that_trained_starts_or_is_queued(root: Pat
     assert begun.name == failed.name
     with claim(new):
         assert liveness.find(None, root=root).name == new.name
+
+
+def test_logs_show_what_a_detached_launcher_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rundir = launched(new_run(tmp_path / "runs", "away"), steps=1)
+    folder = rundir.logs / "0"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text("hello\n")
+    with EventWriter(rundir.event_file(rank=0, attempt=rundir.next_attempt())) as worker:
+        worker.write("started", world_size=1, step=1, log=str(folder / "stdout.log"))
+    rundir.launcher_log.write_text("step=1 loss=1\nfailed: rank 0\n")
+    assert guarded(["logs", "away"]) == 0
+    launchers = ["launcher: step=1 loss=1", "launcher: failed: rank 0"]
+    assert capsys.readouterr().out.splitlines() == ["rank 0 stdout: hello", *launchers]
+    assert guarded(["logs", "away", "--rank", "0"]) == 0
+    assert capsys.readouterr().out == "rank 0 stdout: hello\n"
+    os.utime(rundir.launcher_log, (1, 1))  # the newest launch is another, on a terminal
+    assert guarded(["logs", "away"]) == 0
+    assert capsys.readouterr().out == "rank 0 stdout: hello\n"
+
+
+def test_logs_of_a_detached_run_that_never_began_are_its_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rundir = new_run(tmp_path / "runs", "refused")
+    rundir.launcher_log.parent.mkdir(exist_ok=True)
+    rundir.launcher_log.write_text("error: data.path: expected a file\n")
+    assert guarded(["logs"]) == 0
+    assert capsys.readouterr().out == "launcher: error: data.path: expected a file\n"
