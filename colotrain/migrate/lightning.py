@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from colotrain.migrate import deepspeed
 from colotrain.migrate.findings import (
     Answer,
+    Finding,
     Flat,
     Rules,
     decay,
@@ -53,6 +56,9 @@ FINAL_RATIO = {"cosine": 0.0, "linear": 1.0}
 """Schedule → default final learning rate in torch, as a share of the peak."""
 LOGGERS = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
 CHECKPOINTS = "checkpoints are whole or absent, and the last good one is kept"
+VALIDATION_LOSS = ("val_loss", "val/loss", "valid_loss", "validation_loss")
+"""Usual names, in Lightning modules, of the loss of an evaluation."""
+NEEDED_FOR_BEST = ("train.eval_steps", "checkpoint.every")
 SHOWN = "`colotrain dashboard` shows it"
 
 
@@ -180,6 +186,45 @@ def _kept(value: Any, _: Flat) -> Answer:
         return Answer(outcome="none", note=f"{there}: checkpoint.keep says how many are kept")
     note = "the newest are kept, not the best: checkpoint.best.metric keeps one more, the best"
     return taken("checkpoint.keep", whole, note)(value, {})
+
+
+def keep_best(found: Sequence[Finding]) -> list[Finding]:
+    """Translate `monitor` and `mode` of the `ModelCheckpoint` callbacks."""
+    values = {finding.key: finding.value for finding in found}
+    taken = {key: value for finding in found for key, value in finding.settings.items()}
+    off = next((key for key in NEEDED_FOR_BEST if taken.get(key) == 0), "")
+    callbacks = [
+        key.removesuffix("class_path") + "init_args."
+        for key, value in values.items()
+        if key.startswith("trainer.callbacks") and str(value).endswith("ModelCheckpoint")
+    ]
+    monitors = [values[f"{c}monitor"] for c in callbacks if values.get(f"{c}monitor") is not None]
+
+    def translated(finding: Finding) -> Finding:
+        callback, _, argument = finding.key.rpartition("init_args.")
+        if f"{callback}init_args." not in callbacks or argument not in ("monitor", "mode"):
+            return finding
+        monitor = values.get(f"{callback}init_args.monitor")
+        if monitor is None:
+            return replace(finding, outcome="decided", note="no metric is monitored")
+        if off:
+            return replace(finding, note=f"{off}=0 leaves nothing to compare")
+        if monitor != monitors[0]:
+            note = f"one metric says which is the best: {monitors[0]}, or set checkpoint.best"
+            return replace(finding, outcome="asked", note=note)
+        if argument == "mode":
+            settings = {"checkpoint.best.mode": finding.value}
+            return replace(finding, outcome="taken", note="", settings=settings)
+        if monitor in VALIDATION_LOSS:
+            note, settings = (
+                "the loss of evaluations",
+                {"checkpoint.best.metric": "validation_loss"},
+            )
+            return replace(finding, outcome="taken", note=note, settings=settings)
+        note = "set checkpoint.best.metric to the metric's name in what your forward returns"
+        return replace(finding, outcome="asked", note=note)
+
+    return [translated(finding) for finding in found]
 
 
 def _optimizer(value: Any, _: Flat) -> Answer:

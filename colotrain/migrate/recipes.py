@@ -92,7 +92,8 @@ def check_kind(kind: str) -> None:
 
 
 def findings(config: Mapping[str, Any], kind: str) -> list[Finding]:
-    return _one_folder(read(RULES[kind], config))
+    found = _one_folder(read(RULES[kind], config))
+    return lightning.keep_best(found) if kind == "lightning" else found
 
 
 def _one_folder(found: list[Finding]) -> list[Finding]:

@@ -280,6 +280,63 @@ def test_how_many_checkpoints_are_kept_is_taken(
         assert note in found[0].note
 
 
+@pytest.mark.parametrize(
+    ("arguments", "trainer", "settings", "told"),
+    [
+        ({"monitor": "val_loss"}, {}, {"metric": "validation_loss"}, "the loss of evaluations"),
+        (
+            {"monitor": "val/loss", "mode": "max"},
+            {},
+            {"metric": "validation_loss", "mode": "max"},
+            "",
+        ),
+        (
+            {"monitor": "val_acc", "mode": "max"},
+            {},
+            {"mode": "max"},
+            "set checkpoint.best.metric to",
+        ),
+        (
+            {"monitor": "val_loss"},
+            {"limit_val_batches": 0},
+            {},
+            "train.eval_steps=0 leaves nothing",
+        ),
+        ({"monitor": None}, {}, {}, "no metric is monitored"),
+    ],
+)
+def test_the_best_checkpoint_is_kept_by_a_metric_of_that_name(
+    folder: Path,
+    arguments: dict[str, Any],
+    trainer: dict[str, Any],
+    settings: dict[str, Any],
+    told: str,
+) -> None:
+    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
+    kept = {"class_path": "ModelCheckpoint", "init_args": arguments | {"save_top_k": 1}}
+    config = {"trainer": {"callbacks": [stopping, kept], "max_steps": 3, **trainer}}
+    found = recipes.findings(config, "lightning")
+    best = {k: v for k, v in recipes.settings(found).items() if k.startswith("checkpoint.best")}
+    assert best == {f"checkpoint.best.{key}": value for key, value in settings.items()}
+    by_key = {finding.key: finding for finding in found}
+    assert told in by_key["trainer.callbacks[1].init_args.monitor"].note
+    assert by_key["trainer.callbacks[0].init_args.monitor"].outcome == "none"
+    path = write(folder, "lightning", config)
+    assert guarded(["import-config", str(path), "--to", "recipes/mine.yaml"]) == 0
+    assert plan_from(["recipe=mine"], here=False).checkpoint.best_metric == settings.get("metric")
+
+
+def test_a_second_metric_for_the_best_checkpoint_is_asked_about() -> None:
+    callbacks = [
+        {"class_path": "ModelCheckpoint", "init_args": {"monitor": monitor}}
+        for monitor in ("val_loss", "val_acc")
+    ]
+    found = recipes.findings({"trainer": {"callbacks": callbacks}}, "lightning")
+    outcomes = {f.key: f.outcome for f in found if f.key.endswith("monitor")}
+    assert list(outcomes.values()) == ["taken", "asked"]
+    assert recipes.settings(found) == {"checkpoint.best.metric": "validation_loss"}
+
+
 def test_what_comes_from_neither_is_listed_in_the_recipe() -> None:
     config = deepspeed_of({"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}})
     found = recipes.findings(config, "deepspeed")
