@@ -50,9 +50,7 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
 
 
 def read_run(name: str | None = None) -> RunView:
-    """Return the state of the run `name` (a name under ./runs, or a folder; default: the
-    newest).
-    """
+    """Return the state of a run, given by its name under ./runs or its folder; None: the newest."""
     from colotrain.events.fold import follow
     from colotrain.events.liveness import find
 

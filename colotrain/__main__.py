@@ -1,4 +1,4 @@
-"""Entry point: commands that train start the fork server before any other import."""
+"""Entry point: commands that train start the fork server before all other imports."""
 
 from __future__ import annotations
 

@@ -63,9 +63,7 @@ def described(error: BaseException) -> str:
 
 
 def users_line(error: BaseException) -> str:
-    """Return the innermost line of the user's code that raised, `model.py:12`; empty without
-    one.
-    """
+    """Return the user's innermost line that raised, as `model.py:12`; empty without one."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     return f"{_display(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 

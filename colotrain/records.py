@@ -128,7 +128,7 @@ def _arguments(
 
 
 def _unknown(cls: type, name: str, value: Any, path: str) -> Problem:
-    """Return an unknown key's problem; it suggests similar keys or this name in subsections."""
+    """Return the problem of an unknown key, with similar keys or this name in subsections."""
     section = path.removesuffix(name)
     below = [f"{section}{leaf}" for leaf in leaves(cls) if leaf.endswith(f".{name}")]
     nearest = suggest(name, field_types(cls), section=section)

@@ -144,7 +144,7 @@ def _run_agent(current: Launch) -> None:
 
 
 def _elastic(current: Launch) -> None:
-    # its messages duplicate our events, and it warns that a thread cannot handle signals
+    # our events replace its messages, and its warning that threads get no signals is expected
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     import_agent()
     from torch.distributed.elastic.agent.server.api import (

@@ -40,11 +40,9 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 TUNABLE = "glibc.malloc.tcache_count"
-"""glibc setting, set to 0: number of freed small blocks per size that a thread caches.
-
-With the cache, small objects took the bytes left over beside aligned tensors, so that free blocks
-around them could not merge: this cost up to 10 % of a rank's memory and 4 % of a step's time.
-"""
+"""glibc setting, set to 0: number of freed small blocks per size that a thread caches. With the
+cache, small objects took the bytes left over beside aligned tensors, so that free blocks around
+them could not merge: this cost up to 10 % of a rank's memory and 4 % of a step's time."""
 
 
 _preloaded: list[str] = []

@@ -84,11 +84,8 @@ class Attendance:
         lost_s: float,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start reporting to `head`.
-
-        `secret` reads the secret from the run's folder. `lost_s` is how many seconds the head may
-        be out of reach. `stop` ends the wait for a round with `Stopped`.
-        """
+        """`secret` reads the secret from the run's folder. `lost_s` is how many seconds the head
+        may be out of reach. `stop` ends the wait for a round with `Stopped`."""
         self.head, self.passport, self.secret, self.lost_s = head, passport, secret, lost_s
         self.stop = stop
         self.waits, self.round = False, 0

@@ -94,7 +94,7 @@ class Looker:
         about = (theirs, os.getpid(), os.getcwd(), dict(os.environ))
         self._process = context.Process(target=answer, args=about, daemon=True)
         self._forking = threading.Thread(target=_fork, args=(self._process, theirs), daemon=True)
-        self._forking.start()  # waits until the server has imported torch
+        self._forking.start()  # it waits for the server's imports
         return self._pipe
 
     def _lost(self) -> Exception:
@@ -135,7 +135,7 @@ def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[st
     `launcher` is a process id; `folder` and `environment` are the launcher's.
     """
     end_with(launcher)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends this process by SIGTERM
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent when the launcher exits
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
