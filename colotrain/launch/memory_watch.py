@@ -21,7 +21,7 @@ from colotrain.spec.plan import RunPlan
 RESERVE_SHARE, LEAST_RESERVE_BYTES, MOST_RESERVE_BYTES = 0.02, 64 << 20, 512 << 20
 """Free bytes below which a run is ended: a share of all memory, within these two limits."""
 OWN_SHARE = 0.25
-"""Share of the host's memory below which a run is not the cause of the shortage and goes on."""
+"""Share of the host's memory below which a run is not the cause of the shortage and not ended."""
 FASTEST_BYTES_PER_S = 8e9
 """Upper bound on how fast memory fills: the kernel clears each page first."""
 SHORTEST_S, LONGEST_S = 0.02, 1.0

@@ -38,7 +38,7 @@ MAIN = (_file_of("colotrain.engine.worker"), _file_of("colotrain.verify.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silent:
-    """A rank whose heartbeat is older than the silence that it announced."""
+    """A rank whose last heartbeat is more than its `patience_s` ago."""
 
     beat: Beat
     state: str

@@ -263,7 +263,7 @@ def stop(
     root: Path = RUNS,
     timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
-    """Ask a run to save and stop, and wait until it has; return 1 if it fails or goes on."""
+    """Ask a run to save and stop, and wait until it has; return 1 if it fails or runs on."""
     rundir = find(run, root=root)
     submitted, launcher = queue.recall(rundir), launcher_of(rundir)
     by_hand = launcher is not None and not launcher.job  # as after `resume` of a former job
@@ -305,8 +305,8 @@ def tell_end(
 ) -> int:
     """Report how a run that was asked to stop ended.
 
-    `ended` is the run's state, the SLURM state of a job that was waiting, or None if the run goes
-    on. Returns 1 if it goes on or has failed, else 0.
+    `ended` is the run's state, the SLURM state of a job that was waiting, or None if the run still
+    runs. Returns 1 if it still runs or has failed, else 0.
     """
     view = follow(rundir, ranks={0})
     if as_json:

@@ -2,7 +2,7 @@
 
 Meaning never depends on colour alone: levels are heights and states have symbols of their own. The
 colours are those of Okabe and Ito ("Color Universal Design", 2008); the heat map uses colours of
-cividis (Nuñez, Anderton and Renslow 2018), which look alike with colour-vision deficiency.
+cividis (Nuñez, Anderton and Renslow 2018), which colour-vision deficiency leaves distinguishable.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ SLOW = 1.25
 SLOW_S = 0.005
 """Seconds above the median that count as noise."""
 SILENT_S = 30.0
-"""Seconds without a step before a rank is reported as silent."""
+"""Minimum seconds without a step before a rank is reported as silent; 10 steps if longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
