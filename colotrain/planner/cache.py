@@ -73,10 +73,7 @@ IMPORT = re.compile(rb"^ *(?:from|import) +(colotrain[\w.]*)(?: +import +(\([^)]
 
 
 def sources(*modules: str) -> dict[str, bytes]:
-    """Name → source of `modules` and of the modules of this package that they import.
-
-    Import statements are parsed; nothing is imported.
-    """
+    """Name → source of `modules` and of what they import of this package, without importing it."""
     found: dict[str, bytes] = {}
     wanted = set(modules)
     while wanted:

@@ -36,8 +36,7 @@ def in_steps(
     """Convert settings to steps, counting the training samples if any setting is in epochs.
 
     An epoch has samples ÷ global batch steps, rounded down where `train.last_batch=drop`. A run
-    ends with the first step that completes its epochs. Raises `ConfigError` where the data have no
-    epochs, or fewer samples than a batch.
+    ends with the step that completes its epochs. Raises `ConfigError` for a stream or too few data.
     """
     train, schedule, save = settings.train, settings.optim.schedule, settings.checkpoint.every
     per_epoch = 0.0

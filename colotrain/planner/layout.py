@@ -44,14 +44,12 @@ class Layout:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a single rank runs on the CPU, so that `engine.shm.reduce_scatter` copies no
-        gradients."""
+        """Whether a single rank runs on CPU: `engine.shm.reduce_scatter` copies no gradients."""
         return self.device == "cpu" and self.shard == self.replicas == 1
 
     @property
     def in_common(self) -> bool:
-        """Whether the ranks of a host share one copy of the parameters, as in
-        `engine.shm.shared_parameters`."""
+        """Whether the ranks of a host share parameters, as in `engine.shm.shared_parameters`."""
         return self.shared_memory and self.precision == "fp32"
 
 

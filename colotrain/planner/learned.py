@@ -52,10 +52,7 @@ def recall(shape: str) -> int | None:
 
 
 def corrected(estimate: Estimate, measured_bytes: int) -> Estimate:
-    """Replace the estimated peak by a measured one.
-
-    The difference goes to buffers, activations, gathered parameters and the baseline.
-    """
+    """Replace the estimated peak by a measured one; transient categories take the difference."""
     ledger, missing = estimate.ledger, measured_bytes - estimate.ledger.total
     for name in ("buffers", "activations", "gathered", "baseline"):
         change = max(missing, -getattr(ledger, name))

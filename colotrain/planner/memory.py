@@ -95,9 +95,7 @@ class _Walk:
             self.step()
 
     def build(self) -> None:
-        """Allocate what lasts for the run, and what building the model needs at first.
-
-        Models that cannot be built on the meta device begin unsharded."""
+        """Allocate what lasts; models that cannot be built on the meta device begin unsharded."""
         layout, tally, groups = self.layout, self.tally, list(self.groups.values())
         parameters = self.survey.parameters
         whole = sum(p.numel * p.itemsize for p in parameters)

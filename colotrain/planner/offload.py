@@ -71,8 +71,7 @@ def predict(
 ) -> tuple[list[GroupBytes], Placement, Other]:
     """Bytes per group, the placement they lead to, and the other bytes of a rank.
 
-    With `safety=SAFETY` it is the placement that a run begins with, otherwise the one expected
-    after its measurements.
+    `safety` is `SAFETY` for a run's first placement, 1 for the one after its measurements.
     """
     assert plugin.budget is not None
     sizes = weigh(plugin, survey, optim)

@@ -57,8 +57,7 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 def smoke_name(config: dict[str, Any], plan: RunPlan) -> str:
     """Unique name, as `NAME-smoke-20260131-235959`.
 
-    With a rendezvous endpoint it is `NAME-smoke`, because nodes that users start find one another
-    by the run's name.
+    Nodes that users start find one another by the name; there it is `NAME-smoke`.
     """
     if config["cluster"]["rdzv_endpoint"] is not None:
         return f"{plan.name}-smoke"

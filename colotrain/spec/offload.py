@@ -178,10 +178,7 @@ def _need(
 
 
 def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[Placed], tier: Tier) -> int:
-    """Most bytes that an update brings up to `tier` at once: two neighbouring groups.
-
-    While one group is updated the next is prefetched.
-    """
+    """Most bytes that an update brings up to `tier` at once: a group and the prefetched next."""
     passing = [
         sum(
             getattr(group, field.name)

@@ -24,8 +24,7 @@ class Optimizer:
     begins_with_zeros: bool = False
     """Whether a first step begins from zeroed state."""
     is_elementwise: bool = False
-    """Whether torch's AdamW or SGD keeps the same state and can stand in for it in torch's memory
-    tracker."""
+    """Whether torch's AdamW or SGD has the same state; torch's memory tracker runs it instead."""
 
 
 OPTIMIZERS = {

@@ -56,9 +56,8 @@ def pack(
     """Units in groups of at most `chunk_bytes`, or of one unit that cannot be split further.
 
     Neighbours share a group only if they have the same `kind` and the same dtypes (gradients of
-    two dtypes cannot be reduced together), and if both are trained or both frozen: otherwise frozen
-    parameters would be gathered for the backward of trained ones. Parts of a unit share a group
-    only with parts of the same unit.
+    two dtypes cannot be reduced together), and if both are trained or both frozen: backward would
+    gather frozen parameters, too. Parts of a unit share a group only with parts of the same unit.
     """
     chunks: list[Chunk] = []
     before: Any = None

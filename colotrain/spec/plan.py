@@ -202,11 +202,10 @@ class ElasticPlan:
     hang_timeout_s: float
     grace_s: float = 300.0
     check_every: int = 0
-    """Steps between checks that ranks hold the same values; 0: never."""
+    """Steps between checks for silent data corruption; 0: never."""
     min_nodes: int = 1
     max_nodes: int = 1
-    """Most nodes; if it or `min_nodes` differs from `cluster.nodes`, nodes may join and leave
-    while the global batch stays the same."""
+    """Most nodes; where it or `min_nodes` is not `cluster.nodes`, nodes may join and leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,14 +277,12 @@ class RunPlan:
     time: Prediction = field(default_factory=Prediction)
     warnings: tuple[str, ...] = ()
     smoke: bool = False
-    """Whether ranks that start from scratch save a checkpoint and exit after one step; the next
-    launch resumes from it."""
+    """Whether ranks that start from scratch save and exit after a step, which others resume."""
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes per rank of the copies for an asynchronous checkpoint.
-
-        Copies are made only where memory is free, so they are not part of `memory`."""
+        """Bytes per rank of the copies for an asynchronous checkpoint, made only where memory is
+        free, so that they are not part of `memory`."""
         needed = self.checkpoint.enabled and self.checkpoint.async_
         return self.memory.parameters + self.memory.optimizer if needed else 0
 
@@ -376,8 +373,7 @@ class Segment:
     """Storages in the order they are allocated (n) and freed (-1 - n)."""
     work: Work = field(default_factory=Work)
     reduced: bool = True
-    """backward: whether the block's gradients are complete at the segment's end, not only at the
-    end of the whole backward."""
+    """backward: whether the block's gradients are complete at the end of the segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

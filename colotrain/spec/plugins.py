@@ -19,8 +19,7 @@ class Row:
     parameters_live: ParametersLive
     """Unsharded parameters live through a `step`, or group by group around their `use`."""
     gradients: Gradients
-    """Gradients while accumulating: `whole` (reduced once a step), or `sharded` (reduced every
-    micro-batch)."""
+    """While accumulating: `whole` (reduced once a step) or `sharded` (every micro-batch)."""
     hybrid: bool = False
     """Whether to shard inside a node and replicate between nodes, not shard over all ranks."""
     packed: bool = False
