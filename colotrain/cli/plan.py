@@ -9,7 +9,7 @@ from typing import Any
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
 from colotrain.errors import DoesNotFit, UsageError
 from colotrain.events.fold import follow
-from colotrain.events.view import summary
+from colotrain.events.view import summary, unit_of
 from colotrain.planner import offload
 from colotrain.planner.advise import Option, best, largest_micro_batch, rank
 from colotrain.planner.communication import traffic
@@ -102,6 +102,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
             "data_parallel": plan.batch.data_parallel,
             "owner": plan.batch.owner,
             "tokens_per_step": plan.batch.tokens_per_step,
+            "unit": unit_of(None, plan),
         },
         "parameters": to_plain(plan.parameters),
         "freeze": [

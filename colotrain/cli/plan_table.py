@@ -69,7 +69,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     ranks = f"{plan.world_size} on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     mesh = " × ".join(map(str, plan.plugin.mesh))
     yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}"
-    unit = "samples" if plan.data.source == "target" else "tokens"
+    unit = document["batch"]["unit"]
     yield (
         "batch",
         f"{batch.global_batch} = micro-batch {batch.micro_batch} × accumulation "
@@ -178,7 +178,8 @@ def _options_table(document: dict[str, Any]) -> Table:
     """Return a table of the plan and its alternatives."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("plugin", overflow="fold")
-    for title in ("micro", "recompute", "peak", "step", "tokens/s", "MFU"):
+    speed = f"{document['batch']['unit']}/s"
+    for title in ("micro", "recompute", "peak", "step", speed, "MFU"):
         table.add_column(title, justify="right", no_wrap=True)
     own = {
         "plugin": document["plugin"]["name"],
@@ -240,7 +241,9 @@ def print_comparison(
     )
     if first["time"]["step_s"] and second["time"]["step_s"]:
         table.add_row("step", *(format_seconds(d["time"]["step_s"]) for d in documents))
-        table.add_row("tokens/s", *(f"{d['time']['tokens_per_s']:,.0f}" for d in documents))
+        units = dict.fromkeys(f"{d['batch']['unit']}/s" for d in documents)
+        speeds = (f"{d['time']['tokens_per_s']:,.0f}" for d in documents)
+        table.add_row(" or ".join(units), *speeds)
         table.add_row("MFU", *(f"{d['time']['mfu']:.1%}" for d in documents))
     console.print(table)
 

@@ -177,9 +177,14 @@ def error(predicted: float, measured: float) -> float | None:
 
 def unit(view: RunView, plan: RunPlan) -> str:
     """Return the unit of throughput and loss: tokens, samples, or the dataset's own targets."""
+    return unit_of(view.tokens_per_step, plan)
+
+
+def unit_of(count: float | None, plan: RunPlan) -> str:
+    """Return the unit of a step's `count`; before there is a step, `count` is None."""
     if plan.data.source != "target":
         return "tokens"
-    return "samples" if view.tokens_per_step in (None, plan.batch.global_batch) else "targets"
+    return "samples" if count in (None, plan.batch.global_batch) else "targets"
 
 
 def overall_tokens_per_s(view: RunView) -> float:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from colotrain.events.gradients import record_of
 from colotrain.events.kinds import metrics_of
 from colotrain.events.log import Event
+from colotrain.events.view import unit_of
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -30,7 +31,6 @@ _STEP = {
     "lr": "train/lr",
     "grad_norm": "train/grad_norm",
     "clip_ratio": "train/clip_ratio",
-    "tokens_per_s": "speed/tokens_per_s",
     "step_s": "speed/step_s",
     "data_s": "speed/data_s",
     "rss": "memory/rss_bytes",
@@ -102,9 +102,10 @@ class Trackers:
         names: Event | None = None
         while (events := self._waiting.get()) is not None:
             for event in events:
+                unit = unit_of(event.number("tokens"), self._plan)
                 names = event if event.kind == "parameters" and event.rank == 0 else names
                 for name, tracker in list(trackers.items()):
-                    if self._try(name, partial(feed, tracker, event, names)) is None:
+                    if self._try(name, partial(feed, tracker, event, names, unit)) is None:
                         del trackers[name]
         for name, tracker in trackers.items():
             self._try(name, tracker.close)
@@ -126,20 +127,24 @@ class Trackers:
         return None
 
 
-def feed(tracker: Tracker, event: Event, names: Event | None) -> None:
-    """Log the values of an event of rank 0; `names` is the attempt's `parameters` event."""
+def feed(tracker: Tracker, event: Event, names: Event | None, unit: str) -> None:
+    """Log the values of an event of rank 0; `names` is the attempt's `parameters` event.
+
+    `unit` is what the speed of a step counts: tokens, samples or targets.
+    """
     if event.rank != 0:
         return
     if event.kind == "started" and event.attempt:
         tracker.rewind(event.count("step"), event.t)
-    elif values := values_of(event, names):
+    elif values := values_of(event, names, unit):
         tracker.log(event.count("step"), event.t, values)
 
 
-def values_of(event: Event, names: Event | None) -> dict[str, float]:
+def values_of(event: Event, names: Event | None, unit: str) -> dict[str, float]:
     """Return tag → number for an event."""
     if event.kind == "step":
-        found = {tag: event.number(field) for field, tag in _STEP.items()}
+        tags = _STEP | {"tokens_per_s": f"speed/{unit}_per_s"}
+        found = {tag: event.number(field) for field, tag in tags.items()}
         return {tag: value for tag, value in found.items() if value is not None}
     if event.kind == "eval":
         loss = event.number("loss")

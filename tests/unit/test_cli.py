@@ -283,6 +283,7 @@ def test_plan_prints_one_document(colotrain: Run, arguments: list[str]) -> None:
         "data_parallel": 2,
         "owner": "colotrain",
         "tokens_per_step": 64 * 128,
+        "unit": "tokens",
     }
     assert document["parameters"] == {"total": 8192, "trainable": 4096, "frozen": 4096}
     assert document["freeze"] == [{"pattern": "embed*", "matched": 1}]

@@ -314,3 +314,18 @@ def test_a_plan_names_the_line_of_a_forward_that_looks_at_values(
         (told,) = [w for w in warnings if w.startswith("activations and time are not estimated")]
         assert f"without values: {name}.py:{line} raised " in told
         assert "\n" not in told
+
+
+def test_a_plan_counts_samples_of_the_user_s_own_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("values_none.py").write_text(LOOKING_AT_VALUES)
+    plan = ["plan", "model.target=values_none:Model", "model.args.how=none", "cluster=local"]
+    plan += ["data.target=values_none:rows", "train.global_batch=4", "train.max_steps=2"]
+    compared = [*plan, "--compare", "plugin=zero1", "plugin=zero3"]
+    for words in (plan, [*plan, "--advise"], compared):
+        assert guarded(words) == 0
+        shown = capsys.readouterr().out
+        assert "samples/s" in shown
+        assert "token" not in shown

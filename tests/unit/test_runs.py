@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import multiprocessing
@@ -605,3 +606,31 @@ def test_logs_of_a_detached_run_that_never_began_are_its_launchers(
     rundir.launcher_log.write_text("error: data.path: expected a file\n")
     assert guarded(["logs"]) == 0
     assert capsys.readouterr().out == "launcher: error: data.path: expected a file\n"
+
+
+def test_samples_are_nowhere_called_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rundir = new_run(tmp_path / "runs", "seen")
+    plan = plan_of()
+    plan = dataclasses.replace(plan, data=dataclasses.replace(plan.data, source="target"))
+    rundir.write_plan(plan)
+    with EventWriter(rundir.launcher_events) as launcher_events:
+        launcher_events.write("launch", world_size=2, t=time.time() - 60)
+        with EventWriter(rundir.event_file(rank=0, attempt=0)) as worker:
+            worker.write("started", world_size=2, step=0)
+            for step in range(1, 4):
+                count = plan.batch.global_batch
+                worker.write("step", step=step, loss=1.0, tokens=count, tokens_per_s=7.0, peak=9)
+            worker.write("eval", step=3, loss=2.0, tokens=8)
+        launcher_events.write("done", status="finished", exit_code=0)
+    rundir.write_summary(summary(follow(rundir), plan, rundir))
+    for words in (["runs"], ["dashboard", "--once"], ["dashboard", "--once", "--view", "ranks"]):
+        assert guarded(words) == 0
+        shown = capsys.readouterr().out
+        assert "token" not in shown
+        assert "samples/s" in shown or "ranks" in words
+    assert guarded(["plan", "seen"]) == 0
+    assert "token" not in capsys.readouterr().out
+    assert json.loads(rundir.summary_file.read_text())["unit"] == "samples"

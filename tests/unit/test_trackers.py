@@ -96,6 +96,17 @@ def test_a_tracker_gets_what_rank_0_records(tmp_path: Path, notebook: list[Noteb
     assert (found.rewound, found.closed) == ([0], True)
 
 
+def test_a_tracker_is_told_samples_of_samples(tmp_path: Path, notebook: list[Notebook]) -> None:
+    plan = plan_with("notebook")
+    plan = dataclasses.replace(plan, data=dataclasses.replace(plan.data, source="target"))
+    with Trackers(plan, RunDir(tmp_path)) as running:
+        running.take([step(1, tokens=plan.batch.global_batch)])
+        running.close()
+    ((_, values),) = notebook[0].logged
+    assert values["speed/samples_per_s"] == 100.0
+    assert not [tag for tag in values if "token" in tag]
+
+
 def test_no_tracker_is_no_work(tmp_path: Path) -> None:
     threads = threading.active_count()
     with Trackers(plan_with(), RunDir(tmp_path)) as running:
