@@ -218,7 +218,7 @@ def _freeze(freeze: Freeze) -> FreezePlan:
 
 
 def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
-    """For a user's own dataset `tokens_per_step` counts samples, because tokens are unknown."""
+    """The batch plan; for a user's own dataset `tokens_per_step` counts samples."""
     per_sample = 1 if data.source == "target" else data.seq_len
     return BatchPlan(
         global_batch=batch.global_batch,

@@ -19,7 +19,7 @@ class Row:
     parameters_live: ParametersLive
     """Unsharded parameters live through a `step`, or group by group around their `use`."""
     gradients: Gradients
-    """While accumulating: `whole` (reduced once a step) or `sharded` (every micro-batch)."""
+    """Gradients kept while accumulating: `whole` (reduced once a step) or `sharded`."""
     hybrid: bool = False
     """Whether to shard inside a node and replicate between nodes, not shard over all ranks."""
     packed: bool = False

@@ -44,7 +44,7 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
 
 
 def reachable(global_batch: int, per_node: int, candidates: Iterable[int]) -> list[int]:
-    """Those of `candidates`, numbers of nodes, that divide the global batch evenly.
+    """The numbers of nodes among `candidates` that divide the global batch evenly.
 
     `per_node` is the number of samples in one micro-batch of each of a node's ranks.
     """

@@ -1,4 +1,4 @@
-"""From records to text: plain text, prompt and completion, or chat messages. No torch here.
+"""Rendering records as text: plain text, prompt and completion, or chat messages. No torch here.
 
 Every record becomes one text. If only answers count in the loss, it comes with their spans. Chat
 messages are rendered by the chat template. Answers are what the template encloses in
