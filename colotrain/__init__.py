@@ -31,6 +31,7 @@ __all__ = ["gradients", "read_run", "resolve", "run"]
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
     """Return the run plan of `overrides`; raise `ConfigError` with all problems."""
+    _refuse_while_imported()
     from colotrain.runs.resolving import plan_from
 
     return plan_from(overrides)
@@ -44,6 +45,7 @@ def run(overrides: Sequence[str], *, progress: bool = False, force: bool = False
     `force`). With `progress`, the run's progress is shown on stderr. Scripts must call this under
     `if __name__ == "__main__"`, as with everything that starts processes.
     """
+    _refuse_while_imported()
     from colotrain.runs.start import run_quietly
 
     return run_quietly(list(overrides), progress=progress, force=force)
@@ -66,3 +68,15 @@ def gradients(model: nn.Module) -> Iterator[GradView]:
     from colotrain.engine.gradients.gradients import read
 
     return read(model)
+
+
+def _refuse_while_imported() -> None:
+    """End a process of a run that, as it imports the user's script, would begin the run again."""
+    import multiprocessing
+    import sys
+
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        problem = "each process of a run imports this script, which calls colotrain again"
+        fix = 'put the call under `if __name__ == "__main__":`'
+        print(f"error: {problem}; {fix}", file=sys.stderr, flush=True)  # a fork server prints none
+        raise SystemExit(1)
