@@ -122,7 +122,7 @@ def _group(
         gathered_sizes=tuple(
             padded[p.name] * (compute or p.itemsize)
             for p in members
-            if padded[p.name] and not layout.in_common
+            if padded[p.name] and not layout.shares_parameters
         ),
         reduced_bytes=sum(padded[p.name] * (reduce or p.itemsize) for p in trained),
         trained_bytes=sum(p.numel * (reduce or p.itemsize) for p in trained),

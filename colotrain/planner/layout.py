@@ -43,12 +43,12 @@ class Layout:
     baseline: int = 0
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_cpu_rank(self) -> bool:
         """Whether a single rank runs on CPU: `engine.shm.reduce_scatter` copies no gradients."""
         return self.device == "cpu" and self.shard == self.replicas == 1
 
     @property
-    def in_common(self) -> bool:
+    def shares_parameters(self) -> bool:
         """Whether the ranks of a host share parameters, as in `engine.shm.shared_parameters`."""
         return self.shared_memory and self.precision == "fp32"
 

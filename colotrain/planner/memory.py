@@ -2,7 +2,7 @@
 
 The allocations of a step are simulated in the order in which the engine makes them on `fully_shard`
 of torch 2.13: those of autograd, and those of each group's gather, reduction and release. The peak
-is the largest sum of live tensors; `tally` adds the freed memory that malloc keeps.
+is the largest sum of live tensors; `allocations` adds the freed memory that malloc keeps.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from colotrain.planner.allocations import RANGE, AllocationCounter
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
-from colotrain.planner.tally import RANGE, Tally
 from colotrain.spec.memory import Ledger, PeakRange
 from colotrain.spec.plan import ParameterInfo, Segment, Survey, Trace
 
@@ -43,13 +43,15 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
         ledger = dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
         total = ledger.total
         return Estimate(ledger=ledger, peak=PeakRange(exact=total, low=total, high=2 * total))
-    tally = Tally(on_cpu=layout.device == "cpu")
-    _Walk(layout, survey, trace, tally).run()
+    allocations = AllocationCounter(on_cpu=layout.device == "cpu")
+    _StepSimulation(layout, survey, trace, allocations).run()
     accumulates = layout.accumulation_steps > 1
-    kept = tally.resident(accumulates=accumulates) - tally.fullest
-    at = {**tally.at_fullest, "buffers": tally.at_fullest["buffers"] + kept}
+    kept = allocations.resident(accumulates=accumulates) - allocations.fullest
+    at = {**allocations.at_fullest, "buffers": allocations.at_fullest["buffers"] + kept}
     ledger = dataclasses.replace(Ledger(**at), baseline=layout.baseline)
-    return Estimate(ledger=ledger, peak=around(ledger.total, exact=tally.fullest + layout.baseline))
+    return Estimate(
+        ledger=ledger, peak=around(ledger.total, exact=allocations.fullest + layout.baseline)
+    )
 
 
 def around(num_bytes: int, *, exact: int, share: float = RANGE) -> PeakRange:
@@ -62,16 +64,18 @@ def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int
     """Most bytes of activations that are alive at the same time."""
     if trace is None:
         return 0
-    tally = Tally(on_cpu=False)
-    _Walk(layout, survey, trace, tally).run()
-    return tally.most["activations"]
+    allocations = AllocationCounter(on_cpu=False)
+    _StepSimulation(layout, survey, trace, allocations).run()
+    return allocations.most["activations"]
 
 
-class _Walk:
+class _StepSimulation:
     """Simulates the allocations of two steps of a rank."""
 
-    def __init__(self, layout: Layout, survey: Survey, trace: Trace, tally: Tally) -> None:
-        self.layout, self.survey, self.trace, self.tally = layout, survey, trace, tally
+    def __init__(
+        self, layout: Layout, survey: Survey, trace: Trace, allocations: AllocationCounter
+    ) -> None:
+        self.layout, self.survey, self.trace, self.allocations = layout, survey, trace, allocations
         self.groups = find(survey, trace, layout)
         self.root = self.groups[""]
         self.of_block = {block: g for g in self.groups.values() for block in g.blocks}
@@ -83,7 +87,7 @@ class _Walk:
         """Group → unsharded gradients of this backward."""
         self.handed_over: dict[str, list[object]] = {}
         """Group → gradients of a single rank, which become the sharded ones without a copy."""
-        self.told: tuple[Group, list[object]] | None = None
+        self.pending_reduction: tuple[Group, list[object]] | None = None
         """Group whose gradients are summed after the next group's (shared memory)."""
         self.forward = [s for s in trace.segments if s.phase == "forward"]
         self.backward = [s for s in trace.segments if s.phase == "backward"]
@@ -96,23 +100,23 @@ class _Walk:
 
     def build(self) -> None:
         """Allocate what lasts; models that cannot be built on the meta device begin unsharded."""
-        layout, tally, groups = self.layout, self.tally, list(self.groups.values())
+        layout, allocations, groups = self.layout, self.allocations, list(self.groups.values())
         parameters = self.survey.parameters
         whole = sum(p.numel * p.itemsize for p in parameters)
         largest = max((p.numel * p.itemsize for p in parameters), default=0)
         shards = sum(g.shard_bytes for g in groups)
         if self.survey.built_whole:
-            tally.begin("whole", "parameters", max(0, whole - shards), lasts=True)
-        tally.begin("shards", "parameters", shards, lasts=True)
-        tally.begin("initial", "buffers", largest, lasts=True)
-        tally.end("initial")
-        tally.end("whole")
+            allocations.begin("whole", "parameters", max(0, whole - shards), lasts=True)
+        allocations.begin("shards", "parameters", shards, lasts=True)
+        allocations.begin("initial", "buffers", largest, lasts=True)
+        allocations.end("initial")
+        allocations.end("whole")
         moments = sum(g.trained_shard_numel for g in groups) * state_bytes(layout.optim)
         trained = sum(p.frozen_by is None for p in parameters)
         moments += trained * counter_bytes(layout.optim)
-        tally.begin("moments", "optimizer", moments, lasts=True)
-        tally.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
-        tally.begin("shared", "buffers", self.shared_bytes(), lasts=True)
+        allocations.begin("moments", "optimizer", moments, lasts=True)
+        allocations.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
+        allocations.begin("shared", "buffers", self.shared_bytes(), lasts=True)
 
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a rank touches: its buffers, parts of others', windows."""
@@ -134,9 +138,9 @@ class _Walk:
     def step(self) -> None:
         num = self.layout.accumulation_steps
         for group in self.groups.values():  # the previous step's gradients
-            self.tally.end(("gradients", group.name))
+            self.allocations.end(("gradients", group.name))
             for key in self.handed_over.pop(group.name, []):
-                self.tally.end(key)
+                self.allocations.end(key)
         for index in sorted({0, min(1, num - 1), num - 1}):
             self.micro_batch(last=index == num - 1)
         if self.layout.records_gradients:
@@ -147,15 +151,15 @@ class _Walk:
         trained = [p for p in self.survey.parameters if p.frozen_by is None]
         sizes = [shard_numel(p, self.layout.shard) * p.itemsize for p in trained]
         for index, num_bytes in enumerate(sizes):
-            self.tally.begin(("copy", index), "buffers", num_bytes, in_place_of="activations")
+            self.allocations.begin(("copy", index), "buffers", num_bytes, in_place_of="activations")
         largest = max(sizes, default=0)
-        self.tally.begin("difference", "buffers", largest, in_place_of="activations")
+        self.allocations.begin("difference", "buffers", largest, in_place_of="activations")
         for key in ["difference", *(("copy", index) for index in range(len(sizes)))]:
-            self.tally.end(key)
+            self.allocations.end(key)
 
     def micro_batch(self, *, last: bool) -> None:
         self.count += 1
-        self.tally.begin("inputs", "activations", self.trace.input_bytes)
+        self.allocations.begin("inputs", "activations", self.trace.input_bytes)
         self._fetch(self.root)
         self._arrive(self.root)
         for index, segment in enumerate(self.forward):
@@ -168,41 +172,41 @@ class _Walk:
             if group is not None and not group.stays and not rest & set(group.blocks):
                 self._free(group)
         for name in self.groups:
-            self.tally.end(("received", name))
+            self.allocations.end(("received", name))
         self._backward(last=last)
-        self.tally.end("inputs")
+        self.allocations.end("inputs")
 
     def _play(self, segment: Segment) -> None:
         """Allocate and free what autograd and the model's own code do in a segment."""
-        tally, gradients = self.tally, self.trace.gradients
-        tally.in_backward = segment.phase == "backward"
+        allocations, gradients = self.allocations, self.trace.gradients
+        allocations.in_backward = segment.phase == "backward"
         for event in segment.events:
             number = event if event >= 0 else -1 - event
             owner = gradients.get(number)
             if event < 0:
                 if owner is None:
-                    tally.end(number)
+                    allocations.end(number)
             elif owner is None:
-                tally.begin(number, "activations", self.sizes[number])
+                allocations.begin(number, "activations", self.sizes[number])
             else:
                 self._gradient(number, self.of_block.get(owner, self.root))
-        tally.in_backward = False
+        allocations.in_backward = False
 
     def _gradient(self, number: int, group: Group) -> None:
         """Allocate a gradient, which is added to one that is kept already."""
         kept = self.kept_gradients.get(group.name)
         if kept and self.layout.precision == "fp32":
-            self.tally.begin("added", "activations", self.sizes[number])
-            self.tally.end("added")
+            self.allocations.begin("added", "activations", self.sizes[number])
+            self.allocations.end("added")
             return
         key = ("gradient", number, self.count)
-        self.tally.begin(key, "activations", self.sizes[number])
+        self.allocations.begin(key, "activations", self.sizes[number])
         self.unreduced.setdefault(group.name, []).append(key)
 
     def _fetch(self, group: Group) -> None:
         """Start an all-gather into a buffer, which lives until parameters are copied out of it."""
         if self.layout.shard > 1 and group.name not in self.gathered:
-            self.tally.begin(
+            self.allocations.begin(
                 ("received", group.name), "buffers", self._private(group.gathered_bytes)
             )
 
@@ -214,16 +218,16 @@ class _Walk:
         if not frees:
             for name in self.groups:
                 if name != group.name:
-                    self.tally.end(("received", name))
+                    self.allocations.end(("received", name))
         for index, num_bytes in enumerate(group.gathered_sizes):
-            self.tally.begin(("whole", group.name, index), "gathered", num_bytes)
+            self.allocations.begin(("whole", group.name, index), "gathered", num_bytes)
         self.gathered.add(group.name)
         if self.layout.shared_memory or (frees and group is not self.root):
-            self.tally.end(("received", group.name))
+            self.allocations.end(("received", group.name))
 
     def _free(self, group: Group) -> None:
         for index in range(len(group.gathered_sizes)):
-            self.tally.end(("whole", group.name, index))
+            self.allocations.end(("whole", group.name, index))
         self.gathered.discard(group.name)
 
     def _backward(self, *, last: bool) -> None:
@@ -241,7 +245,7 @@ class _Walk:
             if found is not None:
                 at = order.index(found)
                 for group in order[at + 1 : at + 2]:
-                    if ("received", group.name) not in self.tally.alive:
+                    if ("received", group.name) not in self.allocations.alive:
                         self._fetch(group)
             self._play(segment)
             rest = {s.block for s in self.backward[index + 1 :]}
@@ -254,11 +258,11 @@ class _Walk:
         for group in (self.root, *late):
             self._finish(group, last=last)
         for name in self.groups:
-            self.tally.end(("received", name))
-            self.tally.end(("reduced", name))
-        if self.told is not None:
-            self._sum(*self.told)
-            self.told = None
+            self.allocations.end(("received", name))
+            self.allocations.end(("reduced", name))
+        if self.pending_reduction is not None:
+            self._sum(*self.pending_reduction)
+            self.pending_reduction = None
         for name in set(self.gathered):
             if last or not self.groups[name].stays:
                 self._free(self.groups[name])
@@ -267,7 +271,7 @@ class _Walk:
         """Free, reduce or keep, as `fully_shard` does at the end of a group's backward."""
         fresh = self.unreduced.pop(group.name, [])
         for key in fresh:
-            self.tally.become(key, "gradients")
+            self.allocations.become(key, "gradients")
         if last or not group.stays:
             self._free(group)
         if not group.reduced_bytes:
@@ -276,39 +280,39 @@ class _Walk:
             self._keep(group, fresh)
             return
         whole = [*fresh, *self.kept_gradients.pop(group.name, [])]
-        if self.layout.is_alone and self.layout.precision == "fp32":
+        if self.layout.is_single_cpu_rank and self.layout.precision == "fp32":
             if group.name not in self.handed_over:
                 self.handed_over[group.name] = whole
                 return
             for key in whole:  # added to the first micro-batch's
-                self.tally.end(key)
+                self.allocations.end(key)
             return
         if self.layout.shared_memory and self.layout.shard > 1:
-            before, self.told = self.told, (group, whole)
+            before, self.pending_reduction = self.pending_reduction, (group, whole)
             if before is not None:
                 self._sum(*before)
             return
         for name in self.groups:  # at most one buffer of a reduction is held
-            self.tally.end(("reduced", name))
-        self.tally.begin(("reduced", group.name), "buffers", group.reduced_bytes)
+            self.allocations.end(("reduced", name))
+        self.allocations.begin(("reduced", group.name), "buffers", group.reduced_bytes)
         for key in whole:
-            self.tally.end(key)
+            self.allocations.end(key)
         sharded = ("gradients", group.name)
-        place: object = sharded if sharded not in self.tally.alive else "sum"
-        self.tally.begin(place, "gradients", group.reduced_bytes // self.layout.shard)
+        place: object = sharded if sharded not in self.allocations.alive else "sum"
+        self.allocations.begin(place, "gradients", group.reduced_bytes // self.layout.shard)
         if self.layout.shard == 1:  # the divided copy
-            self.tally.begin("divided", "buffers", group.reduced_bytes)
-            self.tally.end("divided")
-        self.tally.end("sum")
+            self.allocations.begin("divided", "buffers", group.reduced_bytes)
+            self.allocations.end("divided")
+        self.allocations.end("sum")
 
     def _sum(self, group: Group, whole: list[object]) -> None:
         """Sum gradients as `engine.shm.reduce_scatter`: into new tensors, or into existing ones."""
         sharded = ("gradients", group.name)
-        if sharded not in self.tally.alive:
+        if sharded not in self.allocations.alive:
             num_bytes, pieces = group.reduced_bytes // self.layout.shard, group.trained_pieces
-            self.tally.begin(sharded, "gradients", num_bytes, pieces=pieces)
+            self.allocations.begin(sharded, "gradients", num_bytes, pieces=pieces)
         for key in whole:
-            self.tally.end(key)
+            self.allocations.end(key)
 
     def _keep(self, group: Group, fresh: list[object]) -> None:
         """Keep unsharded gradients as they are, or sum them in the dtype of reduction."""
@@ -317,10 +321,10 @@ class _Walk:
             return
         if group.name not in self.kept_gradients:
             key = ("summed", group.name, self.count)
-            self.tally.begin(key, "gradients", group.trained_bytes)
+            self.allocations.begin(key, "gradients", group.trained_bytes)
             self.kept_gradients[group.name] = [key]
         for made in fresh:
-            self.tally.end(made)
+            self.allocations.end(made)
 
 
 def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
@@ -347,7 +351,7 @@ def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
     Parameters kept through the step: all. Parameters freed after use: those outside of blocks, and
     the two largest blocks (the one in use and the one being prefetched).
     """
-    if layout.in_common:
+    if layout.shares_parameters:
         return 0
     groups: dict[str, int] = {}
     for p in parameters:

@@ -15,13 +15,13 @@ from colotrain.engine.freezing import freeze_
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.planner.advise import Question, best, largest_micro_batch
+from colotrain.planner.allocations import OWN_PAGES_BYTES, SMALL_SHARE, AllocationCounter
 from colotrain.planner.communication import traffic
 from colotrain.planner.groups import Group, fetched_ahead, find
 from colotrain.planner.hardware import Sheet, from_sheet
 from colotrain.planner.heap import Heap
 from colotrain.planner.layout import Layout
-from colotrain.planner.memory import _Walk, model_state_bytes, predict
-from colotrain.planner.tally import OWN_PAGES_BYTES, SMALL_SHARE, Tally
+from colotrain.planner.memory import _StepSimulation, model_state_bytes, predict
 from colotrain.planner.time import step_time
 from colotrain.planner.traced.survey import follow, one_sample, survey
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
@@ -149,12 +149,12 @@ def test_backward_fetches_the_frozen_group_before_its_first_and_holds_it() -> No
     assert fetched_ahead(find(looked_at(), traced(), asked), traced()) == ""
     fetched: list[str] = []
 
-    class Noting(_Walk):
+    class Noting(_StepSimulation):
         def _fetch(self, group: Group) -> None:
             fetched.append(group.name)
             super()._fetch(group)
 
-    Noting(asked, looked, found, Tally(on_cpu=False)).run()
+    Noting(asked, looked, found, AllocationCounter(on_cpu=False)).run()
     forward = ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
     assert fetched == 2 * [*forward, "blocks.3", "blocks.2"]
 
@@ -316,23 +316,23 @@ def test_more_sharding_needs_less() -> None:
 
 
 def test_on_a_cpu_the_heap_stays_resident_as_far_as_it_reached() -> None:
-    tally, mib = Tally(on_cpu=True), 1 << 20
+    allocations, mib = AllocationCounter(on_cpu=True), 1 << 20
 
     def heap(*, accumulates: bool) -> float:
-        return (tally.resident(accumulates=accumulates) / mib - 7) / (1 + SMALL_SHARE)
+        return (allocations.resident(accumulates=accumulates) / mib - 7) / (1 + SMALL_SHARE)
 
-    tally.begin("shards", "parameters", 7 * mib, lasts=True)
-    tally.begin("kept", "activations", 3 * mib)
-    tally.end("kept")
-    tally.begin("made", "gradients", 2 * mib)
-    assert tally.fullest == 10 * mib
+    allocations.begin("shards", "parameters", 7 * mib, lasts=True)
+    allocations.begin("kept", "activations", 3 * mib)
+    allocations.end("kept")
+    allocations.begin("made", "gradients", 2 * mib)
+    assert allocations.fullest == 10 * mib
     assert heap(accumulates=False) == pytest.approx(3, abs=1e-3)  # one lies where the other was
     # a later micro-batch: no category fits where another was, nor half of what comes anew
     assert heap(accumulates=True) == pytest.approx(6.5, abs=1e-3)
-    tally.in_backward = True
-    tally.begin("recomputed", "activations", mib // 2)
+    allocations.in_backward = True
+    allocations.begin("recomputed", "activations", mib // 2)
     assert heap(accumulates=False) == pytest.approx(3.5, abs=1e-3)
-    on_gpu = Tally(on_cpu=False)
+    on_gpu = AllocationCounter(on_cpu=False)
     on_gpu.begin("kept", "activations", 3 * mib)
     on_gpu.end("kept")
     on_gpu.begin("made", "gradients", 2 * mib)
@@ -355,19 +355,19 @@ def test_free_neighbours_merge_in_the_heap_and_the_smallest_that_does_is_taken()
 
 
 def test_large_tensors_give_their_pages_back_and_copies_take_the_place_of_activations() -> None:
-    tally = Tally(on_cpu=True)
+    allocations = AllocationCounter(on_cpu=True)
     for name in ("first", "second"):
-        tally.begin(name, "activations", OWN_PAGES_BYTES)
-        tally.end(name)
-    assert tally.resident(accumulates=True) == OWN_PAGES_BYTES
-    tally.begin("cut up", "gradients", OWN_PAGES_BYTES, pieces=2)
-    assert tally.in_heap["gradients"] == OWN_PAGES_BYTES
-    tally.end("cut up")
-    tally.begin("small", "activations", 100)
-    tally.end("small")
-    before = tally.resident(accumulates=False)
-    tally.begin("copy", "buffers", 100, in_place_of="activations")
-    assert tally.resident(accumulates=False) == before
+        allocations.begin(name, "activations", OWN_PAGES_BYTES)
+        allocations.end(name)
+    assert allocations.resident(accumulates=True) == OWN_PAGES_BYTES
+    allocations.begin("cut up", "gradients", OWN_PAGES_BYTES, pieces=2)
+    assert allocations.in_heap["gradients"] == OWN_PAGES_BYTES
+    allocations.end("cut up")
+    allocations.begin("small", "activations", 100)
+    allocations.end("small")
+    before = allocations.resident(accumulates=False)
+    allocations.begin("copy", "buffers", 100, in_place_of="activations")
+    assert allocations.resident(accumulates=False) == before
 
 
 def test_a_cpu_keeps_more_resident_than_is_alive() -> None:
@@ -394,9 +394,9 @@ def test_what_could_not_be_followed_may_need_twice_what_is_known() -> None:
 def test_a_single_rank_s_gradients_are_not_copied() -> None:
     def most(device: str, num_micro_batches: int = 1) -> dict[str, int]:
         made = layout("zero2", 1, device=device, accumulation_steps=num_micro_batches)
-        walk = _Walk(made, looked_at(), traced(), Tally(on_cpu=True))
-        walk.run()
-        return walk.tally.most
+        simulation = _StepSimulation(made, looked_at(), traced(), AllocationCounter(on_cpu=True))
+        simulation.run()
+        return simulation.allocations.most
 
     gradients = sum(4 * p.numel for p in looked_at().parameters)
     assert most("cpu")["buffers"] < most("cuda")["buffers"]

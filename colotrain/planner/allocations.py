@@ -24,7 +24,7 @@ RANGE = 0.1
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Ledger))
 
 
-class Tally:
+class AllocationCounter:
     """Counts live bytes by category, now and at their peak, and resident memory on CPU.
 
     On CPU, freed memory stays in malloc's heap for the next step, and a tensor that fits in no free
