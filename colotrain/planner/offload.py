@@ -12,7 +12,7 @@ from colotrain.spec.memory import Ledger
 from colotrain.spec.offload import (
     Budget,
     GroupBytes,
-    Other,
+    NonModelBytes,
     Placement,
     bytes_by_tier,
     moved_bytes,
@@ -44,7 +44,7 @@ def members(chunks: Sequence[Chunk], survey: Survey) -> list[list[ParameterInfo]
     return found
 
 
-def weigh(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
+def group_bytes(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
     """Bytes of each group on a rank with padding, those of the root group last."""
     ranks, chunks = plugin.mesh[-1], chunks_of(plugin, survey)
     names = [chunk.names[0] for chunk in chunks] + [""]
@@ -68,20 +68,20 @@ def predict(
     *,
     activations: int,
     safety: float = 1.0,
-) -> tuple[list[GroupBytes], Placement, Other]:
-    """Bytes per group, the placement they lead to, and the other bytes of a rank.
+) -> tuple[list[GroupBytes], Placement, NonModelBytes]:
+    """Bytes per group, the placement they lead to, and the bytes of a rank that are not model data.
 
     `safety` is `SAFETY` for a run's first placement, 1 for the one after its measurements.
     """
     assert plugin.budget is not None
-    sizes = weigh(plugin, survey, optim)
+    sizes = group_bytes(plugin, survey, optim)
     process = PROCESS_BYTES if device == "cpu" else 0
-    passing = int(safety * passing_bytes(sizes, plugin)) + activations
-    other = Other(compute=process + passing, update=process)
-    return sizes, place(sizes, plugin.budget, other, device=device), other
+    transient = int(safety * transient_bytes(sizes, plugin)) + activations
+    non_model = NonModelBytes(compute=process + transient, update=process)
+    return sizes, place(sizes, plugin.budget, non_model, device=device), non_model
 
 
-def passing_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
+def transient_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
     """Bytes of gathered parameters and of gradients that are not reduced yet.
 
     Gathered are the root group (with the output of its gather) and two more groups. Gradients are
@@ -102,7 +102,7 @@ def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
     return max(plugin.mesh[-1] * whole, update)
 
 
-def tiered(
+def offloaded_estimate(
     plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, *, activations: int
 ) -> Estimate | None:
     """Memory that the placement needs in the top tier; None where nothing is offloaded.
@@ -111,19 +111,19 @@ def tiered(
     they do not exist at the same time. Only bytes that no lower tier can hold are certain, because
     a run decides its placement again after measuring.
     """
-    sizes, placement, other = predict(plugin, survey, optim, device, activations=activations)
+    sizes, placement, non_model = predict(plugin, survey, optim, device, activations=activations)
     if not placement.streams:
         return None
     top, here = placement.top, bytes_by_tier(sizes, placement)
     resting = {kind: tiers.get(top, 0) for kind, tiers in here.items()}
     window = streaming_bytes(sizes, placement.groups, top)
-    if other.update + window > other.compute:
-        ledger = Ledger(**resting, buffers=window, baseline=other.update)
+    if non_model.update + window > non_model.compute:
+        ledger = Ledger(**resting, buffers=window, baseline=non_model.update)
     else:
-        gathered = other.compute - other.update - activations
-        passing = {"gathered": gathered, "activations": activations}
-        ledger = Ledger(**resting, **passing, baseline=other.update)
-    exact = min(ledger.total, other.update + max(activations, least_bytes(sizes, plugin)))
+        gathered = non_model.compute - non_model.update - activations
+        transient = {"gathered": gathered, "activations": activations}
+        ledger = Ledger(**resting, **transient, baseline=non_model.update)
+    exact = min(ledger.total, non_model.update + max(activations, least_bytes(sizes, plugin)))
     return Estimate(ledger=ledger, peak=around(ledger.total, exact=exact))
 
 
@@ -156,10 +156,10 @@ def describe_tiers(
     micro_batches: int,
 ) -> dict[str, Any]:
     """Bytes per tier, and bytes that a step moves; without a budget all are in the top tier."""
-    sizes = weigh(plugin, survey, optim)
+    sizes = group_bytes(plugin, survey, optim)
     if plugin.budget is None:
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
-        placement = place(sizes, unlimited, Other(compute=0, update=0), device=device)
+        placement = place(sizes, unlimited, NonModelBytes(compute=0, update=0), device=device)
     else:
         _, placement, _ = predict(plugin, survey, optim, device, activations=activations)
     moved = moved_bytes(sizes, placement, micro_batches=micro_batches)

@@ -12,7 +12,7 @@ from typing import Any
 from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, format_seconds, format_size, parse_size
 from colotrain.errors import Problem, suggest
-from colotrain.planner import learned
+from colotrain.planner import measured_peaks
 from colotrain.planner.advise import TIE, Option, Question, best
 from colotrain.planner.budget import (
     check_budget,
@@ -24,7 +24,7 @@ from colotrain.planner.budget import (
 from colotrain.planner.layout import Layout, layout_of
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory import Estimate, most_activations
-from colotrain.planner.offload import least_bytes, predict, tiered
+from colotrain.planner.offload import least_bytes, offloaded_estimate, predict
 from colotrain.planner.scale import Scale
 from colotrain.spec.memory import Verdict
 from colotrain.spec.offload import SAFETY
@@ -59,10 +59,10 @@ class Situation:
         need = Estimate(ledger=option.memory, peak=option.peak)
         if plugin.budget is not None:
             kept = most_activations(layout, survey, trace)
-            need = tiered(plugin, survey, self.optim, device, activations=kept) or need
-        measured = learned.recall(self.shape(plugin))
+            need = offloaded_estimate(plugin, survey, self.optim, device, activations=kept) or need
+        measured = measured_peaks.recall(self.shape(plugin))
         if measured is not None:
-            need = learned.corrected(need, measured)
+            need = measured_peaks.corrected(need, measured)
         verdict = need.peak.verdict(self.question.capacity)
         return dataclasses.replace(option, memory=need.ledger, peak=need.peak, verdict=verdict)
 
@@ -70,7 +70,7 @@ class Situation:
         """Key under which the measured peak of a run is stored for later plans."""
         layout, question = self.layout(plugin), self.question
         trace = question.traces(self.train.activation_checkpointing, layout.micro_batch)
-        return learned.shape_of(layout, question.survey, trace, plugin.budget)
+        return measured_peaks.shape_of(layout, question.survey, trace, plugin.budget)
 
     def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
         """Plan of the plugin `name`, with the settings `asked` for or its defaults.

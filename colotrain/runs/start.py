@@ -17,7 +17,7 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.events.liveness import find
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
-from colotrain.planner import learned
+from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import checkpoints, naming, smoke, trust
@@ -266,7 +266,7 @@ def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
         document["smoke"] = smoke.report(view, plan, rundir)
     rundir.write_summary(document)
     if document["status"] == "finished" and view.world_size == plan.world_size:
-        learned.remember(plan.memory_shape, document["memory"]["measured_peak"])
+        measured_peaks.remember(plan.memory_shape, document["memory"]["measured_peak"])
     return document, view
 
 

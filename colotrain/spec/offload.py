@@ -47,7 +47,7 @@ class GroupBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class GroupTiers:
     """The tiers of one group."""
 
     parameters: Tier
@@ -56,7 +56,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
+class NonModelBytes:
     """Bytes that are not model data (parameters, gradients, optimizer state), at their peak."""
 
     compute: int
@@ -69,7 +69,7 @@ class Other:
 class Placement:
     """Tier of every group's bytes, in the order of the groups."""
 
-    groups: tuple[Placed, ...]
+    groups: tuple[GroupTiers, ...]
     top: Tier
     """Tier that training computes in: the device, or the host on CPU."""
     fits: bool
@@ -88,25 +88,27 @@ class Placement:
         return any("disk" in dataclasses.astuple(placed) for placed in self.groups)
 
 
-def place(groups: Sequence[GroupBytes], budget: Budget, other: Other, *, device: str) -> Placement:
+def place(
+    groups: Sequence[GroupBytes], budget: Budget, non_model: NonModelBytes, *, device: str
+) -> Placement:
     """Placement that keeps as much as `budget` allows in the upper tiers.
 
     On CPU the tiers are host and disk. On CUDA bytes leave the device for the host first;
     gradients are in the tier of their parameters, because `fully_shard` puts them there.
     """
     top: Tier = "host" if device == "cpu" else "device"
-    placed = [Placed(parameters=top, gradients=top, optimizer=top) for _ in groups]
+    placed = [GroupTiers(parameters=top, gradients=top, optimizer=top) for _ in groups]
     for upper, lower in itertools.pairwise(TIERS):
         if (upper == "device" and device == "cpu") or (lower == "disk" and not budget.disk_bytes):
             continue
         room = budget.device_bytes if upper == "device" else budget.host_bytes
         for index, kinds in _moves(groups, placed, upper, device):
-            if _need(groups, placed, other, upper, device) <= room:
+            if _need(groups, placed, non_model, upper, device) <= room:
                 break
             changes = dict.fromkeys(kinds, lower)
             placed[index] = dataclasses.replace(placed[index], **changes)
     used = TIERS[1:] if device == "cpu" else TIERS
-    need = {tier: _need(groups, placed, other, tier, device) for tier in used}
+    need = {tier: _need(groups, placed, non_model, tier, device) for tier in used}
     limits = dict(
         zip(TIERS, (budget.device_bytes, budget.host_bytes, budget.disk_bytes), strict=True)
     )
@@ -114,10 +116,10 @@ def place(groups: Sequence[GroupBytes], budget: Budget, other: Other, *, device:
     return Placement(groups=tuple(placed), top=top, fits=fits, need=need)
 
 
-def lowest(placement: Placement, other: Placement) -> Placement:
+def lower_of(placement: Placement, other: Placement) -> Placement:
     """The lower tier of `placement` and `other` for each group and kind, so nothing moves up."""
     groups = tuple(
-        Placed(
+        GroupTiers(
             parameters=_lower(mine.parameters, its.parameters),
             gradients=_lower(mine.gradients, its.gradients),
             optimizer=_lower(mine.optimizer, its.optimizer),
@@ -141,7 +143,7 @@ def _lower(one: Tier, two: Tier) -> Tier:
 
 
 def _moves(
-    groups: Sequence[GroupBytes], placed: Sequence[Placed], upper: Tier, device: str
+    groups: Sequence[GroupBytes], placed: Sequence[GroupTiers], upper: Tier, device: str
 ) -> Iterator[tuple[int, tuple[Kind, ...]]]:
     """Group index and kinds of bytes that may leave `upper` together, the cheapest first."""
     together: tuple[tuple[Kind, ...], ...] = (("optimizer",), ("gradients",), ("parameters",))
@@ -157,8 +159,8 @@ def _moves(
 
 def _need(
     groups: Sequence[GroupBytes],
-    placed: Sequence[Placed],
-    other: Other,
+    placed: Sequence[GroupTiers],
+    non_model: NonModelBytes,
     tier: Tier,
     device: str,
 ) -> int:
@@ -174,12 +176,12 @@ def _need(
     window = streaming_bytes(groups, placed, tier)
     if tier == "host" and device != "cpu":
         return resting + window
-    return resting + max(other.compute, other.update + window)
+    return resting + max(non_model.compute, non_model.update + window)
 
 
-def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[Placed], tier: Tier) -> int:
+def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[GroupTiers], tier: Tier) -> int:
     """Most bytes that an update brings up to `tier` at once: a group and the prefetched next."""
-    passing = [
+    streamed = [
         sum(
             getattr(group, field.name)
             for field in dataclasses.fields(its)
@@ -187,7 +189,7 @@ def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[Placed], tier
         )
         for group, its in zip(groups, placed, strict=True)
     ]
-    return max((a + b for a, b in zip(passing, [*passing[1:], 0], strict=True)), default=0)
+    return max((a + b for a, b in zip(streamed, [*streamed[1:], 0], strict=True)), default=0)
 
 
 def bytes_by_tier(groups: Iterable[GroupBytes], placement: Placement) -> dict[str, dict[str, int]]:

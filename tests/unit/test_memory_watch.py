@@ -14,7 +14,7 @@ from colotrain import host
 from colotrain.launch import memory_watch
 from colotrain.launch.memory_watch import MemoryWatch, describe, held_bytes
 from colotrain.launch.watch import Watch
-from colotrain.planner import learned
+from colotrain.planner import measured_peaks
 from colotrain.planner.memory import Estimate, around
 from colotrain.rundir import RunDir
 from colotrain.spec.memory import Ledger
@@ -84,7 +84,7 @@ def test_a_measured_peak_takes_the_estimate_s_place_and_stays_a_sum() -> None:
     ledger = Ledger(parameters=100, activations=50, buffers=20, baseline=30)
     estimate = Estimate(ledger=ledger, peak=around(200, exact=190))
     for measured in (260, 185, 140):
-        known = learned.corrected(estimate, measured)
+        known = measured_peaks.corrected(estimate, measured)
         assert known.ledger.total == measured
         assert known.ledger.parameters == 100
         assert known.peak.exact == min(190, measured)
@@ -94,8 +94,8 @@ def test_a_measured_peak_takes_the_estimate_s_place_and_stays_a_sum() -> None:
 
 def test_peaks_are_kept_by_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path))
-    assert learned.recall("shape") is None
-    learned.remember("shape", 123)
-    assert learned.recall("shape") == 123
+    assert measured_peaks.recall("shape") is None
+    measured_peaks.remember("shape", 123)
+    assert measured_peaks.recall("shape") == 123
     (tmp_path / "peaks" / "torn.json").write_text('{"peak_by')
-    assert learned.recall("torn") is None
+    assert measured_peaks.recall("torn") is None

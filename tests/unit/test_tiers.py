@@ -12,17 +12,17 @@ from colotrain.cli.main import guarded
 from colotrain.spec.offload import (
     Budget,
     GroupBytes,
-    Other,
+    NonModelBytes,
     Placement,
     bytes_by_tier,
-    lowest,
+    lower_of,
     moved_bytes,
     place,
 )
 
 MB = 1_000_000
 GIB = 1 << 30
-NOTHING = Other(compute=0, update=0)
+NOTHING = NonModelBytes(compute=0, update=0)
 GROUPS = [
     GroupBytes(name=f"blocks.{i}", parameters=10 * MB, gradients=10 * MB, optimizer=20 * MB)
     for i in range(4)
@@ -68,13 +68,15 @@ def test_the_first_groups_go_first_and_the_window_of_two_groups_counts() -> None
 
 
 def test_what_is_not_model_data_leaves_less_room() -> None:
-    other = Other(compute=60 * MB, update=0)
-    assert place(GROUPS, budget(220 * MB), other, device="cpu").streams is False
-    assert place(GROUPS, budget(219 * MB), other, device="cpu").streams is True
+    non_model = NonModelBytes(compute=60 * MB, update=0)
+    assert place(GROUPS, budget(220 * MB), non_model, device="cpu").streams is False
+    assert place(GROUPS, budget(219 * MB), non_model, device="cpu").streams is True
 
 
 def test_a_budget_that_nothing_can_keep_is_told() -> None:
-    placement = place(GROUPS, budget(10 * MB), Other(compute=50 * MB, update=0), device="cpu")
+    placement = place(
+        GROUPS, budget(10 * MB), NonModelBytes(compute=50 * MB, update=0), device="cpu"
+    )
     assert not placement.fits
     assert set(tiers(placement)) == {("disk", "disk", "disk")}
     assert placement.streams
@@ -108,7 +110,7 @@ def test_without_a_disk_nothing_goes_there() -> None:
 def test_later_decisions_bring_nothing_up() -> None:
     down = place(GROUPS, budget(90 * MB), NOTHING, device="cpu")
     up = place(GROUPS, budget(160 * MB), NOTHING, device="cpu")
-    assert lowest(up, down).groups == down.groups
+    assert lower_of(up, down).groups == down.groups
 
 
 @pytest.mark.parametrize(("micro_batches", "parameters"), [(1, 40), (4, 100)])

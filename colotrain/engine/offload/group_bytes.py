@@ -10,7 +10,7 @@ from torch import nn
 
 from colotrain.engine.freezing import matches
 from colotrain.engine.probes import memory_now
-from colotrain.spec.offload import SAFETY, GroupBytes, Other
+from colotrain.spec.offload import SAFETY, GroupBytes, NonModelBytes
 from colotrain.spec.plan import RunPlan
 
 Modules = list[tuple[str, list[nn.Module]]]
@@ -45,7 +45,7 @@ def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) 
     return sizes
 
 
-def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> Other:
+def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonModelBytes:
     """Estimate what else a rank needs, before any step was measured. All ranks must call.
 
     At their peak these exist together: the gathered parameters of the root group, twice (once as
@@ -62,4 +62,4 @@ def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> Other:
     reduced = 3 * ranks * max(size.gradients for size in sizes)
     passing = SAFETY * (gathered + reduced) + plan.memory.activations
     compute = int(base) + int(passing)
-    return Other(compute=compute, update=int(base))
+    return NonModelBytes(compute=compute, update=int(base))

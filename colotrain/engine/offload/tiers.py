@@ -37,11 +37,11 @@ from colotrain.rundir import RunDir
 from colotrain.spec.offload import (
     GroupBytes,
     Kind,
-    Other,
+    NonModelBytes,
     Placement,
     Tier,
     bytes_by_tier,
-    lowest,
+    lower_of,
     moved_bytes,
     place,
     with_parameters_of,
@@ -58,14 +58,14 @@ class Tiers:
     """The tiers of a sharded model. Every decision here is the same on all ranks."""
 
     def __init__(
-        self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], guess: Other
+        self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], guess: NonModelBytes
     ) -> None:
         assert plan.plugin.budget is not None
         self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
         self.rundir = rundir
         self.device = plan.cluster.device
         self.top: Tier = "host" if self.device == "cpu" else "device"
-        self.other = guess
+        self.non_model = guess
         self.placement = self._decide(guess)
         self.homes: list[Home] = []
         self.common: Common | None = None
@@ -84,8 +84,8 @@ class Tiers:
 
     # -- deciding
 
-    def _decide(self, other: Other) -> Placement:
-        return place(self.sizes, self.budget, other, device=self.device)
+    def _decide(self, non_model: NonModelBytes) -> Placement:
+        return place(self.sizes, self.budget, non_model, device=self.device)
 
     def begin_step(self) -> None:
         """Start measuring memory. Freed memory is kept while all fits: new pages cost time."""
@@ -122,15 +122,15 @@ class Tiers:
         mine = mine.to(self.device)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         compute, update = (int(max(n, 0) * (1 + MARGIN)) for n in mine.tolist())
-        self.other = Other(compute=compute, update=update)
-        wanted = self._decide(self.other)
+        self.non_model = NonModelBytes(compute=compute, update=update)
+        wanted = self._decide(self.non_model)
         if self.common is not None:
             leaving = [h.group for h in self.homes if wanted.groups[h.index].parameters != self.top]
             compute += self.common.gather_bytes(leaving)
-            self.other = Other(compute=compute, update=update)
-            wanted = self._decide(self.other)
+            self.non_model = NonModelBytes(compute=compute, update=update)
+            wanted = self._decide(self.non_model)
         if self.settled:
-            wanted = lowest(wanted, self.placement)
+            wanted = lower_of(wanted, self.placement)
         if self.device != "cpu":  # `fully_shard` must know from the start where parameters are
             wanted = with_parameters_of(wanted, self.placement)
         changed = wanted.groups != self.placement.groups
@@ -175,7 +175,7 @@ class Tiers:
         return {
             "bytes": bytes_by_tier(self.sizes, self.placement),
             "need": dict(self.placement.need),
-            "other": asdict(self.other),
+            "other": asdict(self.non_model),
             "moved_bytes": moved,
             "fits": self.placement.fits,
             "budget": budget,
