@@ -47,7 +47,7 @@ Smoke = Annotated[
 
 Overwrite = Annotated[
     bool,
-    typer.Option("--overwrite", help="Set an older run of that name aside, as NAME.old-TIME."),
+    typer.Option("--overwrite", help="Rename an older run of that name to NAME.old-TIME."),
 ]
 
 

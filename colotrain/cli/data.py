@@ -51,11 +51,11 @@ def _sample_document(index: int, position: int, split: str, tokens: list[Token])
         "position": position,
         "index": index,
         "split": split,
-        "learned": sum(token.learned for token in tokens),
+        "in_loss": sum(token.in_loss for token in tokens),
         "padding": sum(token.document == -1 for token in tokens),
         "segments": [
-            {"text": text, "learned": learned, "document": document}
-            for text, learned, document in _segments(tokens)
+            {"text": text, "in_loss": in_loss, "document": document}
+            for text, in_loss, document in _segments(tokens)
         ],
     }
 
@@ -66,10 +66,10 @@ def _segments(tokens: list[Token]) -> Iterator[tuple[str, bool, int | None]]:
     for token in tokens:
         if token.document == -1:
             continue
-        if (token.learned, token.document) != fate:
+        if (token.in_loss, token.document) != fate:
             if text:
                 yield text, *fate
-            text, fate = "", (token.learned, token.document)  # type: ignore[assignment]
+            text, fate = "", (token.in_loss, token.document)  # type: ignore[assignment]
         text += token.text
     if text:
         yield text, *fate
@@ -97,8 +97,8 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "packing", part["packing"] + isolated
     for split in SPLITS:
         yield split, _counts(part, split)
-    share = part["learned"] / max(part["tokens"]["train"], 1)
-    yield "trained on", f"{part['learned']:,} tokens of train ({share:.1%})"
+    share = part["in_loss"] / max(part["tokens"]["train"], 1)
+    yield "trained on", f"{part['in_loss']:,} tokens of train ({share:.1%})"
     if part["bad"]["count"]:
         yield (
             "bad records",
@@ -132,7 +132,7 @@ def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token])
     padding = f", {sample['padding']} of padding" if sample["padding"] else ""
     console.print(
         f"sample {sample['position']} of {sample['split']} (number {sample['index']}): "
-        f"{len(tokens)} tokens, {sample['learned']} trained on{padding}"
+        f"{len(tokens)} tokens, {sample['in_loss']} trained on{padding}"
     )
     coloured, text, last = is_live(console), Text(), None
     for segment in sample["segments"]:
@@ -141,9 +141,9 @@ def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token])
             last = segment["document"]
         shown = _visible(segment["text"])
         if coloured:
-            text.append(shown, style="green" if segment["learned"] else "dim")
+            text.append(shown, style="green" if segment["in_loss"] else "dim")
         else:
-            text.append(f"[[{shown}]]" if segment["learned"] else shown)
+            text.append(f"[[{shown}]]" if segment["in_loss"] else shown)
     console.print(text, soft_wrap=True)
     meaning = "green" if coloured else "between [[ and ]]"
     console.print(f"({meaning}: trained on)", style="dim")

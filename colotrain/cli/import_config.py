@@ -114,7 +114,7 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
     for question in questions(found):
         console.print(f"{MEANING['asked']}: {question}", style="yellow", soft_wrap=True)
     for problem in problems:
-        console.print(f"warning: to be settled first: {problem}", style="yellow", soft_wrap=True)
+        console.print(f"warning: to be corrected first: {problem}", style="yellow", soft_wrap=True)
 
 
 def _plain(value: Any) -> str:

@@ -317,7 +317,7 @@ def against(words: Sequence[str], other: str, *, tolerance: float, as_json: bool
     first, second = find(words[0] if words else None), RunDir.find(other)
     found = compare(first, second, tolerance=tolerance)
     if not found.losses and not found.records:
-        raise UsageError(f"{first.name} and {second.name}: no step in common", "run them longer")
+        raise UsageError(f"{first.name} and {second.name}: they share no step", "run them longer")
     exit_code = DONE if found.first is None else UNVERIFIED
     if as_json:
         names = {"run": first.name, "against": second.name, "tolerance": tolerance}

@@ -101,7 +101,7 @@ def plan(
         ),
     ] = None,
     advise: Annotated[
-        bool, typer.Option("--advise", help="Weigh all plugins, micro-batches and recomputation.")
+        bool, typer.Option("--advise", help="Compare all plugins, micro-batches and recomputation.")
     ] = False,
     compare: Annotated[
         tuple[str, str] | None,

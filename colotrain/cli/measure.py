@@ -94,7 +94,7 @@ def _run(file: Path, ranks: int) -> rates.Measurement:
             errors.seek(0)
             last = [line.strip() for line in errors if line.strip()]
             raise ColotrainError(
-                f"--measure: {last[-1] if last else 'a rank ended without a word'}",
+                f"--measure: {last[-1] if last else 'a rank ended without an answer'}",
                 "see `colotrain doctor`; without --measure, times are of typical cores",
             )
         return answer

@@ -126,7 +126,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     if advise:
         document["advice"] = _sentences(setting, options, layout)
     if not document["memory"]["fits"]:
-        document["remedy"] = fix_hints(situation, plan)
+        document["fix"] = fix_hints(situation, plan)
     return document
 
 

@@ -55,8 +55,8 @@ def print_plan(console: Console, setting: Setting, document: dict[str, Any]) -> 
         console.print(_check_table(document["trace"]))
     for sentence in document.get("advice", ()):
         console.print(sentence, style="bold")
-    if "remedy" in document:
-        console.print(f"does not fit: {document['remedy']}", style=f"bold {VERMILLION}")
+    if "fix" in document:
+        console.print(f"does not fit: {document['fix']}", style=f"bold {VERMILLION}")
     for warning in document["warnings"]:
         console.print(f"warning: {warning}", style="yellow")
 

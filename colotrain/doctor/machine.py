@@ -33,7 +33,7 @@ def check_torch(_: Surroundings) -> Iterator[Finding]:
         import torch
         import torch.distributed as dist
     except Exception as error:  # a broken installation fails in many ways
-        yield fail("torch", f"torch {version} cannot be imported: {error}", "install it anew")
+        yield fail("torch", f"torch {version} cannot be imported: {error}", "install it again")
         return
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     names = [name for name, there in backends.items() if there]

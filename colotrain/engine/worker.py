@@ -274,9 +274,9 @@ def house_(
 ) -> None:
     """Give the parameters storage in their tiers, and values. All ranks must call."""
 
-    def house(fresh: bool) -> None:
+    def share(fresh: bool) -> None:
         if common is not None:
-            common.house(fresh)
+            common.share(fresh)
         if tiers is not None:
             tiers.house_parameters(fresh)
         if common is not None:
@@ -284,7 +284,7 @@ def house_(
 
     release = tiers.release if tiers is not None else lambda tensor: None
     device, seed = plan.cluster.device, plan.train.seed
-    materialise_(sharded, device=device, seed=seed, house=house, release=release)
+    materialise_(sharded, device=device, seed=seed, share=share, release=release)
 
 
 def import_targets(plan: RunPlan) -> None:

@@ -131,7 +131,7 @@ def _outcome(current: Launch) -> str:
         return "interrupted" if "SIGINT" in current.signals else "preempted"
     if any(event.kind == "finished" for event in current.ended):
         return "finished"
-    current.error = RuntimeError("every worker ended early, with exit code 0 and without a word")
+    current.error = RuntimeError("every worker ended early, with exit code 0 and without a message")
     return "failed"
 
 

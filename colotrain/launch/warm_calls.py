@@ -71,7 +71,7 @@ class Looker:
             if not pipe.poll(LIMIT_S):
                 self.close()
                 raise ColotrainError(
-                    f"the user's code was still being looked at after {LIMIT_S:.0f} s",
+                    f"the model was still not built after {LIMIT_S:.0f} s",
                     "see whether it waits for something: `py-spy dump --pid` tells where",
                 )
             outcome, found = pipe.recv()
@@ -82,7 +82,7 @@ class Looker:
         if outcome == "refused":
             raise found
         if outcome == "broken":
-            raise RuntimeError(f"in the process that looked at the model:\n{found}")
+            raise RuntimeError(f"in the process that builds the model for the plan:\n{found}")
         return found
 
     def _open(self) -> Connection:
@@ -107,7 +107,7 @@ class Looker:
         code = self._process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
         return ColotrainError(
-            f"the process that looked at the user's code {how} without an answer",
+            f"the process that builds the model for the plan {how} without an answer",
             "see what it printed, and whether it needs more memory than there is",
         )
 

@@ -57,7 +57,7 @@ class Silent:
         where = f"in {self.beat.phase} of step {self.beat.step}"
         head = f"rank {self.beat.rank} (process {self.beat.pid})"
         if self.state in ("", "Z"):
-            return f"{head} was gone without a word {where}"
+            return f"{head} ended without a message {where}"
         what = "was stopped (SIGSTOP)" if self.state in "Tt" else "hung"
         at = f" at {self.stack[0]}" if self.stack and self.state not in "Tt" else ""
         return f"{head} {what} {where}, silent for {silent_s:.0f} s{at}; its log: {self.log}"

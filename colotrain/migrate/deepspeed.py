@@ -115,7 +115,7 @@ def _stage(value: Any, flat: Flat) -> Answer:
 def _offload(value: Any, flat: Flat) -> Answer:
     if value in (None, "none"):
         return Answer(outcome="decided", note="nothing is offloaded unless the plugin is gemini")
-    note = "gemini decides per group, from plugin.budget, what rests where"
+    note = "gemini places each group on a tier, from plugin.budget"
     return Answer(outcome="taken", note=note, settings={"plugin.name": "gemini"})
 
 
@@ -206,7 +206,7 @@ RULES: Rules = {
     "zero_optimization.stage3_*": decided(BUFFERS),
     "zero_optimization.elastic_checkpoint": _universal,
     "zero_optimization.ignore_unused_parameters": decided(
-        "parameters without a path from the loss are told apart and left alone"
+        "parameters without a path from the loss are detected and not updated"
     ),
     **_buffers(
         "allgather_partitions",

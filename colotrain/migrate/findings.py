@@ -168,7 +168,7 @@ def offload(value: Any, _: Flat) -> Answer:
     """Rule for a switch that offloads parameters or optimizer state."""
     if not is_on(value):
         return Answer(outcome="decided", note="nothing is offloaded unless the plugin is gemini")
-    note = "gemini decides per group, from plugin.budget, what rests where"
+    note = "gemini places each group on a tier, from plugin.budget"
     return Answer(outcome="taken", note=note, settings={"plugin.name": "gemini"})
 
 

@@ -313,7 +313,7 @@ RULES: Rules = {
     "trainer.strategy.init_args.auto_wrap_policy*": decided("groups are found in the model"),
     "trainer.strategy.init_args.state_dict_type": decided("checkpoints are sharded"),
     "trainer.strategy.init_args.find_unused_parameters": decided(
-        "parameters without a path from the loss are told apart and left alone"
+        "parameters without a path from the loss are detected and not updated"
     ),
     "trainer.strategy.init_args.*": decided("buffers and buckets follow from the model's groups"),
     "trainer.devices": _devices,

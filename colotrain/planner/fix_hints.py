@@ -37,8 +37,8 @@ def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
     if budget is not None and budget.disk_path == OFFLOAD:
         room, space = format_size(budget.host_bytes), format_size(budget.disk_bytes)
         yield (
-            f"memory: what {room} per rank cannot hold rests on disk, in the run's own folder "
-            f"({OFFLOAD}/, at most {space} per rank); plugin.disk_path=none forbids it"
+            f"memory: what {room} per rank cannot hold is offloaded to disk, in the run's own "
+            f"folder ({OFFLOAD}/, at most {space} per rank); plugin.disk_path=none forbids it"
         )
     if (
         budget is not None

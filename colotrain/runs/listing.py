@@ -367,7 +367,7 @@ def _waiting(name: str) -> Iterator[Callable[[float], None]]:
 def _how_it_ended(rundir: RunDir, view: RunView, ended: str) -> str:
     if ended.isupper():  # SLURM's name of a state
         return clean(f"{rundir.name}: was waiting ({ended})")
-    saved, goes_on = "; nothing was saved", "begins anew"
+    saved, goes_on = "; nothing was saved", "starts over"
     if view.checkpoint:
         saved, goes_on = f"; saved at step {view.checkpoint.step}", "continues"
     hint = "" if ended == "finished" else f"; `colotrain resume {rundir.name}` {goes_on}"

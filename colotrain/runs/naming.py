@@ -45,7 +45,7 @@ def check_name(
     if plan.checkpoint.resume == "none" or plan.smoke:
         raise UsageError(
             f"name={rundir.name}: {rundir.path} exists",
-            "choose another name, or --overwrite to set that run aside"
+            "choose another name, or --overwrite to rename that run"
             + ("" if plan.smoke else ", or checkpoint.resume=auto to go on with it"),
         )
     if not (has_begun(rundir) or queue.recall(rundir)):
@@ -61,8 +61,8 @@ def check_name(
             change = f"one with checkpoint.resume={os.path.relpath(rundir.path)}"
         raise UsageError(
             f"name={rundir.name}: that run was made with other settings: {what}",
-            f"choose another name, or {change} to go on with changes, or --overwrite to set that "
-            "run aside and begin anew",
+            f"choose another name, or {change} to go on with changes, or --overwrite to "
+            "rename that run and start over",
         )
 
 
@@ -92,7 +92,8 @@ def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
 def say_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
     print(
         f"{rundir.name} has finished its {summary['steps']} steps already, with these settings: "
-        f"`colotrain resume {rundir.name} train.max_steps=N` trains on, another name begins anew",
+        f"`colotrain resume {rundir.name} train.max_steps=N` trains on, another name "
+        "starts a new run",
         file=sys.stderr,
         flush=True,
     )

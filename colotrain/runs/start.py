@@ -180,7 +180,7 @@ def go_back(rundir: RunDir, asked: str) -> None:
     from colotrain.events import liveness
 
     if asked == "none":
-        fix = "use `colotrain run` with another name to begin anew"
+        fix = "use `colotrain run` with another name to start a new run"
         raise UsageError(f"checkpoint.resume=none: {rundir.name} is resumed", fix)
     if asked == "auto":
         return

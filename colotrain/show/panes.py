@@ -1,4 +1,4 @@
-"""Panes of the dashboard: each is a function from a scene and a size to lines of text."""
+"""Panes of the dashboard: functions from the state of a run and a size to lines of text."""
 
 from __future__ import annotations
 

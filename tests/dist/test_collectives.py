@@ -120,8 +120,8 @@ def train(rank: int, plans: dict[str, str], out: str) -> None:
         assert install(sharded) is not None
         common = hold_in_common(sharded)
         assert (common is None) == (plan.train.precision == "bf16")
-        house = {"house": common.house} if common else {}
-        materialise_(sharded, device="cpu", seed=0, **house)
+        share = {"share": common.share} if common else {}
+        materialise_(sharded, device="cpu", seed=0, **share)
         state, counts = watch(sharded, frozen=frozen.reasons), Counts()
         with pytest.MonkeyPatch.context() as patch:
             count(counts, patch)

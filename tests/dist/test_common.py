@@ -36,7 +36,7 @@ def trains_alike(rank: int, *plans: RunPlan, frozen: Sequence[str] = ()) -> None
     for plan in plans:
         plain = train(make_sharded(plan, frozen), rank)
         common = held(plan, frozen)
-        shared = train(common.sharded, rank, house=common.house)
+        shared = train(common.sharded, rank, share=common.share)
         assert all(group.in_common for group in common.sharded.groups)
         assert_alike(shared, plain)
 
@@ -67,7 +67,7 @@ def waits_for_updates(rank: int, plan: RunPlan) -> None:
         if rank == step % 2:
             time.sleep(0.3)
 
-    slow = train(common.sharded, rank, house=common.house, before_update=before_update)
+    slow = train(common.sharded, rank, share=common.share, before_update=before_update)
     assert all(torch.equal(*pair) for pair in zip(slow, plain, strict=True))
 
 
@@ -100,7 +100,7 @@ def gives_up(rank: int, plan: RunPlan) -> None:
 
     state: GradientState
     mixed = train(
-        common.sharded, rank, house=common.house, before_update=before_update, knows=knows
+        common.sharded, rank, share=common.share, before_update=before_update, knows=knows
     )
     assert all(torch.equal(*pair) for pair in zip(mixed, plain, strict=True))
     assert used == [set(dict(common.sharded.module.named_parameters()))] * 3
@@ -115,7 +115,7 @@ def counts_memory(rank: int, plan: RunPlan) -> None:
     model = nn.Linear(2048, 4096, bias=False)  # 32 MiB
     common = hold_in_common(shard_(model, plan, make_mesh(plan.plugin, "cpu"), []))
     assert common is not None
-    common.house(False)
+    common.share(False)
     common.populate()
     resident, counted = psutil.Process().memory_info().rss, memory_now()[0]
     assert resident - counted == pytest.approx(16 << 20, abs=1 << 20)

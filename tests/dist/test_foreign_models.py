@@ -83,8 +83,8 @@ def refuses(rank: int, plans: list[RunPlan]) -> None:
                 groups = find_groups(model, chunk_bytes=None, batch=batch)
                 sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
                 common = hold_in_common(sharded) if shared else None
-                house = common.house if common is not None else lambda fresh: None
-                materialise_(sharded, device="cpu", seed=0, house=house)
+                share = common.share if common is not None else lambda fresh: None
+                materialise_(sharded, device="cpu", seed=0, share=share)
                 with pytest.raises(ColotrainError, match=says):
                     two_steps(model, batch)
 

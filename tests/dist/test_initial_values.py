@@ -150,9 +150,9 @@ def equals_one_process(rank: int, *plans: RunPlan) -> None:
                 module.requires_grad_(False)
             sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
             common = hold_in_common(sharded)
-            house = common.house if common is not None else lambda fresh: None
+            share = common.share if common is not None else lambda fresh: None
             object.__setattr__(sharded, "source", ZOO)
-            materialise_(sharded, device="cpu", seed=5, house=house)
+            materialise_(sharded, device="cpu", seed=5, share=share)
             equal_rows(whole, model)
 
 

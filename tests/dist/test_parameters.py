@@ -44,8 +44,8 @@ def batch_of(rank: int) -> dict[str, Tensor]:
 def sharded_model(model: nn.Module, plan: RunPlan, *, shared: bool) -> ShardedModel:
     sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
     common = hold_in_common(sharded) if shared else None
-    house = common.house if common is not None else lambda fresh: None
-    materialise_(sharded, device="cpu", seed=0, house=house)
+    share = common.share if common is not None else lambda fresh: None
+    materialise_(sharded, device="cpu", seed=0, share=share)
     return sharded
 
 
@@ -154,8 +154,8 @@ def refuses_backward_in_forward(rank: int, plan: RunPlan) -> None:
         groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
         sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
         common = hold_in_common(sharded) if shared else None
-        house = common.house if common is not None else lambda fresh: None
-        materialise_(sharded, device="cpu", seed=0, house=house)
+        share = common.share if common is not None else lambda fresh: None
+        materialise_(sharded, device="cpu", seed=0, share=share)
         with pytest.raises(ColotrainError, match=r"forward calls backward or autograd\.grad"):
             sharded.module(torch.ones(2, 6))
 

@@ -145,7 +145,7 @@ def different_groups(rank: int, plan: RunPlan) -> None:
     sharded, _ = make(plan, torch.float32)
     common = hold_in_common(sharded)
     assert common is not None
-    materialise_(sharded, device="cpu", seed=0, house=common.house)  # gathers would differ before
+    materialise_(sharded, device="cpu", seed=0, share=common.share)  # gathers would differ before
     with pytest.raises(ValueError, match="reduce different groups"):
         backward(sharded, some(torch.float32), (0, 1, 2) if rank else (2, 1, 0))
 

@@ -230,12 +230,12 @@ def train(
     sharded: ShardedModel,
     rank: int,
     *,
-    house: Callable[[bool], None] = lambda fresh: None,
+    share: Callable[[bool], None] = lambda fresh: None,
     before_update: Callable[[int], None] = lambda step: None,
     knows: Callable[[GradientState], None] = lambda state: None,
 ) -> list[Tensor]:
     """Three SGD steps of two micro-batches each; this rank's shards and last gradients."""
-    materialise_(sharded, device="cpu", seed=0, house=house)
+    materialise_(sharded, device="cpu", seed=0, share=share)
     state = watch(sharded, frozen={})
     knows(state)
     generator = torch.Generator().manual_seed(rank)

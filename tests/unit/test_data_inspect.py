@@ -59,9 +59,9 @@ def test_a_sample_shows_exactly_what_is_learned(
     assert (
         asked["text"] == f"<|im_start|>user\nWhat is {number}?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert answer == {"text": f"It is {number}.<|im_end|>", "learned": True, "document": None}
+    assert answer == {"text": f"It is {number}.<|im_end|>", "in_loss": True, "document": None}
     assert after["text"] == "\n"
-    assert sample["learned"] == len(answer["text"])
+    assert sample["in_loss"] == len(answer["text"])
     assert sample["padding"] == 256 - len(asked["text"]) - len(answer["text"]) - 1
 
     assert guarded(["data", "inspect", *RECIPE, *settings, "--sample", "5"]) == 0
@@ -80,7 +80,7 @@ def test_documents_of_a_sample_are_shown_apart(
         "data.packing=whole",
         "data.shuffle=false",
     )
-    texts = [s["text"] for s in found["sample"]["segments"] if s["learned"]]
+    texts = [s["text"] for s in found["sample"]["segments"] if s["in_loss"]]
     assert all(text.endswith("\0") for text in texts)
     assert all("ocument" in text and "é" in text for text in texts)
     numbers = [s["document"] for s in found["sample"]["segments"]]

@@ -26,7 +26,7 @@ class Token:
     """A token of a sample, as text, with its role in training."""
 
     text: str
-    learned: bool
+    in_loss: bool
     """Whether the token is a target that counts in the loss."""
     document: int | None
     """Number of its document in an isolated sample; -1 for padding; None if not isolated."""
@@ -62,7 +62,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
         "tokens": {split: sum(shard.count(split) for shard in shards) for split in SPLITS},
         "bytes": {split: _sum_bytes(shards, split) for split in SPLITS},
         "documents": {split: _count_documents(shards, split) for split in SPLITS},
-        "learned": sum(_count_learned(shard) for shard in train),
+        "in_loss": sum(_count_in_loss(shard) for shard in train),
         "bad": {
             "count": sum(s.num_bad for s in shards),
             "first": [b for s in shards for b in s.bad],
@@ -81,7 +81,7 @@ def _count_documents(shards: list[Prepared], split: Split) -> int | None:
     return None if any(e is None for e in ends) else sum(len(e) for e in ends if e is not None)
 
 
-def _count_learned(shard: Prepared) -> int:
+def _count_in_loss(shard: Prepared) -> int:
     """Number of tokens of the train split that count in the loss."""
     targets = shard.targets("train")
     return shard.num_train if targets is None else int(np.count_nonzero(targets))
@@ -132,18 +132,18 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
         problem = f"sample {index} has no input_ids and labels to show (it has {names})"
         raise ColotrainError(problem, "name them so in your dataset")
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
-    learned = [False, *(label != IGNORE_INDEX for label in labels[:-1])]
+    counts = [False, *(label != IGNORE_INDEX for label in labels[:-1])]
     if "document_ids" in sample:
         documents = sample["document_ids"].tolist()
     else:
         documents = [None] * len(ids)
         at = len(ids)
-        while at and ids[at - 1] == 0 and labels[at - 1] == IGNORE_INDEX and not learned[at - 1]:
+        while at and ids[at - 1] == 0 and labels[at - 1] == IGNORE_INDEX and not counts[at - 1]:
             at -= 1
             documents[at] = -1
     texts = token_texts(plan, ids)
-    for text, is_learned, document in zip(texts, learned, documents, strict=True):
-        yield Token(text=text, learned=is_learned, document=document)
+    for text, in_loss, document in zip(texts, counts, documents, strict=True):
+        yield Token(text=text, in_loss=in_loss, document=document)
 
 
 def token_texts(plan: DataPlan, ids: list[int]) -> list[str]:

@@ -150,7 +150,7 @@ def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
     if plan.isolate and packing == "stream":
         for shard in shards:
             if not shard.has_documents and shard.index is None and shard.separator is None:
-                raise _no_documents("documents that are told apart")
+                raise _no_documents("documents with known ends")
     parts = [_pack_one(shard, plan, split, packing) for shard in shards if shard.count(split)]
     return parts[0] if len(parts) == 1 else Concatenation(parts)
 

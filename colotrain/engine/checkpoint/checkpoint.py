@@ -274,7 +274,7 @@ def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
     if foreign and run.rank == 0:
         text = (
             f"warning: the checkpoint has no state of optim.name={run.plan.optim.name} for "
-            f"{foreign[0]} ({len(foreign)} in all): it begins anew"
+            f"{foreign[0]} ({len(foreign)} in all): it starts from zero"
         )
         run.events.write("note", text=text)
 

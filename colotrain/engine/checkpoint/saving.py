@@ -312,5 +312,5 @@ def _await(store: Any, key: str, save: Save, beat: Callable[[], None]) -> str | 
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, LONGEST_POLL_S)  # a thousand ranks may ask one store
         if time.monotonic() > save.deadline:
-            return f"{key}: no rank has told the outcome in time"
+            return f"{key}: no rank has reported the outcome in time"
     return bytes(store.get(key)).decode() or None

@@ -44,7 +44,7 @@ MEETING = 0  # index of the only semaphore
 class Common:
     """The parameters that the ranks of a shard group share.
 
-    All ranks must create it together, after `shard_`, and then call `house` together. Raises
+    All ranks must create it together, after `shard_`, and then call `share` together. Raises
     `Unavailable` on all ranks of the group or on none.
     """
 
@@ -71,7 +71,7 @@ class Common:
             for param in part.params
         ]
 
-    def house(self, fresh: bool) -> None:
+    def share(self, fresh: bool) -> None:
         """Move the sharded parameters to shared memory; `fresh` ones have no values to copy."""
         for part in self.sharded.groups:
             at, _ = self.ranges[part.name]
@@ -199,5 +199,5 @@ def hold_in_common(sharded: ShardedModel) -> Common | None:
     if not any(problems):
         return common
     if dist.get_rank() == 0:
-        print(f"parameters are not held in common: {max(problems)}", file=sys.stderr)
+        print(f"parameters are not in shared memory: {max(problems)}", file=sys.stderr)
     return None

@@ -148,8 +148,8 @@ class Timed:
         self.sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
         install(self.sharded)
         common = hold_in_common(self.sharded)
-        house = common.house if common is not None else lambda fresh: None
-        materialise_(self.sharded, device="cpu", seed=0, house=house)
+        share = common.share if common is not None else lambda fresh: None
+        materialise_(self.sharded, device="cpu", seed=0, share=share)
         self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
         self.optimizer.add(dict(model.named_parameters()))
         self.state = gradients.watch(self.sharded, frozen={})
