@@ -74,7 +74,7 @@ def logs(
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines per log.")] = 40,
     as_json: Json = False,
 ) -> int:
-    """Show what a run prints: its workers, and its launcher if detached, or its job."""
+    """Show the output of workers, detached launcher and job."""
     if as_json:
         refuse("--json", follow=follow)
     from colotrain.cli.logs import logs as show
