@@ -95,7 +95,7 @@ def _finish(
     if not writers["train"].num_tokens:
         fix = "these are empty: name other files with data.path"
         raise ConfigError([Problem(key="data", expected="records to train on", fix=fix)])
-    has_targets = any(writer.has_unlearned for writer in writers.values())
+    has_targets = any(writer.has_masked for writer in writers.values())
     if not has_targets:
         for writer in writers.values():
             beside(writer.path, "targets").unlink()
@@ -123,7 +123,7 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_tokens = self.num_bytes = 0
-        self.has_unlearned = False
+        self.has_masked = False
 
     def __enter__(self) -> Writer:
         self._files: list[IO[bytes]] = [
@@ -142,7 +142,7 @@ class Writer:
         last = self.num_tokens + np.cumsum(piece.lengths[split], dtype=np.int64)
         ends.write(last.astype("<i8").tobytes())
         targets.write(piece.targets[split])
-        self.has_unlearned = self.has_unlearned or b"\0" in piece.targets[split]
+        self.has_masked = self.has_masked or b"\0" in piece.targets[split]
         self.num_tokens += sum(piece.lengths[split])
         self.num_bytes += piece.num_bytes[split]
 
@@ -193,12 +193,12 @@ def split_of(block: Block, number: int, fraction: float) -> str:
 
 def _encode(texts: Sequence[Rendered]) -> tuple[bytes, list[int], bytes]:
     """Concatenated tokens, lengths and concatenated targets of documents."""
-    learned = [r.answers is not None for r in texts]
+    with_answers = [r.answers is not None for r in texts]
     plain = iter(_encoder.encode([r.text for r in texts if r.answers is None]))
     marked = iter(_encoder.encode_with_ends([r.text for r in texts if r.answers is not None]))
     dtype = np.dtype(NUMPY_DTYPES[dtype_of(_encoder)])
     tokens, lengths, targets = [], [], []
-    for rendered, has_answers in zip(texts, learned, strict=True):
+    for rendered, has_answers in zip(texts, with_answers, strict=True):
         ids, ends = next(marked) if has_answers else (next(plain), None)
         row = np.asarray(ids, dtype=dtype)
         wanted = np.ones(len(row), np.uint8) if ends is None else _targets(ends, rendered.answers)

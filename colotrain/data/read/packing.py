@@ -49,8 +49,8 @@ class TokenSamples:
         window = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
         labels = window[1:]
         if self._targets is not None:
-            learned = torch.from_numpy(self._targets[start + 1 : stop].astype(bool))
-            labels = torch.where(learned, labels, IGNORE_INDEX)
+            in_loss = torch.from_numpy(self._targets[start + 1 : stop].astype(bool))
+            labels = torch.where(in_loss, labels, IGNORE_INDEX)
         if not self.isolate:
             return {"input_ids": window[:-1], "labels": labels}
         documents = self._documents(start, stop)
