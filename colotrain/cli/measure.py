@@ -53,8 +53,8 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
     cases = []
     for index in range(len(rates.SHAPES)):
         case = settle(rates.overrides(index, ranks=ranks, precision=precision), here=False)
-        question, layout = case.situation.question, case.situation.layout(case.plan.plugin)
-        trace = question.traces(
+        search_space, layout = case.context.search_space, case.context.layout(case.plan.plugin)
+        trace = search_space.traces(
             case.plan.train.activation_checkpointing, case.plan.batch.micro_batch
         )
         assert trace is not None, "colotrain's own models can be followed"

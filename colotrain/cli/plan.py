@@ -84,10 +84,10 @@ def _names_a_run(word: str) -> bool:
 
 def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     """Return the document of `plan --json`."""
-    plan, situation = setting.plan, setting.situation
+    plan, context = setting.plan, setting.context
     recompute = plan.train.activation_checkpointing
-    trace = situation.question.traces(recompute, plan.batch.micro_batch)
-    layout = situation.layout(plan.plugin)
+    trace = context.search_space.traces(recompute, plan.batch.micro_batch)
+    layout = context.layout(plan.plugin)
     sent = traffic(layout, setting.survey, trace)
     options = list(_advice(setting) if advise else _other_plugins(setting))
     document = {
@@ -126,7 +126,7 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
     if advise:
         document["advice"] = _sentences(setting, options, layout)
     if not document["memory"]["fits"]:
-        document["fix"] = fix_hints(situation, plan)
+        document["fix"] = fix_hints(context, plan)
     return document
 
 
@@ -174,55 +174,55 @@ def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
 
 
 def _warnings(setting: Setting) -> Iterator[str]:
-    question, plan = setting.situation.question, setting.plan
+    search_space, plan = setting.context.search_space, setting.plan
     recompute = plan.train.activation_checkpointing
-    if question.traces(recompute, plan.batch.micro_batch) is None:
+    if search_space.traces(recompute, plan.batch.micro_batch) is None:
         yield f"{NOT_FOLLOWED}: {setting.not_followed}" if setting.not_followed else NOT_FOLLOWED
-    elif question.hardware is None:
+    elif search_space.hardware is None:
         yield "times are not estimated: describe the GPUs, as hardware=a100-80g does"
     elif not plan.time.step_s:
         yield "times are not estimated"
-    elif not question.hardware(setting.situation.layout(plan.plugin)).measured:
+    elif not search_space.hardware(setting.context.layout(plan.plugin)).measured:
         yield NOT_MEASURED
 
 
 def _other_plugins(setting: Setting) -> Iterator[Option]:
     """Yield the other plugins, everything else being equal."""
-    plan, situation = setting.plan, setting.situation
+    plan, context = setting.plan, setting.context
     for name in ROWS:
         if name != plan.plugin.name:
-            other = situation.lay_out(name)
-            yield situation.option(other)
+            other = context.plan_plugin(name)
+            yield context.option(other)
 
 
 def _advice(setting: Setting) -> Iterator[Option]:
     """Yield all plugins, micro-batches and checkpointing modes that fit, fastest first."""
-    situation = setting.situation
-    if situation.question.traces("none", 1) is None:
+    context = setting.context
+    if context.search_space.traces("none", 1) is None:
         yield from _other_plugins(setting)
         return
-    every = situation.question.every(_layouts(setting), checkpointing=RECOMPUTE)
+    every = context.search_space.every(_layouts(setting), checkpointing=RECOMPUTE)
     yield from rank(every)
 
 
 def _layouts(setting: Setting) -> Iterator[tuple[str, Layout]]:
-    situation = setting.situation
+    context = setting.context
     for name, row in ROWS.items():
-        if not row.hybrid or situation.scale.nodes > 1:
-            made = situation.lay_out(name)
-            yield name, replace(situation.layout(made), micro_batch=1)
+        if not row.hybrid or context.scale.nodes > 1:
+            made = context.plan_plugin(name)
+            yield name, replace(context.layout(made), micro_batch=1)
 
 
 def _sentences(setting: Setting, options: Sequence[Option], layout: Layout) -> list[str]:
-    plan, question = setting.plan, setting.situation.question
+    plan, search_space = setting.plan, setting.context.search_space
     recompute = plan.train.activation_checkpointing
-    if not question.capacity:
+    if not search_space.capacity:
         return ["Nothing is known of the GPUs' memory, so nothing can be advised."]
-    largest = largest_micro_batch(question, layout, checkpointing=recompute)
+    largest = largest_micro_batch(search_space, layout, checkpointing=recompute)
     found = best(options)
     sentences = [f"The largest micro-batch that fits under {plan.plugin.name} is {largest}."]
     if found is None:
-        return [*sentences, f"Nothing fits as it is: {fix_hints(setting.situation, plan)}."]
+        return [*sentences, f"Nothing fits as it is: {fix_hints(setting.context, plan)}."]
     settings = (
         f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
         f"train.activation_checkpointing={found.checkpointing}"

@@ -44,7 +44,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SearchSpace:
     """Everything that is the same for all options."""
 
     survey: Survey
@@ -123,15 +123,17 @@ def best(options: Sequence[Option]) -> Option | None:
     return next(option for option in fitting if option.time.step_s <= limit)
 
 
-def largest_micro_batch(question: Question, layout: Layout, *, checkpointing: Recompute) -> int:
+def largest_micro_batch(
+    search_space: SearchSpace, layout: Layout, *, checkpointing: Recompute
+) -> int:
     """The largest power of two that fits as micro-batch, for any global batch; 0 if none."""
 
     def has_room(size: int) -> bool:
-        trace = question.traces(checkpointing, size)
-        need = predict(replace(layout, micro_batch=size), question.survey, trace)
-        return need.peak.verdict(question.capacity) == "yes"
+        trace = search_space.traces(checkpointing, size)
+        need = predict(replace(layout, micro_batch=size), search_space.survey, trace)
+        return need.peak.verdict(search_space.capacity) == "yes"
 
-    if question.traces(checkpointing, 1) is None or not has_room(1):
+    if search_space.traces(checkpointing, 1) is None or not has_room(1):
         return 0
     size = 1
     while size < MOST_SAMPLES and has_room(2 * size):

@@ -13,7 +13,7 @@ from colotrain.errors import ColotrainError
 from colotrain.planner.advise import largest_micro_batch
 from colotrain.planner.budget import existing
 from colotrain.planner.layout import Layout
-from colotrain.planner.plugin import Situation
+from colotrain.planner.plugin import PlanningContext
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.memory import Verdict
 from colotrain.spec.plan import RECOMPUTE, RunPlan
@@ -31,7 +31,7 @@ LEAST: Changes = {
 """Settings that need the least memory without offloading."""
 
 
-def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
+def memory_warnings(context: PlanningContext, plan: RunPlan) -> Iterator[str]:
     """Warnings about memory that may not suffice, and about offloading to disk because of it."""
     capacity, peak, budget = plan.cluster.memory_bytes, plan.peak, plan.plugin.budget
     if budget is not None and budget.disk_path == OFFLOAD:
@@ -60,11 +60,11 @@ def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
         yield (
             f"memory: {plan.plugin.name} needs {range_} per rank, of {format_size(capacity)}, and "
             "may not fit: a run that nears the limit ends by itself. To be sure, "
-            f"{fix_hints(situation, plan)}"
+            f"{fix_hints(context, plan)}"
         )
         return
-    free, procs = situation.machine.host_free_bytes, plan.cluster.procs_per_node
-    is_here = capacity == situation.machine.host_memory_bytes // procs
+    free, procs = context.machine.host_free_bytes, plan.cluster.procs_per_node
+    is_here = capacity == context.machine.host_memory_bytes // procs
     if plan.cluster.device == "cpu" and is_here and free and peak.high * procs > free:
         yield (
             f"memory: {procs} ranks need {range_} each, and {format_size(free)} of this machine "
@@ -72,15 +72,15 @@ def memory_warnings(situation: Situation, plan: RunPlan) -> Iterator[str]:
         )
 
 
-def fix_hints(situation: Situation, plan: RunPlan) -> str:
+def fix_hints(context: PlanningContext, plan: RunPlan) -> str:
     """The smallest changes of settings that make `plan` fit, or the least memory it needs.
 
     Every change was planned on the same machine, and fits there.
     """
     found: list[Changes] = []
-    for changes in _changes(situation, plan):
+    for changes in _changes(context, plan):
         is_new = not any(known.keys() <= changes.keys() for known in found)
-        if len(found) < MOST_HINTS and is_new and situation.verdict(changes) == "yes":
+        if len(found) < MOST_HINTS and is_new and context.verdict(changes) == "yes":
             found.append(changes)
     if found:
         return "set " + " or ".join(map(_shown, found))
@@ -91,10 +91,10 @@ def fix_hints(situation: Situation, plan: RunPlan) -> str:
             more["plugin.name"] = plan.plugin.name
         if plan.batch.global_batch < nodes * procs:
             more["train.global_batch"] = nodes * procs
-        if situation.verdict(more) == "yes":
+        if context.verdict(more) == "yes":
             return f"nothing makes it fit here; {nodes} such machines would do: {_shown(more)}"
-    option = situation.question.option(
-        "zero3", _one(situation.layout(situation.lay_out("zero3"))), checkpointing="full"
+    option = context.search_space.option(
+        "zero3", _one(context.layout(context.plan_plugin("zero3"))), checkpointing="full"
     )
     need = format_size(option.memory.total)
     least = f"even plugin=zero3 with micro-batches of 1 needs {need} per rank"
@@ -102,7 +102,7 @@ def fix_hints(situation: Situation, plan: RunPlan) -> str:
 
 
 def verdicts(
-    config: dict[str, Any], plan: Callable[[dict[str, Any]], tuple[RunPlan, Situation]]
+    config: dict[str, Any], plan: Callable[[dict[str, Any]], tuple[RunPlan, PlanningContext]]
 ) -> Callable[[Changes], Verdict | None]:
     """Function that plans `config` with changes, and tells whether it fits; None: invalid."""
 
@@ -125,15 +125,15 @@ def _shown(changes: Changes) -> str:
     return f"{text} (accumulation keeps the global batch)" if "train.micro_batch" in text else text
 
 
-def _changes(situation: Situation, plan: RunPlan) -> Iterator[Changes]:
+def _changes(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
     """Changes that may help on this machine, the smallest first."""
-    question, recompute = situation.question, plan.train.activation_checkpointing
-    size = largest_micro_batch(question, situation.layout(plan.plugin), checkpointing=recompute)
-    share = question.global_batch // question.world_size
+    search_space, recompute = context.search_space, plan.train.activation_checkpointing
+    size = largest_micro_batch(search_space, context.layout(plan.plugin), checkpointing=recompute)
+    share = search_space.global_batch // search_space.world_size
     if size:
         yield {"train.micro_batch": max(n for n in range(1, size + 1) if share % n == 0)}
     for more in RECOMPUTE[RECOMPUTE.index(recompute) + 1 :]:
-        if question.can(more):
+        if search_space.can(more):
             yield {"train.activation_checkpointing": more}
     others = [name for name in ("zero2", "zero3", "gemini") if name != plan.plugin.name]
     yield from ({"plugin.name": name} for name in others)

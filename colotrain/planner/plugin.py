@@ -13,7 +13,7 @@ from colotrain.config.schema import Plugin
 from colotrain.config.sizes import check_size, format_seconds, format_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.planner import measured_peaks
-from colotrain.planner.advise import TIE, Option, Question, best
+from colotrain.planner.advise import TIE, Option, SearchSpace, best
 from colotrain.planner.budget import (
     check_budget,
     check_space,
@@ -36,11 +36,11 @@ MOST_BLOCKS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class PlanningContext:
     """Everything that the choice of a plugin depends on."""
 
     scale: Scale
-    question: Question
+    search_space: SearchSpace
     batch: BatchPlan
     train: TrainPlan
     optim: OptimPlan
@@ -53,9 +53,9 @@ class Situation:
         """Memory and time of `plugin`, without the memory that it offloads to lower tiers."""
         layout = self.layout(plugin)
         recompute = self.train.activation_checkpointing
-        option = self.question.option(plugin.name, layout, checkpointing=recompute)
-        survey, device = self.question.survey, self.scale.device
-        trace = self.question.traces(recompute, layout.micro_batch)
+        option = self.search_space.option(plugin.name, layout, checkpointing=recompute)
+        survey, device = self.search_space.survey, self.scale.device
+        trace = self.search_space.traces(recompute, layout.micro_batch)
         need = Estimate(ledger=option.memory, peak=option.peak)
         if plugin.budget is not None:
             kept = most_activations(layout, survey, trace)
@@ -63,24 +63,28 @@ class Situation:
         measured = measured_peaks.recall(self.shape(plugin))
         if measured is not None:
             need = measured_peaks.corrected(need, measured)
-        verdict = need.peak.verdict(self.question.capacity)
+        verdict = need.peak.verdict(self.search_space.capacity)
         return dataclasses.replace(option, memory=need.ledger, peak=need.peak, verdict=verdict)
 
     def shape(self, plugin: PluginPlan) -> str:
         """Key under which the measured peak of a run is stored for later plans."""
-        layout, question = self.layout(plugin), self.question
-        trace = question.traces(self.train.activation_checkpointing, layout.micro_batch)
-        return measured_peaks.shape_of(layout, question.survey, trace, plugin.budget)
+        layout, search_space = self.layout(plugin), self.search_space
+        trace = search_space.traces(self.train.activation_checkpointing, layout.micro_batch)
+        return measured_peaks.shape_of(layout, search_space.survey, trace, plugin.budget)
 
-    def lay_out(self, name: str, asked: Plugin | None = None, *, reason: str = "") -> PluginPlan:
+    def plan_plugin(
+        self, name: str, asked: Plugin | None = None, *, reason: str = ""
+    ) -> PluginPlan:
         """Plan of the plugin `name`, with the settings `asked` for or its defaults.
 
         gemini gets a disk tier in the run's own folder where memory might not suffice, if the disk
         has room for everything that memory cannot hold.
         """
         asked = asked or Plugin()
-        survey, split = self.question.survey, can_split(self.train)
-        plan = _lay_out(name, asked, self.scale, survey, self.machine, reason=reason, split=split)
+        survey, split = self.search_space.survey, can_split(self.train)
+        plan = _plan_plugin(
+            name, asked, self.scale, survey, self.machine, reason=reason, split=split
+        )
         if not ROWS[name].packed or why_no_disk(asked) or names_folder(asked):
             return plan
         if asked.budget.host == "auto" and self.option(plan).verdict == "yes":
@@ -101,7 +105,7 @@ class Situation:
             device=self.scale.device,
             procs_per_node=self.scale.procs_per_node,
             records_gradients=0 < every <= steps,
-            uses_transformers=self.question.survey.uses_transformers,
+            uses_transformers=self.search_space.survey.uses_transformers,
         )
 
 
@@ -110,25 +114,25 @@ def can_split(train: TrainPlan) -> bool:
     return train.activation_checkpointing == "none" and not train.compile
 
 
-def decide(asked: Plugin, situation: Situation) -> tuple[PluginPlan, Option]:
+def decide(asked: Plugin, context: PlanningContext) -> tuple[PluginPlan, Option]:
     """Plan of a plugin that `check_plugin` accepts, and the memory and time it needs.
 
     `auto` takes the fastest that fits; where times are unknown, the first that fits.
     """
-    scale = situation.scale
+    scale = context.scale
     if asked.name != "auto":
-        plugin = situation.lay_out(asked.name, asked, reason="asked for")
-        return plugin, situation.option(plugin)
+        plugin = context.plan_plugin(asked.name, asked, reason="asked for")
+        return plugin, context.option(plugin)
     names = [n for n in AUTO_ORDER if not ROWS[n].hybrid or scale.nodes > 1]
-    plugins = {name: situation.lay_out(name, asked) for name in names}
-    options = [situation.option(plugins[name]) for name in names]
-    if not situation.question.capacity:
+    plugins = {name: context.plan_plugin(name, asked) for name in names}
+    options = [context.option(plugins[name]) for name in names]
+    if not context.search_space.capacity:
         least = min(reversed(options), key=lambda option: option.memory.total)
         reason = "the memory of a rank is not known: what needs least of it"
         return dataclasses.replace(plugins[least.plugin], reason=reason), least
     plain = [o for o in options if o.verdict == "yes" and not ROWS[o.plugin].packed]
     chosen = best(plain or options)  # gemini only where nothing simpler fits
-    reason = explain(chosen, options, situation.question.capacity)
+    reason = explain(chosen, options, context.search_space.capacity)
     chosen = chosen or min(reversed(options), key=lambda option: option.memory.total)
     return dataclasses.replace(plugins[chosen.plugin], reason=reason), chosen
 
@@ -172,7 +176,7 @@ def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
     return (scale.world // shard, shard)
 
 
-def _lay_out(
+def _plan_plugin(
     name: str,
     asked: Plugin,
     scale: Scale,

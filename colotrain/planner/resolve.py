@@ -15,14 +15,14 @@ from colotrain.config.data import data_plan
 from colotrain.config.hints import hinted
 from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
-from colotrain.planner.advise import Question, Traces
+from colotrain.planner.advise import SearchSpace, Traces
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
 from colotrain.planner.fix_hints import memory_warnings, verdicts
 from colotrain.planner.machine import Machine
 from colotrain.planner.model import SurveyModel, at_peak, count, look, warn_of_length
 from colotrain.planner.plugin import (
-    Situation,
+    PlanningContext,
     check_override_names,
     check_plugin,
     check_room,
@@ -55,7 +55,7 @@ TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int
 """(model, freezing, data, precision, checkpointing, device, samples) → trace of a micro-batch."""
 
 
-def investigate(
+def resolve(
     config: dict[str, Any],
     *,
     survey: SurveyModel,
@@ -66,14 +66,14 @@ def investigate(
     samples: CountSamples | None = None,
     hints: bool = True,
     smoke: bool = False,
-) -> tuple[RunPlan, Situation]:
+) -> tuple[RunPlan, PlanningContext]:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
     `survey` examines the model, `trace` traces a micro-batch (without it, activations and time are
     left out), `samples` counts the training samples. `found` are problems of composing `config`,
-    which are reported with the new ones. The returned `Situation` can evaluate alternatives to the
-    plan. Without `hints` there are no warnings about memory, and for a `smoke` run none about its
-    length.
+    which are reported with the new ones. The returned `PlanningContext` can evaluate alternatives
+    to the plan. Without `hints` there are no warnings about memory, and for a `smoke` run none
+    about its length.
     """
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
@@ -97,16 +97,16 @@ def investigate(
     if problems or looked is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
     again = functools.partial(
-        investigate, survey=survey, machine=machine, trace=trace, samples=samples, hints=False
+        resolve, survey=survey, machine=machine, trace=trace, samples=samples, hints=False
     )
     steps = in_steps(settings, data, global_batch=batch.global_batch, count=samples)
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
     at_most = at_peak(looked, freeze)
-    situation = Situation(
+    context = PlanningContext(
         scale=scale,
-        question=Question(
+        search_space=SearchSpace(
             survey=at_most,
             traces=_traces(trace, model, freeze, data, train, scale.device),
             hardware=timed_hardware(settings, scale, machine) if trace else None,
@@ -122,7 +122,7 @@ def investigate(
         machine=machine,
         verdict=verdicts(config, again),
     )
-    plugin, option = decide(settings.plugin, situation)
+    plugin, option = decide(settings.plugin, context)
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)
     if problems:
         raise ConfigError(problems)
@@ -144,7 +144,7 @@ def investigate(
         parameters=count(looked),
         memory=option.memory,
         peak=option.peak,
-        memory_shape=situation.shape(plugin),
+        memory_shape=context.shape(plugin),
         time=option.time,
         flops_per_token=looked.flops_per_token,
         smoke=smoke,
@@ -156,9 +156,9 @@ def investigate(
         ),
     )
     if hints:
-        warnings = (*plan.warnings, *memory_warnings(situation, plan))
+        warnings = (*plan.warnings, *memory_warnings(context, plan))
         plan = dataclasses.replace(plan, warnings=warnings)
-    return plan, situation
+    return plan, context
 
 
 def _traces(

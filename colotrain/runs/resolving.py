@@ -21,7 +21,7 @@ from colotrain.planner.cache import kept
 from colotrain.planner.dependencies import Dependencies, watched
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
-from colotrain.planner.plugin import Situation
+from colotrain.planner.plugin import PlanningContext
 from colotrain.planner.smoke import shrink
 from colotrain.runs.job import is_job, on_nodes
 from colotrain.show.console import stderr_console
@@ -37,7 +37,7 @@ class Setting:
 
     config: dict[str, Any]
     plan: RunPlan
-    situation: Situation
+    context: PlanningContext
     """Inputs of the plan, with which alternatives to it can be compared."""
     machine: Machine
     """Machine that the plan was made for: this one, or a node of a job."""
@@ -49,7 +49,7 @@ class Setting:
     @property
     def survey(self) -> Survey:
         """Return the survey of the model, made with everything trainable that ever will be."""
-        return self.situation.question.survey
+        return self.context.search_space.survey
 
     def resolve(self, config: dict[str, Any]) -> RunPlan:
         """Return the plan of a changed configuration on the same machine."""
@@ -92,10 +92,10 @@ def settle(
         problems += found.problems
     elif not here:
         machine = _elsewhere(config, machine)
-    plan, situation = _resolve(config, machine, found=problems, obstacles=obstacles)
+    plan, context = _resolve(config, machine, found=problems, obstacles=obstacles)
     if smoke:
         config = shrink(config, plan)
-        plan, situation = _resolve(config, machine, smoke=True)
+        plan, context = _resolve(config, machine, smoke=True)
     plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if here:
         check_place(plan, machine, several=several, submit=submit if is_job(config) else "")
@@ -103,7 +103,7 @@ def settle(
     return Setting(
         config=config,
         plan=plan,
-        situation=situation,
+        context=context,
         machine=machine,
         notices=tuple(notices),
         not_followed="".join(obstacles[-1:]),
@@ -144,14 +144,14 @@ def _resolve(
     *,
     smoke: bool = False,
     obstacles: list[str] | None = None,
-) -> tuple[RunPlan, Situation]:
+) -> tuple[RunPlan, PlanningContext]:
     """Adds to `obstacles` why no micro-batch could be followed through the model."""
-    from colotrain.planner.resolve import investigate
+    from colotrain.planner.resolve import resolve
 
     meanwhile = import_agent if is_warm(to_launch=True) else lambda: None
     with Looker(meanwhile=meanwhile) as looker:
         looks = Looks(looker, obstacles=[] if obstacles is None else obstacles)
-        return investigate(
+        return resolve(
             config,
             survey=looks.survey,
             machine=machine,
@@ -289,5 +289,5 @@ def check_fits(setting: Setting) -> None:
         raise DoesNotFit(
             f"{plan.plugin.name} needs at least {format_size(least)} per rank, of "
             f"{format_size(room)}",
-            f"{fix_hints(setting.situation, plan)}, or --force to run it anyway",
+            f"{fix_hints(setting.context, plan)}, or --force to run it anyway",
         )

@@ -148,9 +148,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict
     run(train, RANKS, {name: s.plan.to_json() for name, s in settings.items()}, str(out))
     counted, found = json.loads(out.read_text("utf-8")), {}
     for name, setting in settings.items():
-        situation = setting.situation
-        trace = situation.question.traces("none", setting.plan.batch.micro_batch)
-        sent = traffic(situation.layout(setting.plan.plugin), setting.survey, trace)
+        context = setting.context
+        trace = context.search_space.traces("none", setting.plan.batch.micro_batch)
+        sent = traffic(context.layout(setting.plan.plugin), setting.survey, trace)
         hybrid = {"replicated": sent.replicated_bytes} if sent.replicated_bytes else {}
         said = {
             "calls": {"gathered": sent.gathers, "reduced": sent.reductions},

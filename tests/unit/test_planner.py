@@ -14,7 +14,7 @@ from torch import nn
 from colotrain.engine.freezing import freeze_
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_on_meta, build_whole
-from colotrain.planner.advise import Question, best, largest_micro_batch
+from colotrain.planner.advise import SearchSpace, best, largest_micro_batch
 from colotrain.planner.allocations import OWN_PAGES_BYTES, SMALL_SHARE, AllocationCounter
 from colotrain.planner.communication import traffic
 from colotrain.planner.groups import Group, fetched_ahead, find
@@ -460,8 +460,8 @@ def test_slower_links_and_longer_rings_take_longer() -> None:
 # Advice
 
 
-def question(capacity: int) -> Question:
-    return Question(
+def search_space(capacity: int) -> SearchSpace:
+    return SearchSpace(
         survey=looked_at(),
         traces=lambda checkpointing, size: traced(size=size, checkpointing=checkpointing),
         hardware=lambda made: from_sheet(SHEET, made, procs_per_node=8),
@@ -474,21 +474,21 @@ def question(capacity: int) -> Question:
 
 def test_the_largest_micro_batch_fits_and_the_next_one_does_not() -> None:
     capacity = predict(layout("zero2", 4), looked_at(), traced(size=8)).peak.high
-    asked = question(capacity)
+    asked = search_space(capacity)
     assert largest_micro_batch(asked, layout("zero2", 4), checkpointing="none") == 8
 
 
 def test_advice_never_names_what_does_not_fit() -> None:
     layouts = [(name, layout(name, 4)) for name in ("zero1", "zero2", "zero3")]
-    every = list(question(1 << 40).every(layouts, checkpointing=RECOMPUTE))
+    every = list(search_space(1 << 40).every(layouts, checkpointing=RECOMPUTE))
     assert len(every) == 3 * 3 * 3
     median = sorted(option.memory.total for option in every)[len(every) // 2]
-    tight = list(question(median).every(layouts, checkpointing=RECOMPUTE))
+    tight = list(search_space(median).every(layouts, checkpointing=RECOMPUTE))
     chosen = best(tight)
     assert chosen is not None
     assert chosen.fits
     assert chosen.memory.total <= median
-    assert best(list(question(1).every(layouts, checkpointing=("full",)))) is None
+    assert best(list(search_space(1).every(layouts, checkpointing=("full",)))) is None
 
 
 def test_a_ledger_adds_up() -> None:

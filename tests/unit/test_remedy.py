@@ -11,7 +11,7 @@ from test_resolve import LAPTOP, survey, with_values
 
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
-from colotrain.planner.resolve import investigate
+from colotrain.planner.resolve import resolve
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan, Survey
 
 GEMINI = ("plugin.name", "gemini")
@@ -33,9 +33,9 @@ def with_memory(gib: float) -> Machine:
 
 
 def verdict(machine: Machine, *pairs: tuple[str, Any]) -> tuple[str, RunPlan, str]:
-    plan, situation = investigate(with_values(*pairs), survey=large, machine=machine)
+    plan, context = resolve(with_values(*pairs), survey=large, machine=machine)
     said = plan.peak.verdict(plan.cluster.memory_bytes)
-    return said, plan, fix_hints(situation, plan)
+    return said, plan, fix_hints(context, plan)
 
 
 def settings_of(text: str) -> list[list[tuple[str, Any]]]:
@@ -80,10 +80,10 @@ def test_what_fits_nowhere_says_how_much_it_needs() -> None:
 
 def test_more_machines_are_named_only_where_nothing_helps_on_this_one() -> None:
     config = with_values(("plugin.name", "zero3"))
-    plan, situation = investigate(config, survey=large, machine=with_memory(2))
+    plan, context = resolve(config, survey=large, machine=with_memory(2))
 
     def verdict(changes: dict[str, Any]) -> str:
         return "yes" if changes.get("cluster.nodes") == 4 else "no"
 
-    hints = fix_hints(replace(situation, verdict=verdict), plan)
+    hints = fix_hints(replace(context, verdict=verdict), plan)
     assert hints.startswith("nothing makes it fit here; 4 such machines would do: cluster.nodes=4")

@@ -20,7 +20,7 @@ from colotrain.planner import machine as machine_module
 from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine, this_machine
 from colotrain.planner.memory import model_state_bytes
-from colotrain.planner.resolve import investigate
+from colotrain.planner.resolve import resolve
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.batch import Batch, Sizes, solve
 from colotrain.spec.memory import Ledger
@@ -29,8 +29,8 @@ from colotrain.spec.plugins import ROWS
 from colotrain.verify.cases import Variant
 
 
-def resolve(config: dict[str, Any], **about: Any) -> RunPlan:
-    return investigate(config, **about)[0]
+def plan_of(config: dict[str, Any], **about: Any) -> RunPlan:
+    return resolve(config, **about)[0]
 
 
 LAPTOP = Machine(
@@ -106,12 +106,12 @@ def with_values(*pairs: tuple[str, Any], base: dict[str, Any] | None = None) -> 
 
 
 def plan(*pairs: tuple[str, Any], machine: Machine = LAPTOP) -> RunPlan:
-    return resolve(with_values(*pairs), survey=survey, machine=machine)
+    return plan_of(with_values(*pairs), survey=survey, machine=machine)
 
 
 def lines(config: dict[str, Any], *, machine: Machine = LAPTOP, **more: Any) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        resolve(config, machine=machine, **{"survey": survey, **more})
+        plan_of(config, machine=machine, **{"survey": survey, **more})
     assert error.value.exit_code == 2
     found = error.value.lines()
     assert all("\n" not in line and ": expected " in line for line in found)
@@ -627,7 +627,7 @@ def test_what_verify_tries_of_a_recipe_that_rolls_back_needs_no_checkpoints() ->
     config = with_values(("train.on_nonfinite", "rollback"), ("checkpoint.every", 10))
     case = Variant(plugin="zero2", world_size=2, accumulation_steps=1, freeze=None)
     tried = case.apply(config, global_batch=2, steps=3)
-    assert resolve(tried, survey=survey, machine=LAPTOP).train.on_nonfinite == "stop"
+    assert plan_of(tried, survey=survey, machine=LAPTOP).train.on_nonfinite == "stop"
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -637,7 +637,7 @@ def test_samples_longer_than_the_models_positions_are_told(learned: bool) -> Non
         return dataclasses.replace(made, num_positions=128, learned_positions=learned)
 
     def warnings(*pairs: tuple[str, Any]) -> list[str]:
-        made = resolve(with_values(*pairs), survey=short, machine=LAPTOP)
+        made = plan_of(with_values(*pairs), survey=short, machine=LAPTOP)
         return [text for text in made.warnings if "max_position_embeddings" in text]
 
     long = ("data.seq_len", 129)
@@ -685,7 +685,7 @@ def test_null_turns_intervals_off() -> None:
 def test_a_run_has_a_name_that_can_be_a_folder(
     config: dict[str, Any], name: str | None, expected: str
 ) -> None:
-    made = resolve(BASE | config, survey=survey, machine=LAPTOP, name=name)
+    made = plan_of(BASE | config, survey=survey, machine=LAPTOP, name=name)
     assert made.name.startswith(expected)
 
 
@@ -879,4 +879,4 @@ def test_a_model_of_transformers_counts_the_library() -> None:
         return dataclasses.replace(survey(*about), uses_transformers=True)
 
     without = plan().memory.baseline
-    assert resolve(BASE, survey=with_library, machine=LAPTOP).memory.baseline > without
+    assert plan_of(BASE, survey=with_library, machine=LAPTOP).memory.baseline > without
