@@ -32,6 +32,8 @@ Run = Annotated[
         metavar="RUN", help="A run's name or folder; by default the newest.", show_default=False
     ),
 ]
+Out = Annotated[str, typer.Option("--out", hidden=True)]
+"""The same as `--to`, as some other tools spell it."""
 Sweep = Annotated[
     bool,
     typer.Option("--sweep", help="A run for every combination of values: optim.lr=1e-3,3e-4."),
@@ -49,6 +51,13 @@ Overwrite = Annotated[
     bool,
     typer.Option("--overwrite", help="Rename an older run of that name to NAME.old-TIME."),
 ]
+
+
+def written_to(to: str, out: str) -> str:
+    """Return the value of `--to`, which may be spelled `--out`."""
+    if to:
+        refuse("--to", out=out)
+    return to or out
 
 
 def refuse(beside: str, **options: object) -> None:

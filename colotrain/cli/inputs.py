@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from colotrain.cli.arguments import Json, Overrides
+from colotrain.cli.arguments import Json, Out, Overrides, written_to
 
 data_app = typer.Typer(
     rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
@@ -42,11 +42,12 @@ def import_config(
         str, typer.Option(metavar="RECIPE", help="By default recipes/NAME.yaml, as the file.")
     ] = "",
     as_json: Json = False,
+    out: Out = "",
 ) -> int:
     """Write another tool's configuration as a recipe."""
     from colotrain.cli.import_config import import_config as write
 
-    return write(file, kind=kind, to=to, as_json=as_json)
+    return write(file, kind=kind, to=written_to(to, out), as_json=as_json)
 
 
 def plot(
@@ -54,12 +55,15 @@ def plot(
         list[str] | None,
         typer.Argument(metavar="RUN…", help="Runs to draw; by default the newest."),
     ] = None,
-    out: Annotated[str, typer.Option(metavar="FILE", help="A .png or .svg file.")] = "plot.png",
+    to: Annotated[
+        str, typer.Option(metavar="FILE", help="A .png or .svg file; by default plot.png.")
+    ] = "",
+    out: Out = "",
 ) -> int:
     """Draw one run, or several over one another."""
     from colotrain.cli.plot import plot as draw
 
-    return draw(names or [], out=out)
+    return draw(names or [], to=written_to(to, out) or "plot.png")
 
 
 def register(app: typer.Typer) -> None:

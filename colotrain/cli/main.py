@@ -15,6 +15,7 @@ from colotrain.cli import cluster, inputs
 from colotrain.cli.arguments import (
     Force,
     Json,
+    Out,
     Overrides,
     Overwrite,
     Run,
@@ -22,6 +23,7 @@ from colotrain.cli.arguments import (
     Sweep,
     TrustCode,
     refuse,
+    written_to,
 )
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.spec.exit_codes import INTERRUPTED
@@ -227,11 +229,12 @@ def export(
     shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
     as_json: Json = False,
     trust_code: TrustCode = False,
+    out: Out = "",
 ) -> int:
     """Write a checkpoint for transformers, or as safetensors."""
     from colotrain.cli.export import export as write
 
-    if not to:
+    if not (to := written_to(to, out)):
         raise UsageError("export: expected --to DIR", "name a new directory")
     return write(
         name,

@@ -15,11 +15,11 @@ ENDINGS = (".png", ".svg", ".pdf")
 MOST_RUNS = 8
 
 
-def plot(names: list[str], *, out: str) -> int:
-    """Plot the runs (the newest if none are named) into the file `out`."""
-    target = Path(out).expanduser()
+def plot(names: list[str], *, to: str) -> int:
+    """Plot the runs (the newest if none are named) into the file `to`."""
+    target = Path(to).expanduser()
     if target.suffix.lower() not in ENDINGS:
-        raise UsageError(f"--out={out}: expected a name that ends in {', '.join(ENDINGS)}")
+        raise UsageError(f"--to={to}: expected a name that ends in {', '.join(ENDINGS)}")
     if len(names) > MOST_RUNS:
         raise UsageError(f"{len(names)} runs: expected at most {MOST_RUNS} in one picture")
     rundirs = [find(name) for name in names] or [find(None)]

@@ -509,3 +509,30 @@ def test_every_verb_gets_its_plan_from_the_same_arguments() -> None:
     made = resolving.plan_from(["recipe=mine", "plugin=zero3", "name=mine"])
     assert isinstance(made, RunPlan)
     assert (made.name, made.recipe, made.plugin.name) == ("mine", "mine", "zero3")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["export", "nothing"], "no run 'nothing'"),
+        (["plot", "nothing"], "no run 'nothing'"),
+        (["import-config", "nothing.yaml"], "nothing.yaml: cannot be read"),
+    ],
+)
+def test_what_is_written_is_named_by_to_and_also_by_out(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for option in ("--to", "--out"):
+        assert guarded([*words, option, "a.svg" if "plot" in words else "a.yaml"]) == 2
+        assert told in capsys.readouterr().err
+    assert guarded([*words, "--to", "a", "--out", "b"]) == 2
+    assert "--out: cannot be had beside --to" in capsys.readouterr().err
+    assert guarded([words[0], "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--to" in shown
+    assert "--out" not in shown

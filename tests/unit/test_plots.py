@@ -95,7 +95,7 @@ def test_the_picture_is_written(runs: list[RunDir], ending: str) -> None:
 def test_what_cannot_be_drawn_is_one_line(
     runs: list[RunDir], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert guarded(["plot", "--out", "a.txt"]) == 2
+    assert guarded(["plot", "--to", "a.txt"]) == 2
     assert "expected a name that ends in .png" in capsys.readouterr().err
     new_run(runs[0].path.parent, "three")
     assert guarded(["plot", "three"]) == 1
