@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from colotrain.cli.arguments import refuse
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
 from colotrain.errors import DoesNotFit, UsageError
 from colotrain.events.fold import follow
@@ -48,11 +49,15 @@ def plan(
     A single word that is not an override names a run: its prediction and measurement are printed.
     """
     if len(words) == 1 and _names_a_run(words[0]):
+        others = {"advise": advise, "trace": cross_check, "measure": measure, "svg": svg}
+        refuse("a run", compare=compare, **others)
         return show_run(words[0], as_json=as_json)
     if run := next((word for word in words if _names_a_run(word)), None):
         config = RunDir.find(run).config_file
         fix = f"`colotrain plan recipe={config} KEY=VALUE` plans what it was with changes"
         raise UsageError(f"{run}: a run is shown as it was, without settings beside it", fix)
+    if compare is not None:
+        refuse("--compare", advise=advise, trace=cross_check, svg=svg)
     if measure:
         from colotrain.cli.measure import measure as measure_machine
 

@@ -634,3 +634,23 @@ def test_samples_are_nowhere_called_tokens(
     assert guarded(["plan", "seen"]) == 0
     assert "token" not in capsys.readouterr().out
     assert json.loads(rundir.summary_file.read_text())["unit"] == "samples"
+
+
+@pytest.mark.parametrize("option", ["--advise", "--trace", "--measure", "--svg x.svg"])
+def test_a_plan_beside_a_run_or_a_comparison_refuses_what_it_would_ignore(
+    rundir: RunDir,
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(rundir.path.parents[1])
+    launched(rundir, steps=4, status="finished")
+    assert guarded(["plan", "one", *option.split()]) == 2
+    told = capsys.readouterr().err
+    assert f"{option.split()[0]}: cannot be had beside a run" in told
+    assert guarded(["plan", "one", "--compare", "plugin=zero1", "plugin=zero2"]) == 2
+    assert "--compare: cannot be had beside a run" in capsys.readouterr().err
+    if option != "--measure":
+        both = ["--compare", "plugin=zero1", "plugin=zero2", *option.split()]
+        assert guarded(["plan", "recipe=llm-tiny", *both]) == 2
+        assert "cannot be had beside --compare" in capsys.readouterr().err
