@@ -29,6 +29,9 @@ from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
+AFTER_A_STEP = ("checkpoint", "evaluation", "search for corruption")
+"""Phases between the end of a step and the beginning of the next."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastStep:
@@ -145,8 +148,8 @@ class Run:
 
     @property
     def phase_step(self) -> int:
-        """Step that `phase` is part of, from 1; a checkpoint belongs to the last finished step."""
-        return self.step + (self.phase != "checkpoint")
+        """Step that `phase` is part of, from 1; what follows a step belongs to the finished one."""
+        return self.step + (self.phase not in AFTER_A_STEP)
 
     def ask_to_stop(self, reason: str, *, error: ColotrainError | None = None) -> None:
         """Save and end the run on all ranks as soon as possible. Any thread of any rank may call.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from colotrain.engine.monitor import ALMOST, share_of_micro_batch
+from colotrain.engine.run_state import Run
+from colotrain.events.heartbeats import Heartbeat, read_beats
 
 
 @pytest.mark.parametrize(
@@ -29,3 +33,14 @@ def test_the_share_of_a_micro_batch_follows_its_forward(
 def test_an_evaluation_has_no_backward() -> None:
     found = share_of_micro_batch(0.5, 0.0, recomputes=True, forward_only=True)
     assert found == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step"), [("forward or backward", 5), ("evaluation", 4), ("checkpoint", 4)]
+)
+def test_an_evaluation_belongs_to_the_step_before_it(phase: str, step: int, tmp_path: Path) -> None:
+    run = Run.__new__(Run)
+    run.step, run.heartbeat = 4, Heartbeat(tmp_path / "rank0.json")
+    run.at(phase)
+    (beat,) = read_beats(tmp_path)
+    assert (beat.phase, beat.step) == (phase, step)
