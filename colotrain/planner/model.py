@@ -15,7 +15,7 @@ from colotrain.spec.plan import FreezePlan, ModelPlan, ParameterCounts, Survey
 SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
 
 
-def look(
+def survey_model(
     model: ModelPlan,
     freeze: FreezePlan,
     settings: Config,

@@ -20,7 +20,7 @@ from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
 from colotrain.planner.fix_hints import memory_warnings, verdicts
 from colotrain.planner.machine import Machine
-from colotrain.planner.model import SurveyModel, at_peak, count, look, warn_of_length
+from colotrain.planner.model import SurveyModel, at_peak, count, survey_model, warn_of_length
 from colotrain.planner.plugin import (
     PlanningContext,
     check_override_names,
@@ -91,10 +91,10 @@ def resolve(
     data = data_plan(settings.data, problems)
     freeze = _freeze(settings.freeze)
     model = _model(settings, problems)
-    looked = look(model, freeze, settings, survey, problems)
-    if looked is not None and not plugin_problems:
-        problems += check_override_names(settings.plugin, looked)
-    if problems or looked is None or batch is None or data is None:
+    surveyed = survey_model(model, freeze, settings, survey, problems)
+    if surveyed is not None and not plugin_problems:
+        problems += check_override_names(settings.plugin, surveyed)
+    if problems or surveyed is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
     again = functools.partial(
         resolve, survey=survey, machine=machine, trace=trace, samples=samples, hints=False
@@ -103,7 +103,7 @@ def resolve(
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
-    at_most = at_peak(looked, freeze)
+    at_most = at_peak(surveyed, freeze)
     context = PlanningContext(
         scale=scale,
         search_space=SearchSpace(
@@ -136,22 +136,22 @@ def resolve(
         batch=batch_plan,
         train=dataclasses.replace(train, eval_first=evaluates_first(train, option.time)),
         optim=optim,
-        freeze=dataclasses.replace(freeze, matched=looked.matched),
+        freeze=dataclasses.replace(freeze, matched=surveyed.matched),
         cluster=_cluster(scale, machine),
         elastic=_elastic(settings.elastic, scale.nodes),
         checkpoint=checkpoint,
         observe=observe,
-        parameters=count(looked),
+        parameters=count(surveyed),
         memory=option.memory,
         peak=option.peak,
         memory_shape=context.shape(plugin),
         time=option.time,
-        flops_per_token=looked.flops_per_token,
+        flops_per_token=surveyed.flops_per_token,
         smoke=smoke,
         warnings=(
             *(() if smoke else _warnings_of_length(settings, steps)),
             *_warnings(settings, scale, machine),
-            *warn_of_length(settings.data, looked),
+            *warn_of_length(settings.data, surveyed),
             *warn_of_durations(train, batch_plan, option.time),
         ),
     )

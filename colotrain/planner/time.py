@@ -8,7 +8,7 @@ from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
 from colotrain.spec.plan import Prediction, Survey, Trace
 
-EXCHANGING = (
+COMMUNICATION_COSTS = (
     "gathered_byte_s",
     "reduced_byte_s",
     "replicated_byte_s",
@@ -16,7 +16,7 @@ EXCHANGING = (
     "reduced_whole_s",
     "collective_s",
 )
-"""Names of the costs of collectives."""
+"""Fields of `Costs` for collectives."""
 
 
 def step_time(
@@ -35,16 +35,16 @@ def step_time(
     """
     amounts = amounts_of(layout, survey, trace)
     spent = {name: amount * getattr(hardware.costs, name) for name, amount in amounts.items()}
-    exchanging = sum(spent.pop(name) for name in EXCHANGING)
+    communicating = sum(spent.pop(name) for name in COMMUNICATION_COSTS)
     after = spent.pop("element_s") + spent.pop("step_s")
     if hardware.overlaps:
         # the host launches the kernels, and is the limit where it is slower than the GPU
         host = spent.pop("op_s") + spent.pop("repeated_op_s")
         computing = max(sum(spent.values()), host)
-        exposed = exchanging * _exposed_share(layout, traffic(layout, survey, trace))
-        step_s = max(computing, exchanging) + exposed + after
+        exposed = communicating * _exposed_share(layout, traffic(layout, survey, trace))
+        step_s = max(computing, communicating) + exposed + after
     else:
-        step_s = sum(spent.values()) + exchanging + after
+        step_s = sum(spent.values()) + communicating + after
     tokens_per_s = tokens_per_step / step_s
     ideal = world_size * hardware.peak_flops
     mfu = flops_per_token * tokens_per_s / ideal if ideal else 0.0

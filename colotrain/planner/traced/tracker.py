@@ -100,8 +100,8 @@ def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
         why = str(error).partition("\n")[0]
         expected = f"a model that runs without values under --trace ({why})"
         raise _cannot(key, value, expected) from error
-    looked = survey(plan.model, plan.freeze, plan.data.seq_len)
-    ledger = predict(dataclasses.replace(layout, baseline=0), looked, followed).ledger
+    surveyed = survey(plan.model, plan.freeze, plan.data.seq_len)
+    ledger = predict(dataclasses.replace(layout, baseline=0), surveyed, followed).ledger
     return {f.name: getattr(ledger, f.name) for f in dataclasses.fields(ledger)}
 
 
