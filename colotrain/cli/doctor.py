@@ -10,12 +10,12 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 
 from colotrain.doctor import exchange, machine, network, nodes, storage
-from colotrain.doctor.finding import Finding, Surroundings, fail
+from colotrain.doctor.finding import Environment, Finding, fail
 from colotrain.errors import UsageError, suggest
 from colotrain.rundir import RUNS
 from colotrain.show.console import print_json, stdout_console
 
-Check = Callable[[Surroundings], Iterator[Finding]]
+Check = Callable[[Environment], Iterator[Finding]]
 CHECKS: dict[str, Check] = {
     "torch": machine.check_torch,
     "memory": machine.check_memory,
@@ -39,19 +39,19 @@ STEP_S = 600.0
 def doctor(overrides: list[str], *, as_json: bool, all_nodes: bool, only: str) -> int:
     """Print the findings; return 1 if one of them would make a run fail."""
     chosen = list(_choose(only))
-    around = look_around(overrides)
+    env = read_environment(overrides)
     if all_nodes and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ:
         return _on_each_node(overrides, as_json=as_json, only=only)
-    if all_nodes and (around.head is None or around.nodes < 2):
+    if all_nodes and (env.head is None or env.nodes < 2):
         raise UsageError(
             "--all-nodes: which nodes?",
             "run it inside a SLURM allocation (salloc -N2), or on each node by hand with "
             "cluster.nodes=2 cluster.node_rank=0 cluster.rdzv_endpoint=HOST:PORT",
         )
-    found = [finding for name in chosen for finding in _run(name, around)]
-    by_host = {around.host: found}
+    found = [finding for name in chosen for finding in _run(name, env)]
+    by_host = {env.host: found}
     if all_nodes:
-        by_host = nodes.meet(around, found)
+        by_host = nodes.check_nodes(env, found)
     show(by_host, as_json=as_json)
     worst = any(f.status == "fail" for host in by_host.values() for f in host)
     return 1 if worst else 0
@@ -65,15 +65,15 @@ def _choose(only: str) -> Iterator[str]:
     yield from (name for name in CHECKS if any(fnmatchcase(name, glob) for glob in globs))
 
 
-def _run(name: str, around: Surroundings) -> Iterable[Finding]:
+def _run(name: str, env: Environment) -> Iterable[Finding]:
     try:
-        return list(CHECKS[name](around))
+        return list(CHECKS[name](env))
     except Exception as error:  # a check that breaks must not hide the others
         text = f"the check itself failed: {type(error).__name__}: {error}"
         return [fail(name, text, "report it, with this line")]
 
 
-def look_around(overrides: list[str]) -> Surroundings:
+def read_environment(overrides: list[str]) -> Environment:
     """Return a description of this machine, and of the other nodes from `cluster` settings."""
     from colotrain.config.checks import check_head, split_address
     from colotrain.config.compose import gather
@@ -89,7 +89,7 @@ def look_around(overrides: list[str]) -> Surroundings:
         raise ConfigError(problems)
     step = os.environ if "SLURM_STEP_ID" in os.environ else {}
     given, head = cluster.node_rank, cluster.rdzv_endpoint or step.get("COLOTRAIN_HEAD")
-    return Surroundings(
+    return Environment(
         runs=RUNS.absolute(),
         cache=cache_folder(),
         head=split_address(head) if head else None,

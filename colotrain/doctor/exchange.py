@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from colotrain.doctor.finding import Finding, Surroundings, fail, ok, size, warn
+from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
 
 LIMIT_S = 90.0
 NUM_BYTES = 16 << 20
@@ -34,7 +34,7 @@ class Exchange:
     """Whether this rank hosts the store."""
 
 
-def check_exchange(around: Surroundings) -> Iterator[Finding]:
+def check_exchange(env: Environment) -> Iterator[Finding]:
     """Check an all-reduce between two ranks on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -94,7 +94,7 @@ def _words(exchange: Exchange) -> list[str]:
     return [exchange.host, *map(str, numbers)]
 
 
-def take_part(exchange: Exchange) -> dict[str, object]:
+def time_all_reduce(exchange: Exchange) -> dict[str, object]:
     """Time an all-reduce with the other ranks; all must call. Raises torch's exceptions."""
     import torch
     import torch.distributed as dist
@@ -121,7 +121,7 @@ def take_part(exchange: Exchange) -> dict[str, object]:
 def main(words: list[str]) -> int:
     host, (port, rank, world, listens) = words[0], map(int, words[1:])
     exchange = Exchange(host=host, port=port, rank=rank, world=world, listens=bool(listens))
-    print(json.dumps(take_part(exchange)), flush=True)
+    print(json.dumps(time_all_reduce(exchange)), flush=True)
     return 0
 
 

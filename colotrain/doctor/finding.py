@@ -36,8 +36,8 @@ def fail(check: str, text: str, fix: str) -> Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """Folders, addresses and environment that the checks examine."""
+class Environment:
+    """Folders, addresses and environment variables that the checks examine."""
 
     runs: Path
     cache: Path
@@ -46,7 +46,7 @@ class Surroundings:
     """Host and port on which node 0 listens; None where unknown."""
     rank: int = 0
     nodes: int = 1
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     host: str = field(default_factory=socket.gethostname)
     now: float = field(default_factory=time.time)
     """Unix seconds."""

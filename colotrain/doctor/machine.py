@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from colotrain import host
-from colotrain.doctor.finding import Finding, Surroundings, fail, ok, size, warn
+from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 TORCH_FIX = "pip install 'torch>=2.11,<2.14'"
@@ -19,7 +19,7 @@ FEW_FILES, TOO_FEW_FILES = 4096, 512
 FEW_PROCESSES, TOO_FEW_PROCESSES = 4096, 256
 
 
-def check_torch(_: Surroundings) -> Iterator[Finding]:
+def check_torch(_: Environment) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -80,7 +80,7 @@ def _driver() -> str | None:
     return next(iter(done.stdout.split()), None)
 
 
-def check_memory(_: Surroundings) -> Iterator[Finding]:
+def check_memory(_: Environment) -> Iterator[Finding]:
     free = host.free_bytes()
     text = f"{size(free)} of {size(host.memory_bytes())} are free"
     if free < GIB // 2:
@@ -91,7 +91,7 @@ def check_memory(_: Surroundings) -> Iterator[Finding]:
         yield ok("memory", text)
 
 
-def check_load(_: Surroundings) -> Iterator[Finding]:
+def check_load(_: Environment) -> Iterator[Finding]:
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     text = f"{cores} cores, load {load:.1f}"
     if load > 2 * cores:
@@ -100,7 +100,7 @@ def check_load(_: Surroundings) -> Iterator[Finding]:
         yield ok("cpu", text)
 
 
-def check_limits(_: Surroundings) -> Iterator[Finding]:
+def check_limits(_: Environment) -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_count(files)} open files (at most {_count(most)})"
     fix = "`ulimit -n 65536` before the run, or LimitNOFILE of slurmd on the nodes"
@@ -132,15 +132,15 @@ def _count(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"
 
 
-def check_shared_memory(around: Surroundings) -> Iterator[Finding]:
+def check_shared_memory(env: Environment) -> Iterator[Finding]:
     try:
-        free = _free(around.shm)
+        free = _free(env.shm)
     except OSError as error:
-        yield warn("/dev/shm", f"{around.shm}: {error}", "mount a tmpfs there")
+        yield warn("/dev/shm", f"{env.shm}: {error}", "mount a tmpfs there")
         return
     if free < 64 << 20:
         fix = "start the container with --shm-size=8g (NCCL and data loaders need it)"
-        yield warn("/dev/shm", f"{size(free)} are free in {around.shm}", fix)
+        yield warn("/dev/shm", f"{size(free)} are free in {env.shm}", fix)
     else:
         yield ok("/dev/shm", f"{size(free)} are free")
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import psutil
 
-from colotrain.doctor.finding import Finding, Surroundings, fail, ok, warn
+from colotrain.doctor.finding import Environment, Finding, fail, ok, warn
 
 ASK_S = 5.0
 LEFT_OVER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def check_loopback(_: Surroundings) -> Iterator[Finding]:
+def check_loopback(_: Environment) -> Iterator[Finding]:
     """Check the loopback interface, over which the workers of one machine connect."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -30,9 +30,9 @@ def check_loopback(_: Surroundings) -> Iterator[Finding]:
     yield ok("loopback", "127.0.0.1 can be used")
 
 
-def check_name(around: Surroundings) -> Iterator[Finding]:
+def check_name(env: Environment) -> Iterator[Finding]:
     """Check that this machine's name resolves to an address that other machines can use."""
-    name = around.host
+    name = env.host
     try:
         found = sorted({str(i[4][0]) for i in socket.getaddrinfo(name, None)})
     except OSError as error:
@@ -54,22 +54,22 @@ def check_name(around: Surroundings) -> Iterator[Finding]:
         yield ok("name", f"{name} is {', '.join(found)}")
 
 
-def check_head(around: Surroundings) -> Iterator[Finding]:
+def check_head(env: Environment) -> Iterator[Finding]:
     """Check node 0's endpoint: resolvable, port free on node 0, not loopback on other nodes."""
-    if around.head is None:
+    if env.head is None:
         return
-    host, port = around.head
+    host, port = env.head
     try:
         found = sorted({str(i[4][0]) for i in socket.getaddrinfo(host, port)})
     except OSError as error:
         fix = "write node 0's address in cluster.rdzv_endpoint instead"
         yield fail("head", f"cluster.rdzv_endpoint={host}:{port}: unknown name ({error})", fix)
         return
-    if around.nodes > 1 and around.rank and all(a.startswith("127.") for a in found):
+    if env.nodes > 1 and env.rank and all(a.startswith("127.") for a in found):
         fix = "write an address of node 0 that other machines reach"
         yield fail("head", f"cluster.rdzv_endpoint={host}:{port} is {found[0]}, this machine", fix)
         return
-    if around.rank == 0:
+    if env.rank == 0:
         yield from _check_free(host, port)
     else:
         yield ok("head", f"{host} is {', '.join(found)}")
@@ -94,18 +94,18 @@ def _connections() -> list[Any]:
         return []
 
 
-def check_environment(around: Surroundings) -> Iterator[Finding]:
+def check_environment(env: Environment) -> Iterator[Finding]:
     """Check for variables that would make workers use a wrong interface or launcher."""
     known = set(psutil.net_if_addrs())
     good = True
     for name in INTERFACES:
-        wanted = around.environment.get(name, "")
+        wanted = env.variables.get(name, "")
         plain = wanted.lstrip("^=").split(",")[0]
         if wanted and not wanted.startswith("^") and not any(k.startswith(plain) for k in known):
             good = False
             fix = f"unset it, or name one of {', '.join(sorted(known))}"
             yield fail("environment", f"{name}={wanted}: there is no such interface", fix)
-    left = [name for name in LEFT_OVER if name in around.environment]
+    left = [name for name in LEFT_OVER if name in env.variables]
     if left:
         good = False
         fix = f"unset {' '.join(left)}; colotrain sets them for its workers itself"
@@ -114,7 +114,7 @@ def check_environment(around: Surroundings) -> Iterator[Finding]:
         yield ok("environment", "no variable of torch or NCCL is in the way")
 
 
-def check_interconnect(_: Surroundings) -> Iterator[Finding]:
+def check_interconnect(_: Environment) -> Iterator[Finding]:
     """Check InfiniBand ports and network interfaces."""
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     down = [p for p in ports if "ACTIVE" not in p.read_text("utf-8", "replace")]
@@ -131,9 +131,9 @@ def check_interconnect(_: Surroundings) -> Iterator[Finding]:
         yield ok("interconnect", f"{len(ports)} InfiniBand ports; {shown}" if ports else shown)
 
 
-def check_slurm(around: Surroundings) -> Iterator[Finding]:
+def check_slurm(env: Environment) -> Iterator[Finding]:
     """Check that SLURM's commands, if installed, answer."""
-    path = around.environment.get("PATH", "")
+    path = env.variables.get("PATH", "")
     if shutil.which("sbatch", path=path) is None:
         yield ok("slurm", "not here; `colotrain submit` needs it, nothing else does")
         return

@@ -13,64 +13,64 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from colotrain.doctor.exchange import Exchange, judge, take_part
-from colotrain.doctor.finding import Finding, Surroundings, fail, ok, warn
+from colotrain.doctor.exchange import Exchange, judge, time_all_reduce
+from colotrain.doctor.finding import Environment, Finding, fail, ok, warn
 
-MEET_S = 120.0
+RENDEZVOUS_S = 120.0
 CLOCK_S = 2.0
 FOLDER_S = 30.0
 
 
-def meet(around: Surroundings, mine: list[Finding]) -> dict[str, list[Finding]]:
+def check_nodes(env: Environment, mine: list[Finding]) -> dict[str, list[Finding]]:
     """Findings of all nodes by host, and findings about their differences. All nodes must call.
 
-    Node 0 listens on `around.head` and on the port after it. Other nodes get an empty result.
+    Node 0 listens on `env.head` and on the port after it. Other nodes get an empty result.
     """
-    assert around.head is not None
-    host, port = around.head
+    assert env.head is not None
+    host, port = env.head
     try:
-        return _meet(around, mine)
+        return _check_nodes(env, mine)
     except (RuntimeError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0][:200]
-        text = f"node {around.rank} of {around.nodes} could not meet the others at {host}:{port}"
+        text = f"node {env.rank} of {env.nodes} could not meet the others at {host}:{port}"
         fix = "run it on every node at once, with ports of node 0 open to the others"
-        return {around.host: [*mine, fail("nodes", f"{text} ({reason})", fix)]}
+        return {env.host: [*mine, fail("nodes", f"{text} ({reason})", fix)]}
 
 
-def _meet(around: Surroundings, mine: list[Finding]) -> dict[str, list[Finding]]:
+def _check_nodes(env: Environment, mine: list[Finding]) -> dict[str, list[Finding]]:
     from torch.distributed import TCPStore
 
-    assert around.head is not None
-    host, port = around.head
-    is_head = around.rank == 0
-    timeout = datetime.timedelta(seconds=MEET_S)
+    assert env.head is not None
+    host, port = env.head
+    is_head = env.rank == 0
+    timeout = datetime.timedelta(seconds=RENDEZVOUS_S)
     store = TCPStore("127.0.0.1" if is_head else host, port, is_master=is_head, timeout=timeout)
     if is_head:
         token = secrets.token_hex(16)
-        around.runs.mkdir(parents=True, exist_ok=True)
-        probe = around.runs / f".colotrain-doctor-{token}"
+        env.runs.mkdir(parents=True, exist_ok=True)
+        probe = env.runs / f".colotrain-doctor-{token}"
         probe.write_text(token)
         store.set("token", token)
     else:
         token = store.get("token").decode()
-        probe = around.runs / f".colotrain-doctor-{token}"
+        probe = env.runs / f".colotrain-doctor-{token}"
     about = {
-        "host": around.host,
+        "host": env.host,
         "sees_folder": is_head or _appears(probe),
         "versions": {name: metadata.version(name) for name in ("colotrain", "torch")},
         "address": _address_towards(host) if not is_head else "",
         "findings": [asdict(finding) for finding in mine],
     }
-    skew_s = _skew(store, around)
-    store.set(f"about/{around.rank}", json.dumps(about | {"skew_s": skew_s}))
-    rows = [json.loads(store.get(f"about/{rank}")) for rank in range(around.nodes)]
+    skew_s = _skew(store, env)
+    store.set(f"about/{env.rank}", json.dumps(about | {"skew_s": skew_s}))
+    rows = [json.loads(store.get(f"about/{rank}")) for rank in range(env.nodes)]
     if is_head:
         probe.unlink(missing_ok=True)
-    found = _bandwidth(around, "127.0.0.1" if is_head else host, port + 1)
-    store.set(f"done/{around.rank}", "1")
+    found = _bandwidth(env, "127.0.0.1" if is_head else host, port + 1)
+    store.set(f"done/{env.rank}", "1")
     if not is_head:
         return {}
-    for rank in range(around.nodes):
+    for rank in range(env.nodes):
         store.get(f"done/{rank}")
     by_host = {row["host"]: [Finding(**f) for f in row["findings"]] for row in rows}
     return by_host | {"all nodes": [*compare(rows), *found]}
@@ -85,16 +85,16 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _skew(store: Any, around: Surroundings) -> float:
+def _skew(store: Any, env: Environment) -> float:
     """Seconds that this clock is certainly ahead of node 0's, negative if it is behind."""
-    if around.rank == 0:
-        for rank in range(1, around.nodes):
+    if env.rank == 0:
+        for rank in range(1, env.nodes):
             store.get(f"ask/{rank}")
             store.set(f"time/{rank}", repr(time.time()))
         return 0.0
     asked = time.time()
-    store.set(f"ask/{around.rank}", "1")
-    told = float(store.get(f"time/{around.rank}"))
+    store.set(f"ask/{env.rank}", "1")
+    told = float(store.get(f"time/{env.rank}"))
     # node 0 may answer late, in the order of ranks: only a time before the question or after
     # the answer proves a difference
     return max(0.0, told - time.time()) * -1 + max(0.0, asked - told)
@@ -136,12 +136,10 @@ def compare(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         yield warn("hosts", f"several nodes are called {hosts[0]}", "one launcher per machine")
 
 
-def _bandwidth(around: Surroundings, host: str, port: int) -> list[Finding]:
-    mine = Exchange(
-        host=host, port=port, rank=around.rank, world=around.nodes, listens=around.rank == 0
-    )
+def _bandwidth(env: Environment, host: str, port: int) -> list[Finding]:
+    mine = Exchange(host=host, port=port, rank=env.rank, world=env.nodes, listens=env.rank == 0)
     try:
-        answer: dict[str, object] | str = take_part(mine)
+        answer: dict[str, object] | str = time_all_reduce(mine)
     except (RuntimeError, OSError) as error:
         answer = str(error).strip().splitlines()[0][:200]
-    return list(judge("all-reduce", answer, f"{around.nodes} nodes"))
+    return list(judge("all-reduce", answer, f"{env.nodes} nodes"))

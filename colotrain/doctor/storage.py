@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from colotrain.doctor.finding import Finding, Surroundings, fail, ok, size, warn
+from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
 
 GIB = 1 << 30
 TRIAL_BYTES = 32 << 20
@@ -18,9 +18,9 @@ CLOCK_S = 2.0
 """Seconds by which clocks may differ; more makes the times in a run's records misleading."""
 
 
-def check_runs(around: Surroundings) -> Iterator[Finding]:
+def check_runs(env: Environment) -> Iterator[Finding]:
     """Check that the run folder is writable, large and fast enough, and has the right time."""
-    folder = _nearest(around.runs)
+    folder = _nearest(env.runs)
     probe = folder / f".colotrain-doctor-{secrets.token_hex(4)}"
     try:
         started = time.perf_counter()
@@ -37,7 +37,7 @@ def check_runs(around: Surroundings) -> Iterator[Finding]:
     finally:
         with suppress(OSError):
             probe.unlink()
-    yield ok("runs", f"{around.runs} on {_filesystem(folder)} can be written")
+    yield ok("runs", f"{env.runs} on {_filesystem(folder)} can be written")
     yield from _check_room(folder)
     speed = TRIAL_BYTES / seconds
     if speed < SLOW_BYTES_PER_S:
@@ -45,7 +45,7 @@ def check_runs(around: Surroundings) -> Iterator[Finding]:
         yield warn("disk speed", f"{size(speed)}/s with fsync", fix)
     else:
         yield ok("disk speed", f"{size(speed)}/s with fsync")
-    yield from _check_clock(around, written_at - now)
+    yield from _check_clock(env, written_at - now)
 
 
 def _nearest(path: Path) -> Path:
@@ -67,19 +67,19 @@ def _check_room(folder: Path) -> Iterator[Finding]:
         yield warn("disk space", f"only {stat.f_favail:,} more files fit in {folder}", fix)
 
 
-def _check_clock(around: Surroundings, skew_s: float) -> Iterator[Finding]:
+def _check_clock(env: Environment, skew_s: float) -> Iterator[Finding]:
     """Compare the file server's clock with this machine's, and look for files from the future."""
     fix = "synchronise the clocks (chrony, ntpd) of this machine and of the file server"
     if abs(skew_s) > CLOCK_S:
         yield warn("clock", f"the file server's clock is {skew_s:+.0f} s off this machine's", fix)
         return
-    newest = max((_modified_at(p) for p in around.runs.glob("*/plan.json")), default=0.0)
-    ahead = newest - around.now
+    newest = max((_modified_at(p) for p in env.runs.glob("*/plan.json")), default=0.0)
+    ahead = newest - env.now
     if ahead > CLOCK_S:
-        text = f"a run in {around.runs} was written {ahead:.0f} s in the future"
+        text = f"a run in {env.runs} was written {ahead:.0f} s in the future"
         yield warn("clock", text, fix)
     else:
-        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(around.now)))
+        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(env.now)))
 
 
 def _modified_at(path: Path) -> float:
@@ -106,8 +106,8 @@ def _filesystem(folder: Path) -> str:
     return kind
 
 
-def check_cache(around: Surroundings) -> Iterator[Finding]:
-    folder = _nearest(around.cache)
+def check_cache(env: Environment) -> Iterator[Finding]:
+    folder = _nearest(env.cache)
     probe = folder / f".colotrain-doctor-{secrets.token_hex(4)}"
     try:
         probe.write_bytes(b"x")
@@ -116,4 +116,4 @@ def check_cache(around: Surroundings) -> Iterator[Finding]:
         fix = "set COLOTRAIN_CACHE to a folder that you may write to"
         yield fail("cache", f"{folder} cannot be written ({error.strerror})", fix)
         return
-    yield ok("cache", f"{around.cache} can be written")
+    yield ok("cache", f"{env.cache} can be written")
