@@ -6,7 +6,6 @@ The main thread keeps the terminal and the signals; the agent restarts workers t
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from colotrain.launch.memory_watch import MemoryWatch
 from colotrain.launch.node_registry import Refused, Stopped
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.state import POLL_S, Launch
+from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import INTERRUPTED, OF_STATUS, WORKER_FINAL
@@ -144,8 +144,6 @@ def _run_agent(current: Launch) -> None:
 
 
 def _elastic(current: Launch) -> None:
-    # our events replace its messages, and its warning that threads get no signals is expected
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     import_agent()
     from torch.distributed.elastic.agent.server.api import (
         RunResult,
@@ -233,7 +231,9 @@ def _elastic(current: Launch) -> None:
     current.watch.logs = folder
     failed: BaseException | None = None
     try:
-        if agent.run().is_failed():
+        with torch_logs_to(folder / "torch.log"):  # our events replace its messages
+            result = agent.run()
+        if result.is_failed():
             raise RuntimeError("workers failed")
     except BaseException as error:
         failed = error

@@ -91,6 +91,7 @@ def test_a_rank_that_dies_is_named_and_the_run_restarted(
     assert result.code == 0, result.err
     assert len(causes(colotrain)) == 1
     assert cause in causes(colotrain)[0]
+    assert "Terminating process" not in result.err
     assert losses(result.json) == straight
 
 
