@@ -13,12 +13,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from generated import rich_run
 from rich.console import Console
-from test_dashboard import PLAN, _outside_of_ci, rundir
+from test_dashboard import PLAN, _outside_of_ci, picture, rundir
 
 from colotrain.cli.main import guarded
+from colotrain.events.fold import fold, follow
+from colotrain.events.log import EventReader
+from colotrain.events.view import summary
 from colotrain.planner.machine import Machine
 from colotrain.rundir import RunDir
+from colotrain.show.console import stdout_console
+from colotrain.show.dashboard import KEYS
+from colotrain.show.live import LASTING
+from colotrain.show.progress import message_of, print_summary
 from tests.running import SMALL, Colotrain
 
 __all__ = ["PLAN", "_outside_of_ci", "rundir"]
@@ -105,6 +113,21 @@ def test_a_run(
     assert guarded(words) == 0
     text = capsys.readouterr().out.replace(str(rundir.path.parent), "RUNS")
     compare(f"{words[0]}-{columns}", text)
+
+
+def test_a_run_that_is_followed(columns: int) -> None:
+    """The live view of `run`, and what stays on the terminal when it is closed."""
+    view, footer = fold(rich_run(), max_steps=80), f"{KEYS}  Ctrl-C save and stop"
+    compare(f"run-{columns}", picture(view, width=columns, height=24, footer=footer))
+
+
+def test_the_end_of_a_run(columns: int, rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    view, console = follow(rundir), stdout_console()
+    for event in EventReader(rundir).drain():
+        if event.kind in LASTING and (message := message_of(event)):
+            console.print(message, soft_wrap=True)
+    print_summary(console, summary(view, PLAN, RunDir("x")) | {"run_dir": "X"}, PLAN, view=view)
+    compare(f"run-end-{columns}", capsys.readouterr().out)
 
 
 def test_the_first_lines_of_a_run(colotrain: Colotrain) -> None:
