@@ -1,4 +1,6 @@
-"""Make docs/pictures/*-80.svg: what commands show of a shipped recipe at 80 columns."""
+"""Make docs/pictures: what commands show of shipped recipes.
+
+Pictures that end in -80 are of a terminal of 80 columns, the others are written by `--svg`."""
 
 from __future__ import annotations
 
@@ -23,18 +25,28 @@ LEFT_SCREEN = "\x1b[?1049l"
 """What a terminal is told when a live view gives it back: the rest stays on it."""
 RUN = ["recipe=llm-tiny", "plugin=zero2", "data.seq_len=32", "train.global_batch=16"]
 SHORT = ["train.max_steps=12", "train.eval_steps=1", "observe.grads_every=2", "name=tiny"]
+LONGER = ["train.max_steps=60", "train.eval_every=15", "train.eval_steps=1", "name=llm-tiny"]
 COMMANDS = {
     "plan-80": ["plan", *RUN],
     "run-80": ["run", *RUN, *SHORT],
     "inspect-grads-80": ["inspect-grads", "tiny", "--top", "16"],
     "dashboard-80": ["dashboard", "tiny", "--once"],
 }
+WRITTEN = {
+    "plan": ["plan", "recipe=llm-1b", "hardware=h100", "cluster.procs_per_node=8", "name=llm-1b"],
+    "dashboard": ["dashboard", "llm-tiny"],
+    "gradients": ["dashboard", "llm-tiny", "--view", "gradients"],
+}
+"""Commands with an option of their own that writes a picture."""
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
         for name, words in COMMANDS.items():
-            picture(name, words, shown(words, Path(folder)))
+            picture(name, words, shown(words, Path(folder)).replace(folder, "/home/me"))
+        shown(["run", *RUN, *LONGER, "observe.grads_every=2"], Path(folder))
+        for name, words in WRITTEN.items():
+            shown([*words, "--svg", str(FOLDER / f"{name}.svg")], Path(folder))
 
 
 def shown(words: list[str], folder: Path) -> str:
@@ -42,6 +54,7 @@ def shown(words: list[str], folder: Path) -> str:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("CI", "NO_COLOR", "COLUMNS")}
+    environment["COLOTRAIN_CACHE"] = str(folder / "cache")  # nothing measured, nothing known
     process = subprocess.Popen(
         [sys.executable, "-m", "colotrain", *words],
         cwd=folder,
