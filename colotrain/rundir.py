@@ -98,7 +98,7 @@ class RunDir:
         return self.heartbeats / f"rank{rank:05d}.json"
 
     @property
-    def meeting_file(self) -> Path:
+    def rendezvous_file(self) -> Path:
         """Secret by which the launchers of a run's nodes recognise one another."""
         return self.path / "control" / "meeting.json"
 

@@ -1,6 +1,6 @@
 """A node's side of the rendezvous: it reports to node 0, joins rounds, and reconnects.
 
-`Alone` replaces it in a run on one node: it neither listens nor waits.
+`SingleNode` replaces it in a run on one node: it neither listens nor waits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from colotrain.launch.node_registry import (
     RETURN_S,
     SILENT_S,
-    MeetingError,
-    Passport,
+    NodeInfo,
     Refused,
+    RendezvousError,
     Stopped,
     is_loopback,
     plain_address,
@@ -28,8 +28,8 @@ from colotrain.launch.node_registry import (
 )
 from colotrain.launch.patience import LOOK_EVERY_S, Patience, wait_readable
 
-BEAT_S = 1.0
-EAGER_BEAT_S = 0.1
+REPORT_S = 1.0
+WAITING_REPORT_S = 0.1
 """Seconds between reports while waiting for a round."""
 SAY_S = 5.0
 """Seconds of waiting after which the missing nodes are named."""
@@ -52,7 +52,7 @@ class Round:
 def _silent(text: str) -> None: ...
 
 
-class Alone:
+class SingleNode:
     """Rendezvous of a run on one node."""
 
     def __init__(self, open_store: Callable[[], int]) -> None:
@@ -72,13 +72,13 @@ class Alone:
     def end(self, cause: str = "") -> None: ...
 
 
-class Attendance:
+class Membership:
     """Reports to the head (node 0's launcher) from a thread of its own, until `end`."""
 
     def __init__(
         self,
         head: tuple[str, int],
-        passport: Passport,
+        info: NodeInfo,
         *,
         secret: Callable[[], str],
         lost_s: float,
@@ -86,18 +86,18 @@ class Attendance:
     ) -> None:
         """`secret` reads the secret from the run's folder. `lost_s` is how many seconds the head
         may be out of reach. `stop` ends the wait for a round with `Stopped`."""
-        self.head, self.passport, self.secret, self.lost_s = head, passport, secret, lost_s
+        self.head, self.info, self.secret, self.lost_s = head, info, secret, lost_s
         self.stop = stop
         self.waits, self.round = False, 0
         """Whether the node waits for a round, and the number of its last round."""
         self.state: dict[str, Any] = {}
-        self.error: MeetingError | None = None
+        self.error: RendezvousError | None = None
         self.trouble = ""
         """Error of the last attempt to reach the head."""
         self.address = ""
         self._cause, self._ending, self._arrived = "", False, False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True)
+        self._thread = threading.Thread(target=self._keep_connected, name="membership", daemon=True)
         self._thread.start()
 
     def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
@@ -110,11 +110,11 @@ class Attendance:
             while self.waits:
                 self._check_end()
                 if patience.is_over():
-                    raise MeetingError(self._what_is_missing(timeout_s))
+                    raise RendezvousError(self._describe_missing(timeout_s))
                 self._changed.wait(LOOK_EVERY_S)
                 if say_at is not None and time.monotonic() > say_at and self.waits:
                     say_at = None
-                    say(f"waiting for {self._whom()}")
+                    say(f"waiting for {self._name_awaited()}")
             state = self.state
         nodes = tuple(int(node) for node in state["nodes"])
         address = plain_address(str(state["address"])) or self._address_of_head()
@@ -130,15 +130,15 @@ class Attendance:
             raise self.error
         closed = self.state.get("closed")
         if closed is not None:
-            kind = Refused if self.state.get("refused") else MeetingError
+            kind = Refused if self.state.get("refused") else RendezvousError
             raise kind(closed or "the run has ended on the other nodes")
 
-    def _whom(self) -> str:
+    def _name_awaited(self) -> str:
         if not self.state:
             return f"node 0 at {self.head[0]}:{self.head[1]} ({self.trouble or 'no answer yet'})"
         return f"node {self.state.get('missing') or 'of the last round, which ends'}"
 
-    def _what_is_missing(self, waited_s: float) -> str:
+    def _describe_missing(self, waited_s: float) -> str:
         host, port = self.head
         if not self.state:
             why = f" ({self.trouble})" if self.trouble else ""
@@ -169,7 +169,7 @@ class Attendance:
             self._changed.notify_all()
         self._thread.join(timeout=5)
 
-    def _attend(self) -> None:
+    def _keep_connected(self) -> None:
         since: float | None = None
         while not self._ending and self.error is None:
             try:
@@ -180,14 +180,14 @@ class Attendance:
                         since, self._arrived, self.trouble = None, True, ""
                         self._report(connection, stream)
                         return
-            except MeetingError as error:
+            except RendezvousError as error:
                 self._fail(error)
             except (OSError, ValueError, KeyError) as error:
                 since = since or time.monotonic()
-                self._lose(error, time.monotonic() - since)
+                self._on_unreachable(error, time.monotonic() - since)
                 time.sleep(0.2)
 
-    def _lose(self, error: Exception, silent_s: float) -> None:
+    def _on_unreachable(self, error: Exception, silent_s: float) -> None:
         """Handle an unreachable head: leave the round, and give up after the time limit."""
         self.trouble = str(error) or type(error).__name__
         host, port = self.head
@@ -203,16 +203,16 @@ class Attendance:
             limit_s = GONE_S
         if silent_s > limit_s:
             what = "refuses this node" if isinstance(error, _NotYet) else "is out of reach"
-            self._fail(MeetingError(f"node 0 at {host}:{port} {what}: {self.trouble}"))
+            self._fail(RendezvousError(f"node 0 at {host}:{port} {what}: {self.trouble}"))
 
-    def _fail(self, error: MeetingError) -> None:
+    def _fail(self, error: RendezvousError) -> None:
         with self._changed:
             self.error = error
             self._changed.notify_all()
 
     def _introduce(self, stream: BufferedRWPair) -> None:
         nonce = str(read(stream)["nonce"])
-        send(stream, asdict(self.passport) | {"proof": proof(self.secret(), nonce)})
+        send(stream, asdict(self.info) | {"proof": proof(self.secret(), nonce)})
         answer = read(stream)
         if answer["refused"] and answer["final"]:
             raise Refused(str(answer["refused"]))
@@ -236,7 +236,7 @@ class Attendance:
             with self._changed:
                 if self.waits == report["waits"]:
                     self._take(state)
-                self._changed.wait(EAGER_BEAT_S if self.waits else BEAT_S)
+                self._changed.wait(WAITING_REPORT_S if self.waits else REPORT_S)
 
     def _take(self, state: dict[str, Any]) -> None:
         self.state = state

@@ -35,20 +35,20 @@ GOODBYE_S = 10.0
 LINE_BYTES = 4 << 20
 
 
-class MeetingError(RuntimeError):
+class RendezvousError(RuntimeError):
     """A node cannot go on with the others; the message says why."""
 
 
-class Refused(MeetingError):
+class Refused(RendezvousError):
     """The node's settings differ from the others', or the run has no place for it."""
 
 
-class Stopped(MeetingError):
+class Stopped(RendezvousError):
     """The node was asked to stop while it waited for a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passport:
+class NodeInfo:
     """Node properties: all except `node`, `host` and `instance` must be the same on all nodes."""
 
     node: int
@@ -62,14 +62,14 @@ class Passport:
 
 @dataclass(slots=True)
 class _Member:
-    passport: Passport
+    info: NodeInfo
     address: str
     """Address by which the node reaches the head."""
     waits: bool = False
     """Whether the node waits for the next round; otherwise it is in one."""
 
 
-def differences(mine: Passport, theirs: Passport) -> list[str]:
+def differences(mine: NodeInfo, theirs: NodeInfo) -> list[str]:
     """Return the differences between two nodes, each as `name: theirs, not mine`."""
     found = [
         f"{name} {theirs.versions.get(name, 'unknown')}, not {value}"
@@ -93,7 +93,7 @@ def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-class Meeting:
+class NodeRegistry:
     """The head's side of the rendezvous: admits nodes and forms rounds, until `close`."""
 
     def __init__(
@@ -101,15 +101,15 @@ class Meeting:
         listener: socket.socket,
         *,
         secret: str,
-        passport: Passport,
-        fewest: int,
-        most: int,
-        expected: int,
+        info: NodeInfo,
+        min_nodes: int,
+        max_nodes: int,
+        expected_nodes: int,
         open_store: Callable[[], int],
     ) -> None:
-        """`expected` nodes are awaited at first; `open_store` opens a store, returns its port."""
-        self.listener, self.secret, self.passport = listener, secret, passport
-        self.fewest, self.most, self.expected = fewest, most, expected
+        """`expected_nodes` are awaited at first; `open_store` opens a store, returns its port."""
+        self.listener, self.secret, self.info = listener, secret, info
+        self.min_nodes, self.max_nodes, self.expected_nodes = min_nodes, max_nodes, expected_nodes
         self.open_store = open_store
         self.members: dict[int, _Member] = {}
         self.round, self.nodes, self.port = 0, list[int](), 0
@@ -119,13 +119,13 @@ class Meeting:
         self.refusals: list[str] = []
         self._enough_since: float | None = None
         self._changed = threading.Condition()
-        threading.Thread(target=self._accept, name="meeting", daemon=True).start()
+        threading.Thread(target=self._accept, name="node-registry", daemon=True).start()
 
     def close(self) -> None:
         """Wait up to `GOODBYE_S` until all other nodes have left, then stop listening."""
         with self._changed:
             self.closed = self.closed or ""
-            alone = lambda: set(self.members) <= {self.passport.node}  # noqa: E731
+            alone = lambda: set(self.members) <= {self.info.node}  # noqa: E731
             self._changed.wait_for(alone, timeout=GOODBYE_S)
         self.listener.close()
 
@@ -146,7 +146,7 @@ class Meeting:
                 member = self._welcome(stream, connection.getsockname()[0])
                 while member is not None:
                     wait_readable(connection, SILENT_S)
-                    if not self._heed(stream, member):
+                    if not self._answer(stream, member):
                         break
         except TimeoutError:
             why = f"was silent for {SILENT_S:.0f} s"
@@ -163,33 +163,33 @@ class Meeting:
             refused = "it does not see what node 0 writes: both need one shared folder ./runs"
             send(stream, {"refused": refused, "final": False})
             return None
-        passport = Passport(**{name: hello[name] for name in Passport.__slots__})
-        refusal, final = self._admit(passport, address)
+        info = NodeInfo(**{name: hello[name] for name in NodeInfo.__slots__})
+        refusal, final = self._admit(info, address)
         send(stream, {"refused": refusal, "final": final})
-        return None if refusal else self.members[passport.node]
+        return None if refusal else self.members[info.node]
 
-    def _admit(self, passport: Passport, address: str) -> tuple[str, bool]:
+    def _admit(self, info: NodeInfo, address: str) -> tuple[str, bool]:
         """Return (why the node is refused or "", whether retrying is useless)."""
-        node, who = passport.node, f"node {passport.node} ({passport.host})"
-        if not 0 <= node < self.most:
-            return f"{who}: this run has nodes 0 to {self.most - 1}", True
-        wrong = differences(self.passport, passport)
+        node, who = info.node, f"node {info.node} ({info.host})"
+        if not 0 <= node < self.max_nodes:
+            return f"{who}: this run has nodes 0 to {self.max_nodes - 1}", True
+        wrong = differences(self.info, info)
         if wrong:
             shown = "; ".join(wrong[:5])
-            refusal = f"{who} differs from node 0 ({self.passport.host}): {shown}"
+            refusal = f"{who} differs from node 0 ({self.info.host}): {shown}"
             with self._changed:
                 self.refusals.append(refusal)
-                if self.round == 0 and self.fewest == self.most:
+                if self.round == 0 and self.min_nodes == self.max_nodes:
                     self.closed = self.closed or refusal
             return refusal, True
         with self._changed:
             other = self.members.get(node)
-            if other is not None and other.passport.instance != passport.instance:
-                return f"{who}: another launcher ({other.passport.host}) is node {node}", False
-            self.members[node] = _Member(passport, address, waits=other is not None and other.waits)
+            if other is not None and other.info.instance != info.instance:
+                return f"{who}: another launcher ({other.info.host}) is node {node}", False
+            self.members[node] = _Member(info, address, waits=other is not None and other.waits)
         return "", False
 
-    def _heed(self, stream: BufferedRWPair, member: _Member) -> bool:
+    def _answer(self, stream: BufferedRWPair, member: _Member) -> bool:
         """Answer one report; return whether the node is still a member."""
         report = read(stream)
         if report.get("leave"):
@@ -198,34 +198,34 @@ class Meeting:
         with self._changed:
             if report.get("close"):
                 self.closed = self.closed or str(report["close"])[:2000]
-            known, node = int(report["round"]), member.passport.node
+            known, node = int(report["round"]), member.info.node
             learns = self.round > known and node in self.nodes
             member.waits = bool(report["waits"]) and not learns
-            self._form()
+            self._form_round()
             stale = not report["waits"] and known != self.round
             send(stream, self._state(member, stale=stale))
         return self.members.get(node) is member
 
     def _remove(self, member: _Member, why: str) -> None:
-        node = member.passport.node
+        node = member.info.node
         with self._changed:
             if self.members.get(node) is not member:
                 return
             del self.members[node]
             if why and node in self.nodes:
-                self.lost = self.lost or f"node {node} ({member.passport.host}) {why}"
+                self.lost = self.lost or f"node {node} ({member.info.host}) {why}"
             self._changed.notify_all()
 
-    def _form(self) -> None:
+    def _form_round(self) -> None:
         """Begin the next round if all present nodes wait for it and their number suffices."""
         waiting = sorted(node for node, member in self.members.items() if member.waits)
-        enough = self.fewest <= len(waiting) == len(self.members)
-        if not enough or self.passport.node not in waiting or self.closed is not None:
+        enough = self.min_nodes <= len(waiting) == len(self.members)
+        if not enough or self.info.node not in waiting or self.closed is not None:
             self._enough_since = None
             return
         self._enough_since = self._enough_since or time.monotonic()
         patient = self.round == 0 and time.monotonic() < self._enough_since + LAST_CALL_S
-        if len(waiting) < self.expected and patient:
+        if len(waiting) < self.expected_nodes and patient:
             return
         try:
             self.port = self.open_store()
@@ -237,11 +237,11 @@ class Meeting:
             member.waits = False
 
     def _state(self, member: _Member, *, stale: bool) -> dict[str, Any]:
-        node, head = member.passport.node, self.passport.node
+        node, head = member.info.node, self.info.node
         waiting = [n for n, m in self.members.items() if m.waits and n != node]
         fresh = [n for n in waiting if n not in self.nodes]
         addresses = [m.address for n, m in self.members.items() if n != head]
-        missing = [str(n) for n in range(self.most) if n not in self.members]
+        missing = [str(n) for n in range(self.max_nodes) if n not in self.members]
         why = "the others went on without this node"
         if waiting:
             why = f"node {fresh[0]} joins" if fresh else f"node {waiting[0]} begins again"

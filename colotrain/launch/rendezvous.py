@@ -16,8 +16,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import UsageError
-from colotrain.launch.membership import Alone, Attendance
-from colotrain.launch.node_registry import Meeting, Passport, listen
+from colotrain.launch.membership import Membership, SingleNode
+from colotrain.launch.node_registry import NodeInfo, NodeRegistry, listen
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.plan import RunPlan
@@ -68,18 +68,18 @@ class Rendezvous:
         self.plan, self.rundir, self.node = plan, rundir, node
         self.wait_s, self.say = plan.elastic.hang_timeout_s, say
         self.stores: list[Any] = []
-        self.meeting: Meeting | None = None
-        self.attendance: Alone | Attendance = Alone(self._open_store)
+        self.registry: NodeRegistry | None = None
+        self.membership: SingleNode | Membership = SingleNode(self._open_store)
         if plan.elastic.max_nodes > 1:
-            passport = make_passport(plan, node)
+            info = make_node_info(plan, node)
             if node.is_head:
-                self.meeting = self._hold(passport)
+                self.registry = self._open_registry(info)
             where = ("127.0.0.1" if node.is_head else node.host, node.port)
-            self.attendance = Attendance(
-                where, passport, secret=self._secret, lost_s=self.wait_s, stop=stop
+            self.membership = Membership(
+                where, info, secret=self._secret, lost_s=self.wait_s, stop=stop
             )
 
-    def _hold(self, passport: Passport) -> Meeting:
+    def _open_registry(self, info: NodeInfo) -> NodeRegistry:
         node, elastic = self.node, self.plan.elastic
         secret = secrets.token_hex(32)
         try:
@@ -90,20 +90,20 @@ class Rendezvous:
                 f"({error})",
                 "choose a free port above 1023, and the same one on every node",
             ) from error
-        write_atomically(self.rundir.meeting_file, json.dumps({"secret": secret}))
-        return Meeting(
+        write_atomically(self.rundir.rendezvous_file, json.dumps({"secret": secret}))
+        return NodeRegistry(
             listener,
             secret=secret,
-            passport=passport,
-            fewest=elastic.min_nodes,
-            most=elastic.max_nodes,
-            expected=self.plan.cluster.nodes,
+            info=info,
+            min_nodes=elastic.min_nodes,
+            max_nodes=elastic.max_nodes,
+            expected_nodes=self.plan.cluster.nodes,
             open_store=self._open_store,
         )
 
     def _secret(self) -> str:
         try:
-            return str(json.loads(self.rundir.meeting_file.read_text("utf-8"))["secret"])
+            return str(json.loads(self.rundir.rendezvous_file.read_text("utf-8"))["secret"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
@@ -130,18 +130,18 @@ class Rendezvous:
 
     def regroup(self) -> str:
         """Return why the workers must be restarted with other nodes; empty if they need not."""
-        return self.attendance.regroup()
+        return self.membership.regroup()
 
     def is_orderly(self) -> bool:
         """Whether the workers can save before they are restarted: no node was lost."""
-        return self.attendance.is_orderly()
+        return self.membership.is_orderly()
 
     def end(self, cause: str = "") -> None:
         """Leave; with a `cause`, the run has failed and ends on every node."""
-        self.attendance.end(cause)
-        if self.meeting is not None:
-            self.meeting.close()
-            self.rundir.meeting_file.unlink(missing_ok=True)
+        self.membership.end(cause)
+        if self.registry is not None:
+            self.registry.close()
+            self.rundir.rendezvous_file.unlink(missing_ok=True)
 
     def handler(self) -> RendezvousHandler:
         """Return the rendezvous handler for torch's agent."""
@@ -166,7 +166,7 @@ class Rendezvous:
                 return ours.rundir.name
 
             def next_rendezvous(self) -> RendezvousInfo:
-                found = ours.attendance.next_round(timeout_s=ours.wait_s, say=ours.say)
+                found = ours.membership.next_round(timeout_s=ours.wait_s, say=ours.say)
                 where = found.address, found.port
                 store = TCPStore(*where, is_master=False, timeout=ours.timeout)
                 rank = found.nodes.index(ours.node.rank)
@@ -187,13 +187,13 @@ class Rendezvous:
         return Handler()
 
 
-def make_passport(plan: RunPlan, node: Node) -> Passport:
+def make_node_info(plan: RunPlan, node: Node) -> NodeInfo:
     plain = to_plain(plan)
     for section, names in OF_ONE_MACHINE.items():
         holder = plain[section] if section else plain
         for name in names:
             holder.pop(name, None)
-    return Passport(
+    return NodeInfo(
         node=node.rank,
         host=socket.gethostname(),
         instance=secrets.token_hex(8),

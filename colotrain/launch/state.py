@@ -11,7 +11,7 @@ from pathlib import Path
 
 from colotrain.events.log import Event, EventWriter
 from colotrain.launch.causes import Death, describe, mistakes, num_killed_for_memory
-from colotrain.launch.node_registry import MeetingError
+from colotrain.launch.node_registry import RendezvousError
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
@@ -84,7 +84,7 @@ class Launch:
 
     def cause(self) -> str:
         """Return why the newest attempt failed."""
-        if isinstance(self.error, MeetingError):
+        if isinstance(self.error, RendezvousError):
             return str(self.error)
         if self.watch.verdict is not None:
             return self.watch.verdict

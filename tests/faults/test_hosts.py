@@ -98,27 +98,33 @@ def test_a_node_that_differs_is_refused_by_name(two_hosts: list[Host], tmp_path:
 
 def test_a_node_without_the_shared_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from colotrain.launch import membership
-    from colotrain.launch.node_registry import Meeting, MeetingError, Passport, Refused, listen
+    from colotrain.launch.node_registry import (
+        NodeInfo,
+        NodeRegistry,
+        Refused,
+        RendezvousError,
+        listen,
+    )
 
     monkeypatch.setattr(membership, "FOLDER_S", 0.5)
-    passport = Passport(node=0, host="a", instance="x", versions={}, plan={})
+    info = NodeInfo(node=0, host="a", instance="x", versions={}, plan={})
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    meeting = Meeting(
+    registry = NodeRegistry(
         listener,
         secret="s",
-        passport=passport,
-        fewest=1,
-        most=2,
-        expected=1,
+        info=info,
+        min_nodes=1,
+        max_nodes=2,
+        expected_nodes=1,
         open_store=lambda: 1,
     )
-    with pytest.raises(MeetingError, match="one shared folder") as raised:
-        membership.Attendance(
-            ("127.0.0.1", port), passport, secret=lambda: "other", lost_s=5
+    with pytest.raises(RendezvousError, match="one shared folder") as raised:
+        membership.Membership(
+            ("127.0.0.1", port), info, secret=lambda: "other", lost_s=5
         ).next_round(timeout_s=20)
     assert not isinstance(raised.value, Refused)
-    meeting.close()
+    registry.close()
 
 
 @pytest.mark.slow

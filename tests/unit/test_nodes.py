@@ -1,4 +1,4 @@
-"""Several nodes: the plan on another number of them, and the meeting of their launchers."""
+"""Several nodes: the plan on another number of them, and the rendezvous of their launchers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from test_resolve import lines, plan, with_values
 
 from colotrain.errors import ColotrainError
 from colotrain.launch import membership, node_registry
-from colotrain.launch.membership import Attendance, Round
-from colotrain.launch.node_registry import Meeting, MeetingError, Passport, Refused, Stopped
+from colotrain.launch.membership import Membership, Round
+from colotrain.launch.node_registry import NodeInfo, NodeRegistry, Refused, RendezvousError, Stopped
 from colotrain.spec.resizing import reachable, resize
 
 ELASTIC = (("cluster.nodes", 2), ("elastic.min_nodes", 1), ("elastic.max_nodes", 4))
@@ -58,19 +58,19 @@ def test_a_number_of_nodes_that_replicas_do_not_fit_on_is_refused() -> None:
         resize(two, 3)
 
 
-def passport(node: int, **changes: Any) -> Passport:
+def node_info(node: int, **changes: Any) -> NodeInfo:
     made = {"host": f"host-{node}", "instance": f"i{node}", "versions": {"torch": "2.13"}}
-    return Passport(node=node, **{**made, "plan": {"a": {"b": 1}}, **changes})
+    return NodeInfo(node=node, **{**made, "plan": {"a": {"b": 1}}, **changes})
 
 
-class Hall:
-    """A meeting and those who attend it, ended with the test."""
+class Launchers:
+    """A registry and the launchers of its nodes, ended with the test."""
 
     def __init__(self) -> None:
         self.listener = node_registry.listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.stores = 0
-        self.guests: list[Attendance] = []
+        self.members: list[Membership] = []
         self.sockets: dict[threading.Thread, socket.socket] = {}
         self._connect = socket.create_connection
 
@@ -80,56 +80,56 @@ class Hall:
         self.sockets[threading.current_thread()] = made
         return made
 
-    def vanish(self, guest: Attendance) -> None:
+    def vanish(self, member: Membership) -> None:
         """Its process dies: the connection ends without a word."""
-        guest.passport = passport(1, plan={"other": 1})  # and it would not be let in again
-        self.sockets[guest._thread].shutdown(socket.SHUT_RDWR)
+        member.info = node_info(1, plan={"other": 1})  # and it would not be let in again
+        self.sockets[member._thread].shutdown(socket.SHUT_RDWR)
 
-    def open(self, fewest: int = 2, most: int = 2, expected: int = 2) -> Meeting:
-        self.meeting = Meeting(
+    def open(self, min_nodes: int = 2, max_nodes: int = 2, expected_nodes: int = 2) -> NodeRegistry:
+        self.registry = NodeRegistry(
             self.listener,
             secret="secret",
-            passport=passport(0),
-            fewest=fewest,
-            most=most,
-            expected=expected,
+            info=node_info(0),
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            expected_nodes=expected_nodes,
             open_store=self.open_store,
         )
-        return self.meeting
+        return self.registry
 
     def open_store(self) -> int:
         self.stores += 1
         return 5000 + self.stores
 
-    def join(self, node: int, secret: str = "secret", **changes: Any) -> Attendance:
+    def join(self, node: int, secret: str = "secret", **changes: Any) -> Membership:
         stop = changes.pop("stop", lambda: False)
-        guest = Attendance(
+        member = Membership(
             ("127.0.0.1", self.port),
-            passport(node, **changes),
+            node_info(node, **changes),
             secret=lambda: secret,
             lost_s=5,
             stop=stop,
         )
-        self.guests.append(guest)
-        return guest
+        self.members.append(member)
+        return member
 
-    def rounds(self, *guests: Attendance, timeout_s: float = 20) -> list[Round]:
+    def rounds(self, *members: Membership, timeout_s: float = 20) -> list[Round]:
         """All ask for the next round at once."""
         found: dict[int, Round] = {}
 
-        def ask(index: int, guest: Attendance) -> None:
-            found[index] = guest.next_round(timeout_s=timeout_s)
+        def ask(index: int, member: Membership) -> None:
+            found[index] = member.next_round(timeout_s=timeout_s)
 
-        threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(guests)]
+        threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(members)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout_s + 5)
-        return [found[index] for index in range(len(guests))]
+        return [found[index] for index in range(len(members))]
 
 
 @pytest.fixture
-def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
+def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
     for module, name, value in (
         (node_registry, "RETURN_S", 0.3),
         (node_registry, "LAST_CALL_S", 0.5),
@@ -137,14 +137,14 @@ def hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hall]:
         (membership, "RETURN_S", 0.3),
         (membership, "FOLDER_S", 0.5),
         (membership, "GONE_S", 0.5),
-        (membership, "BEAT_S", 0.1),
+        (membership, "REPORT_S", 0.1),
     ):
         monkeypatch.setattr(module, name, value)
-    made = Hall()
+    made = Launchers()
     monkeypatch.setattr(socket, "create_connection", made.connect)
     yield made
-    for guest in made.guests:
-        guest.end()
+    for member in made.members:
+        member.end()
     made.listener.close()
 
 
@@ -155,26 +155,26 @@ def until(true: Callable[[], object], timeout_s: float = 15) -> None:
         time.sleep(0.02)
 
 
-def test_a_round_has_the_nodes_in_the_order_of_their_numbers(hall: Hall) -> None:
-    hall.open(fewest=3, most=3, expected=3)
-    found = hall.rounds(hall.join(2), hall.join(0), hall.join(1))
+def test_a_round_has_the_nodes_in_the_order_of_their_numbers(launchers: Launchers) -> None:
+    launchers.open(min_nodes=3, max_nodes=3, expected_nodes=3)
+    found = launchers.rounds(launchers.join(2), launchers.join(0), launchers.join(1))
     assert {(r.number, r.nodes, r.port) for r in found} == {(1, (0, 1, 2), 5001)}
     assert {r.address for r in found} == {"127.0.0.1"}
 
 
-def test_every_round_has_a_store_of_its_own(hall: Hall) -> None:
-    hall.open()
-    guests = hall.join(0), hall.join(1)
-    assert [r.port for r in hall.rounds(*guests)] == [5001, 5001]
-    assert [(r.number, r.port) for r in hall.rounds(*guests)] == [(2, 5002)] * 2
+def test_every_round_has_a_store_of_its_own(launchers: Launchers) -> None:
+    launchers.open()
+    members = launchers.join(0), launchers.join(1)
+    assert [r.port for r in launchers.rounds(*members)] == [5001, 5001]
+    assert [(r.number, r.port) for r in launchers.rounds(*members)] == [(2, 5002)] * 2
 
 
-def test_a_node_that_waits_calls_the_others(hall: Hall) -> None:
-    hall.open(fewest=1, most=2, expected=1)
-    first = hall.join(0)
-    assert hall.rounds(first)[0].nodes == (0,)
+def test_a_node_that_joins_interrupts_the_round(launchers: Launchers) -> None:
+    launchers.open(min_nodes=1, max_nodes=2, expected_nodes=1)
+    first = launchers.join(0)
+    assert launchers.rounds(first)[0].nodes == (0,)
     assert first.regroup() == ""
-    second = hall.join(1)
+    second = launchers.join(1)
     late = threading.Thread(target=second.next_round, kwargs={"timeout_s": 20})
     late.start()
     until(lambda: first.regroup() == "node 1 joins")
@@ -183,102 +183,104 @@ def test_a_node_that_waits_calls_the_others(hall: Hall) -> None:
     assert second.round == 2
 
 
-def test_a_node_that_is_lost_is_named_and_the_rest_go_on(hall: Hall) -> None:
-    hall.open(fewest=1)
-    first, second = hall.join(0), hall.join(1)
-    hall.rounds(first, second)
-    hall.vanish(second)
+def test_a_node_that_is_lost_is_named_and_the_rest_go_on(launchers: Launchers) -> None:
+    launchers.open(min_nodes=1)
+    first, second = launchers.join(0), launchers.join(1)
+    launchers.rounds(first, second)
+    launchers.vanish(second)
     until(first.regroup)
     assert first.regroup() == "node 1 (host-1) has gone"
     assert first.next_round(timeout_s=20).nodes == (0,)
 
 
-def test_a_node_that_differs_is_told_what(hall: Hall) -> None:
-    hall.open()
-    head = hall.join(0)
-    odd = hall.join(1, versions={"torch": "2.12"}, plan={"a": {"b": 2}, "c": 3})
-    for guest in (odd, head):
+def test_a_node_that_differs_is_told_what(launchers: Launchers) -> None:
+    launchers.open()
+    head = launchers.join(0)
+    odd = launchers.join(1, versions={"torch": "2.12"}, plan={"a": {"b": 2}, "c": 3})
+    for member in (odd, head):
         with pytest.raises(Refused) as raised:
-            guest.next_round(timeout_s=20)
+            member.next_round(timeout_s=20)
         for part in ("node 1 (host-1)", "torch 2.12, not 2.13", "a.b 2, not 1", "c 3, not 'unset'"):
             assert part in str(raised.value)
 
 
-def test_a_node_that_does_not_know_the_secret_is_not_let_in(hall: Hall) -> None:
-    hall.open(fewest=1)
-    with pytest.raises(MeetingError, match="both need one shared folder"):
-        hall.join(1, secret="guessed").next_round(timeout_s=20)
-    assert hall.meeting.members == {}
+def test_a_node_that_does_not_know_the_secret_is_not_let_in(launchers: Launchers) -> None:
+    launchers.open(min_nodes=1)
+    with pytest.raises(RendezvousError, match="both need one shared folder"):
+        launchers.join(1, secret="guessed").next_round(timeout_s=20)
+    assert launchers.registry.members == {}
 
 
-def test_a_second_launcher_of_a_node_is_not_let_in(hall: Hall) -> None:
-    hall.open()
-    hall.rounds(hall.join(0), hall.join(1))
-    with pytest.raises(MeetingError, match=r"another launcher \(host-1\) is node 1"):
-        hall.join(1, instance="another").next_round(timeout_s=20)
+def test_a_second_launcher_of_a_node_is_not_let_in(launchers: Launchers) -> None:
+    launchers.open()
+    launchers.rounds(launchers.join(0), launchers.join(1))
+    with pytest.raises(RendezvousError, match=r"another launcher \(host-1\) is node 1"):
+        launchers.join(1, instance="another").next_round(timeout_s=20)
 
 
 def test_the_wait_ends_with_the_name_of_who_is_missing(
-    hall: Hall, monkeypatch: pytest.MonkeyPatch
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "SAY_S", 0.2)
-    hall.open()
+    launchers.open()
     said: list[str] = []
-    with pytest.raises(MeetingError, match="node 1 did not come within 3 s"):
-        hall.join(0).next_round(timeout_s=3, say=said.append)
+    with pytest.raises(RendezvousError, match="node 1 did not come within 3 s"):
+        launchers.join(0).next_round(timeout_s=3, say=said.append)
     assert said == ["waiting for node 1"]
 
 
-def test_the_wait_ends_when_the_run_is_stopped(hall: Hall) -> None:
-    hall.open()
+def test_the_wait_ends_when_the_run_is_stopped(launchers: Launchers) -> None:
+    launchers.open()
     with pytest.raises(Stopped):
-        hall.join(0, stop=lambda: True).next_round(timeout_s=20)
+        launchers.join(0, stop=lambda: True).next_round(timeout_s=20)
 
 
-def test_one_node_can_end_the_run_for_all(hall: Hall) -> None:
-    hall.open()
-    first, second = hall.join(0), hall.join(1)
-    hall.rounds(first, second)
+def test_one_node_can_end_the_run_for_all(launchers: Launchers) -> None:
+    launchers.open()
+    first, second = launchers.join(0), launchers.join(1)
+    launchers.rounds(first, second)
     second.end("rank 3 was killed")
-    with pytest.raises(MeetingError, match="rank 3 was killed"):
+    with pytest.raises(RendezvousError, match="rank 3 was killed"):
         first.next_round(timeout_s=20)
 
 
-def test_a_head_that_has_gone_is_named(hall: Hall) -> None:
-    hall.open()
-    first, second = hall.join(0), hall.join(1)
-    hall.rounds(first, second)
-    hall.listener.shutdown(socket.SHUT_RDWR)
-    hall.listener.close()
-    hall.sockets[second._thread].shutdown(socket.SHUT_RDWR)
-    with pytest.raises(MeetingError, match=f"node 0 at 127.0.0.1:{hall.port} is out of reach"):
+def test_a_head_that_has_gone_is_named(launchers: Launchers) -> None:
+    launchers.open()
+    first, second = launchers.join(0), launchers.join(1)
+    launchers.rounds(first, second)
+    launchers.listener.shutdown(socket.SHUT_RDWR)
+    launchers.listener.close()
+    launchers.sockets[second._thread].shutdown(socket.SHUT_RDWR)
+    with pytest.raises(
+        RendezvousError, match=f"node 0 at 127.0.0.1:{launchers.port} is out of reach"
+    ):
         second.next_round(timeout_s=20)
 
 
 @pytest.mark.parametrize(
     "line", [b"", b"x\n", b"[]\n", b"{}\n", b'{"proof": 1}\n', b"\xff\n", b'{"proof": "', b"9" * 99]
 )
-def test_garbage_neither_ends_the_meeting_nor_gets_in(hall: Hall, line: bytes) -> None:
-    hall.open()
-    with socket.create_connection(("127.0.0.1", hall.port), timeout=5) as stranger:
+def test_garbage_neither_ends_the_rendezvous_nor_gets_in(launchers: Launchers, line: bytes) -> None:
+    launchers.open()
+    with socket.create_connection(("127.0.0.1", launchers.port), timeout=5) as stranger:
         assert json.loads(stranger.makefile("rb").readline())["nonce"]
         stranger.sendall(line)
-    assert len(hall.rounds(hall.join(0), hall.join(1))) == 2
+    assert len(launchers.rounds(launchers.join(0), launchers.join(1))) == 2
 
 
-def test_a_member_that_sends_garbage_is_only_lost_itself(hall: Hall) -> None:
-    hall.open(fewest=1)
-    with socket.create_connection(("127.0.0.1", hall.port), timeout=5) as guest:
-        stream = guest.makefile("rwb")
+def test_a_member_that_sends_garbage_is_only_lost_itself(launchers: Launchers) -> None:
+    launchers.open(min_nodes=1)
+    with socket.create_connection(("127.0.0.1", launchers.port), timeout=5) as member:
+        stream = member.makefile("rwb")
         nonce = json.loads(stream.readline())["nonce"]
         from dataclasses import asdict
 
         node_registry.send(
-            stream, asdict(passport(1)) | {"proof": node_registry.proof("secret", nonce)}
+            stream, asdict(node_info(1)) | {"proof": node_registry.proof("secret", nonce)}
         )
         assert json.loads(stream.readline())["refused"] == ""
         node_registry.send(stream, {"round": "seven", "waits": []})
-    assert hall.rounds(hall.join(0))[0].nodes == (0,)
+    assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
 
 
 def test_loopback_stays_loopback(tmp_path: Path) -> None:
