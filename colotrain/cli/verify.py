@@ -14,7 +14,7 @@ from rich.text import Text
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem, suggest
 from colotrain.launch.forkserver import warm_up
-from colotrain.launch.preparing import AskedToStop, ended_by_signals
+from colotrain.launch.startup import AskedToStop, ended_by_signals
 from colotrain.runs.resolving import Setting, settle
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.formatting import format_duration

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from colotrain.events.log import Event
 
-OF_A_WAITING_RANK = (
+NCCL_WATCHDOG_MESSAGES = (
     "ncclRemoteError",
     "NCCL communicator was aborted",
     "Some NCCL operations have failed or timed out",
     "Watchdog caught collective operation timeout",
 )
 """Messages of NCCL's watchdog when it aborts a rank whose collective another rank never joined."""
-OF_A_PEER = (
+PEER_LOST_MESSAGES = (
     "Connection closed by peer",
     "Connection reset",
     "Connection refused",
@@ -24,7 +24,7 @@ OF_A_PEER = (
     "Read error",
     "Write error",
     "Timed out waiting",
-    *OF_A_WAITING_RANK,
+    *NCCL_WATCHDOG_MESSAGES,
 )
 """Messages of a rank that lost a peer of its process group."""
 
@@ -33,7 +33,7 @@ ERRNO = "[Errno "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
+class WorkerExit:
     """Exit of one worker process."""
 
     rank: int
@@ -55,7 +55,7 @@ class Death:
 
 
 def describe(
-    deaths: Sequence[Death], events: Sequence[Event], error: BaseException | None = None
+    exits: Sequence[WorkerExit], events: Sequence[Event], error: BaseException | None = None
 ) -> str:
     """Return one line: the rank that failed first, its phase, the cause, and the log's path.
 
@@ -64,47 +64,47 @@ def describe(
     A rank that was killed comes first, then one that failed by itself, then one that exited without
     an event; ranks that only lost a peer come last.
     """
-    waited = [death for death in deaths if death.gave_up]
-    killed = [d for d in deaths if d.killed_by not in (None, "SIGTERM") and not d.gave_up]
+    waited = [x for x in exits if x.gave_up]
+    killed = [x for x in exits if x.killed_by not in (None, "SIGTERM") and not x.gave_up]
     if killed:
         rank, by, log = killed[0].rank, killed[0].killed_by, killed[0].log
         why = " (the kernel ended it for want of memory)" if killed[0].out_of_memory else ""
         return f"rank {rank} was killed by {by}{why}; its log: {log}"
     failed = sorted((e for e in events if e.kind == "failed"), key=lambda event: event.t)
-    own = [e for e in failed if not _is_of_a_peer(e)]
+    own = [e for e in failed if not _is_peer_lost(e)]
     if own:
-        return _failed(own[0], deaths)
+        return _failed(own[0], exits)
     told = {event.rank for event in events}
-    silent = [d for d in deaths if d.rank not in told and not d.gave_up]
+    silent = [x for x in exits if x.rank not in told and not x.gave_up]
     if silent:
         words = f": {silent[0].last_line}" if silent[0].last_line else ""
         code, log = silent[0].exit_code, silent[0].log
         early = " before the run was over" if code == 0 else ""
         return f"rank {silent[0].rank} ended with exit code {code}{early}{words}; its log: {log}"
     if failed:
-        return _failed(failed[0], deaths)
+        return _failed(failed[0], exits)
     if waited:
-        ranks = ", ".join(str(death.rank) for death in waited)
+        ranks = ", ".join(str(x.rank) for x in waited)
         what = "waited in vain for another rank's collective (NCCL's watchdog ended it)"
         return f"rank {ranks} {what}; its log: {waited[0].log}"
     return f"the launcher failed: {error!r}"
 
 
-def _is_of_a_peer(event: Event) -> bool:
-    return any(mark in event.text("error") for mark in OF_A_PEER)
+def _is_peer_lost(event: Event) -> bool:
+    return any(mark in event.text("error") for mark in PEER_LOST_MESSAGES)
 
 
-def mistakes(events: Sequence[Event]) -> set[tuple[int, str, str]]:
+def raised_errors(events: Sequence[Event]) -> set[tuple[int, str, str]]:
     """Return the (step, phase, error) that ranks raised themselves, without system call errors."""
     return {
         (event.count("step"), event.text("phase"), event.text("error"))
         for event in events
-        if event.kind == "failed" and not _is_of_a_peer(event) and ERRNO not in event.text("error")
+        if event.kind == "failed" and not _is_peer_lost(event) and ERRNO not in event.text("error")
     }
 
 
-def _failed(event: Event, deaths: Sequence[Death]) -> str:
-    log = next((f"; its log: {death.log}" for death in deaths if death.rank == event.rank), "")
+def _failed(event: Event, exits: Sequence[WorkerExit]) -> str:
+    log = next((f"; its log: {x.log}" for x in exits if x.rank == event.rank), "")
     what = "failed in {phase} of step {step}: {error}".format(**event.fields)
     return f"rank {event.rank} {what}{log}"
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from colotrain.errors import UsageError
 from colotrain.events.log import Event, EventReader, EventWriter
-from colotrain.launch.deaths import deaths_of, gone
 from colotrain.launch.forkserver import ENTRY, import_agent, warm_up, without_results, work
 from colotrain.launch.memory_watch import MemoryWatch
 from colotrain.launch.node_registry import Refused, Stopped
@@ -27,6 +26,7 @@ from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.watch import Watch
+from colotrain.launch.worker_exits import clean_exits, worker_exits
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import INTERRUPTED, OF_STATUS, WORKER_FINAL
 from colotrain.spec.plan import RunPlan
@@ -95,7 +95,7 @@ def launch(
     memory_watch.close()
     current.watch.close()
     status = _outcome(current)
-    cause = current.whole_cause() if status == "failed" else ""
+    cause = current.full_cause() if status == "failed" else ""
     if node.is_head:
         current.events.write("done", status=status, exit_code=OF_STATUS[status], cause=cause)
     follow(reader.drain())
@@ -154,7 +154,7 @@ def _elastic(current: Launch) -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-    plan, rundir, interrupted = current.plan, current.rundir, current.was_interrupted_by_others
+    plan, rundir, interrupted = current.plan, current.rundir, current.was_regrouped
     rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop, say=current.say)
 
     class Agent(LocalElasticAgent):
@@ -162,22 +162,22 @@ def _elastic(current: Launch) -> None:
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
-            left = result.state == WorkerState.HEALTHY and gone(self._pcontext, worker_group)
+            left = result.state == WorkerState.HEALTHY and clean_exits(self._pcontext, worker_group)
             if left:
-                if not current.have_ended_well(left):
+                if not current.have_ended_cleanly(left):
                     result = RunResult(state=WorkerState.FAILED, failures=left)
                 elif not interrupted(rendezvous):  # otherwise the agent checks for waiting nodes
                     results = dict.fromkeys(left, 0)
                     result = RunResult(state=WorkerState.SUCCEEDED, return_values=results)
             if result.is_failed():
                 current.catch_up()
-                current.has_failed(deaths_of(folder, self._pcontext, result.failures))
-                final = any(death.exit_code == WORKER_FINAL for death in current.deaths)
-                again = not current.progressed or current.fails_again()
+                current.record_exits(worker_exits(folder, self._pcontext, result.failures))
+                final = any(x.exit_code == WORKER_FINAL for x in current.exits)
+                again = not current.progressed or current.is_repeated_failure()
                 if final or again or current.watch.is_final:
                     self._remaining_restarts = 0
                 if self._remaining_restarts:
-                    current.restarts()
+                    current.record_restart()
             return result
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -191,7 +191,7 @@ def _elastic(current: Launch) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline and not gone(self._pcontext, worker_group):
+            while time.monotonic() < deadline and not clean_exits(self._pcontext, worker_group):
                 if super()._monitor_workers(worker_group).state != WorkerState.HEALTHY:
                     return
                 time.sleep(POLL_S)
@@ -201,7 +201,7 @@ def _elastic(current: Launch) -> None:
                 grace_s = plan.elastic.grace_s if rendezvous.is_orderly() else LOST_GRACE_S
                 reason = rendezvous.regroup()
                 time.sleep(2 * POLL_S)  # reports of the other nodes may still arrive
-                current.begins_again(current.cause() if current.elsewhere else reason)
+                current.begin_attempt(current.cause() if current.remote_exits else reason)
                 self._let_save(worker_group, grace_s)
             super()._restart_workers(worker_group)
 
@@ -240,7 +240,7 @@ def _elastic(current: Launch) -> None:
         raise
     finally:
         ends_all = failed is not None and not isinstance(failed, Stopped)
-        rendezvous.end(current.whole_cause() if ends_all else "")
+        rendezvous.end(current.full_cause() if ends_all else "")
 
 
 def _shutdown_timeout(agent: type) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from colotrain import host
-from colotrain.launch.titles import name_process
+from colotrain.launch.process_titles import name_process
 from colotrain.parent_process import end_with
 
-FIRST, LAST = "colotrain.launch.serving", "colotrain.launch.served"
+FIRST, LAST = "colotrain.launch.forkserver_first", "colotrain.launch.forkserver_last"
 ENTRY = "colotrain.engine.worker"
 LOOK = "colotrain.planner.traced.survey"
 SYMBOLS = "torch.fx.experimental.symbolic_shapes"

@@ -26,7 +26,7 @@ from colotrain.launch.node_registry import (
     read,
     send,
 )
-from colotrain.launch.patience import LOOK_EVERY_S, Patience, wait_readable
+from colotrain.launch.timeouts import POLL_S, AwakeTimeout, wait_readable
 
 REPORT_S = 1.0
 WAITING_REPORT_S = 0.1
@@ -102,16 +102,16 @@ class Membership:
 
     def next_round(self, *, timeout_s: float, say: Callable[[str], None] = _silent) -> Round:
         """Wait until a new round with this node begins; `say` names the nodes that are missing."""
-        patience = Patience(timeout_s)
+        timeout = AwakeTimeout(timeout_s)
         say_at: float | None = time.monotonic() + SAY_S
         with self._changed:
             self.waits = True
             self._changed.notify_all()
             while self.waits:
                 self._check_end()
-                if patience.is_over():
+                if timeout.is_over():
                     raise RendezvousError(self._describe_missing(timeout_s))
-                self._changed.wait(LOOK_EVERY_S)
+                self._changed.wait(POLL_S)
                 if say_at is not None and time.monotonic() > say_at and self.waits:
                     say_at = None
                     say(f"waiting for {self._name_awaited()}")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import Any
 
-from colotrain.launch.patience import wait_readable
+from colotrain.launch.timeouts import wait_readable
 
 SILENT_S = 15.0
 """Seconds without a report after which a node counts as lost."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from colotrain.events.log import Event, EventWriter
-from colotrain.launch.causes import Death, describe, mistakes, num_killed_for_memory
+from colotrain.launch.causes import WorkerExit, describe, num_killed_for_memory, raised_errors
 from colotrain.launch.node_registry import RendezvousError
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
@@ -41,13 +41,13 @@ class Launch:
     """Newest attempt that was restarted; -1 before any."""
     causes: list[str] = field(default_factory=list)
     """Causes of the earlier attempts' failures, oldest first."""
-    mistakes: set[tuple[int, str, str]] = field(default_factory=set)
+    raised_errors: set[tuple[int, str, str]] = field(default_factory=set)
     """(step, phase, error) that ranks raised in earlier attempts."""
-    deaths: list[Death] = field(default_factory=list)
+    exits: list[WorkerExit] = field(default_factory=list)
     """Exits of this machine's workers in the newest attempt that failed."""
     ended: list[Event] = field(default_factory=list)
     """Last events of workers: failed, finished or stopped."""
-    elsewhere: list[Death] = field(default_factory=list)
+    remote_exits: list[WorkerExit] = field(default_factory=list)
     """Exits of workers on other nodes."""
     begun_at: float = field(default_factory=time.time)
     """Unix time at which the newest attempt began."""
@@ -70,8 +70,8 @@ class Launch:
         self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
         self.progressed = self.progressed or any(e.kind == "step" for e in events)
         self.saved = self.saved or any(e.kind in ("checkpoint", "resumed") for e in events)
-        self.elsewhere += [
-            Death(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
+        self.remote_exits += [
+            WorkerExit(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
         ]
         self.looks += 1
 
@@ -88,56 +88,56 @@ class Launch:
             return str(self.error)
         if self.watch.verdict is not None:
             return self.watch.verdict
-        return describe([*self.deaths, *self.elsewhere], self.last_words(), self.error)
+        return describe([*self.exits, *self.remote_exits], self.last_events(), self.error)
 
-    def last_words(self) -> list[Event]:
+    def last_events(self) -> list[Event]:
         """Return the last events of the newest attempt's workers."""
         newest = max((event.attempt or 0 for event in self.ended), default=0)
         return [e for e in self.ended if e.attempt == newest and newest > self.attempt_before]
 
-    def have_ended_well(self, ranks: Iterable[int]) -> bool:
+    def have_ended_cleanly(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks, which exited with code 0, have reported that they are done.
 
         If the main thread is blocked, for example by a terminal that accepts no output, the answer
         is True and the error is found later.
         """
 
-        def all_said() -> bool:
-            said = {e.rank for e in self.last_words() if e.kind in ("finished", "stopped")}
+        def all_reported() -> bool:
+            said = {e.rank for e in self.last_events() if e.kind in ("finished", "stopped")}
             return said.issuperset(ranks)
 
-        return all_said() or not self.catch_up() or all_said()
+        return all_reported() or not self.catch_up() or all_reported()
 
-    def has_failed(self, deaths: list[Death]) -> None:
+    def record_exits(self, exits: list[WorkerExit]) -> None:
         """Record how this node's workers exited, and report it to the other nodes."""
         starved = num_killed_for_memory() > self.killed_for_memory
-        self.deaths = [replace(d, out_of_memory=starved and d.exit_code == -9) for d in deaths]
+        self.exits = [replace(x, out_of_memory=starved and x.exit_code == -9) for x in exits]
         if not self.node.is_head:
-            for death in self.deaths:
-                self.events.write("death", **asdict(death))
+            for worker_exit in self.exits:
+                self.events.write("death", **asdict(worker_exit))
 
-    def fails_again(self) -> bool:
+    def is_repeated_failure(self) -> bool:
         """Whether ranks raised the same errors in the same places before: a restart cannot help."""
-        return not self.mistakes.isdisjoint(mistakes(self.last_words()))
+        return not self.raised_errors.isdisjoint(raised_errors(self.last_events()))
 
-    def restarts(self) -> None:
+    def record_restart(self) -> None:
         """Record a failure and begin the next attempt."""
         self.causes.append(self.cause())
-        self.mistakes |= mistakes(self.last_words())
-        self.begins_again(self.causes[-1])
+        self.raised_errors |= raised_errors(self.last_events())
+        self.begin_attempt(self.causes[-1])
         if not self.saved:
             self.say("nothing was saved yet: training begins again with the first step")
 
-    def begins_again(self, cause: str) -> None:
+    def begin_attempt(self, cause: str) -> None:
         """Record why a new attempt begins, and reset the state of the old one."""
         if self.node.is_head:
             self.events.write("restart", cause=cause)
         self.watch.begin()
         self.attempt_before = max((event.attempt or 0 for event in self.ended), default=-1)
-        self.elsewhere.clear()
+        self.remote_exits.clear()
         self.begun_at = time.time()
 
-    def whole_cause(self) -> str:
+    def full_cause(self) -> str:
         """Return why the run failed: the first cause, and the last if it differs."""
         last = self.cause()
         if not self.causes:
@@ -170,7 +170,7 @@ class Launch:
             f"finished step is saved, within elastic.grace_s={self.plan.elastic.grace_s:g}{again}",
         )
 
-    def was_interrupted_by_others(self, rendezvous: Rendezvous) -> bool:
+    def was_regrouped(self, rendezvous: Rendezvous) -> bool:
         """Whether the workers saved and stopped only because nodes join or leave.
 
         The other nodes' agents may learn of it one report earlier than this one.
@@ -178,15 +178,15 @@ class Launch:
         if self.plan.elastic.max_nodes == 1 or self.asked_to_stop():
             return False
         deadline = time.monotonic() + REGROUP_S
-        while time.monotonic() < deadline and self.has_stopped() is not False:
-            if rendezvous.regroup() and self.has_stopped():
+        while time.monotonic() < deadline and self.was_stopped() is not False:
+            if rendezvous.regroup() and self.was_stopped():
                 return True
             time.sleep(POLL_S)
         return False
 
-    def has_stopped(self) -> bool | None:
+    def was_stopped(self) -> bool | None:
         """Whether the newest attempt stopped before its last step; None before any worker ends."""
-        words = self.last_words()
+        words = self.last_events()
         return words[-1].kind == "stopped" if words else None
 
 

@@ -19,7 +19,7 @@ from colotrain.events.heartbeats import Beat, read_beats
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 SLEPT_S = 10.0
 """Seconds between two checks after which this launcher itself was suspended (Ctrl-Z, SLURM)."""
 DUMP_S = 1.0
@@ -82,7 +82,7 @@ class Watch:
     is_final: bool = False
     """Whether the run must not be restarted after that."""
     stop_asked_at: float | None = None
-    looked_at: float = field(default_factory=time.monotonic)
+    checked_at: float = field(default_factory=time.monotonic)
     woke_at: float = -math.inf
     """Monotonic time at which this process resumed; its ranks were suspended too, not silent."""
     seen: set[int] = field(default_factory=set)
@@ -97,14 +97,14 @@ class Watch:
     def look(self, *, asked_to_stop: bool) -> None:
         """Kill ranks that hang, or all ranks after the grace period of a stop. Call often."""
         now = time.monotonic()
-        if now - self.looked_at < LOOK_EVERY_S or self.verdict is not None:
+        if now - self.checked_at < POLL_S or self.verdict is not None:
             return
-        if now - self.looked_at > SLEPT_S:
+        if now - self.checked_at > SLEPT_S:
             self.woke_at = now
             self.say(
-                f"this machine's ranks were stopped for {now - self.looked_at:.0f} s; they go on"
+                f"this machine's ranks were stopped for {now - self.checked_at:.0f} s; they go on"
             )
-        self.looked_at = now
+        self.checked_at = now
         pids = {local: pid for local, pid in self.pids().items() if pid not in self.past}
         self.seen.update(pids.values())
         beats = {(b.rank, b.pid): b for b in read_beats(self.rundir.heartbeats)}

@@ -298,8 +298,8 @@ def carry_out(
     from colotrain.events import liveness
     from colotrain.events.fold import Fold
     from colotrain.launch.elastic import launch
-    from colotrain.launch.preparing import end_recorded, ended_by_signals
     from colotrain.launch.smoke import launch_and_resume
+    from colotrain.launch.startup import end_recorded, ended_by_signals
     from colotrain.show.live import progress_for
     from colotrain.show.trackers import Trackers
 

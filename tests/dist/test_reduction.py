@@ -26,7 +26,7 @@ from colotrain.engine.shm import reduce_scatter as reductions
 from colotrain.engine.shm.reduce_scatter import Reduction
 from colotrain.engine.shm.shared_memory import PeerLost
 from colotrain.engine.shm.shared_parameters import hold_in_common
-from colotrain.launch.causes import OF_A_PEER
+from colotrain.launch.causes import PEER_LOST_MESSAGES
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import WITHIN_S, everyones, plan_of, run, world
 
@@ -184,4 +184,4 @@ def test_a_killed_rank_is_an_error_on_the_others_within_seconds(tmp_path: Path) 
         at, text = (tmp_path / f"error{rank}").read_text().split(" ", 1)
         assert float(at) - killed < WITHIN_S
         assert "rank 1 " in text
-        assert any(mark in text for mark in OF_A_PEER)
+        assert any(mark in text for mark in PEER_LOST_MESSAGES)

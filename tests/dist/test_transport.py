@@ -36,7 +36,7 @@ from colotrain.engine.shm import shared_memory, transport
 from colotrain.engine.shm.all_gather import Channel
 from colotrain.engine.shm.shared_memory import PeerLost
 from colotrain.engine.shm.transport import SharedAllGather, install
-from colotrain.launch.causes import OF_A_PEER
+from colotrain.launch.causes import PEER_LOST_MESSAGES
 from colotrain.spec.plan import RunPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8)
@@ -377,7 +377,7 @@ def test_a_killed_rank_is_an_error_on_the_others_within_seconds(tmp_path: Path) 
     for at, text in found.values():
         assert at - killed < WITHIN_S
         assert "rank 1 " in text
-        assert any(mark in text for mark in OF_A_PEER)
+        assert any(mark in text for mark in PEER_LOST_MESSAGES)
     for process in context.processes:
         process.join(10)
     assert files_in_shared_memory() == before

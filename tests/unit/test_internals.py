@@ -52,7 +52,7 @@ DOORS = {
     "colotrain/config/values.py": "omegaconf",
     "colotrain/models/huggingface.py": "transformers, of which it is the only importer",
     "colotrain/launch/elastic.py": "torch's elastic agent",
-    "colotrain/launch/deaths.py": "torch's elastic agent",
+    "colotrain/launch/worker_exits.py": "torch's elastic agent",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
 PUBLIC |= {"_forkserver", "_forkserver_pid"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from colotrain.cli.main import guarded
-from colotrain.launch.preparing import AskedToStop, ended_by_signals
+from colotrain.launch.startup import AskedToStop, ended_by_signals
 from colotrain.runs.resolving import plan_from
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.masks import without_dropout

@@ -17,12 +17,12 @@ from test_view import plan_of
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.events.heartbeats import Beat, Heartbeat, read_beats
 from colotrain.events.log import Event, EventReader, EventWriter
-from colotrain.launch.causes import Death, describe
-from colotrain.launch.deaths import deaths_of
-from colotrain.launch.patience import Patience
+from colotrain.launch.causes import WorkerExit, describe
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
+from colotrain.launch.timeouts import AwakeTimeout
 from colotrain.launch.watch import Silent, Watch, _stack
+from colotrain.launch.worker_exits import worker_exits
 from colotrain.rundir import RunDir
 
 DUMP = """Thread 0x01 (most recent call first):
@@ -71,7 +71,10 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
 ) -> None:
     rundir = RunDir(tmp_path)
     watch = Watch(
-        plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid}, looked_at=time.monotonic() - 1
+        plan=plan_of(),
+        rundir=rundir,
+        pids=lambda: {0: sleeper.pid},
+        checked_at=time.monotonic() - 1,
     )
     heart = Heartbeat(rundir.heartbeat_file(0), rank=0, patience_s=600)
     heart.beat(1, "start")
@@ -86,7 +89,7 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
     [beat] = read_beats(rundir.heartbeats)
     old = line.replace(f'"t": {beat.t}', f'"t": {beat.t - 700}')
     rundir.heartbeat_file(0).write_text(old)
-    watch.looked_at -= 1
+    watch.checked_at -= 1
     watch.look(asked_to_stop=False)
     assert sleeper.wait(timeout=10) != 0
     assert watch.verdict is not None
@@ -101,7 +104,7 @@ def test_the_silent_workers_of_an_ended_attempt_are_not_those_of_the_next(
     rundir = RunDir(tmp_path)
     workers = {0: sleeper.pid}
     watch = Watch(
-        plan=plan_of(), rundir=rundir, pids=lambda: workers, looked_at=time.monotonic() - 1
+        plan=plan_of(), rundir=rundir, pids=lambda: workers, checked_at=time.monotonic() - 1
     )
     silent_since = time.monotonic() - 700
     beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": silent_since}
@@ -111,7 +114,7 @@ def test_the_silent_workers_of_an_ended_attempt_are_not_those_of_the_next(
     assert sleeper.wait(timeout=10) != 0
     assert watch.verdict is not None
     watch.begin()
-    watch.looked_at -= 1
+    watch.checked_at -= 1
     watch.look(asked_to_stop=False)  # the next workers are not there yet
     assert watch.verdict is None
 
@@ -122,14 +125,14 @@ def test_ranks_that_were_stopped_with_their_launcher_are_not_silent(
     rundir = RunDir(tmp_path)
     told = list[str]()
     watch = Watch(plan=plan_of(), rundir=rundir, pids=lambda: {0: sleeper.pid}, say=told.append)
-    watch.looked_at -= 700  # it was stopped meanwhile
-    beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": watch.looked_at}
+    watch.checked_at -= 700  # it was stopped meanwhile
+    beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": watch.checked_at}
     rundir.heartbeats.mkdir(parents=True, exist_ok=True)
     rundir.heartbeat_file(0).write_text(json.dumps({**beat, "patience_s": 600}))
     for asked in (True, False):
-        watch.stop_asked_at = watch.looked_at
+        watch.stop_asked_at = watch.checked_at
         watch.look(asked_to_stop=asked)
-        watch.looked_at -= 1
+        watch.checked_at -= 1
     assert (watch.verdict, sleeper.poll()) == (None, None)
     assert told == ["this machine's ranks were stopped for 700 s; they go on"]
     watch.woke_at -= 601  # and still says nothing
@@ -145,23 +148,23 @@ def test_a_heart_without_a_file_is_silent_and_harmless(tmp_path: Path) -> None:
     Heartbeat(tmp_path / "plain" / "x", rank=0).beat(1, "start")
 
 
-def last_words(kind: str, rank: int, **fields: object) -> Event:
+def last_events(kind: str, rank: int, **fields: object) -> Event:
     return Event(kind=kind, t=1.0 + rank, rank=rank, attempt=0, fields=dict(fields))
 
 
 def test_a_rank_that_left_early_is_named_before_those_that_lost_it() -> None:
-    deaths = [Death(rank=0, exit_code=1, log="a"), Death(rank=1, exit_code=0, log="b")]
-    lost = last_words("failed", 0, phase="reduce", step=4, error="Connection closed by peer")
-    assert describe(deaths, [lost]) == (
+    exits = [WorkerExit(rank=0, exit_code=1, log="a"), WorkerExit(rank=1, exit_code=0, log="b")]
+    lost = last_events("failed", 0, phase="reduce", step=4, error="Connection closed by peer")
+    assert describe(exits, [lost]) == (
         "rank 1 ended with exit code 0 before the run was over; its log: b"
     )
-    done = last_words("finished", 1, step=9)
-    assert "rank 0 failed in reduce" in describe(deaths, [lost, done])
+    done = last_events("finished", 1, step=9)
+    assert "rank 0 failed in reduce" in describe(exits, [lost, done])
 
 
 def test_hunger_is_named() -> None:
-    death = Death(rank=2, exit_code=-9, log="c", out_of_memory=True)
-    assert "the kernel ended it for want of memory" in describe([death], [])
+    worker_exit = WorkerExit(rank=2, exit_code=-9, log="c", out_of_memory=True)
+    assert "the kernel ended it for want of memory" in describe([worker_exit], [])
 
 
 @pytest.mark.parametrize(("node", "notes"), [(0, 1), (1, 0)])
@@ -192,7 +195,7 @@ def test_a_restart_says_where_nothing_was_saved(tmp_path: Path, kind: str) -> No
         plan=plan_of(), rundir=rundir, events=events, worker="", node=Node(), watch=watch
     )
     launch.take([Event(kind=kind, t=1.0, rank=0, attempt=0, fields={"step": 60})])
-    launch.restarts()
+    launch.record_restart()
     told = [event.text("text") for event in EventReader(rundir).drain()]
     begins_anew = any("training begins again with the first step" in text for text in told)
     assert begins_anew == (kind == "step")
@@ -228,11 +231,11 @@ def test_a_stop_file_of_an_earlier_launch_asks_for_nothing(tmp_path: Path) -> No
 
 
 def test_time_in_which_a_process_was_stopped_is_no_waiting() -> None:
-    patience = Patience(5.0)
-    patience.looked_at -= 700  # it was stopped meanwhile
-    assert not patience.is_over()
-    patience.waited_s += 5
-    assert patience.is_over()
+    timeout = AwakeTimeout(5.0)
+    timeout.checked_at -= 700  # it was stopped meanwhile
+    assert not timeout.is_over()
+    timeout.waited_s += 5
+    assert timeout.is_over()
 
 
 def test_a_rank_that_nccls_watchdog_ended_is_not_the_cause(tmp_path: Path) -> None:
@@ -243,7 +246,7 @@ def test_a_rank_that_nccls_watchdog_ended_is_not_the_cause(tmp_path: Path) -> No
         _pc=SimpleNamespace(processes=[SimpleNamespace(exitcode=-6), SimpleNamespace(exitcode=3)])
     )
     failures = {0: SimpleNamespace(local_rank=0, exitcode=-6)}
-    deaths = deaths_of(tmp_path, processes, failures)
-    assert [death.gave_up for death in deaths] == [True, False]
-    assert describe(deaths, []).startswith("rank 1 ended with exit code 3")
-    assert describe(deaths[:1], []).startswith("rank 0 waited in vain for another rank")
+    exits = worker_exits(tmp_path, processes, failures)
+    assert [x.gave_up for x in exits] == [True, False]
+    assert describe(exits, []).startswith("rank 1 ended with exit code 3")
+    assert describe(exits[:1], []).startswith("rank 0 waited in vain for another rank")

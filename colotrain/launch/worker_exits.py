@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from colotrain.launch.causes import OF_A_WAITING_RANK, Death
+from colotrain.launch.causes import NCCL_WATCHDOG_MESSAGES, WorkerExit
 
 
-def gone(processes: Any, group: Any) -> dict[int, Any]:
+def clean_exits(processes: Any, group: Any) -> dict[int, Any]:
     """Return rank → result of all workers of this machine if all exited with code 0, else {}.
 
     torch's agent does not notice such exits: it waits for results, which our workers do not send.
@@ -24,18 +24,18 @@ def gone(processes: Any, group: Any) -> dict[int, Any]:
     }
 
 
-def deaths_of(logs: Path, processes: Any, failures: dict[int, Any]) -> list[Death]:
+def worker_exits(logs: Path, processes: Any, failures: dict[int, Any]) -> list[WorkerExit]:
     """Return the exits of this machine's workers, without those that the agent terminated."""
     first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
     ended = _processes(processes)
     codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
     codes |= {rank: failure.exitcode for rank, failure in failures.items()}
-    deaths = [
-        _death(logs, rank, rank - first_rank, code)
+    exits = [
+        _exit_of(logs, rank, rank - first_rank, code)
         for rank, code in codes.items()
         if code is not None
     ]
-    return [death for death in deaths if death.killed_by != "SIGTERM"] or deaths
+    return [x for x in exits if x.killed_by != "SIGTERM"] or exits
 
 
 def _processes(context: Any) -> list[Any]:
@@ -43,10 +43,10 @@ def _processes(context: Any) -> list[Any]:
     return [] if context is None or context._pc is None else list(context._pc.processes)
 
 
-def _death(folder: Path, rank: int, local_rank: int, code: int) -> Death:
+def _exit_of(folder: Path, rank: int, local_rank: int, code: int) -> WorkerExit:
     logs = folder.glob(f"*/attempt_*/{local_rank}/stderr.log")
     log = max(logs, key=lambda path: path.stat().st_mtime, default=folder)
     lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
-    gave_up = code < 0 and any(mark in text for text in lines for mark in OF_A_WAITING_RANK)
+    gave_up = code < 0 and any(mark in text for text in lines for mark in NCCL_WATCHDOG_MESSAGES)
     last = lines[-1] if lines else ""
-    return Death(rank=rank, exit_code=code, log=str(log), last_line=last, gave_up=gave_up)
+    return WorkerExit(rank=rank, exit_code=code, log=str(log), last_line=last, gave_up=gave_up)

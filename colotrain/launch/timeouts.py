@@ -7,13 +7,13 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 MOST_S = 2.0
 """Seconds that one check may count: after a longer gap the process was suspended or had no core."""
 
 
 @dataclass(slots=True)
-class Patience:
+class AwakeTimeout:
     """Timeout of `limit_s` seconds that excludes time in which this process was suspended.
 
     The other side was suspended too and resumes at about the same moment. Call `is_over` often.
@@ -21,17 +21,17 @@ class Patience:
 
     limit_s: float
     waited_s: float = 0.0
-    looked_at: float = field(default_factory=time.monotonic)
+    checked_at: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
         now = time.monotonic()
-        self.waited_s, self.looked_at = self.waited_s + min(now - self.looked_at, MOST_S), now
+        self.waited_s, self.checked_at = self.waited_s + min(now - self.checked_at, MOST_S), now
         return self.waited_s >= self.limit_s
 
 
 def wait_readable(connection: socket.socket, limit_s: float) -> None:
     """Wait until data has arrived; raise `TimeoutError` after `limit_s` seconds."""
-    patience = Patience(limit_s)
-    while not select.select([connection], [], [], LOOK_EVERY_S)[0]:
-        if patience.is_over():
+    timeout = AwakeTimeout(limit_s)
+    while not select.select([connection], [], [], POLL_S)[0]:
+        if timeout.is_over():
             raise TimeoutError("timed out")
