@@ -26,7 +26,7 @@ from colotrain.events.liveness import find, state
 from colotrain.events.log import EventReader
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.runs.naming import told_apart
+from colotrain.runs.naming import describe_differences
 from colotrain.show.charts import STATUS_STYLES
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.formatting import clean, shortened, shown
@@ -142,19 +142,19 @@ def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
     """Run the first step of a plan in a temporary folder, and show its gradients."""
     from colotrain.launch.forkserver import warm_up
     from colotrain.runs.resolving import check_fits, settle
-    from colotrain.runs.start import carry_out
+    from colotrain.runs.start import execute
 
     warm_up()
-    setting = settle(list(overrides))
-    check_fits(setting)
-    plan = for_one_step(setting.plan)
+    resolved = settle(list(overrides))
+    check_fits(resolved)
+    plan = for_one_step(resolved.plan)
     if choice.noise:
         check_noise(plan)
     with tempfile.TemporaryDirectory(prefix="colotrain-") as folder:
         rundir = RunDir(Path(folder) / plan.name)
         if choice.noise:
             rundir.request_grads(noise=True)
-        exit_code, cause = carry_out(plan, rundir, None, console=stderr_console())
+        exit_code, cause = execute(plan, rundir, None, console=stderr_console())
         found = list(records(rundir))
         if not found:
             raise ColotrainError(cause or "the step left no record", "try `colotrain run`")
@@ -325,7 +325,7 @@ def against(words: Sequence[str], other: str, *, tolerance: float, as_json: bool
         return exit_code
     for line in _report(found, first.name, second.name, tolerance):
         sys.stdout.write(f"{clean(line)}\n")
-    for line in told_apart([first, second]):
+    for line in describe_differences([first, second]):
         sys.stdout.write(f"{clean(line)}\n")
     return exit_code
 

@@ -18,7 +18,7 @@ from colotrain.launch.forkserver import environment
 from colotrain.planner import rates
 from colotrain.planner.time import amounts_of
 from colotrain.records import from_plain, to_plain
-from colotrain.runs.resolving import Setting, settle
+from colotrain.runs.resolving import ResolvedConfig, settle
 from colotrain.show.console import stderr_console
 
 if TYPE_CHECKING:
@@ -28,17 +28,17 @@ LIMIT_S = 300.0
 """Seconds after which the ranks are killed."""
 
 
-def measure(setting: Setting) -> rates.Measurement:
+def measure(resolved: ResolvedConfig) -> rates.Measurement:
     """Measure this machine as the plan would use it and save the result; takes 20 seconds."""
-    plan = setting.plan
-    if plan.cluster.device != "cpu" or setting.config["hardware"]["name"]:
+    plan = resolved.plan
+    if plan.cluster.device != "cpu" or resolved.config["hardware"]["name"]:
         raise UsageError(
             f"--measure: the plan is for {plan.cluster.device}, and only CPUs are measured",
             "leave it out: GPUs are planned for with the published figures of hardware=NAME",
         )
     ranks, precision = plan.cluster.procs_per_node, plan.train.precision
     threads = plan.cluster.threads_per_rank
-    cores = setting.machine.num_cores
+    cores = resolved.machine.num_cores
     task = _task(ranks, threads, precision)
     with tempfile.TemporaryDirectory(prefix="colotrain-measure-") as folder:
         file = Path(folder, "task.json")

@@ -19,13 +19,13 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import most_activations
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.runs.resolving import Setting, settle, tell
+from colotrain.runs.resolving import ResolvedConfig, print_notes, settle
 from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.memory import Ledger, PeakRange
 from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan, Trace
 from colotrain.spec.plugins import ROWS
 
-NOT_FOLLOWED = (
+NOT_TRACED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "
     "without values"
 )
@@ -64,19 +64,19 @@ def plan(
         measure_machine(settle(words, here=False))
     if compare is not None:
         return show_comparison(words, compare, as_json=as_json)
-    setting = settle(words, here=False, job=None)
-    tell(setting)
-    document = describe(setting, advise=advise)
+    resolved = settle(words, here=False, job=None)
+    print_notes(resolved)
+    document = describe(resolved, advise=advise)
     if cross_check:
         from colotrain.planner.traced.tracker import cross_check as check
 
-        document["trace"] = check(setting.plan)
+        document["trace"] = check(resolved.plan)
     if svg:
-        export(svg, setting, document)
+        export(svg, resolved, document)
     if as_json:
         print_json(document)
     else:
-        print_plan(stdout_console(), setting, document)
+        print_plan(stdout_console(), resolved, document)
     return 0 if document["memory"]["fits"] else DoesNotFit.exit_code
 
 
@@ -87,14 +87,14 @@ def _names_a_run(word: str) -> bool:
         return False
 
 
-def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
+def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any]:
     """Return the document of `plan --json`."""
-    plan, context = setting.plan, setting.context
+    plan, context = resolved.plan, resolved.context
     recompute = plan.train.activation_checkpointing
     trace = context.search_space.traces(recompute, plan.batch.micro_batch)
     layout = context.layout(plan.plugin)
-    sent = traffic(layout, setting.survey, trace)
-    options = list(_advice(setting) if advise else _other_plugins(setting))
+    sent = traffic(layout, resolved.survey, trace)
+    options = list(_advice(resolved) if advise else _other_plugins(resolved))
     document = {
         "schema": plan.schema,
         "name": plan.name,
@@ -124,20 +124,20 @@ def describe(setting: Setting, *, advise: bool = False) -> dict[str, Any]:
         "time": to_plain(plan.time),
         "activation_checkpointing": recompute,
         "checkpoint": to_plain(plan.checkpoint),
-        **_groups(setting, layout, trace),
+        **_groups(resolved, layout, trace),
         "alternatives": [_shown(option, plan.cluster) for option in options],
-        "warnings": [*plan.warnings, *_warnings(setting)],
+        "warnings": [*plan.warnings, *_warnings(resolved)],
     }
     if advise:
-        document["advice"] = _sentences(setting, options, layout)
+        document["advice"] = _sentences(resolved, options, layout)
     if not document["memory"]["fits"]:
         document["fix"] = fix_hints(context, plan)
     return document
 
 
-def _groups(setting: Setting, layout: Layout, trace: Trace | None) -> dict[str, Any]:
+def _groups(resolved: ResolvedConfig, layout: Layout, trace: Trace | None) -> dict[str, Any]:
     """Return gemini's groups and the tiers of their bytes; empty for other plugins."""
-    plan, survey = setting.plan, setting.survey
+    plan, survey = resolved.plan, resolved.survey
     if plan.plugin.chunk_bytes is None:
         return {}
     return {
@@ -178,48 +178,48 @@ def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
     }
 
 
-def _warnings(setting: Setting) -> Iterator[str]:
-    search_space, plan = setting.context.search_space, setting.plan
+def _warnings(resolved: ResolvedConfig) -> Iterator[str]:
+    search_space, plan = resolved.context.search_space, resolved.plan
     recompute = plan.train.activation_checkpointing
     if search_space.traces(recompute, plan.batch.micro_batch) is None:
-        yield f"{NOT_FOLLOWED}: {setting.not_followed}" if setting.not_followed else NOT_FOLLOWED
+        yield f"{NOT_TRACED}: {resolved.not_traced}" if resolved.not_traced else NOT_TRACED
     elif search_space.hardware is None:
         yield "times are not estimated: describe the GPUs, as hardware=a100-80g does"
     elif not plan.time.step_s:
         yield "times are not estimated"
-    elif not search_space.hardware(setting.context.layout(plan.plugin)).measured:
+    elif not search_space.hardware(resolved.context.layout(plan.plugin)).measured:
         yield NOT_MEASURED
 
 
-def _other_plugins(setting: Setting) -> Iterator[Option]:
+def _other_plugins(resolved: ResolvedConfig) -> Iterator[Option]:
     """Yield the other plugins, everything else being equal."""
-    plan, context = setting.plan, setting.context
+    plan, context = resolved.plan, resolved.context
     for name in ROWS:
         if name != plan.plugin.name:
             other = context.plan_plugin(name)
             yield context.option(other)
 
 
-def _advice(setting: Setting) -> Iterator[Option]:
+def _advice(resolved: ResolvedConfig) -> Iterator[Option]:
     """Yield all plugins, micro-batches and checkpointing modes that fit, fastest first."""
-    context = setting.context
+    context = resolved.context
     if context.search_space.traces("none", 1) is None:
-        yield from _other_plugins(setting)
+        yield from _other_plugins(resolved)
         return
-    every = context.search_space.every(_layouts(setting), checkpointing=RECOMPUTE)
+    every = context.search_space.every(_layouts(resolved), checkpointing=RECOMPUTE)
     yield from rank(every)
 
 
-def _layouts(setting: Setting) -> Iterator[tuple[str, Layout]]:
-    context = setting.context
+def _layouts(resolved: ResolvedConfig) -> Iterator[tuple[str, Layout]]:
+    context = resolved.context
     for name, row in ROWS.items():
         if not row.hybrid or context.scale.nodes > 1:
             made = context.plan_plugin(name)
             yield name, replace(context.layout(made), micro_batch=1)
 
 
-def _sentences(setting: Setting, options: Sequence[Option], layout: Layout) -> list[str]:
-    plan, search_space = setting.plan, setting.context.search_space
+def _sentences(resolved: ResolvedConfig, options: Sequence[Option], layout: Layout) -> list[str]:
+    plan, search_space = resolved.plan, resolved.context.search_space
     recompute = plan.train.activation_checkpointing
     if not search_space.capacity:
         return ["Nothing is known of the GPUs' memory, so nothing can be advised."]
@@ -227,7 +227,7 @@ def _sentences(setting: Setting, options: Sequence[Option], layout: Layout) -> l
     found = best(options)
     sentences = [f"The largest micro-batch that fits under {plan.plugin.name} is {largest}."]
     if found is None:
-        return [*sentences, f"Nothing fits as it is: {fix_hints(setting.context, plan)}."]
+        return [*sentences, f"Nothing fits as it is: {fix_hints(resolved.context, plan)}."]
     settings = (
         f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
         f"train.activation_checkpointing={found.checkpointing}"
@@ -239,8 +239,8 @@ def _sentences(setting: Setting, options: Sequence[Option], layout: Layout) -> l
 
 def show_comparison(words: list[str], both: tuple[str, str], *, as_json: bool) -> int:
     """Print two plans side by side; each has the common words and its own overrides."""
-    settings = [settle([*words, *each.split()], here=False, job=None) for each in both]
-    documents = [describe(setting) for setting in settings]
+    resolved = [settle([*words, *each.split()], here=False, job=None) for each in both]
+    documents = [describe(each) for each in resolved]
     if as_json:
         print_json({"schema": 1, "plans": documents})
     else:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
-from colotrain.runs.resolving import Setting
+from colotrain.runs.resolving import ResolvedConfig
 from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
 from colotrain.spec.plan import CheckpointPlan, RunPlan, TrainPlan
 
@@ -37,11 +37,11 @@ PICTURE_WIDTH = 110
 MOST_ROWS = 16
 
 
-def print_plan(console: Console, setting: Setting, document: dict[str, Any]) -> None:
+def print_plan(console: Console, resolved: ResolvedConfig, document: dict[str, Any]) -> None:
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold", no_wrap=True)
     head.add_column(overflow="fold")
-    for title, text in (*_rows(setting.plan, document), *_group_rows(document)):
+    for title, text in (*_rows(resolved.plan, document), *_group_rows(document)):
         head.add_row(title, text)
     console.print(head)
     if document["freeze"]:
@@ -281,7 +281,7 @@ def signed(error: float | None) -> str:
     return "-" if error is None else f"{error:+.1%}"
 
 
-def export(path: str, setting: Setting, document: dict[str, Any]) -> None:
+def export(path: str, resolved: ResolvedConfig, document: dict[str, Any]) -> None:
     """Write the printed plan as an SVG picture, in colour even without a colour terminal."""
     console = Console(
         record=True,
@@ -294,7 +294,7 @@ def export(path: str, setting: Setting, document: dict[str, Any]) -> None:
         highlight=False,
         markup=False,
     )
-    print_plan(console, setting, document)
+    print_plan(console, resolved, document)
     try:
         Path(path).write_text(console.export_svg(title="colotrain plan"), "utf-8")
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.liveness import find
 from colotrain.rundir import RunDir
-from colotrain.runs.naming import told_apart
+from colotrain.runs.naming import describe_differences
 from colotrain.show.console import stderr_console
 from colotrain.show.formatting import clean
 
@@ -25,7 +25,7 @@ def plot(names: list[str], *, to: str) -> int:
     rundirs = [find(name) for name in names] or [find(None)]
     target.parent.mkdir(parents=True, exist_ok=True)
     save(rundirs, target)
-    for line in told_apart(rundirs):
+    for line in describe_differences(rundirs):
         stderr_console().print(clean(line), soft_wrap=True)
     stderr_console().print(f"{target} is written", soft_wrap=True)
     return 0

@@ -15,7 +15,7 @@ from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem, suggest
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.startup import AskedToStop, ended_by_signals
-from colotrain.runs.resolving import Setting, settle
+from colotrain.runs.resolving import ResolvedConfig, settle
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.formatting import format_duration
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
@@ -59,12 +59,12 @@ def verify(
     cuts = _numbers("--accumulation", accumulation)
     _check_optimizer(optimizer)
     warm_up()
-    setting = settle(overrides)
-    _check_reference(setting, steps)
+    resolved = settle(overrides)
+    _check_reference(resolved, steps)
     plans = _plans(
-        setting,
+        resolved,
         plugins=names,
-        world_sizes=sizes or [setting.plan.world_size],
+        world_sizes=sizes or [resolved.plan.world_size],
         accumulation=cuts,
         optimizer=optimizer,
         steps=steps,
@@ -80,8 +80,8 @@ def verify(
     folder = tempfile.mkdtemp(prefix="colotrain-verify-")  # kept if the workers fail
     try:
         with preparation(console) as progress, ended_by_signals("stopped", "begin it again"):
-            if setting.plan.data.source != "target":
-                prepare_all(setting.plan.data, progress=progress)
+            if resolved.plan.data.source != "target":
+                prepare_all(resolved.plan.data, progress=progress)
             results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
     except (AskedToStop, KeyboardInterrupt):
         shutil.rmtree(folder, ignore_errors=True)
@@ -97,12 +97,12 @@ def verify(
     return UNVERIFIED if wrong else DONE
 
 
-def _check_reference(setting: Setting, steps: int) -> None:
+def _check_reference(resolved: ResolvedConfig, steps: int) -> None:
     """Refuse a reference that this machine's memory certainly cannot hold (`DoesNotFit`)."""
     from colotrain.verify.reference import least_bytes
 
-    least = least_bytes(setting.survey.parameters, steps=steps)
-    room = setting.machine.host_memory_bytes
+    least = least_bytes(resolved.survey.parameters, steps=steps)
+    room = resolved.machine.host_memory_bytes
     if least > room:
         raise DoesNotFit(
             f"the reference, one process that keeps all values of {steps} steps in float64, needs "
@@ -112,7 +112,7 @@ def _check_reference(setting: Setting, steps: int) -> None:
 
 
 def _plans(
-    setting: Setting,
+    resolved: ResolvedConfig,
     *,
     plugins: Sequence[str],
     world_sizes: Sequence[int],
@@ -123,16 +123,16 @@ def _plans(
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
     global_batch = batch_size(world_sizes, accumulation)
-    config = setting.config if optimizer == "recipe" else {**setting.config, "optim": SGD}
-    freeze = setting.plan.freeze
+    config = resolved.config if optimizer == "recipe" else {**resolved.config, "optim": SGD}
+    freeze = resolved.plan.freeze
     own = bool(freeze.patterns or freeze.unfreeze)
     return [
-        setting.resolve(variant.apply(config, global_batch=global_batch, steps=steps))
+        resolved.resolve(variant.apply(config, global_batch=global_batch, steps=steps))
         for variant in variants(
             plugins=plugins,
             world_sizes=world_sizes,
             accumulation=accumulation,
-            freezes=freeze_sets(setting.survey.parameters, own=own),
+            freezes=freeze_sets(resolved.survey.parameters, own=own),
         )
     ]
 

@@ -29,7 +29,7 @@ class NotForked(Exception):
     """No fork server is available."""
 
 
-class Looker:
+class ForkedCaller:
     """Calls functions in another process, which is forked at the first call.
 
     `meanwhile` runs here while that first call is awaited. On leaving the `with` block the process

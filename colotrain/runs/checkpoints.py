@@ -78,7 +78,7 @@ def folders(rundir: RunDir) -> list[Path]:
     return sorted(rundir.checkpoints.glob("step-*"), reverse=True)
 
 
-def check_goes_on(plan: RunPlan, rundir: RunDir) -> None:
+def check_resumable(plan: RunPlan, rundir: RunDir) -> None:
     """Raise the `ConfigError` with which the ranks would refuse to resume what is saved."""
     where = where_to_resume(plan, rundir)
     for folder in (*complete(where), where):
@@ -92,7 +92,7 @@ def check_goes_on(plan: RunPlan, rundir: RunDir) -> None:
         return
 
 
-def go_back(rundir: RunDir, chosen: Path) -> str | None:
+def roll_back(rundir: RunDir, chosen: Path) -> str | None:
     """Make a run resume from `chosen`: set later checkpoints aside; return what was done or None.
 
     If `chosen` is not one of the run's own checkpoints, all of them are set aside. Call it only

@@ -27,7 +27,7 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
     """Write the run directory, start its launcher, and return once `colotrain stop` can stop it."""
     rundir.create()
     with liveness.claim(rundir):  # no files are changed if another launcher has the run
-        trust.write_down(plan, rundir, config)
+        trust.write_signed(plan, rundir, config)
     told = _size(rundir.launcher_events)
     process = start(rundir)
     deadline, claimed_at = time.monotonic() + START_S, math.inf

@@ -89,7 +89,7 @@ def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
         return None
 
 
-def say_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
+def print_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
     print(
         f"{rundir.name} has finished its {summary['steps']} steps already, with these settings: "
         f"`colotrain resume {rundir.name} train.max_steps=N` trains on, another name "
@@ -167,7 +167,7 @@ def shown(settings: dict[str, Any], *, most: int = MOST_SHOWN) -> str:
     return " ".join([*words[:most], *more])
 
 
-def told_apart(rundirs: Sequence[RunDir]) -> list[str]:
+def describe_differences(rundirs: Sequence[RunDir]) -> list[str]:
     """Return a line for each run with the settings in which it differs."""
     pairs = zip(rundirs, settings_that_differ(rundirs), strict=True)
     return [f"settings that differ: {run.name}: {shown(own)}" for run, own in pairs if own]

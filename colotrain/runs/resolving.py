@@ -16,7 +16,7 @@ from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.compiler import postpone_compiler
 from colotrain.launch.forkserver import LOOK, import_agent, import_quickly, is_warm
 from colotrain.launch.rendezvous import Node
-from colotrain.launch.warm_calls import Looker, NotForked, stdout_to_stderr
+from colotrain.launch.warm_calls import ForkedCaller, NotForked, stdout_to_stderr
 from colotrain.planner.cache import kept
 from colotrain.planner.dependencies import Dependencies, watched
 from colotrain.planner.fix_hints import fix_hints
@@ -32,8 +32,8 @@ WATCHED = "colotrain.planner.dependencies:watched"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Starting point of a command: the composed configuration and the plan that it resolves to."""
+class ResolvedConfig:
+    """A command's composed configuration, and the plan that it resolves to."""
 
     config: dict[str, Any]
     plan: RunPlan
@@ -43,7 +43,7 @@ class Setting:
     """Machine that the plan was made for: this one, or a node of a job."""
     notices: tuple[str, ...] = ()
     """Notes on settings that were chosen for the user."""
-    not_followed: str = ""
+    not_traced: str = ""
     """Why no micro-batch could be traced through the model; empty where one was."""
 
     @property
@@ -69,7 +69,7 @@ def settle(
     job: bool | None = False,
     smoke: bool = False,
     submit: str = "`colotrain submit` with the same arguments",
-) -> Setting:
+) -> ResolvedConfig:
     """Compose the arguments and resolve them; raise `ConfigError` with all problems.
 
     `here`: the plan will run on this machine, so its ranks must find a place on it; `several`: on
@@ -100,13 +100,13 @@ def settle(
     if here:
         check_place(plan, machine, several=several, submit=submit if is_job(config) else "")
         _check_allocation(config, plan, submit)
-    return Setting(
+    return ResolvedConfig(
         config=config,
         plan=plan,
         context=context,
         machine=machine,
         notices=tuple(notices),
-        not_followed="".join(obstacles[-1:]),
+        not_traced="".join(obstacles[-1:]),
     )
 
 
@@ -128,11 +128,11 @@ def _elsewhere(config: dict[str, Any], machine: Machine) -> Machine:
     return replace(machine, device="cpu", num_devices=0, device_memory_bytes=0)
 
 
-def tell(*settings: Setting, warnings: bool = False) -> None:
-    """Print the notes, and if asked the warnings, of all settings on stderr, each once."""
-    lines = [f"note: {notice}" for setting in settings for notice in setting.notices]
+def print_notes(*configs: ResolvedConfig, warnings: bool = False) -> None:
+    """Print the notes, and if asked the warnings, of all configurations on stderr, each once."""
+    lines = [f"note: {notice}" for resolved in configs for notice in resolved.notices]
     if warnings:
-        lines += [f"warning: {w}" for setting in settings for w in setting.plan.warnings]
+        lines += [f"warning: {w}" for resolved in configs for w in resolved.plan.warnings]
     for line in dict.fromkeys(lines):
         print(line, file=sys.stderr, flush=True)
 
@@ -145,31 +145,31 @@ def _resolve(
     smoke: bool = False,
     obstacles: list[str] | None = None,
 ) -> tuple[RunPlan, PlanningContext]:
-    """Adds to `obstacles` why no micro-batch could be followed through the model."""
+    """Return plan and inputs; add to `obstacles` why no micro-batch could be traced."""
     from colotrain.planner.resolve import resolve
 
     meanwhile = import_agent if is_warm(to_launch=True) else lambda: None
-    with Looker(meanwhile=meanwhile) as looker:
-        looks = Looks(looker, obstacles=[] if obstacles is None else obstacles)
+    with ForkedCaller(meanwhile=meanwhile) as caller:
+        surveys = ModelSurveys(caller, obstacles=[] if obstacles is None else obstacles)
         return resolve(
             config,
-            survey=looks.survey,
+            survey=surveys.survey,
             machine=machine,
             found=found,
-            trace=looks.follow,
-            samples=looks.count,
+            trace=surveys.trace,
+            samples=surveys.count,
             smoke=smoke,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
+class ModelSurveys:
     """Examines models: from the cache, in a process forked from the server, or in this process."""
 
-    looker: Looker
+    caller: ForkedCaller
     counted: dict[str, int] = field(default_factory=dict)
     obstacles: list[str] = field(default_factory=list)
-    """Why a micro-batch could not be followed."""
+    """Why a micro-batch could not be traced."""
 
     def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         def look() -> tuple[Survey, Dependencies | None]:
@@ -178,21 +178,21 @@ class Looks:
 
         return kept(Survey, model, (freeze, seq_len), look)
 
-    def follow(
+    def trace(
         self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, *how: Any
     ) -> Trace | None:
         """Trace one micro-batch; `how`: precision, checkpointing, device and micro-batch size."""
 
-        def look() -> tuple[Followed, Dependencies | None]:
-            result, dependencies = self._look("follow", model, freeze, data, *how)
+        def look() -> tuple[TraceResult, Dependencies | None]:
+            result, dependencies = self._look("trace_micro_batch", model, freeze, data, *how)
             if isinstance(result, str):
-                return Followed(trace=None, obstacle=result), dependencies
-            return Followed(trace=result, obstacle=""), dependencies
+                return TraceResult(trace=None, obstacle=result), dependencies
+            return TraceResult(trace=result, obstacle=""), dependencies
 
         about = (freeze, (data.seq_len, data.target, data.args), *how)
-        followed = kept(Followed, model, about, look)
-        self.obstacles.extend([followed.obstacle] if followed.obstacle else [])
-        return followed.trace
+        result = kept(TraceResult, model, about, look)
+        self.obstacles.extend([result.obstacle] if result.obstacle else [])
+        return result.trace
 
     def count(self, data: DataPlan, seed: int) -> int:
         """Return the number of training samples; untokenized data is tokenized, with progress."""
@@ -210,7 +210,7 @@ class Looks:
     def _look(self, function: str, *args: Any) -> Any:
         if is_warm() and LOOK not in sys.modules:
             with suppress(NotForked):
-                return self.looker(WATCHED, f"{LOOK}:{function}", *args)
+                return self.caller(WATCHED, f"{LOOK}:{function}", *args)
         with stdout_to_stderr():
             if "torch" not in sys.modules:
                 import_quickly(LOOK)
@@ -219,7 +219,7 @@ class Looks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class TraceResult:
     """Result of tracing a micro-batch, in a record that can be cached; None if it failed."""
 
     trace: Trace | None
@@ -254,7 +254,7 @@ def check_place(plan: RunPlan, machine: Machine, *, several: bool, submit: str =
         raise ConfigError([Problem(key=key, value=procs, expected=expected, fix=fix)])
 
 
-def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
+def node_of(config: dict[str, Any], plan: RunPlan) -> Node:
     """Return which of the run's nodes this machine is; raise `ConfigError` if that is not set."""
     cluster = config["cluster"]
     if plan.elastic.max_nodes == 1:
@@ -281,13 +281,13 @@ def place_of(config: dict[str, Any], plan: RunPlan) -> Node:
     return Node(rank=cluster["node_rank"], host=host, port=port)
 
 
-def check_fits(setting: Setting) -> None:
+def check_fits(resolved: ResolvedConfig) -> None:
     """Refuse a plan that certainly needs more than a rank may use (`DoesNotFit`, exit code 3)."""
-    plan = setting.plan
+    plan = resolved.plan
     least, room = plan.peak.exact, plan.cluster.memory_bytes
     if plan.peak.verdict(room) == "no":
         raise DoesNotFit(
             f"{plan.plugin.name} needs at least {format_size(least)} per rank, of "
             f"{format_size(room)}",
-            f"{fix_hints(setting.context, plan)}, or --force to run it anyway",
+            f"{fix_hints(resolved.context, plan)}, or --force to run it anyway",
         )

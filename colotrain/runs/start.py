@@ -22,7 +22,7 @@ from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import checkpoints, naming, smoke, trust
 from colotrain.runs import detach as detached
-from colotrain.runs.resolving import check_fits, check_place, place_of, settle, tell
+from colotrain.runs.resolving import check_fits, check_place, node_of, print_notes, settle
 from colotrain.schedulers import queue
 from colotrain.show.console import print_json, stderr_console
 from colotrain.spec.plan import RunPlan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from colotrain.events.log import Event
     from colotrain.events.view import RunView
 
-ALONE = Node()
+ONLY_NODE = Node()
 
 
 def run(
@@ -52,20 +52,20 @@ def run(
     `began_at` is the Unix time at which the command began, by default now.
     """
     began_at = began_at or time.time()
-    setting = settle(overrides, several=True, smoke=smoke_run)
-    tell(setting)
-    plan = setting.plan
-    node = place_of(setting.config, plan)
+    resolved = settle(overrides, several=True, smoke=smoke_run)
+    print_notes(resolved)
+    plan = resolved.plan
+    node = node_of(resolved.config, plan)
     if not force:
-        check_fits(setting)
+        check_fits(resolved)
     rundir = RunDir(RUNS / plan.name)
     if overwrite and plan.elastic.max_nodes > 1:
         fix = f"move {rundir.path} away before the first node starts"
         raise UsageError("--overwrite: expected a run on one node", fix)
     if node.is_head:
-        naming.check_name(rundir, plan, setting.config, overwrite=overwrite)
+        naming.check_name(rundir, plan, resolved.config, overwrite=overwrite)
     if plan.elastic.max_nodes == 1 and (summary := naming.finished(rundir, plan)):
-        return tell_finished(rundir, summary, as_json=as_json)
+        return report_finished(rundir, summary, as_json=as_json)
     named = plan.checkpoint.resume not in ("auto", "none")
     if node.is_head and named and any(rundir.checkpoints.glob("step-*")):
         print(
@@ -76,8 +76,8 @@ def run(
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
-        return detached.detach(plan, rundir, setting.config, as_json=as_json)
-    return train(plan, rundir, setting.config, node=node, as_json=as_json, began_at=began_at)
+        return detached.detach(plan, rundir, resolved.config, as_json=as_json)
+    return train(plan, rundir, resolved.config, node=node, as_json=as_json, began_at=began_at)
 
 
 def command_began_at() -> float:
@@ -93,11 +93,11 @@ def command_began_at() -> float:
         return psutil.Process().create_time()
 
 
-def tell_finished(rundir: RunDir, summary: dict[str, Any], *, as_json: bool) -> int:
+def report_finished(rundir: RunDir, summary: dict[str, Any], *, as_json: bool) -> int:
     """Print the summary of a run that has nothing left to do."""
     from colotrain.show.progress import print_summary
 
-    naming.say_finished(rundir, summary)
+    naming.print_finished(rundir, summary)
     print_summary(stderr_console(), summary, rundir.plan())
     if as_json:
         print_json(summary)
@@ -114,18 +114,18 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
 
     began_at = time.time()
     warm_up()
-    setting = settle(overrides)
+    resolved = settle(overrides)
     if not force:
-        check_fits(setting)
-    rundir = RunDir(RUNS / setting.plan.name)
-    naming.check_name(rundir, setting.plan, setting.config)
+        check_fits(resolved)
+    rundir = RunDir(RUNS / resolved.plan.name)
+    naming.check_name(rundir, resolved.plan, resolved.config)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
-    exit_code, cause = carry_out(
-        setting.plan, rundir, setting.config, console=console, began_at=began_at
+    exit_code, cause = execute(
+        resolved.plan, rundir, resolved.config, console=console, began_at=began_at
     )
-    document, _ = sum_up(setting.plan, rundir)
+    document, _ = summarize(resolved.plan, rundir)
     if exit_code == ColotrainError.exit_code:
-        raise ColotrainError(cause, where_to_go_on(setting.plan, rundir))
+        raise ColotrainError(cause, how_to_resume(resolved.plan, rundir))
     return document
 
 
@@ -157,13 +157,13 @@ def resume(
     recipe = as_override("recipe", str(rundir.config_file))
     trust.check_config(rundir, trusted=trust_code, given=given)
     words = [recipe, *overrides, as_override("name", rundir.name)]
-    setting = settle(words, several=True, submit=submit)
-    node = place_of(setting.config, setting.plan)
+    resolved = settle(words, several=True, submit=submit)
+    node = node_of(resolved.config, resolved.plan)
     if not force:
-        check_fits(setting)
+        check_fits(resolved)
     if node.is_head and "checkpoint.resume" in given:
-        go_back(rundir, setting.plan.checkpoint.resume)
-    return train(setting.plan, rundir, setting.config, node=node, as_json=as_json)
+        roll_back(rundir, resolved.plan.checkpoint.resume)
+    return train(resolved.plan, rundir, resolved.config, node=node, as_json=as_json)
 
 
 def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
@@ -175,7 +175,7 @@ def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
     return f"`{command} name=NEW {begin} {' '.join(overrides)}`"
 
 
-def go_back(rundir: RunDir, asked: str) -> None:
+def roll_back(rundir: RunDir, asked: str) -> None:
     """Make the run continue from the requested checkpoint although it has newer ones."""
     from colotrain.events import liveness
 
@@ -185,7 +185,7 @@ def go_back(rundir: RunDir, asked: str) -> None:
     if asked == "auto":
         return
     with liveness.claim(rundir):
-        done = checkpoints.go_back(rundir, Path(asked))
+        done = checkpoints.roll_back(rundir, Path(asked))
     if done:
         print(done, file=sys.stderr, flush=True)
 
@@ -195,7 +195,7 @@ def train(
     rundir: RunDir,
     config: dict[str, Any] | None,
     *,
-    node: Node = ALONE,
+    node: Node = ONLY_NODE,
     as_json: bool,
     began_at: float | None = None,
 ) -> int:
@@ -208,32 +208,32 @@ def train(
 
     console = stderr_console()
     if not node.is_head:
-        return help_out(plan, rundir, node, console=console)
+        return run_helper_node(plan, rundir, node, console=console)
     began_at = began_at or command_began_at()
-    checkpoints.check_goes_on(plan, rundir)
+    checkpoints.check_resumable(plan, rundir)
     before = trust.written(rundir)
     try:
-        exit_code, cause = carry_out(
+        exit_code, cause = execute(
             plan, rundir, config, node=node, console=console, began_at=began_at
         )
     except KeyboardInterrupt:  # it came before there were workers
-        print(f"interrupted: {where_to_go_on(plan, rundir)}", file=sys.stderr, flush=True)
+        print(f"interrupted: {how_to_resume(plan, rundir)}", file=sys.stderr, flush=True)
         raise
     if exit_code == ColotrainError.exit_code and _made_no_step(rundir, since=began_at):
-        trust.put_back(before)
+        trust.restore_files(before)
         plan = rundir.plan()
-    document, view = sum_up(plan, rundir)
+    document, view = summarize(plan, rundir)
     print_summary(console, document, plan, view=view)
     if plan.smoke and (line := smoke.close(document, plan, rundir)):
         print(line, file=sys.stderr, flush=True)
     if document["status"] in ("preempted", "interrupted"):
-        print(where_to_go_on(plan, rundir), file=sys.stderr, flush=True)
+        print(how_to_resume(plan, rundir), file=sys.stderr, flush=True)
     if as_json:
         print_json(document)
     if exit_code == ColotrainError.exit_code and plan.smoke:
         raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
     if exit_code == ColotrainError.exit_code:
-        raise ColotrainError(cause, where_to_go_on(plan, rundir))
+        raise ColotrainError(cause, how_to_resume(plan, rundir))
     return exit_code
 
 
@@ -244,7 +244,7 @@ def _made_no_step(rundir: RunDir, *, since: float) -> bool:
     return not any(e.kind == "step" and e.t >= since for e in EventReader(rundir).drain())
 
 
-def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:
+def how_to_resume(plan: RunPlan, rundir: RunDir) -> str:
     """Return how to continue a run that ended early."""
     from colotrain.engine.checkpoint.manifest import complete
 
@@ -255,7 +255,7 @@ def where_to_go_on(plan: RunPlan, rundir: RunDir) -> str:
     return f"nothing was saved{why}: `colotrain resume {rundir.name}` begins with the first step"
 
 
-def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
+def summarize(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
     """Write `summary.json`; return its content and the view that it was made from."""
     from colotrain.events.fold import follow
     from colotrain.events.view import summary
@@ -270,7 +270,7 @@ def sum_up(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
     return document, view
 
 
-def help_out(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> int:
+def run_helper_node(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> int:
     """Run this node's workers; node 0 leads the run and writes the plan and the summary."""
     from colotrain.launch.elastic import launch
     from colotrain.launch.smoke import launch_and_resume
@@ -285,12 +285,12 @@ def help_out(plan: RunPlan, rundir: RunDir, node: Node, *, console: Console) -> 
     return exit_code
 
 
-def carry_out(
+def execute(
     plan: RunPlan,
     rundir: RunDir,
     config: dict[str, Any] | None,
     *,
-    node: Node = ALONE,
+    node: Node = ONLY_NODE,
     console: Console,
     began_at: float | None = None,
 ) -> tuple[int, str]:
@@ -305,7 +305,7 @@ def carry_out(
 
     rundir.create()
     with liveness.claim(rundir), end_recorded(rundir):
-        trust.write_down(plan, rundir, config)
+        trust.write_signed(plan, rundir, config)
         for text in plan.warnings:
             console.print(f"warning: {text}", style="yellow", soft_wrap=True)
         with ended_by_signals():
@@ -334,10 +334,10 @@ def prepare_data(plan: RunPlan, console: Console) -> None:
         shards = prepare_all(plan.data, progress=progress)
     for shard in shards:
         check_vocabulary(plan, shard)
-    tell_losses(plan, shards, console)
+    report_unused_data(plan, shards, console)
 
 
-def tell_losses(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
+def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
     """Print which data is not trained on: bad records, and the ends of long documents."""
     from colotrain.data.read.packing import packing_of
 

@@ -13,7 +13,7 @@ from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import trust
 from colotrain.runs.naming import check_job, check_name
-from colotrain.runs.resolving import Setting, check_fits, settle, tell
+from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, settle
 from colotrain.runs.sweep import Element, elements_of, named, write_sweep
 from colotrain.schedulers import queue
 from colotrain.schedulers.slurm import Job, render
@@ -32,13 +32,13 @@ def submit(
     overwrite: bool = False,
 ) -> int:
     """Submit one run as one job; with `dry_run`, print its script and leave no files."""
-    setting = settle_job(overrides, smoke=smoke)
-    tell(setting, warnings=True)
+    resolved = settle_job(overrides, smoke=smoke)
+    print_notes(resolved, warnings=True)
     if not force:
-        check_fits(setting)
-    plan = setting.plan
+        check_fits(resolved)
+    plan = resolved.plan
     rundir = RunDir(RUNS / plan.name)
-    slurm = section(setting.config)
+    slurm = section(resolved.config)
     job = job_of([rundir], plan, slurm, name=plan.name, logs=rundir.logs, cwd=Path.cwd())
     script = render(job, slurm)
     if dry_run:
@@ -47,8 +47,8 @@ def submit(
     said = queue.test(script)
     if test_only:
         return report({"test": said, "run": plan.name}, said, as_json=as_json)
-    check_free(rundir, setting, overwrite=overwrite)
-    write_run(rundir, plan, setting.config)
+    check_free(rundir, resolved, overwrite=overwrite)
+    write_run(rundir, plan, resolved.config)
     if slurm.snapshot:
         script = render(_with_code(job, rundir), slurm)
     write_atomically(rundir.script_file, script)
@@ -77,20 +77,20 @@ def submit_sweep(
 ) -> int:
     """Submit a job array, with a run for every combination of comma-separated values."""
     elements = elements_of(overrides)
-    settings = []
+    configs = []
     for element in elements:
         with named(element):
-            settings.append(settle_job(element.overrides))
-    plans = [setting.plan for setting in settings]
+            configs.append(settle_job(element.overrides))
+    plans = [resolved.plan for resolved in configs]
     if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
-    check_one_section(settings)
-    tell(*settings, warnings=True)
-    for element, setting in zip(elements, settings, strict=True) if not force else ():
+    check_one_section(configs)
+    print_notes(*configs, warnings=True)
+    for element, resolved in zip(elements, configs, strict=True) if not force else ():
         with named(element):
-            check_fits(setting)
+            check_fits(resolved)
     rundirs = [RunDir(RUNS / plan.name) for plan in plans]
-    folder, slurm = RunDir(RUNS / elements[0].sweep), section(settings[0].config)
+    folder, slurm = RunDir(RUNS / elements[0].sweep), section(configs[0].config)
     cwd = Path.cwd()
     job = job_of(rundirs, plans[0], slurm, name=folder.name, logs=folder.logs, cwd=cwd)
     job = _as_array(job, max_parallel)
@@ -101,10 +101,10 @@ def submit_sweep(
     said = queue.test(script)
     if test_only:
         return report({"test": said, "sweep": folder.name}, said, as_json=as_json)
-    for rundir, setting in zip(rundirs, settings, strict=True):
-        check_free(rundir, setting, overwrite=overwrite)
-    for rundir, setting in zip(rundirs, settings, strict=True):
-        write_run(rundir, setting.plan, setting.config)
+    for rundir, resolved in zip(rundirs, configs, strict=True):
+        check_free(rundir, resolved, overwrite=overwrite)
+    for rundir, resolved in zip(rundirs, configs, strict=True):
+        write_run(rundir, resolved.plan, resolved.config)
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     if slurm.snapshot:
         script = render(_with_code(job, folder), slurm)
@@ -127,9 +127,9 @@ def submit_sweep(
     return report(document, f"{text}{folder.name}`", as_json=as_json)
 
 
-def check_one_section(settings: list[Setting]) -> None:
+def check_one_section(configs: list[ResolvedConfig]) -> None:
     """Refuse a sweep over `cluster.slurm`: an array is one script for all its runs."""
-    asked = [to_plain(section(setting.config)) for setting in settings]
+    asked = [to_plain(section(resolved.config)) for resolved in configs]
     for name, first in asked[0].items():
         if any(other[name] != first for other in asked):
             problem = f"--sweep: cluster.slurm.{name} is one and the same in all runs of an array"
@@ -140,8 +140,8 @@ def _element(element: Element) -> dict[str, Any]:
     return {"run": element.run, "chosen": element.chosen}
 
 
-def settle_job(overrides: list[str], *, smoke: bool = False) -> Setting:
-    """Return a setting with a plan for the nodes of the cluster, independent of this machine."""
+def settle_job(overrides: list[str], *, smoke: bool = False) -> ResolvedConfig:
+    """Return a plan for the nodes of the cluster, independent of this machine."""
     return settle(overrides, here=False, job=True, smoke=smoke)
 
 
@@ -179,17 +179,17 @@ def _with_code(job: Job, rundir: RunDir) -> Job:
     return replace(job, cwd=str(take(Path.cwd(), target)))
 
 
-def check_free(rundir: RunDir, setting: Setting, *, overwrite: bool) -> None:
+def check_free(rundir: RunDir, resolved: ResolvedConfig, *, overwrite: bool) -> None:
     """Refuse a run that another job has, or that was made with other settings."""
     check_job(rundir)
-    check_name(rundir, setting.plan, setting.config, overwrite=overwrite)
+    check_name(rundir, resolved.plan, resolved.config, overwrite=overwrite)
 
 
 def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:
     """Write the run directory for the job's nodes."""
     rundir.create()
     os.chmod(rundir.path, 0o700)
-    trust.write_down(plan, rundir, config)
+    trust.write_signed(plan, rundir, config)
     for stale in (rundir.cancel_file, rundir.finished_file, rundir.stop_file):
         stale.unlink(missing_ok=True)
 

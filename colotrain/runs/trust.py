@@ -37,7 +37,7 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
     return {key: call for key, call in found.items() if call[0] and call[0] not in OWN}
 
 
-def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
+def write_signed(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
     """Write the plan and its configuration into the run directory and sign both."""
     rundir.write_plan(plan)
     text = None if config is None else json.dumps(config, indent=2) + "\n"
@@ -47,13 +47,13 @@ def write_down(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> 
 
 
 def written(rundir: RunDir) -> dict[Path, str]:
-    """Return file → text of what `write_down` wrote earlier."""
+    """Return file → text of what `write_signed` wrote earlier."""
     files = (rundir.plan_file, rundir.config_file, rundir.signature_file)
     return {path: path.read_text("utf-8") for path in files if path.is_file()}
 
 
-def put_back(before: dict[Path, str]) -> None:
-    """Undo a `write_down` whose settings trained nothing, so that plan and results match."""
+def restore_files(before: dict[Path, str]) -> None:
+    """Undo a `write_signed` whose settings trained nothing, so that plan and results match."""
     for path, text in before.items():
         write_atomically(path, text)
 

@@ -21,7 +21,7 @@ from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError, DoesNotFit
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.runs import resolving
-from colotrain.runs.trust import write_down
+from colotrain.runs.trust import write_signed
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import ParameterInfo, RunPlan, Survey
@@ -74,7 +74,7 @@ def _model(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     module = type(sys)("colotrain.planner.traced.survey")
     module.survey = lambda *_: looked  # type: ignore[attr-defined]
-    module.follow = lambda *_: ""  # type: ignore[attr-defined]
+    module.trace_micro_batch = lambda *_: ""  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "colotrain.planner.traced.survey", module)
 
 
@@ -363,7 +363,7 @@ def test_resume_with_changes_takes_any_folder_and_refuses_what_does_not_fit(
     made = resolving.settle(["recipe=mine"])
     rundir = RunDir(folder / "josé, (old)" / "runs" / "one")
     rundir.create()
-    write_down(made.plan, rundir, made.config)
+    write_signed(made.plan, rundir, made.config)
     trained: list[RunPlan] = []
     monkeypatch.setattr("colotrain.runs.start.warm_up", lambda: None)
     monkeypatch.setattr("colotrain.runs.start.train", lambda p, *_, **__: trained.append(p) or 0)

@@ -14,7 +14,7 @@ from colotrain.config.schema import Config
 from colotrain.records import leaves
 from colotrain.rundir import RUNS, RunDir
 from colotrain.runs.resolving import settle
-from colotrain.runs.trust import write_down
+from colotrain.runs.trust import write_signed
 from colotrain.spec.plugins import ROWS
 
 
@@ -92,7 +92,7 @@ def test_settings_beside_a_run_are_planned_from_its_own(
     made = settle(["recipe=llm-tiny", "name=mine"])
     rundir = RunDir(RUNS / "mine")
     rundir.create()
-    write_down(made.plan, rundir, made.config)
+    write_signed(made.plan, rundir, made.config)
     assert guarded(["plan", "mine", "train.max_steps=7"]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith("error: mine: a run is shown as it was, without settings beside it;")

@@ -79,10 +79,10 @@ def test_figures_in_the_section_that_they_were_in_before_count() -> None:
     rates = "tflops: {fp32: 9}, memory_gb_per_s: 9, link_gb_per_s: 9, node_gb_per_s: 9"
     text = f"memory: 10GiB\nprofile: {{name: mine, devices_per_node: 4, {rates}}}\n"
     write("conf/cluster/mine.yaml", text)
-    setting = settle([*SEVEN, "cluster=mine"], here=False)
-    assert (setting.plan.world_size, setting.plan.cluster.memory_bytes) == (4, 10 << 30)
-    assert setting.plan.time.step_s > 0
-    assert setting.notices == ("cluster.profile is hardware now, and was taken for it",)
+    resolved = settle([*SEVEN, "cluster=mine"], here=False)
+    assert (resolved.plan.world_size, resolved.plan.cluster.memory_bytes) == (4, 10 << 30)
+    assert resolved.plan.time.step_s > 0
+    assert resolved.notices == ("cluster.profile is hardware now, and was taken for it",)
 
 
 def test_hardware_of_ones_own_needs_a_name_and_what_is_known_of_it() -> None:
@@ -103,8 +103,8 @@ def test_every_shipped_file_has_figures_a_source_and_a_name_of_its_own() -> None
         file = search.find(f"hardware/{name}")
         assert file is not None
         assert ".com" in file.read_text() or "whitepaper" in file.read_text()
-        setting = settle([*SEVEN, f"hardware={name}"], here=False)
-        assert setting.plan.time.step_s > 0
+        resolved = settle([*SEVEN, f"hardware={name}"], here=False)
+        assert resolved.plan.time.step_s > 0
         assert hardware_of(name.replace("-", "_").upper(), search) == name
 
 

@@ -20,7 +20,7 @@ from colotrain.spec.plan import ModelPlan
 LOOKER = """
 import json, multiprocessing, os, sys
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.launch.warm_calls import Looker, NotForked
+from colotrain.launch.warm_calls import ForkedCaller, NotForked
 
 def attempt(look, *words):
     try:
@@ -35,7 +35,7 @@ def attempt(look, *words):
 multiprocessing.set_forkserver_preload([])  # nothing: its own start is quick
 os.environ["CHANGED"] = "by the launcher"
 waited = []
-with Looker(meanwhile=lambda: waited.append(1)) as look:
+with ForkedCaller(meanwhile=lambda: waited.append(1)) as look:
     first, second = look("mine:about"), look("mine:about")
     found = [first, second, attempt(look, "mine:refuse"), attempt(look, "mine:broken")]
     found += [attempt(look, "mine:die", 9), attempt(look, "mine:about")]
@@ -123,7 +123,7 @@ LOOK = (
 
 
 def look(folder: Path) -> tuple[list[object], Dependencies]:
-    """As the process that looks does, in `folder`."""
+    """As the forked process does, in `folder`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.fspath(folder), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", LOOK],

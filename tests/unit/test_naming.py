@@ -15,9 +15,9 @@ from colotrain.events import liveness
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.runs import naming
-from colotrain.runs.resolving import Setting, settle
+from colotrain.runs.resolving import ResolvedConfig, settle
 from colotrain.runs.sweep import Element, table
-from colotrain.runs.trust import write_down
+from colotrain.runs.trust import write_signed
 from colotrain.schedulers import queue
 from tests.running import SMALL
 
@@ -31,9 +31,9 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(*overrides: str, status: str | None = "finished", steps: int = 200) -> RunDir:
     """A run with a checkpoint, as one that was trained before leaves it."""
-    setting, rundir = settle([*X, *overrides]), RunDir("runs/x")
+    resolved, rundir = settle([*X, *overrides]), RunDir("runs/x")
     rundir.create()
-    write_down(setting.plan, rundir, setting.config)
+    write_signed(resolved.plan, rundir, resolved.config)
     rundir.checkpoint(steps).mkdir(exist_ok=True)
     if status:
         memory: Any = {"peak_by_rank": [1], "predicted_peak": 1, "error": None}
@@ -45,8 +45,8 @@ def made(*overrides: str, status: str | None = "finished", steps: int = 200) -> 
     return rundir
 
 
-def check(setting: Setting, **how: bool) -> None:
-    naming.check_name(RunDir("runs/x"), setting.plan, setting.config, **how)
+def check(resolved: ResolvedConfig, **how: bool) -> None:
+    naming.check_name(RunDir("runs/x"), resolved.plan, resolved.config, **how)
 
 
 @pytest.mark.parametrize("verb", ["run", "submit"])
@@ -156,9 +156,9 @@ def test_runs_and_pictures_say_in_which_settings_runs_differ(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, lr in (("x", 0.1), ("y", 0.5)):
-        setting, rundir = settle([*X, f"name={name}", f"optim.lr={lr}"]), RunDir(f"runs/{name}")
+        resolved, rundir = settle([*X, f"name={name}", f"optim.lr={lr}"]), RunDir(f"runs/{name}")
         rundir.create()
-        write_down(setting.plan, rundir, setting.config)
+        write_signed(resolved.plan, rundir, resolved.config)
         with EventWriter(rundir.event_file(rank=0, attempt=0)) as events:
             events.write("step", step=1, loss=2.0, tokens_per_s=7.0)
             events.write("eval", step=1, loss=3.0 - lr)

@@ -23,7 +23,7 @@ from colotrain.planner.heap import Heap
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import _StepSimulation, model_state_bytes, predict
 from colotrain.planner.time import step_time
-from colotrain.planner.traced.survey import follow, one_sample, survey
+from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
 from colotrain.spec.memory import Ledger, PeakRange
 from colotrain.spec.plan import (
@@ -262,7 +262,7 @@ def test_a_sample_of_the_user_s_own_keeps_its_shapes_and_types() -> None:
 )
 def test_data_that_is_no_dicts_of_tensors_is_told_before_a_run(kind: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        follow(MODEL, FreezePlan(), own_data(kind), "fp32", "none", "cpu", 2)
+        trace_micro_batch(MODEL, FreezePlan(), own_data(kind), "fp32", "none", "cpu", 2)
 
 
 # Memory

@@ -79,12 +79,12 @@ def test_a_torn_measurement_counts_as_none(tmp_path: Path) -> None:
 
 
 def test_a_plan_takes_its_times_from_the_measurement_and_says_when_there_is_none() -> None:
-    setting = settle([*SMALL, "plugin=zero2"], here=False)
-    assert any("--measure" in text for text in describe(setting)["warnings"])
-    cores = setting.machine.num_cores
+    resolved = settle([*SMALL, "plugin=zero2"], here=False)
+    assert any("--measure" in text for text in describe(resolved)["warnings"])
+    cores = resolved.machine.num_cores
     rates.remember(measured(0.125), cores=cores, ranks=2, precision="fp32")
-    setting = settle([*SMALL, "plugin=zero2"], here=False)
-    document = describe(setting)
+    resolved = settle([*SMALL, "plugin=zero2"], here=False)
+    document = describe(resolved)
     assert document["time"]["step_s"] == pytest.approx(0.125)
     assert document["warnings"] == []
 

@@ -13,7 +13,7 @@ from colotrain.errors import UsageError
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
 from colotrain.runs.resolving import settle
-from colotrain.runs.trust import write_down
+from colotrain.runs.trust import write_signed
 
 TARGETS = (
     "model.target=tests.dist.difficult:make",
@@ -35,10 +35,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def rundir(home: Path) -> RunDir:
     """A run of this user's own."""
-    setting = settle([*TARGETS, "name=mine"])
+    resolved = settle([*TARGETS, "name=mine"])
     rundir = RunDir(home / "runs" / "mine")
     rundir.create()
-    write_down(setting.plan, rundir, setting.config)
+    write_signed(resolved.plan, rundir, resolved.config)
     return rundir
 
 
@@ -98,10 +98,10 @@ def test_a_configuration_that_is_not_as_written_is_refused(rundir: RunDir, text:
 
 
 def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:
-    setting = settle(["recipe=llm-tiny", "name=plain"])
+    resolved = settle(["recipe=llm-tiny", "name=plain"])
     rundir = RunDir(home / "plain")
     rundir.create()
-    write_down(setting.plan, rundir, setting.config)
+    write_signed(resolved.plan, rundir, resolved.config)
     rundir.signature_file.unlink()
     trust.check(rundir, rundir.plan(), trusted=False)
     trust.check_config(rundir, trusted=False)

@@ -105,7 +105,7 @@ def flops_per_token(module: nn.Module, seq_len: int) -> float:
     return 6.0 * sum(parameter.numel() for parameter in module.parameters())
 
 
-def follow(
+def trace_micro_batch(
     model: ModelPlan,
     freeze: FreezePlan,
     data: DataPlan,
