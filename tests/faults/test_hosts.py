@@ -183,7 +183,7 @@ def test_a_host_joins_late(two_hosts: list[Host], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_host_of_the_meeting_dies(two_hosts: list[Host], tmp_path: Path) -> None:
+def test_the_host_of_the_registry_dies(two_hosts: list[Host], tmp_path: Path) -> None:
     """The other one ends in bounded time and says why."""
     _, second = begin(two_hosts, tmp_path, "headless", RANKS, "train.max_steps=5000")
     wait_for_step(Colotrain(tmp_path), "headless", 2)
