@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from colotrain.models.filling import Filling, Slot
+from colotrain.models.filling import ParameterFiller, Slot
 from colotrain.torch_internals import (
     DisableTorchFunction,
     TorchDispatchMode,
@@ -52,9 +52,9 @@ LEAVES_TORCH = frozenset(
 class Allocates(TorchDispatchMode):
     """Allocates the parameters that an operation uses; draws come from their own generators."""
 
-    def __init__(self, filling: Filling) -> None:
+    def __init__(self, filler: ParameterFiller) -> None:
         super().__init__()
-        self.filling = filling
+        self.filler = filler
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -69,33 +69,33 @@ class Allocates(TorchDispatchMode):
             return self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        slots = self.filling.found_in((args, kwargs))
+        slots = self.filler.found_in((args, kwargs))
         if not slots:
             return func(*args, **kwargs)
-        with self.filling.using(slots):
+        with self.filler.using(slots):
             overwritten = self._overwritten(func, args)
             for slot in slots:
-                self.filling.need(slot, value=slot is not overwritten)
+                self.filler.allocate_(slot, value=slot is not overwritten)
             if _draws_in_place(func) and kwargs.get("generator") is None:
-                for slot in self.filling.found_in(args[:1]):
+                for slot in self.filler.found_in(args[:1]):
                     kwargs = {**kwargs, "generator": slot.generator}
             return func(*args, **kwargs)
 
     def _overwritten(self, func: Any, args: tuple) -> Slot | None:
         """The parameter whose every element the operation sets without reading it."""
         name = name_of(func)
-        first = self.filling.found_in(args[:1])
-        if name not in OVERWRITES or not first or first[0] in self.filling.found_in(args[1:]):
+        first = self.filler.found_in(args[:1])
+        if name not in OVERWRITES or not first or first[0] in self.filler.found_in(args[1:]):
             return None
         return first[0] if args[0].numel() == first[0].whole.numel() else None
 
 
-class Escapes(TorchFunctionMode):
+class KeepsEscaped(TorchFunctionMode):
     """Keeps a parameter in memory for good once code outside torch may hold its address."""
 
-    def __init__(self, filling: Filling) -> None:
+    def __init__(self, filler: ParameterFiller) -> None:
         super().__init__()
-        self.filling = filling
+        self.filler = filler
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -103,11 +103,11 @@ class Escapes(TorchFunctionMode):
         leaves = getattr(func, "__name__", "") in LEAVES_TORCH
         assigns = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
         if leaves or assigns:
-            for slot in self.filling.found_in(args[:1]):
+            for slot in self.filler.found_in(args[:1]):
                 with without_modes():
                     if assigns:
-                        return self.filling.assign(slot, args[1])
-                    self.filling.need(slot, value=True)
+                        return self.filler.assign(slot, args[1])
+                    self.filler.allocate_(slot, value=True)
                 slot.stays = True
         return func(*args, **(kwargs or {}))
 

@@ -72,7 +72,7 @@ class Slot:
         return self.whole.untyped_storage()
 
 
-class Filling:
+class ParameterFiller:
     """Moves parameters between each rank's rows and whole values in memory."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Filling:
         seed: int,
         shards: Shards,
         has_values: bool,
-        allocating: Callable[[Filling], AbstractContextManager[object]],
+        allocating: Callable[[ParameterFiller], AbstractContextManager[object]],
     ) -> None:
         self.shards = shards
         self.allocating = allocating
@@ -146,7 +146,7 @@ class Filling:
         finally:
             del self.in_use[len(self.in_use) - len(slots) :]
 
-    def need(self, slot: Slot, *, value: bool) -> None:
+    def allocate_(self, slot: Slot, *, value: bool) -> None:
         """Allocate a parameter, and load its value if `value` (false: it gets overwritten)."""
         must_stay = slot in self.protected
         if not slot.resident:
@@ -171,10 +171,10 @@ class Filling:
         for other in others:
             if excess <= 0:
                 break
-            self.put_away(other)
+            self.release_(other)
             excess -= other.num_bytes
 
-    def put_away(self, slot: Slot) -> None:
+    def release_(self, slot: Slot) -> None:
         """Store this rank's rows of a parameter and free the rest."""
         slot.unset = _is_marked(slot.whole)
         self.shards.write(slot.kept, slot.whole.detach())
@@ -198,7 +198,7 @@ class Filling:
             self.resetting, self.protected = False, frozenset()
         while self.before_reset:
             other, value = self.before_reset.popitem()
-            self.need(other, value=False)
+            self.allocate_(other, value=False)
             _copy(other, value)
 
     def finish(self) -> None:
@@ -206,10 +206,10 @@ class Filling:
         for slot in self.slots:
             self._adopt_replaced(slot)
             if not slot.begun:
-                self.need(slot, value=True)
+                self.allocate_(slot, value=True)
         for slot in self.slots:
             if slot.resident:
-                self.put_away(slot)
+                self.release_(slot)
         if unset := [slot.name for slot in self.slots if slot.unset]:
             raise ColotrainError(
                 f"model.target: init_weights() leaves {unset[0]} unset ({len(unset)} in all)",
@@ -237,7 +237,7 @@ class Filling:
         for other in self.found_in([value]):
             if other is not slot:
                 raise _ties(slot, other)
-        self.need(slot, value=False)
+        self.allocate_(slot, value=False)
         _copy(slot, value)
 
 

@@ -62,7 +62,7 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
     """
     labels = batch.pop("labels", None)
     tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
-    with _without_a_look_at_values() if any(t.is_meta for t in tensors) else nullcontext():
+    with _without_packed_sequence_search() if any(t.is_meta for t in tensors) else nullcontext():
         output = forward(*inputs, use_cache=False, **batch)
     if labels is None:
         return output
@@ -76,7 +76,7 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
 
 
 @contextmanager
-def _without_a_look_at_values() -> Iterator[None]:
+def _without_packed_sequence_search() -> Iterator[None]:
     """Skip transformers' search for packed sequences, which needs values, on the meta device."""
     masks = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from colotrain.errors import ColotrainError
-from colotrain.models.allocating import Allocates, Escapes
-from colotrain.models.filling import Filling, Shards
+from colotrain.models.allocating import Allocates, KeepsEscaped
+from colotrain.models.filling import ParameterFiller, Shards
 from colotrain.models.seeding import seed_all
 
 
@@ -21,12 +21,14 @@ def initialise_(model: nn.Module, *, seed: int, shards: Shards, has_values: bool
     constructor has set the defaults. All ranks must call.
     """
     names = [name for name, _ in model.named_parameters()]
-    filling = Filling(model, seed=seed, shards=shards, has_values=has_values, allocating=Allocates)
-    with torch.no_grad(), filling.whole_parameters():
+    filler = ParameterFiller(
+        model, seed=seed, shards=shards, has_values=has_values, allocating=Allocates
+    )
+    with torch.no_grad(), filler.whole_parameters():
         seed_all(seed)
-        with Escapes(filling), Allocates(filling):
+        with KeepsEscaped(filler), Allocates(filler):
             model.init_weights()  # type: ignore[operator]
-        filling.finish()
+        filler.finish()
     if added := [name for name, _ in model.named_parameters() if name not in names]:
         raise ColotrainError(
             f"model.target: init_weights() adds the parameter {added[0]}",
