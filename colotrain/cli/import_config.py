@@ -43,7 +43,7 @@ def import_config(file: str, *, kind: str, to: str, as_json: bool) -> int:
     write_atomically(target, recipes.render(source, kind, found))
     problems = _problems(target)
     if as_json:
-        print_json(_document(kind, target, found, recipes.whole(kind, found), problems))
+        print_json(_document(kind, target, found, recipes.complete_settings(kind, found), problems))
     else:
         _print(kind, target, found, problems)
     return 0
@@ -92,7 +92,7 @@ def _document(
 
 def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -> None:
     from colotrain.migrate.findings import MEANING
-    from colotrain.migrate.recipes import OWN, questions, silences
+    from colotrain.migrate.recipes import OWN, missing_settings, questions
 
     console = stdout_console()
     table = Table(kind, "value", "", "here", box=None, pad_edge=False, header_style="bold")
@@ -108,7 +108,7 @@ def _print(kind: str, target: Path, found: list[Finding], problems: list[str]) -
     counts = {name: sum(f.outcome == name for f in found) for name in MEANING}
     said = ", ".join(f"{count} {MEANING[name]}" for name, count in counts.items() if count)
     console.print(f"\n{len(found)} keys: {said}")
-    for line in silences(kind, found):
+    for line in missing_settings(kind, found):
         console.print(line, soft_wrap=True)
     console.print(f"{target} is written: colotrain plan recipe={target.stem}", soft_wrap=True)
     for question in questions(found):

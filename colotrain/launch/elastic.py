@@ -28,7 +28,7 @@ from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.watch import Watch
 from colotrain.launch.worker_exits import clean_exits, worker_exits
 from colotrain.rundir import RunDir
-from colotrain.spec.exit_codes import INTERRUPTED, OF_STATUS, WORKER_FINAL
+from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, INTERRUPTED, WORKER_FINAL
 from colotrain.spec.plan import RunPlan
 
 LOST_GRACE_S = 10.0
@@ -97,11 +97,13 @@ def launch(
     status = _outcome(current)
     cause = current.full_cause() if status == "failed" else ""
     if node.is_head:
-        current.events.write("done", status=status, exit_code=OF_STATUS[status], cause=cause)
+        current.events.write(
+            "done", status=status, exit_code=EXIT_CODE_BY_STATUS[status], cause=cause
+        )
     follow(reader.drain())
     if isinstance(current.error, Refused | UsageError):
         raise UsageError(cause)
-    return OF_STATUS[status], cause
+    return EXIT_CODE_BY_STATUS[status], cause
 
 
 def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:

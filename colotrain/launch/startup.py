@@ -13,7 +13,7 @@ from colotrain.events.fold import follow
 from colotrain.events.log import EventWriter
 from colotrain.events.view import ENDED
 from colotrain.rundir import RunDir
-from colotrain.spec.exit_codes import OF_STATUS, PREEMPTED
+from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, PREEMPTED
 
 
 class AskedToStop(ColotrainError):
@@ -44,7 +44,7 @@ def _record(rundir: RunDir, error: BaseException) -> None:
     cause = error.problem if isinstance(error, ColotrainError) else ""
     cause = cause or " ".join(f"{type(error).__name__}: {error}".rstrip(": ").split())
     with EventWriter(rundir.launcher_events) as events:
-        events.write("done", status=status, exit_code=OF_STATUS[status], cause=cause)
+        events.write("done", status=status, exit_code=EXIT_CODE_BY_STATUS[status], cause=cause)
 
 
 @contextmanager

@@ -135,9 +135,9 @@ def _order(finding: Finding) -> tuple[bool, bool]:
     return is_schedule, not finding.key.endswith((".type", ".class_path"))
 
 
-def whole(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
+def complete_settings(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
     """The recipe's settings, with the other tool's defaults for keys that its file lacks."""
-    return {**_unsaid(kind, found), **settings(found)}
+    return {**_missing_defaults(kind, found), **settings(found)}
 
 
 def questions(found: Sequence[Finding]) -> list[str]:
@@ -146,15 +146,15 @@ def questions(found: Sequence[Finding]) -> list[str]:
     return [f"model, data: {OWN}", *lines.values()]
 
 
-def _unsaid(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
+def _missing_defaults(kind: str, found: Sequence[Finding]) -> dict[str, Any]:
     said, given = settings(found), {finding.key: finding.value for finding in found}
     return {key: value for key, value in defaults(kind, given).items() if key not in said}
 
 
-def silences(kind: str, found: Sequence[Finding]) -> list[str]:
+def missing_settings(kind: str, found: Sequence[Finding]) -> list[str]:
     """Lines that name the training settings missing in the file, and where they come from."""
-    theirs = [f"{key}={json.dumps(value)}" for key, value in _unsaid(kind, found).items()]
-    ours = [key for key in TRAINING if key not in whole(kind, found)]
+    theirs = [f"{key}={json.dumps(value)}" for key, value in _missing_defaults(kind, found).items()]
+    ours = [key for key in TRAINING if key not in complete_settings(kind, found)]
     lines = [f"Not in the file, so as {kind} has them by default: {', '.join(theirs)}."]
     lines += [f"Not in the file, so as {BASE} or colotrain has them: {', '.join(ours)}."]
     return [line for line, keys in zip(lines, (theirs, ours), strict=True) if keys]
@@ -199,9 +199,11 @@ def render(source: Path, kind: str, found: Sequence[Finding]) -> str:
     lines += [
         _comment(f"{f.key} = {_short(f.value)}: {MEANING[f.outcome]} ({f.note})") for f in left
     ]
-    for line in silences(kind, found):
+    for line in missing_settings(kind, found):
         lines += textwrap.wrap(line, 96, initial_indent="# ", subsequent_indent="# ")
-    body = yaml.safe_dump(nested(whole(kind, found)), sort_keys=False, default_flow_style=None)
+    body = yaml.safe_dump(
+        nested(complete_settings(kind, found)), sort_keys=False, default_flow_style=None
+    )
     return "\n".join([*lines, f"defaults: [{BASE}, _self_]", "", body]).rstrip() + "\n"
 
 

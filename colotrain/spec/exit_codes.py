@@ -13,7 +13,7 @@ PREEMPTED = 75
 """Preempted or stopped on request; `resume` continues the run."""
 INTERRUPTED = 130
 
-OF_STATUS = {
+EXIT_CODE_BY_STATUS = {
     "finished": DONE,
     "failed": FAILED,
     "preempted": PREEMPTED,

@@ -50,9 +50,9 @@ OPTIMIZERS = {
     "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1),
     "adafactor": Optimizer(state_tensors=0),
 }
-OF_THE_USERS = Optimizer(state_tensors=2)
+CUSTOM_OPTIMIZER = Optimizer(state_tensors=2)
 """Properties assumed of a user's optimizer, `package.module:Class`; its state may be smaller."""
 
 
 def optimizer_of(name: str) -> Optimizer:
-    return OPTIMIZERS.get(name, OF_THE_USERS)
+    return OPTIMIZERS.get(name, CUSTOM_OPTIMIZER)
