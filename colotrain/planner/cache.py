@@ -26,23 +26,23 @@ from colotrain.records import from_plain, to_plain
 from colotrain.rundir import write_atomically
 from colotrain.spec.plan import ModelPlan
 
-LOOKING = "colotrain.planner.traced.survey"
+SURVEY_MODULE = "colotrain.planner.traced.survey"
 MOST_KEPT = 500
 
 T = TypeVar("T")
 
 
-def kept(
+def cached(
     cls: type[T],
     model: ModelPlan,
     about: tuple[Any, ...],
-    look: Callable[[], tuple[T, Dependencies | None]],
+    compute: Callable[[], tuple[T, Dependencies | None]],
 ) -> T:
-    """The result of `look()`, or an earlier one if nothing that it depended on has changed.
+    """The result of `compute()`, or an earlier one if nothing that it depended on has changed.
 
-    `look` returns the result and its dependencies; with None the result is not cached.
+    `compute` returns the result and its dependencies; with None the result is not cached.
     """
-    modules = (LOOKING, model.target.partition(":")[0])
+    modules = (SURVEY_MODULE, model.target.partition(":")[0])
     known = [cls.__name__, to_plain(model), to_plain(about), os.getcwd(), *_version(modules)]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
     file = cache_folder() / "estimates" / f"{digest}.json"
@@ -50,7 +50,7 @@ def kept(
         document = json.loads(file.read_text("utf-8"))
         if from_plain(Dependencies, document["dependencies"]).are_unchanged():
             return from_plain(cls, document["found"])
-    found, dependencies = look()
+    found, dependencies = compute()
     if dependencies is not None:
         document = {"dependencies": to_plain(dependencies), "found": to_plain(found)}
         with suppress(OSError):  # a cache that cannot be written is no reason to fail

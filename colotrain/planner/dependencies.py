@@ -63,7 +63,7 @@ class Dependencies:
         return spec is not None and spec.origin == file
 
 
-def watched(function: str, *args: Any) -> tuple[Any, Dependencies | None]:
+def record_dependencies(function: str, *args: Any) -> tuple[Any, Dependencies | None]:
     """The result of `package.module:function`, and its dependencies.
 
     The dependencies are None where they are unknown: the user's module was loaded before, from a
@@ -87,7 +87,7 @@ def installation() -> list[tuple[str, int]]:
 
 @functools.cache
 def _loaded_before() -> frozenset[str]:
-    """The user's modules that were loaded before the first call of `watched`."""
+    """The user's modules that were loaded before the first call of `record_dependencies`."""
     return frozenset(_own_modules())
 
 

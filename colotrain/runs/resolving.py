@@ -17,8 +17,8 @@ from colotrain.launch.compiler import postpone_compiler
 from colotrain.launch.forkserver import LOOK, import_agent, import_quickly, is_warm
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.warm_calls import ForkedCaller, NotForked, stdout_to_stderr
-from colotrain.planner.cache import kept
-from colotrain.planner.dependencies import Dependencies, watched
+from colotrain.planner.cache import cached
+from colotrain.planner.dependencies import Dependencies, record_dependencies
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.plugin import PlanningContext
@@ -28,7 +28,7 @@ from colotrain.show.console import stderr_console
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
-WATCHED = "colotrain.planner.dependencies:watched"
+RECORD_DEPENDENCIES = "colotrain.planner.dependencies:record_dependencies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,25 +172,25 @@ class ModelSurveys:
     """Why a micro-batch could not be traced."""
 
     def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
-        def look() -> tuple[Survey, Dependencies | None]:
-            found: tuple[Survey, Dependencies | None] = self._look("survey", model, freeze, seq_len)
+        def compute() -> tuple[Survey, Dependencies | None]:
+            found: tuple[Survey, Dependencies | None] = self._call("survey", model, freeze, seq_len)
             return found
 
-        return kept(Survey, model, (freeze, seq_len), look)
+        return cached(Survey, model, (freeze, seq_len), compute)
 
     def trace(
         self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, *how: Any
     ) -> Trace | None:
         """Trace one micro-batch; `how`: precision, checkpointing, device and micro-batch size."""
 
-        def look() -> tuple[TraceResult, Dependencies | None]:
-            result, dependencies = self._look("trace_micro_batch", model, freeze, data, *how)
+        def compute() -> tuple[TraceResult, Dependencies | None]:
+            result, dependencies = self._call("trace_micro_batch", model, freeze, data, *how)
             if isinstance(result, str):
                 return TraceResult(trace=None, obstacle=result), dependencies
             return TraceResult(trace=result, obstacle=""), dependencies
 
         about = (freeze, (data.seq_len, data.target, data.args), *how)
-        result = kept(TraceResult, model, about, look)
+        result = cached(TraceResult, model, about, compute)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
         return result.trace
 
@@ -204,18 +204,18 @@ class ModelSurveys:
             if data.source != "target":
                 with preparation(stderr_console()) as progress:
                     prepare_all(data, progress=progress)
-            self.counted[key], _ = self._look("count_samples", data, seed)
+            self.counted[key], _ = self._call("count_samples", data, seed)
         return self.counted[key]
 
-    def _look(self, function: str, *args: Any) -> Any:
+    def _call(self, function: str, *args: Any) -> Any:
         if is_warm() and LOOK not in sys.modules:
             with suppress(NotForked):
-                return self.caller(WATCHED, f"{LOOK}:{function}", *args)
+                return self.caller(RECORD_DEPENDENCIES, f"{LOOK}:{function}", *args)
         with stdout_to_stderr():
             if "torch" not in sys.modules:
                 import_quickly(LOOK)
                 postpone_compiler()
-            return watched(f"{LOOK}:{function}", *args)
+            return record_dependencies(f"{LOOK}:{function}", *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

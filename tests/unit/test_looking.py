@@ -13,7 +13,7 @@ import pytest
 from colotrain.cli.main import guarded
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner import cache
-from colotrain.planner.dependencies import Dependencies, watched
+from colotrain.planner.dependencies import Dependencies, record_dependencies
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.plan import ModelPlan
 
@@ -116,9 +116,9 @@ PROJECT = {
 }
 LOOK = (
     "import json\n"
-    "from colotrain.planner.dependencies import watched\n"
+    "from colotrain.planner.dependencies import record_dependencies\n"
     "from colotrain.records import to_plain\n"
-    "print(json.dumps(to_plain(watched('package.model:build'))))\n"
+    "print(json.dumps(to_plain(record_dependencies('package.model:build'))))\n"
 )
 
 
@@ -209,20 +209,20 @@ def test_what_was_loaded_before_is_not_kept() -> None:
     """Of a module that is loaded already, the file may have changed since."""
     import tests.running  # noqa: F401
 
-    result, dependencies = watched("os:getcwd")
+    result, dependencies = record_dependencies("os:getcwd")
     assert (result, dependencies) == (os.getcwd(), None)
 
 
 def test_the_key_holds_all_of_this_package_that_a_look_runs() -> None:
     code = (
         "import sys\n"
-        f"import {cache.LOOKING}\n"
+        f"import {cache.SURVEY_MODULE}\n"
         "print(*[name for name in sys.modules if name.startswith('colotrain.')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     loaded = {name for name in done.stdout.split() if cache._source(name)}
     assert {"colotrain.engine.freezing", "colotrain.models.loading"} <= loaded
-    assert loaded <= set(cache.sources(cache.LOOKING))
+    assert loaded <= set(cache.sources(cache.SURVEY_MODULE))
 
 
 def test_a_kept_look_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,12 +241,12 @@ def test_a_kept_look_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for text, num_looks in (("1", 1), ("1", 1), ("22", 2), ("22", 2)):
         if file.read_text() != text:
             file.write_text(text)
-        assert cache.kept(Problem, model, (), see).expected == text
+        assert cache.cached(Problem, model, (), see).expected == text
         assert looks == num_looks
     other = ModelPlan(**{**to_plain(model), "args": {"size": 4}})
-    cache.kept(Problem, other, (), see)
+    cache.cached(Problem, other, (), see)
     assert looks == 3
-    cache.kept(Problem, model, (), lambda: (Problem(key="", expected=""), None))
+    cache.cached(Problem, model, (), lambda: (Problem(key="", expected=""), None))
     assert looks == 3
 
 
