@@ -92,7 +92,7 @@ def facts_of_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tup
 
 def _look(samples: Any, index: int, seed: int) -> str:
     with seeded(seed):
-        batch = stack({index: samples[index]}, [index])
+        batch = stack([(index, samples[index])])
     return ", ".join(f"{name}: {_describe(value)}" for name, value in sorted(batch.items()))
 
 

@@ -24,6 +24,7 @@ from colotrain.data.read.loader import (
     BatchLoader,
     Split,
     open_samples,
+    planned_draw_seed,
     planned_order,
     targets_per_sample,
 )
@@ -301,7 +302,8 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
         samples = open_samples(plan.data, split)
     if split == "validation" and len(samples) == 0:
         return None
-    loader = BatchLoader(samples, planned_order(samples, plan, split), plan.batch, rank=rank)
+    order, seed = planned_order(samples, plan, split), planned_draw_seed(samples, plan)
+    loader = BatchLoader(samples, order, plan.batch, rank=rank, draw_seed=seed)
     return read_ahead(loader, plan, split)
 
 
@@ -362,7 +364,8 @@ def agree_on_targets(
 
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
     """Return the first micro-batch of rank 0, the same on every rank."""
-    return BatchLoader(data.samples, data.order, data.batch, rank=0).micro_batch(0, 0)
+    first = BatchLoader(data.samples, data.order, data.batch, rank=0, draw_seed=data.draw_seed)
+    return first.micro_batch(0, 0)
 
 
 def announce(run: Run, attempt: int) -> None:

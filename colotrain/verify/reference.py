@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import open_samples, planned_order, stack
+from colotrain.data.read.loader import (
+    open_samples,
+    planned_draw_seed,
+    planned_order,
+    read_batch,
+)
 from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.outputs import loss_in
@@ -104,12 +109,12 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
         samples = MaskedSamples(open_samples(plan.data, "train"))
-    order = planned_order(samples.samples, plan)
+    order, drawn = planned_order(samples.samples, plan), planned_draw_seed(samples.samples, plan)
     size = plan.batch.global_batch
     losses, gradients, parameters = [], [], [_values(model, own)]
     for step in range(steps):
-        ids = order.samples_at(range(step * size, (step + 1) * size))
-        batch = stack({i: samples[i] for i in ids}, ids)
+        positions = range(step * size, (step + 1) * size)
+        batch = read_batch(samples, order, positions, draw_seed=drawn)
         batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)

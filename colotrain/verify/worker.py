@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.data.read.loader import BatchLoader, open_samples, planned_order
+from colotrain.data.read.loader import BatchLoader, open_samples, planned_draw_seed, planned_order
 from colotrain.engine import loop
 from colotrain.engine.gradients import gradients
 from colotrain.engine.worker import StopRequest, connect, prepare
@@ -75,8 +75,8 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
 def masked_loader(plan: RunPlan, rank: int) -> BatchLoader:
     with seeded(plan.train.seed):
         samples = MaskedSamples(open_samples(plan.data, "train"))
-    order = planned_order(samples.samples, plan)
-    return BatchLoader(samples, order, plan.batch, rank=rank)
+    order, seed = planned_order(samples.samples, plan), planned_draw_seed(samples.samples, plan)
+    return BatchLoader(samples, order, plan.batch, rank=rank, draw_seed=seed)
 
 
 class Recorder:

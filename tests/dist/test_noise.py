@@ -29,7 +29,7 @@ def single_gradients(plan: RunPlan) -> list[dict[str, Tensor]]:
     for start in range(0, len(ids), size):
         model.zero_grad()
         part = ids[start : start + size]
-        loss_sum, count = model(**stack({i: samples[i] for i in part}, part))
+        loss_sum, count = model(**stack([(i, samples[i]) for i in part]))
         (loss_sum / count).backward()
         found.append({n: p.grad.clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
     return found

@@ -62,6 +62,7 @@ def test_losses_are_the_same_for_any_number_of_processes_and_ranks_and_after_a_k
     (colotrain.cwd / "ahead_mine.py").write_text(PROGRAM)
     whole = losses(colotrain.run(*SETTINGS, "name=whole"))
     assert losses(colotrain.run(*SETTINGS, "name=more", "data.num_workers=3")) == whole
+    assert losses(colotrain.run(*SETTINGS, "name=none", "data.num_workers=0")) == whole
     alone = losses(colotrain.run(*SETTINGS, "name=alone", "cluster.procs_per_node=1"))
     assert max(abs(a - b) for a, b in zip(alone, whole, strict=True)) < 1e-6
     process = colotrain.start("run", *SETTINGS, "name=killed", "data.args.pause=0.05", "--json")
@@ -88,3 +89,10 @@ def test_a_stream_is_refused(colotrain: Colotrain) -> None:
     result = colotrain("run", *SETTINGS, "data.target=ahead_mine:Endless", "name=endless")
     assert result.code != 0
     assert "data.num_workers=2: expected 0 for a stream" in result.err
+
+
+def test_verify_gives_the_reference_the_same_draws(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "ahead_mine.py").write_text(PROGRAM)
+    options = ("--plugins", "zero2", "--world-sizes", "2", "--accumulation", "2", "--steps", "2")
+    result = colotrain("verify", *SETTINGS, *options)
+    assert result.code == 0, result.err

@@ -39,12 +39,13 @@ class Numbers:
 
 
 def loaders(samples: Numbers, *, rank: int = 1, workers: int = 2, again: int | None = None) -> Any:
-    plain = BatchLoader(samples, SampleOrder(50, seed=3, shuffle=True), BATCH, rank=rank)
-    return plain, AheadLoader(plain, num_workers=workers, seed=3, again=again)
+    order = SampleOrder(50, seed=3, shuffle=True)
+    plain = BatchLoader(samples, order, BATCH, rank=rank, draw_seed=3)
+    return plain, AheadLoader(plain, num_workers=workers, again=again)
 
 
 def test_the_order_is_the_same_also_after_jumps_back_and_forth() -> None:
-    plain, ahead = loaders(Numbers())
+    plain, ahead = loaders(Numbers(draws=True))
     for step in (0, 1, 2, 2, 5, 6, 1):
         for index in range(3):
             wanted, found = plain.micro_batch(step, index), ahead.micro_batch(step, index)
@@ -63,9 +64,7 @@ def test_evaluation_goes_round_without_new_processes(tmp_path: Path) -> None:
 def test_what_a_sample_draws_depends_on_its_position_alone() -> None:
     split = BatchPlan(global_batch=12, micro_batch=3, accumulation_steps=4, data_parallel=1)
     samples, order = Numbers(draws=True), SampleOrder(50, seed=3, shuffle=True)
-    alone = AheadLoader(
-        BatchLoader(samples, order, split, rank=0), num_workers=2, seed=3, again=None
-    )
+    alone = BatchLoader(samples, order, split, rank=0, draw_seed=3)
     whole = [alone.micro_batch(1, index) for index in range(4)]
     of = {int(i): d for batch in whole for i, d in zip(batch["x"], batch["drawn"], strict=True)}
     for rank in (0, 1):
@@ -74,6 +73,21 @@ def test_what_a_sample_draws_depends_on_its_position_alone() -> None:
             batch = ahead.micro_batch(1, index)
             assert [of[int(i)] for i in batch["x"]] == batch["drawn"].tolist()
     assert len({float(value) for value in of.values()}) == 12
+
+
+def test_reading_leaves_the_generators_of_the_rank_where_they_are() -> None:
+    plain, _ = loaders(Numbers(draws=True))
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    plain.micro_batch(0, 0)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), str(np.random.get_state()))
+
+
+def test_a_sample_that_comes_twice_in_a_micro_batch_is_drawn_twice() -> None:
+    samples, order = Numbers(draws=True), SampleOrder(1, seed=3, shuffle=True)
+    batch = BatchPlan(global_batch=2, micro_batch=2, accumulation_steps=1, data_parallel=1)
+    first, second = BatchLoader(samples, order, batch, 0, draw_seed=3).micro_batch(0, 0)["drawn"]
+    assert first != second
 
 
 def test_an_error_is_raised_where_its_sample_is_asked_for() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from colotrain.data.prepare.prepared import Split
-from colotrain.data.read.loader import BatchLoader, read_sample, stack
+from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples
 from colotrain.errors import ConfigError, Problem
 from colotrain.parent_process import end_with
@@ -35,27 +32,25 @@ def read_ahead(loader: BatchLoader, plan: RunPlan, split: Split) -> BatchLoader:
         fix = "read ahead inside the stream, or give a map-style dataset"
         raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
     again = plan.train.eval_steps if split == "validation" else None
-    return AheadLoader(loader, num_workers=plan.data.num_workers, seed=plan.train.seed, again=again)
+    return AheadLoader(loader, num_workers=plan.data.num_workers, again=again)
 
 
 class AheadLoader(BatchLoader):
     """A loader whose micro-batches are read in order by processes of torch's DataLoader.
 
     The processes are forked in the constructor, while this one uses little memory, and persist. If
-    a micro-batch other than the next is requested, they continue from it. Random numbers are seeded
-    by the run's seed and a sample's position, so that they are the same for any number of processes
-    and ranks, and after a resume. After `again` steps reading restarts at the first one, as needed
-    for evaluation.
+    a micro-batch other than the next is requested, they continue from it. After `again` steps
+    reading restarts at the first one, as needed for evaluation.
     """
 
-    def __init__(
-        self, loader: BatchLoader, *, num_workers: int, seed: int, again: int | None
-    ) -> None:
-        super().__init__(loader.samples, loader.order, loader.batch, loader.rank)
-        self.seed, rank_pid = seed, os.getpid()
+    def __init__(self, loader: BatchLoader, *, num_workers: int, again: int | None) -> None:
+        super().__init__(
+            loader.samples, loader.order, loader.batch, loader.rank, draw_seed=loader.draw_seed
+        )
+        rank_pid = os.getpid()
         self._numbers = _Numbers(again and again * self.batch.accumulation_steps)
         self._read: DataLoader[Any] = DataLoader(
-            _Read(self),
+            _Read(loader),
             batch_size=None,  # an item is a micro-batch
             sampler=self._numbers,
             num_workers=num_workers,
@@ -79,16 +74,6 @@ class AheadLoader(BatchLoader):
             raise found
         return found
 
-    def read(self, number: int) -> dict[str, Tensor]:
-        """Read micro-batch `number` of this rank, counted over all steps, in this process."""
-        step, index = divmod(number, self.batch.accumulation_steps)
-        samples = {}
-        for position in self.positions(step, index):
-            _seed(self.seed, position)
-            sample = self.order.sample_at(position)
-            samples[sample] = read_sample(self.samples, sample)
-        return stack(samples, self.ids(step, index))
-
 
 class _Numbers:
     """Sampler of micro-batch numbers from `first` on; after `cycle - 1` comes 0 again."""
@@ -107,21 +92,13 @@ class _Numbers:
 
 
 class _Read(Dataset[Any]):
-    """Dataset of micro-batches; an error is returned as an item, and raised by the loader."""
+    """Dataset of micro-batches, numbered over all steps; the loader raises an error it returns."""
 
-    def __init__(self, loader: AheadLoader) -> None:
+    def __init__(self, loader: BatchLoader) -> None:
         self.loader = loader
 
     def __getitem__(self, number: int) -> Any:
         try:
-            return self.loader.read(number)
+            return self.loader.micro_batch(*divmod(number, self.loader.batch.accumulation_steps))
         except Exception as error:
             return error
-
-
-def _seed(seed: int, position: int) -> None:
-    """Seed the generators that a user's dataset may draw from."""
-    first, second = np.random.SeedSequence([seed, position]).generate_state(2)
-    torch.manual_seed(int(first) << 32 | int(second))
-    random.seed(int(first))
-    np.random.seed(second)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import parts_of, prepare_shards
+from colotrain.data.read.draws import kept_generators, seed_draws
 from colotrain.data.read.mixtures import Mixture, MixtureOrder
 from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
-from colotrain.data.read.samples import user_samples
+from colotrain.data.read.samples import StreamSamples, user_samples
 from colotrain.dotted import described
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.spec.batch import too_few
@@ -31,7 +33,9 @@ __all__ = [
     "count_targets",
     "open_samples",
     "order_of",
+    "planned_draw_seed",
     "planned_order",
+    "read_batch",
     "read_sample",
     "refuse_empty",
     "stack",
@@ -72,6 +76,15 @@ def planned_order(
     if 0 < len(samples) < whole:
         raise ConfigError([too_few(len(samples), whole)])
     return order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle, whole=whole)
+
+
+def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
+    """The seed of what samples draw at random; None for files and streams.
+
+    Files draw nothing, and a stream is read in one order whose draws are its own.
+    """
+    own = plan.data.source == "target" and not isinstance(samples, StreamSamples)
+    return plan.train.seed if own else None
 
 
 def order_of(
@@ -135,13 +148,20 @@ class BatchLoader:
 
     Sample i of micro-batch j on rank r in step k is at position `k*G + (j*W + r)*m + i` of the
     order (G the global batch, W the data-parallel size, m the micro-batch; steps count from 0), so
-    the samples of a step are the same however the global batch is divided.
+    the samples of a step are the same however the global batch is divided. With `draw_seed` this
+    includes what samples draw at random: the generators are seeded for each position.
     """
 
     def __init__(
-        self, samples: Samples, order: SampleOrder | MixtureOrder, batch: BatchPlan, rank: int
+        self,
+        samples: Samples,
+        order: SampleOrder | MixtureOrder,
+        batch: BatchPlan,
+        rank: int,
+        draw_seed: int | None = None,
     ) -> None:
         refuse_empty(samples)
+        self.draw_seed = draw_seed
         self.samples = samples
         self.order = order
         self.batch = batch
@@ -160,8 +180,25 @@ class BatchLoader:
 
     def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
         """The stacked samples: each value is `[micro_batch, ...]`."""
-        ids = self.ids(step, micro_batch_index)
-        return stack({index: read_sample(self.samples, index) for index in ids}, ids)
+        positions = self.positions(step, micro_batch_index)
+        return read_batch(self.samples, self.order, positions, draw_seed=self.draw_seed)
+
+
+def read_batch(
+    samples: Samples, order: SampleOrder | MixtureOrder, positions: range, *, draw_seed: int | None
+) -> dict[str, Tensor]:
+    """Stack the samples at some positions of the order.
+
+    With `draw_seed` the generators are seeded for each position, and put back afterwards.
+    """
+    found = []
+    with kept_generators() if draw_seed is not None else nullcontext():
+        for position in positions:
+            if draw_seed is not None:
+                seed_draws(draw_seed, position)
+            index = order.sample_at(position)
+            found.append((index, read_sample(samples, index)))
+    return stack(found)
 
 
 def read_sample(samples: Samples, index: int) -> Any:
@@ -178,17 +215,17 @@ def read_sample(samples: Samples, index: int) -> Any:
         raise _wrong(expected, "correct the dataset") from error
 
 
-def stack(samples: Mapping[int, Any], ids: list[int]) -> dict[str, Tensor]:
-    """Stack samples to a batch in the order of `ids`; `ConfigError` if their shapes differ."""
-    tensors = {index: _tensors(index, sample) for index, sample in samples.items()}
-    first = tensors[ids[0]]
+def stack(samples: Sequence[tuple[int, Any]]) -> dict[str, Tensor]:
+    """Stack (id, sample) pairs to a batch in their order; `ConfigError` if their shapes differ."""
+    tensors = [(index, _tensors(index, sample)) for index, sample in samples]
+    first_id, first = tensors[0]
     shapes = {name: tensor.shape for name, tensor in first.items()}
-    for index, sample in tensors.items():
+    for index, sample in tensors:
         found = {name: tensor.shape for name, tensor in sample.items()}
         if found != shapes:
-            got = f"sample {index} is {_show(found)}, sample {ids[0]} is {_show(shapes)}"
+            got = f"sample {index} is {_show(found)}, sample {first_id} is {_show(shapes)}"
             raise _wrong(f"samples of one shape ({got})", "pad them (labels with -100) or cut them")
-    return {name: torch.stack([tensors[index][name] for index in ids]) for name in first}
+    return {name: torch.stack([sample[name] for _, sample in tensors]) for name in first}
 
 
 def count_targets(batch: Mapping[str, Tensor], *, shifted: bool = False) -> int | None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset, Subset
 
+from colotrain.data.read.draws import generators, kept_generators, set_generators
 from colotrain.dotted import described, import_target
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.spec.plan import DataPlan
@@ -31,12 +29,13 @@ def user_samples(plan: DataPlan, split: str) -> Any:
     make = import_target("data.target", target)
     takes_split = _takes_split(make) and "split" not in plan.args
     args = {**plan.args, "split": split} if takes_split else dict(plan.args)
-    before = _generators()
+    before = generators()
     dataset = _call(make, target, args)
     if _is_stream(dataset):
 
         def again() -> Any:
-            with _drawing_from(before):
+            with kept_generators():
+                set_generators(before)
                 return _call(make, target, args)
 
         return StreamSamples(dataset, again) if takes_split or split == "train" else []
@@ -115,27 +114,6 @@ class StreamSamples:
     @property
     def _can_load(self) -> bool:
         return hasattr(self.stream, "load_state_dict")
-
-
-@contextmanager
-def _drawing_from(states: tuple[Any, ...]) -> Iterator[None]:
-    """Set the random generators to `states` inside the context."""
-    before = _generators()
-    _set_generators(states)
-    try:
-        yield
-    finally:
-        _set_generators(before)
-
-
-def _generators() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
 
 
 def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:

@@ -144,7 +144,7 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
     if data.source == "target":
         samples = open_samples(data, "train")
         refuse_empty(samples)
-        stacked = stack({0: read_sample(samples, 0)}, [0])
+        stacked = stack([(0, read_sample(samples, 0))])
         return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
     tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
