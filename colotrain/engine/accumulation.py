@@ -8,7 +8,7 @@ uses a fixed nominal number, and `StepTotals.gradient_factor` corrects for it on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from colotrain.data.read.loader import count_targets
 from colotrain.engine.gradients.gradients import GradientState, note_use
 from colotrain.engine.sharding.sharded_model import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
-from colotrain.models.outputs import count_in, loss_in
+from colotrain.models.outputs import count_in, loss_in, pair_in
 
 Batch = dict[str, Tensor]
 SHIFTS = "_colotrain_shifts_labels"
@@ -88,8 +88,8 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any]:
     """Return the summed loss of a micro-batch, its number of targets, and the output.
 
-    `model(**batch)` returns the first two itself, or the mean loss (alone, as `.loss` or
-    `["loss"]`), which is multiplied by the number of targets: the output's `num_targets` if it has
+    `model(**batch)` returns the first two as a pair, or the mean loss (either alone, as `.loss` or
+    `["loss"]`). A mean is multiplied by the number of targets: the output's `num_targets` if it has
     that, otherwise labels that are not -100 (without each row's first, if the model shifts them
     itself), or the samples of a batch without labels. The sum is at least in float32: a
     half-precision mean times a number of tokens would be rounded again, or would overflow.
@@ -98,8 +98,9 @@ def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any
     count = count_targets(counted, shifted=getattr(model, SHIFTS, False))
     no_targets = count == 0
     output = model(**(_with_targets(batch) if no_targets else batch))
-    if isinstance(output, tuple) and len(output) == 2 and _is_scalar(output[0]):
-        loss_sum, own_count = _exact(output[0]), torch.as_tensor(output[1])
+    pair = pair_in(output)
+    if pair is not None and _is_scalar(pair[0]):
+        loss_sum, own_count = _exact(pair[0]), torch.as_tensor(pair[1])
         if own_count.numel() != 1 or not _may_be_count(own_count):
             raise _wrong_output(output)
         own_count = own_count.to(loss_sum.device).reshape(())
@@ -142,7 +143,7 @@ def _may_be_count(value: Tensor) -> bool:
 def _wrong_output(output: Any) -> ColotrainError:
     return ColotrainError(
         f"model: forward returned {_describe(output)}",
-        "return the scalar mean loss, (loss_sum, count), an object with .loss, or a dict with it",
+        "return the mean loss as a scalar, (loss_sum, count), or one of these as `loss` of a dict",
     )
 
 
@@ -165,4 +166,6 @@ def _num_samples(batch: Batch) -> int:
 def _describe(output: Any) -> str:
     if isinstance(output, Tensor):
         return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} with {', '.join(map(str, output)) or 'nothing'}"
     return f"a {type(output).__name__}"

@@ -18,7 +18,7 @@ from colotrain.engine.accumulation import SHIFTS, Batch
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
-from colotrain.models.outputs import count_in, loss_in
+from colotrain.models.outputs import count_in, loss_in, pair_in
 
 FEWEST_LABELS = 3
 
@@ -71,7 +71,7 @@ def shifts_labels(model: nn.Module, sample: Batch) -> bool:
         masked = torch.full_like(labels, IGNORE_INDEX)
         masked[:, list(places)] = target
         output = model(**{**sample, "labels": masked})
-        if isinstance(output, tuple) or count_in(output) is not None:
+        if isinstance(output, tuple) or pair_in(output) or count_in(output) is not None:
             return None
         return loss_in(output)
 

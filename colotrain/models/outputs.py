@@ -19,6 +19,12 @@ def loss_in(output: Any) -> Any:
     return getattr(output, "loss", output)
 
 
+def pair_in(output: Any) -> tuple[Any, Any] | None:
+    """`(loss_sum, count)`, returned itself or as the loss of `output`; else None."""
+    found = output if isinstance(output, tuple) else loss_in(output)
+    return found if isinstance(found, tuple) and len(found) == 2 else None
+
+
 def count_in(output: Any) -> Any:
     """The number of targets, or None where the model does not return it."""
     return output.get(COUNT) if isinstance(output, Mapping) else getattr(output, COUNT, None)

@@ -26,7 +26,7 @@ from colotrain.data.read.loader import (
 )
 from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
-from colotrain.models.outputs import loss_in
+from colotrain.models.outputs import loss_in, pair_in
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import FreezePlan, ParameterInfo, RunPlan
 from colotrain.torch_internals import TorchDispatchMode, tree_leaves
@@ -174,9 +174,8 @@ def _differ(before: Tensors, after: Tensors) -> bool:
 
 
 def _mean_loss(output: Any) -> Tensor:
-    if isinstance(output, tuple) and len(output) == 2:
-        return output[0] / output[1]
-    return loss_in(output)
+    pair = pair_in(output)
+    return loss_in(output) if pair is None else pair[0] / pair[1]
 
 
 def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:

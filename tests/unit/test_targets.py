@@ -16,6 +16,7 @@ from colotrain.engine.gradients import gradients
 from colotrain.engine.label_shift import is_in_question, shifts_labels
 from colotrain.engine.precision import cast_inputs
 from colotrain.errors import ColotrainError
+from colotrain.planner.traced.tracing import loss_of
 from tests.dist.idioms import HalfLoss, NeverZero, Shifts, tokens
 
 
@@ -88,6 +89,30 @@ def test_a_model_may_say_its_count() -> None:
     assert (loss.item(), count.item()) == (14.0, 7.0)
 
 
+def test_a_dict_may_have_the_sum_and_count_as_its_loss() -> None:
+    class Sums(HalfLoss):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            loss = super().forward(input_ids, labels)
+            return {"loss": (loss * 5, 5), "accuracy": torch.tensor(0.5)}
+
+    model, whole = Sums(), batch()
+    loss, count = weighted_loss(model, whole)
+    torch.testing.assert_close(loss, HalfLoss.forward(model, **whole) * 5)
+    assert count.item() == 5
+    assert loss_of(model(**whole)).shape == ()
+    assert not shifts_labels(model, {name: tensor[:1] for name, tensor in whole.items()})
+
+
+def test_a_dict_without_a_loss_is_described() -> None:
+    def model(**batch: Tensor) -> Any:
+        return {"cost": torch.tensor(2.0), "accuracy": torch.tensor(0.5)}
+
+    with pytest.raises(
+        ColotrainError, match=r"returned a dict with cost, accuracy; .* as `loss` of a dict"
+    ):
+        weighted_loss(model, batch())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("model", [NeverZero(), Shifts()])
 def test_a_micro_batch_without_targets_adds_nothing(model: nn.Module) -> None:
     nothing = batch()
@@ -156,7 +181,9 @@ class Pair(nn.Module):
 def test_a_prediction_is_no_count() -> None:
     batch = {"x": torch.ones(1, 1)}
     for second in (None, torch.tensor(-146.0), torch.tensor(float("nan"))):
-        with pytest.raises(ColotrainError, match=r"return the scalar mean loss, \(loss_sum, count"):
+        with pytest.raises(
+            ColotrainError, match=r"return the mean loss as a scalar, \(loss_sum, count"
+        ):
             weighted_loss(Pair(second), batch)
     for second in (3, torch.tensor(3), torch.tensor([2.5]), torch.tensor(0)):
         assert weighted_loss(Pair(second), batch)[1] == torch.as_tensor(second)

@@ -21,7 +21,7 @@ from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.precision import cast_dtype
 from colotrain.errors import UsageError
-from colotrain.models.outputs import loss_in
+from colotrain.models.outputs import loss_in, pair_in
 from colotrain.spec.plan import Recompute, Segment, Trace, Work
 from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
 
@@ -202,9 +202,8 @@ def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0
 
 def loss_of(output: Any) -> Tensor:
     """The loss in what a model returns (see `engine.accumulation.weighted_loss`)."""
-    if isinstance(output, tuple):
-        output = output[0]
-    loss: Tensor = loss_in(output)
+    pair = pair_in(output)
+    loss: Tensor = loss_in(output) if pair is None else pair[0]
     return loss.reshape(())
 
 
