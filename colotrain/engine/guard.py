@@ -154,7 +154,7 @@ def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
     if group.size() == 1:
         return []
     ranks, found = dist.get_process_group_ranks(group), []
-    for part in (part for part in sharded.groups if not part.in_common):
+    for part in (part for part in sharded.groups if not part.is_shared):
         part.handle.unshard()
         gathered = [
             (name_of(param), whole.detach())

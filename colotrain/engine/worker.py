@@ -60,7 +60,7 @@ from colotrain.engine.sharding.sharded_model import (
     shard_,
     stays_gathered,
 )
-from colotrain.engine.shm.shared_parameters import Common, hold_in_common
+from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import install
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import Heartbeat
@@ -230,10 +230,10 @@ def prepare(
     sharded = shard_(model, plan, mesh, groups, offloads=offloads)
     transport = install(sharded)
     alone = plan.plugin.mesh[-1] == 1
-    common = hold_in_common(sharded) if transport is not None or alone else None
+    shared_params = share_parameters(sharded) if transport is not None or alone else None
     if tiers is not None:
-        tiers.attach(sharded, common)
-    house_(sharded, plan, common, tiers)
+        tiers.attach(sharded, shared_params)
+    allocate_parameters_(sharded, plan, shared_params, tiers)
     check_filled_alike(model)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
@@ -270,22 +270,25 @@ def prepare(
     return run
 
 
-def house_(
-    sharded: ShardedModel, plan: RunPlan, common: Common | None, tiers: Tiers | None
+def allocate_parameters_(
+    sharded: ShardedModel,
+    plan: RunPlan,
+    shared_params: SharedParameters | None,
+    tiers: Tiers | None,
 ) -> None:
     """Give the parameters storage in their tiers, and values. All ranks must call."""
 
-    def share(fresh: bool) -> None:
-        if common is not None:
-            common.share(fresh)
+    def allocate(fresh: bool) -> None:
+        if shared_params is not None:
+            shared_params.allocate(fresh)
         if tiers is not None:
-            tiers.house_parameters(fresh)
-        if common is not None:
-            common.populate()
+            tiers.move_parameters(fresh)
+        if shared_params is not None:
+            shared_params.populate()
 
     release = tiers.release if tiers is not None else lambda tensor: None
     device, seed = plan.cluster.device, plan.train.seed
-    materialise_(sharded, device=device, seed=seed, share=share, release=release)
+    materialise_(sharded, device=device, seed=seed, allocate=allocate, release=release)
 
 
 def import_targets(plan: RunPlan) -> None:

@@ -7,5 +7,5 @@ from colotrain.verify import worker
 
 
 def main(path: str) -> int:
-    engine_worker.hold_in_common = lambda sharded: None
+    engine_worker.share_parameters = lambda sharded: None
     return worker.main(path)

@@ -18,7 +18,7 @@ from colotrain.engine.gradients.gradients import clear_, watch
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, numel_of, shard_
 from colotrain.engine.shm.reduce_scatter import Gradients, Reduction
-from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.engine.shm.transport import SharedAllGather, install
 from colotrain.models.loading import build
 from colotrain.planner.communication import traffic
@@ -56,7 +56,7 @@ CASES = {
 
 
 PRECISIONS = ("fp32", "bf16")
-"""In fp32 ranks hold parameters in common, and nothing is gathered."""
+"""In fp32 ranks share parameters, and nothing is gathered."""
 
 
 class Counts:
@@ -118,10 +118,10 @@ def train(rank: int, plans: dict[str, str], out: str) -> None:
         )
         sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
         assert install(sharded) is not None
-        common = hold_in_common(sharded)
-        assert (common is None) == (plan.train.precision == "bf16")
-        share = {"share": common.share} if common else {}
-        materialise_(sharded, device="cpu", seed=0, **share)
+        shared_params = share_parameters(sharded)
+        assert (shared_params is None) == (plan.train.precision == "bf16")
+        allocate = {"allocate": shared_params.allocate} if shared_params else {}
+        materialise_(sharded, device="cpu", seed=0, **allocate)
         state, counts = watch(sharded, frozen=frozen.reasons), Counts()
         with pytest.MonkeyPatch.context() as patch:
             count(counts, patch)

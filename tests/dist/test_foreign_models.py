@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
-from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
@@ -82,9 +82,9 @@ def refuses(rank: int, plans: list[RunPlan]) -> None:
                 model = make(name)
                 groups = find_groups(model, chunk_bytes=None, batch=batch)
                 sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
-                common = hold_in_common(sharded) if shared else None
-                share = common.share if common is not None else lambda fresh: None
-                materialise_(sharded, device="cpu", seed=0, share=share)
+                shared_params = share_parameters(sharded) if shared else None
+                allocate = shared_params.allocate if shared_params else lambda fresh: None
+                materialise_(sharded, device="cpu", seed=0, allocate=allocate)
                 with pytest.raises(ColotrainError, match=says):
                     two_steps(model, batch)
 

@@ -18,7 +18,7 @@ from colotrain.engine.sharding.sharded_model import (
     rows_here,
     shard_,
 )
-from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
 from colotrain.models.loading import KEEPS_VALUES, begin_training_, build, build_whole
@@ -149,10 +149,10 @@ def equals_one_process(rank: int, *plans: RunPlan) -> None:
             for module in (model.narrow, model.numbers):
                 module.requires_grad_(False)
             sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
-            common = hold_in_common(sharded)
-            share = common.share if common is not None else lambda fresh: None
+            shared_params = share_parameters(sharded)
+            allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
             object.__setattr__(sharded, "source", ZOO)
-            materialise_(sharded, device="cpu", seed=5, share=share)
+            materialise_(sharded, device="cpu", seed=5, allocate=allocate)
             equal_rows(whole, model)
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.gradients.gradients import watch
 from colotrain.engine.sharding.sharded_model import ShardedModel, make_mesh, materialise_, shard_
-from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import plan_of, run
@@ -43,9 +43,9 @@ def batch_of(rank: int) -> dict[str, Tensor]:
 
 def sharded_model(model: nn.Module, plan: RunPlan, *, shared: bool) -> ShardedModel:
     sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), [])
-    common = hold_in_common(sharded) if shared else None
-    share = common.share if common is not None else lambda fresh: None
-    materialise_(sharded, device="cpu", seed=0, share=share)
+    shared_params = share_parameters(sharded) if shared else None
+    allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
+    materialise_(sharded, device="cpu", seed=0, allocate=allocate)
     return sharded
 
 
@@ -153,9 +153,9 @@ def refuses_backward_in_forward(rank: int, plan: RunPlan) -> None:
         model = Penalty()
         groups = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
         sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)  # type: ignore[arg-type]
-        common = hold_in_common(sharded) if shared else None
-        share = common.share if common is not None else lambda fresh: None
-        materialise_(sharded, device="cpu", seed=0, share=share)
+        shared_params = share_parameters(sharded) if shared else None
+        allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
+        materialise_(sharded, device="cpu", seed=0, allocate=allocate)
         with pytest.raises(ColotrainError, match=r"forward calls backward or autograd\.grad"):
             sharded.module(torch.ones(2, 6))
 

@@ -25,7 +25,7 @@ from colotrain.engine.sharding.sharded_model import (
 from colotrain.engine.shm import reduce_scatter as reductions
 from colotrain.engine.shm.reduce_scatter import Reduction
 from colotrain.engine.shm.shared_memory import PeerLost
-from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.launch.causes import PEER_LOST_MESSAGES
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import WITHIN_S, everyones, plan_of, run, world
@@ -143,9 +143,10 @@ def test_sums_that_replicas_add_to_are_right_also_when_a_group_is_run_twice() ->
 
 def different_groups(rank: int, plan: RunPlan) -> None:
     sharded, _ = make(plan, torch.float32)
-    common = hold_in_common(sharded)
-    assert common is not None
-    materialise_(sharded, device="cpu", seed=0, share=common.share)  # gathers would differ before
+    shared_params = share_parameters(sharded)
+    assert shared_params is not None
+    # gathers would differ before
+    materialise_(sharded, device="cpu", seed=0, allocate=shared_params.allocate)
     with pytest.raises(ValueError, match="reduce different groups"):
         backward(sharded, some(torch.float32), (0, 1, 2) if rank else (2, 1, 0))
 

@@ -230,12 +230,12 @@ def train(
     sharded: ShardedModel,
     rank: int,
     *,
-    share: Callable[[bool], None] = lambda fresh: None,
+    allocate: Callable[[bool], None] = lambda fresh: None,
     before_update: Callable[[int], None] = lambda step: None,
     knows: Callable[[GradientState], None] = lambda state: None,
 ) -> list[Tensor]:
     """Three SGD steps of two micro-batches each; this rank's shards and last gradients."""
-    materialise_(sharded, device="cpu", seed=0, share=share)
+    materialise_(sharded, device="cpu", seed=0, allocate=allocate)
     state = watch(sharded, frozen={})
     knows(state)
     generator = torch.Generator().manual_seed(rank)

@@ -31,7 +31,7 @@ from colotrain.engine.offload.group_storage import Home
 from colotrain.engine.probes import held_now, memory_now, reset_peak
 from colotrain.engine.sharding.fsdp_internals import is_being_gathered, is_gathered_alone, local_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
-from colotrain.engine.shm.shared_parameters import Common
+from colotrain.engine.shm.shared_parameters import SharedParameters
 from colotrain.errors import ColotrainError
 from colotrain.rundir import RunDir
 from colotrain.spec.offload import (
@@ -68,7 +68,7 @@ class Tiers:
         self.non_model = guess
         self.placement = self._decide(guess)
         self.homes: list[Home] = []
-        self.common: Common | None = None
+        self.shared_params: SharedParameters | None = None
         self.norms: dict[str, Tensor] = {}
         """Parameter name → norm of its local gradient, where the gradient was moved to disk."""
         self.store: DiskStore | None = None
@@ -124,9 +124,9 @@ class Tiers:
         compute, update = (int(max(n, 0) * (1 + MARGIN)) for n in mine.tolist())
         self.non_model = NonModelBytes(compute=compute, update=update)
         wanted = self._decide(self.non_model)
-        if self.common is not None:
+        if self.shared_params is not None:
             leaving = [h.group for h in self.homes if wanted.groups[h.index].parameters != self.top]
-            compute += self.common.gather_bytes(leaving)
+            compute += self.shared_params.gather_bytes(leaving)
             self.non_model = NonModelBytes(compute=compute, update=update)
             wanted = self._decide(self.non_model)
         if self.settled:
@@ -183,9 +183,9 @@ class Tiers:
 
     # -- carrying out
 
-    def attach(self, sharded: ShardedModel, common: Common | None) -> None:
+    def attach(self, sharded: ShardedModel, shared_params: SharedParameters | None) -> None:
         """Take over the groups of `sharded`, before they have storage, and reserve disk space."""
-        self.common = common
+        self.shared_params = shared_params
         names = {id(p): name for name, p in sharded.module.named_parameters()}
         for index, group in enumerate(sharded.groups):
             own = {names[id(param.sharded_param)]: param for param in group.params}
@@ -217,15 +217,15 @@ class Tiers:
         gaps = ALIGNMENT * len(home.names) * TENSORS_OF_STATE
         return sum(whole_pages(n + gaps) for n in found if n)
 
-    def house_parameters(self, fresh: bool) -> None:
+    def move_parameters(self, fresh: bool) -> None:
         """Move each group's parameters to their tier; with `fresh` they have no values to copy."""
         wanted = [placed.parameters for placed in self.placement.groups]
         moving = [h for h in self.homes if h.names and h.parameters != wanted[h.index]]
         for home in moving:
             home.move_parameters(wanted[home.index], self.store, fresh=fresh)
             self._write_back(home, "parameters")
-        if self.common is not None:
-            self.common.give_up(home.group for home in moving)
+        if self.shared_params is not None:
+            self.shared_params.unshare(home.group for home in moving)
         for home in moving:
             for fsdp_group in home.group.fsdp_groups:
                 self._watch_gathers(home.index, fsdp_group)
@@ -244,7 +244,7 @@ class Tiers:
 
     def _move(self, optimizer: Any) -> None:
         """Move parameters now, optimizer state at its next update, gradients when next reduced."""
-        self.house_parameters(fresh=False)
+        self.move_parameters(fresh=False)
         for home in self.homes:
             for name, param in home.names.items():
                 if name in optimizer.shards:
@@ -326,8 +326,8 @@ class Tiers:
         device.
         """
         return_free_memory()
-        housed = {name for home in self.homes for name in home.names}
-        alone = [name for name in optimizer.shards if name not in housed]
+        grouped = {name for home in self.homes for name in home.names}
+        alone = [name for name in optimizer.shards if name not in grouped]
         if alone:
             yield alone
         busy = [(h, n) for h in self.homes if (n := [x for x in h.names if x in optimizer.shards])]

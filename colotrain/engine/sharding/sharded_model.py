@@ -71,7 +71,7 @@ class Group:
         return [param for group in self.fsdp_groups for param in group.fsdp_params]
 
     @property
-    def in_common(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether it is never gathered, because the ranks of a host share one copy of it."""
         return any(hasattr(param, "_colotrain_whole") for param in self.params)
 
@@ -286,12 +286,12 @@ def materialise_(
     *,
     device: str,
     seed: int,
-    share: Callable[[bool], None] = lambda fresh: None,
+    allocate: Callable[[bool], None] = lambda fresh: None,
     release: Callable[[Tensor], None] = lambda tensor: None,
 ) -> None:
     """Give a model on the meta device its storage and initial weights. All ranks must call.
 
-    `share(fresh)` may move the parameters' storage, before it is filled (`fresh`) or after;
+    `allocate(fresh)` may move the parameters' storage, before it is filled (`fresh`) or after;
     `release(parameter)` is called whenever a parameter was filled or read.
     """
     model = sharded.module
@@ -301,12 +301,12 @@ def materialise_(
     if any(p.is_meta for p in model.parameters()):
         on_host = {id(p.sharded_param) for p in sharded.fsdp_params() if p.offload_to_cpu}
         allocate_(model, device=device, on_host=on_host)
-        share(True)
+        allocate(True)
         shards = Shards(write=write_shard, read=gather_rows, release=release)
         fill_(model, sharded.source, seed=seed, shards=shards, rows=rows_here)
         _move_buffers_(model, device)
     else:
-        share(False)
+        allocate(False)
     for name, parameter in model.named_parameters():
         if name in sharded.attached and not isinstance(parameter, DTensor):
             sharded.attached[name].register(parameter, ranks=sharded.mesh.size())

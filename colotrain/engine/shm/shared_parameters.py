@@ -41,10 +41,10 @@ SHARE_OF_FREE_MEMORY = 0.9
 MEETING = 0  # index of the only semaphore
 
 
-class Common:
+class SharedParameters:
     """The parameters that the ranks of a shard group share.
 
-    All ranks must create it together, after `shard_`, and then call `share` together. Raises
+    All ranks must create it together, after `shard_`, and then call `allocate` together. Raises
     `Unavailable` on all ranks of the group or on none.
     """
 
@@ -71,7 +71,7 @@ class Common:
             for param in part.params
         ]
 
-    def share(self, fresh: bool) -> None:
+    def allocate(self, fresh: bool) -> None:
         """Move the sharded parameters to shared memory; `fresh` ones have no values to copy."""
         for part in self.sharded.groups:
             at, _ = self.ranges[part.name]
@@ -84,7 +84,7 @@ class Common:
                 param._colotrain_whole = whole
                 at += num_bytes
             for params in part.fsdp_groups:
-                InPlace(params).replace_gathers()
+                SharedUnshard(params).replace_gathers()
             self.parts[part.name] = part
         root = self.sharded.module
         root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
@@ -120,7 +120,7 @@ class Common:
         sizes = sorted(self.ranges[part.name][1] for part in groups if part.name in self.parts)
         return sum(sizes[-2:])
 
-    def give_up(self, groups: Iterable[Group]) -> None:
+    def unshare(self, groups: Iterable[Group]) -> None:
         """Gather groups again whose parameters lie elsewhere now, and free their shared memory.
 
         All ranks of the shard group must call with the same groups, between two steps.
@@ -130,19 +130,19 @@ class Common:
             return
         for part in gone:
             for params in part.fsdp_groups:
-                InPlace.restore_gathers(params, self.size)
+                SharedUnshard.restore_gathers(params, self.size)
         if self.memory is None:
             return
-        self.memory.meet(MEETING, "giving parameters up")
+        self.memory.meet(MEETING, "unsharing parameters")
         if self.rank == 0:
             for part in gone:
                 with suppress(OSError):  # pages that cannot be freed stay
                     self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
-        self.memory.meet(MEETING, "giving parameters up")  # counted until it is freed
+        self.memory.meet(MEETING, "unsharing parameters")  # counted until it is freed
         self._count()
 
 
-class InPlace:
+class SharedUnshard:
     """Replaces the all-gathers of one of `fully_shard`'s groups whose parameters are shared."""
 
     def __init__(self, params: Any) -> None:
@@ -179,7 +179,7 @@ class InPlace:
         register_whole(self.params)
 
 
-def hold_in_common(sharded: ShardedModel) -> Common | None:
+def share_parameters(sharded: ShardedModel) -> SharedParameters | None:
     """Make shared memory for the parameters of `sharded`; None where ranks cannot share them.
 
     All ranks must call. Parameters cannot be shared where they are cast or on another device, where
@@ -189,15 +189,15 @@ def hold_in_common(sharded: ShardedModel) -> Common | None:
     cast = any(p.mp_policy.param_dtype is not None for p in sharded.fsdp_params())
     if sharded.mesh.device_type != "cpu" or cast:
         return None
-    common, problem = None, ""
+    shared_params, problem = None, ""
     try:
-        common = Common(sharded)
+        shared_params = SharedParameters(sharded)
     except Unavailable as error:
         problem = str(error)
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if not any(problems):
-        return common
+        return shared_params
     if dist.get_rank() == 0:
         print(f"parameters are not in shared memory: {max(problems)}", file=sys.stderr)
     return None

@@ -31,7 +31,7 @@ from colotrain.engine.precision import dtype_of
 from colotrain.engine.probes import matmul_peak_flops
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
-from colotrain.engine.shm.shared_parameters import hold_in_common
+from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.engine.shm.transport import install
 from colotrain.models.loading import build
 from colotrain.planner.hardware import Costs
@@ -147,9 +147,9 @@ class Timed:
         prepare_blocks_(model, plan.train)
         self.sharded = shard_(model, plan, make_mesh(plan.plugin, "cpu"), groups)
         install(self.sharded)
-        common = hold_in_common(self.sharded)
-        share = common.share if common is not None else lambda fresh: None
-        materialise_(self.sharded, device="cpu", seed=0, share=share)
+        shared_params = share_parameters(self.sharded)
+        allocate = shared_params.allocate if shared_params is not None else lambda fresh: None
+        materialise_(self.sharded, device="cpu", seed=0, allocate=allocate)
         self.optimizer = ShardOptimizer(plan.optim, max_steps=1_000_000)
         self.optimizer.add(dict(model.named_parameters()))
         self.state = gradients.watch(self.sharded, frozen={})

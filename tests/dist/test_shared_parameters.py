@@ -1,4 +1,4 @@
-"""Parameters in common: training is as with gathers, and memory is there once."""
+"""Shared parameters: training is as with gathers, and memory is there once."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from colotrain.engine.probes import highest_peak, memory_now
 from colotrain.engine.sharding.fsdp_internals import put_shard
 from colotrain.engine.sharding.sharded_model import Group, make_mesh, shard_
 from colotrain.engine.shm import shared_memory
-from colotrain.engine.shm.shared_parameters import Common, hold_in_common
+from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import install
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import assert_alike, make_sharded, plan_of, run, train
 
 
-def held(plan: RunPlan, frozen: Sequence[str] = ()) -> Common:
-    """A sharded model's parameters in common."""
+def share(plan: RunPlan, frozen: Sequence[str] = ()) -> SharedParameters:
+    """The shared parameters of a sharded model."""
     sharded = make_sharded(plan, frozen)
     install(sharded)
-    common = hold_in_common(sharded)
-    assert common is not None
-    return common
+    shared_params = share_parameters(sharded)
+    assert shared_params is not None
+    return shared_params
 
 
 def trains_alike(rank: int, *plans: RunPlan, frozen: Sequence[str] = ()) -> None:
     for plan in plans:
         plain = train(make_sharded(plan, frozen), rank)
-        common = held(plan, frozen)
-        shared = train(common.sharded, rank, share=common.share)
-        assert all(group.in_common for group in common.sharded.groups)
+        shared_params = share(plan, frozen)
+        shared = train(shared_params.sharded, rank, allocate=shared_params.allocate)
+        assert all(group.is_shared for group in shared_params.sharded.groups)
         assert_alike(shared, plain)
 
 
@@ -61,13 +61,15 @@ def test_a_hybrid_mesh_has_one_copy_in_each_shard_group() -> None:
 
 def waits_for_updates(rank: int, plan: RunPlan) -> None:
     plain = train(make_sharded(plan), rank)
-    common = held(plan)
+    shared_params = share(plan)
 
     def before_update(step: int) -> None:
         if rank == step % 2:
             time.sleep(0.3)
 
-    slow = train(common.sharded, rank, share=common.share, before_update=before_update)
+    slow = train(
+        shared_params.sharded, rank, allocate=shared_params.allocate, before_update=before_update
+    )
     assert all(torch.equal(*pair) for pair in zip(slow, plain, strict=True))
 
 
@@ -76,23 +78,23 @@ def test_a_forward_waits_for_the_update_of_the_others(plugin: str) -> None:
     run(waits_for_updates, 2, plan_of(plugin, 2))
 
 
-def move_elsewhere(groups: Sequence[Group], common: Common) -> None:
-    """As gemini moves parameters to disk: other memory, and the common memory is given up."""
+def move_elsewhere(groups: Sequence[Group], shared_params: SharedParameters) -> None:
+    """As gemini moves parameters to disk: other memory, and the shared memory is freed."""
     for param in (param for group in groups for param in group.params):
         put_shard(param, torch.empty_like(param._sharded_param_data), fresh=False)
-    common.give_up(groups)
+    shared_params.unshare(groups)
 
 
-def gives_up(rank: int, plan: RunPlan) -> None:
+def unshares(rank: int, plan: RunPlan) -> None:
     plain = train(make_sharded(plan), rank)
-    common = held(plan)
+    shared_params = share(plan)
     used: list[set[str]] = []
 
     def before_update(step: int) -> None:
         used.append(set(state.used_here))
         if step == 1:
-            move_elsewhere(common.sharded.groups[1:3], common)
-            assert [g.in_common for g in common.sharded.groups] == [True, False, False, True]
+            move_elsewhere(shared_params.sharded.groups[1:3], shared_params)
+            assert [g.is_shared for g in shared_params.sharded.groups] == [True, False, False, True]
 
     def knows(found: GradientState) -> None:
         nonlocal state
@@ -100,28 +102,32 @@ def gives_up(rank: int, plan: RunPlan) -> None:
 
     state: GradientState
     mixed = train(
-        common.sharded, rank, share=common.share, before_update=before_update, knows=knows
+        shared_params.sharded,
+        rank,
+        allocate=shared_params.allocate,
+        before_update=before_update,
+        knows=knows,
     )
     assert all(torch.equal(*pair) for pair in zip(mixed, plain, strict=True))
-    assert used == [set(dict(common.sharded.module.named_parameters()))] * 3
+    assert used == [set(dict(shared_params.sharded.module.named_parameters()))] * 3
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_groups_that_move_elsewhere_are_gathered_again(num_ranks: int) -> None:
-    run(gives_up, num_ranks, plan_of("zero3", num_ranks))
+    run(unshares, num_ranks, plan_of("zero3", num_ranks))
 
 
 def counts_memory(rank: int, plan: RunPlan) -> None:
     model = nn.Linear(2048, 4096, bias=False)  # 32 MiB
-    common = hold_in_common(shard_(model, plan, make_mesh(plan.plugin, "cpu"), []))
-    assert common is not None
-    common.share(False)
-    common.populate()
+    shared_params = share_parameters(shard_(model, plan, make_mesh(plan.plugin, "cpu"), []))
+    assert shared_params is not None
+    shared_params.allocate(False)
+    shared_params.populate()
     resident, counted = psutil.Process().memory_info().rss, memory_now()[0]
     assert resident - counted == pytest.approx(16 << 20, abs=1 << 20)
     probes.reset_peak()
     probes._earlier.highest = 0  # not what building took
-    move_elsewhere(common.sharded.groups, common)
+    move_elsewhere(shared_params.sharded.groups, shared_params)
     dist.barrier()
     after = psutil.Process().memory_info().rss
     assert after - resident == pytest.approx((16 - 32) << 20, abs=2 << 20)
@@ -129,12 +135,12 @@ def counts_memory(rank: int, plan: RunPlan) -> None:
     assert highest_peak() < counted + (20 << 20)  # with the copy, and without the others' part
 
 
-def test_each_rank_counts_its_own_part_and_what_is_given_up_is_free() -> None:
+def test_each_rank_counts_its_own_part_and_what_is_unshared_is_free() -> None:
     run(counts_memory, 2, plan_of("zero3", 2))
 
 
 def in_half_precision(rank: int, plan: RunPlan) -> None:
-    assert hold_in_common(make_sharded(plan)) is None
+    assert share_parameters(make_sharded(plan)) is None
 
 
 def test_parameters_that_are_cast_are_gathered() -> None:
@@ -144,7 +150,7 @@ def test_parameters_that_are_cast_are_gathered() -> None:
 def finds_no_room(rank: int, plan: RunPlan) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "available_bytes", lambda: 1000)
-        assert hold_in_common(make_sharded(plan)) is None
+        assert share_parameters(make_sharded(plan)) is None
 
 
 def test_without_room_for_one_copy_parameters_are_gathered() -> None:
