@@ -82,11 +82,11 @@ def values(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 100, (numel,)).to(dtype)
 
 
-def gathered(channel: Channel, part: Tensor, *, lent: bool, async_op: bool = False) -> Tensor:
+def gathered(channel: Channel, part: Tensor, *, in_buffer: bool, async_op: bool = False) -> Tensor:
     """The all-gather of `part`, in place in a shared buffer or between private tensors."""
     comm, numel = SharedAllGather(channel), part.numel() * channel.size
     output = torch.empty(numel, dtype=part.dtype)
-    if lent:
+    if in_buffer:
         output = comm.allocate((numel,), dtype=part.dtype, device=CPU)
         part = output.view(channel.size, -1)[channel.rank].copy_(part)
     work = comm(output, part, channel.group, async_op)
@@ -109,11 +109,13 @@ def equals_process_group(rank: int) -> None:
     channel = make_channel()
     for dtype in DTYPES:
         for numel in NUMELS:
-            for lent in (True, False):
+            for in_buffer in (True, False):
                 part = values(numel, dtype)
                 told = torch.cat(everyones(part, channel.group))
-                found = gathered(channel, part, lent=lent, async_op=random.choice((True, False)))
-                assert torch.equal(found, told), (dtype, numel, lent)
+                found = gathered(
+                    channel, part, in_buffer=in_buffer, async_op=random.choice((True, False))
+                )
+                assert torch.equal(found, told), (dtype, numel, in_buffer)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -141,7 +143,7 @@ def results(channel: Channel, *, seed: int) -> list[Tensor]:
     for _ in range(50):
         time.sleep(random.random() * random.choice((0.0, 0.0, 0.002, 0.02)))
         part = torch.randn(10_001, generator=generator)
-        told = gathered(channel, part, lent=random.random() < 0.8)
+        told = gathered(channel, part, in_buffer=random.random() < 0.8)
         held = [*held[len(held) - random.choice((0, 1, 1, 2)) :], (told, told.clone())][-3:]
         found.append(told.clone())
         assert all(torch.equal(now, then) for now, then in held)
@@ -154,15 +156,15 @@ def test_gathers_are_the_same_bits_for_any_order_of_arrival_and_any_buffers() ->
 
 def lets_go_late(rank: int) -> None:
     channel = make_channel()
-    held = [gathered(channel, torch.randn(1000), lent=True)]
+    held = [gathered(channel, torch.randn(1000), in_buffer=True)]
     if rank == 0:
         held.clear()
     for _ in range(2):
-        gathered(channel, torch.randn(1000), lent=True)
+        gathered(channel, torch.randn(1000), in_buffer=True)
     held.clear()
     dist.barrier()
     for _ in range(2):
-        assert channel.buffer.holds(gathered(channel, torch.randn(1000), lent=True))
+        assert channel.buffer.holds(gathered(channel, torch.randn(1000), in_buffer=True))
 
 
 def test_a_buffer_that_one_rank_held_for_long_is_shared_again_afterwards() -> None:
@@ -179,7 +181,7 @@ def two_meshes(rank: int) -> None:
         for channel in opened:
             part = torch.randn(1000)
             told = torch.cat(everyones(part, channel.group))
-            assert torch.equal(gathered(channel, part, lent=True), told)
+            assert torch.equal(gathered(channel, part, in_buffer=True), told)
 
 
 def test_channels_of_a_mesh_do_not_disturb_each_other() -> None:
@@ -337,7 +339,7 @@ def loses_a_peer(rank: int, folder: Path, hang: bool) -> None:
         while time.time() - started < 60:
             if hang and rank == 1 and time.time() - started > 0.5:
                 time.sleep(60)
-            gathered(channel, part, lent=random.random() < 0.8)
+            gathered(channel, part, in_buffer=random.random() < 0.8)
     except PeerLost as error:
         (folder / f"error{rank}").write_text(f"{time.time()} {error}")
     finally:

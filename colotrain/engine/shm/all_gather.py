@@ -23,7 +23,7 @@ WINDOW_BYTES = 4 << 20
 """Bytes of each rank's window. It has two halves: one is filled while the other is read."""
 PATIENCE_S = 0.5
 """Seconds to wait until other ranks have released a buffer, before using ordinary memory."""
-MEET, RELEASED, NUM_BELLS = 0, 1, 2  # what the semaphores count
+BARRIER, RELEASED, NUM_SEMAPHORES = 0, 1, 2  # what the semaphores count
 CALL_FIELDS = 3
 
 
@@ -32,7 +32,7 @@ class Buffer:
 
     def __init__(self, channel: Channel, start: int, num_bytes: int) -> None:
         self.channel, self.start, self.num_bytes = channel, start, num_bytes
-        self.lent: weakref.ref[Any] | None = None
+        self.in_use: weakref.ref[Any] | None = None
         self.shared = False
         """Whether the tensor that uses the buffer took part in a collective."""
         self.owed: Counter[int] = Counter()
@@ -41,29 +41,29 @@ class Buffer:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return a tensor in this buffer; None where it does not fit or the buffer is in use."""
         num_bytes = numel * dtype.itemsize
-        if self.lent is not None or not 0 < num_bytes <= self.num_bytes or not self._is_free():
+        if self.in_use is not None or not 0 < num_bytes <= self.num_bytes or not self._is_free():
             return None
-        lent = self.channel.memory.lend(self.start, num_bytes)
-        self.lent, self.shared = weakref.ref(lent, self._returned), False
-        return torch.frombuffer(lent, dtype=dtype, count=numel)
+        view = self.channel.memory.buffer_at(self.start, num_bytes)
+        self.in_use, self.shared = weakref.ref(view, self._released), False
+        return torch.frombuffer(view, dtype=dtype, count=numel)
 
     def _is_free(self) -> bool:
         memory = self.channel.memory
         for rank in self.owed.elements():
-            if not memory.heard(RELEASED, rank, within_s=PATIENCE_S):
+            if not memory.try_wait(RELEASED, rank, within_s=PATIENCE_S):
                 return False
             self.owed[rank] -= 1
         return True
 
     def holds(self, tensor: Tensor) -> bool:
         first = self.channel.address + self.start
-        return self.lent is not None and tensor.data_ptr() == first
+        return self.in_use is not None and tensor.data_ptr() == first
 
-    def _returned(self, _: object) -> None:
-        self.lent = None
+    def _released(self, _: object) -> None:
+        self.in_use = None
         if self.shared and os.getpid() == self.channel.pid:
             for peer in self.channel.peers:
-                self.channel.memory.ring(RELEASED, peer)
+                self.channel.memory.post(RELEASED, peer)
 
 
 class Channel:
@@ -80,22 +80,24 @@ class Channel:
         buffer_bytes = round_up(buffer_bytes, PAGE)
         calls_bytes = round_up(2 * self.size * CALL_FIELDS * 8, PAGE)
         self.half_bytes = WINDOW_BYTES // 2
-        common = calls_bytes + buffer_bytes
-        self.memory = SharedMemory(group, common + self.size * WINDOW_BYTES, num_bells=NUM_BELLS)
+        shared_bytes = calls_bytes + buffer_bytes
+        self.memory = SharedMemory(
+            group, shared_bytes + self.size * WINDOW_BYTES, num_semaphores=NUM_SEMAPHORES
+        )
         self.address = self.memory.bytes(0, 1).data_ptr()
         self.calls = self.memory.bytes(0, calls_bytes).view(torch.int64)
         self.buffer = Buffer(self, calls_bytes, buffer_bytes)
-        self.windows = [common + rank * WINDOW_BYTES for rank in range(self.size)]
-        self.num_meetings = self.num_rounds = 0
+        self.windows = [shared_bytes + rank * WINDOW_BYTES for rank in range(self.size)]
+        self.num_exchanges = self.num_rounds = 0
 
     def barrier(self) -> None:
-        self.memory.meet(MEET, "all-gather")
+        self.memory.barrier(BARRIER, "all-gather")
 
-    def meet(self, call: tuple[int, int, int]) -> list[list[int]]:
+    def exchange(self, call: tuple[int, int, int]) -> list[list[int]]:
         """Wait for all ranks; returns what each gathers: bytes, dtype, 1 if it is in the buffer."""
-        self.num_meetings += 1
+        self.num_exchanges += 1
         calls = self.calls[: 2 * self.size * CALL_FIELDS].view(2, self.size, CALL_FIELDS)
-        calls = calls[self.num_meetings % 2]  # a rank may be one call ahead, not two
+        calls = calls[self.num_exchanges % 2]  # a rank may be one call ahead, not two
         calls[self.rank] = torch.tensor(call)
         self.barrier()
         found = cast(list[list[int]], calls.tolist())
@@ -116,7 +118,7 @@ class Channel:
         own = output.chunk(self.size)[self.rank] if output.numel() else output
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
-        found = self.meet((own.nbytes, _code(own.dtype), int(direct)))
+        found = self.exchange((own.nbytes, _code(own.dtype), int(direct)))
         if direct:  # otherwise another tensor may still use the buffer and release it
             buffer.shared = True
         buffer.owed.update(peer for peer in self.peers if found[peer][2])

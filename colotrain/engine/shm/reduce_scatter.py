@@ -37,7 +37,7 @@ MOST_WRITTEN_BYTES = 32 << 20
 """Upper bound of the bytes that a rank writes for all others; larger groups go in pieces."""
 SUM_BYTES = 256 << 10
 """Bytes summed at a time, so that a piece stays in a core's cache."""
-WRITTEN, READ, NUM_BELLS = 0, 1, 2  # what the semaphores count
+WRITTEN, READ, NUM_SEMAPHORES = 0, 1, 2  # what the semaphores count
 
 
 @dataclass(slots=True)
@@ -103,12 +103,12 @@ class Reduction:
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
         self.part_bytes = part_bytes(sharded)
-        self.said_bytes = round_up(self.size * NUM_SLOTS * 16, PAGE)
+        self.header_bytes = round_up(self.size * NUM_SLOTS * 16, PAGE)
         num_parts = NUM_SLOTS * self.size * (self.size - 1)
-        num_bytes = self.said_bytes + num_parts * self.part_bytes
-        self.memory = SharedMemory(group, num_bytes, num_bells=NUM_BELLS)
-        said = self.memory.bytes(0, self.size * NUM_SLOTS * 16).view(torch.int64)
-        self.said = said.view(NUM_SLOTS, self.size, 2)
+        num_bytes = self.header_bytes + num_parts * self.part_bytes
+        self.memory = SharedMemory(group, num_bytes, num_semaphores=NUM_SEMAPHORES)
+        headers = self.memory.bytes(0, self.size * NUM_SLOTS * 16).view(torch.int64)
+        self.headers = headers.view(NUM_SLOTS, self.size, 2)
         """int64 [slot, rank, 2], shared: index of the group and bytes that a rank has written."""
         self.written: deque[Message] = deque()
         """Messages that this rank has written and not yet summed."""
@@ -128,7 +128,7 @@ class Reduction:
         self.memory.close()
 
     def _post_backward(self, index: int, params: Any, *_: object) -> None:
-        if each := taken_from(params):
+        if each := take_gradients(params):
             dtype = reduce_dtype_of(params) or each[0].whole.dtype
             self.reduce(Gradients(index, params, each, dtype))
 
@@ -169,20 +169,20 @@ class Reduction:
             for peer in self.peers:
                 self.memory.wait(READ, peer, what="reduce-scatter")
         self.count += 1
-        said = torch.tensor((message.gradients.index, message.num_bytes))
-        self.said[message.slot, self.rank] = said
+        header = torch.tensor((message.gradients.index, message.num_bytes))
+        self.headers[message.slot, self.rank] = header
         for peer in self.peers:
             parts = self._parts(message, self.rank, peer)
             for part, (gradient, first, last) in zip(parts, message.parts, strict=True):
                 rows = gradient.rows(peer, first, last)
                 part[: rows.numel()] = rows
-            self.memory.ring(WRITTEN, peer)
+            self.memory.post(WRITTEN, peer)
         self.written.append(message)
 
     def _parts(self, message: Message, writer: int, reader: int) -> Sequence[Tensor]:
         """Return the memory in which `writer` puts data for `reader`: one flat tensor per part."""
         place = (message.slot * self.size + writer) * (self.size - 1) + reader - (reader > writer)
-        at = self.said_bytes + place * self.part_bytes
+        at = self.header_bytes + place * self.part_bytes
         flat = self.memory.bytes(at, message.num_bytes).view(message.gradients.dtype)
         return flat.split([last - first for _, first, last in message.parts])
 
@@ -190,23 +190,23 @@ class Reduction:
         gradients = message.gradients
         for peer in self.peers:
             self.memory.wait(WRITTEN, peer, what="reduce-scatter")
-        said = self.said[message.slot].tolist()
-        if any(other != said[self.rank] for other in said):
+        headers = self.headers[message.slot].tolist()
+        if any(header != headers[self.rank] for header in headers):
             raise ValueError(
-                f"reduce-scatter: the ranks reduce different groups (index, bytes: {said}): all "
+                f"reduce-scatter: the ranks reduce different groups (index, bytes: {headers}): all "
                 "ranks must run the same modules in the same order"
             )
         if gradients.each[0].sums is None:
             self._begin(gradients)
-        theirs = [self._parts(message, peer, self.rank) for peer in self.peers]
-        for (gradient, first, last), *others in zip(message.parts, *theirs, strict=True):
+        of_peers = [self._parts(message, peer, self.rank) for peer in self.peers]
+        for (gradient, first, last), *others in zip(message.parts, *of_peers, strict=True):
             own = gradient.rows(self.rank, first, last)
             summands = [other[: own.numel()] for other in others]
             summands.insert(self.rank, own)
             assert gradient.sums is not None
             sum_in_order(summands, gradient.sums[first : first + own.numel()], onto=gradient.onto)
         for peer in self.peers:
-            self.memory.ring(READ, peer)
+            self.memory.post(READ, peer)
         if message.is_last:
             self._end(gradients)
 
@@ -214,15 +214,15 @@ class Reduction:
         """Choose where the sums go: onto those of earlier micro-batches, or into new memory."""
         if gradients.replicated:  # sums become gradients only after the step's last micro-batch
             known = self.partial.pop(gradients.index, None)
-            gradients.flat = _lay(gradients.each, gradients.dtype, onto=known)
+            gradients.flat = _allocate_sums(gradients.each, gradients.dtype, onto=known)
             return
-        fresh = []
+        new = []
         for gradient in gradients.each:
             if (grad := gradient.param.sharded_param.grad) is None:
-                fresh.append(gradient)
+                new.append(gradient)
             else:
                 gradient.sums, gradient.onto = local_of(grad).view(-1), True
-        _lay(fresh, dtype_of(gradients.params) or gradients.dtype)
+        _allocate_sums(new, dtype_of(gradients.params) or gradients.dtype)
 
     def _end(self, gradients: Gradients) -> None:
         """Store the sums as gradients, after the all-reduce between replicas if there are any."""
@@ -236,10 +236,10 @@ class Reduction:
         for gradient in gradients.each:
             assert gradient.sums is not None
             is_there = gradient.onto and not gradients.replicated
-            hand_over(params, gradient, gradient.sums, is_there=is_there)
+            accumulate_gradient(params, gradient, gradient.sums, is_there=is_there)
 
 
-class Alone:
+class SingleRankGradients:
     """Stores the gradients of a model on a single rank without copying them.
 
     `fully_shard` copies each group's gradients twice even then, to reduce and to divide them.
@@ -254,11 +254,11 @@ class Alone:
             params.post_backward = partial(self._post_backward, params)
 
     def _post_backward(self, params: Any, *_: object) -> None:
-        for gradient in taken_from(params):
-            hand_over(params, gradient, gradient.whole, is_there=False)
+        for gradient in take_gradients(params):
+            accumulate_gradient(params, gradient, gradient.whole, is_there=False)
 
 
-def taken_from(params: Any) -> list[Gradient]:
+def take_gradients(params: Any) -> list[Gradient]:
     """Take a group's gradients when backward has them all, so that `fully_shard` reduces none.
 
     Its own `post_backward` (torch 2.13) still runs: it frees the parameters.
@@ -268,7 +268,9 @@ def taken_from(params: Any) -> list[Gradient]:
         torchs_own(params)
         return []
     even = params.reduce_scatter_unused_params
-    each = [taken for param in params.fsdp_params if (taken := _take(param, even)) is not None]
+    each = [
+        taken for param in params.fsdp_params if (taken := _take_gradient(param, even)) is not None
+    ]
     try:
         params.reduce_scatter_unused_params = False
         torchs_own(params)
@@ -277,7 +279,7 @@ def taken_from(params: Any) -> list[Gradient]:
     return each
 
 
-def hand_over(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) -> None:
+def accumulate_gradient(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) -> None:
     """Add `sums` to the sharded parameter's gradient, then run its post-accumulate hooks.
 
     With `is_there` they were added already.
@@ -292,7 +294,9 @@ def hand_over(params: Any, gradient: Gradient, sums: Tensor, *, is_there: bool) 
         hook(leaf)
 
 
-def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = None) -> Tensor:
+def _allocate_sums(
+    each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = None
+) -> Tensor:
     """Let the sums of `each` lie one after the other in `onto`, or in new memory."""
     sizes = [numel_of(gradient.param) for gradient in each]
     flat = torch.empty(sum(sizes), dtype=dtype) if onto is None else onto
@@ -301,7 +305,7 @@ def _lay(each: Sequence[Gradient], dtype: torch.dtype, *, onto: Tensor | None = 
     return flat
 
 
-def _take(param: Any, even: bool) -> Gradient | None:
+def _take_gradient(param: Any, even: bool) -> Gradient | None:
     """Take the gradient from `param`; with `even`, zeros for a trainable one that was not used."""
     if whole_of(param) is None:
         return None

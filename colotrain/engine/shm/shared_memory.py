@@ -56,7 +56,7 @@ class _Timespec(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Hello:
+class _PeerInfo:
     """What each rank tells the others before they share memory."""
 
     host: str
@@ -69,8 +69,8 @@ class _Hello:
 class SharedMemory:
     """`num_bytes` of memory, zero at first, mapped by all ranks of a group on one host.
 
-    All ranks of `group` must create it together. It also has `num_bells` semaphores for each
-    ordered pair of ranks: `ring` posts one for a rank, `wait` waits for one.
+    All ranks of `group` must create it together. It also has `num_semaphores` semaphores for each
+    ordered pair of ranks: `post` posts one for a rank, `wait` waits for one.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class SharedMemory:
         group: dist.ProcessGroup,
         num_bytes: int,
         *,
-        num_bells: int,
+        num_semaphores: int,
         share_of_free: float = SHARE_OF_FREE_MEMORY,
     ) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.timeout_s = timeout_s(group)
-        num_semaphores = num_bells * self.size**2
-        self._start = round_up(HEADER_BYTES + num_semaphores * SEMAPHORE_BYTES, PAGE)
+        total = num_semaphores * self.size**2
+        self._start = round_up(HEADER_BYTES + total * SEMAPHORE_BYTES, PAGE)
         self.num_bytes = self._start + round_up(num_bytes, PAGE)
-        self._map(num_semaphores, share_of_free)
+        self._map(total, share_of_free)
         self.header = memoryview(self.memory)[:HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + HEADER_BYTES
 
@@ -98,24 +98,24 @@ class SharedMemory:
                 fd = _create(self.num_bytes, num_semaphores, token, share_of_free)
         except (OSError, Unavailable) as error:
             problem = str(error)
-        mine = _Hello(host=_host(), pid=os.getpid(), fd=fd, token=token, problem=problem)
-        hellos: list[_Hello] = _tell(self.group, mine)
+        own = _PeerInfo(host=_host(), pid=os.getpid(), fd=fd, token=token, problem=problem)
+        infos: list[_PeerInfo] = _all_gather(self.group, own)
         try:
-            _agree([hello.problem for hello in hellos])
-            if len({hello.host for hello in hellos}) > 1:
+            _agree([info.problem for info in infos])
+            if len({info.host for info in infos}) > 1:
                 raise Unavailable("its ranks run on different hosts")
             problem = None
             try:
-                self._attach(hellos)
+                self._attach(infos)
             except (OSError, AttributeError) as error:
                 problem = f"rank {self.ranks[self.rank]}: {error}"
-            _agree(_tell(self.group, problem))
+            _agree(_all_gather(self.group, problem))
         finally:
             if fd >= 0:
                 os.close(fd)
 
-    def _attach(self, hellos: list[_Hello]) -> None:
-        owner = hellos[0]
+    def _attach(self, infos: list[_PeerInfo]) -> None:
+        owner = infos[0]
         fd = os.open(f"/proc/{owner.pid}/fd/{owner.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self.memory = mmap.mmap(fd, self.num_bytes)
@@ -123,7 +123,7 @@ class SharedMemory:
             os.close(fd)
         if self.memory[:16] != owner.token:
             raise OSError("the process of another rank cannot be reached through /proc")
-        self.pids = [hello.pid for hello in hellos]
+        self.pids = [info.pid for info in infos]
         self.watched = [os.pidfd_open(pid) for pid in self.pids]
         self.close = weakref.finalize(self, _close, self.watched)
         """Stop watching the other ranks. The last tensor that uses the memory unmaps it."""
@@ -138,29 +138,29 @@ class SharedMemory:
         if num_bytes:
             self.memory.madvise(advice, self._start + start, num_bytes)
 
-    def lend(self, start: int, num_bytes: int) -> Any:
+    def buffer_at(self, start: int, num_bytes: int) -> Any:
         """Return the shared bytes as an object of their own, which can have a weak reference."""
         return (ctypes.c_ubyte * num_bytes).from_buffer(self.memory, self._start + start)
 
-    def _bell(self, bell: int, sender: int, receiver: int) -> ctypes.c_void_p:
-        index = (bell * self.size + receiver) * self.size + sender
+    def _pointer(self, semaphore: int, sender: int, receiver: int) -> ctypes.c_void_p:
+        index = (semaphore * self.size + receiver) * self.size + sender
         return ctypes.c_void_p(self._address + index * SEMAPHORE_BYTES)
 
-    def ring(self, bell: int, receiver: int) -> None:
-        """Post semaphore `bell` of the rank `receiver`."""
-        _libc.sem_post(self._bell(bell, self.rank, receiver))
+    def post(self, semaphore: int, receiver: int) -> None:
+        """Post `semaphore` of the rank `receiver`."""
+        _libc.sem_post(self._pointer(semaphore, self.rank, receiver))
 
-    def wait(self, bell: int, sender: int, *, what: str) -> None:
-        """Wait until the rank `sender` has posted semaphore `bell` of this rank.
+    def wait(self, semaphore: int, sender: int, *, what: str) -> None:
+        """Wait until the rank `sender` has posted `semaphore` of this rank.
 
         Raises `PeerLost` within seconds of the end of that process, or when any rank found another
         one ended, or after the timeout of the process group. Time in which this process was stopped
         (SIGSTOP) does not count, because the other ranks were stopped too.
         """
         waited_s, looked_at = 0.0, time.monotonic()
-        while not self.heard(bell, sender, within_s=LOOK_EVERY_S):
+        while not self.try_wait(semaphore, sender, within_s=LOOK_EVERY_S):
             lost = self._lost(sender)
-            if lost is not None and not self.heard(bell, sender, within_s=0.0):
+            if lost is not None and not self.try_wait(semaphore, sender, within_s=0.0):
                 self.header[LOST] = lost + 1
                 name = f"rank {self.ranks[lost]} (process {self.pids[lost]})"
                 raise PeerLost(f"Connection closed by peer: {name} has gone during {what}")
@@ -170,24 +170,24 @@ class SharedMemory:
                 name = f"rank {self.ranks[sender]}"
                 raise PeerLost(f"Timed out waiting {self.timeout_s:g} s for {name} in {what}")
 
-    def meet(self, bell: int, what: str) -> None:
-        """Wait until all ranks are here: a barrier on semaphore `bell`. Raises as `wait` does."""
+    def barrier(self, semaphore: int, what: str) -> None:
+        """Wait until all ranks are here, by means of `semaphore`. Raises as `wait` does."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for peer in peers:
-            self.ring(bell, peer)
+            self.post(semaphore, peer)
         for peer in peers:
-            self.wait(bell, peer, what=what)
+            self.wait(semaphore, peer, what=what)
 
-    def heard(self, bell: int, sender: int, *, within_s: float) -> bool:
-        """Wait about `within_s` for semaphore `bell` of the rank `sender`; False if not posted."""
-        semaphore = self._bell(bell, sender, self.rank)
+    def try_wait(self, semaphore: int, sender: int, *, within_s: float) -> bool:
+        """Wait about `within_s` for `sender` to post `semaphore`; False if it was not posted."""
+        pointer = self._pointer(semaphore, sender, self.rank)
         for _ in range(TRIES):
-            if _libc.sem_trywait(semaphore) == 0:
+            if _libc.sem_trywait(pointer) == 0:
                 return True
             os.sched_yield()
         if within_s == 0.0:
             return False
-        return _sleep(semaphore, within_s)
+        return _sleep(pointer, within_s)
 
     def _lost(self, sender: int) -> int | None:
         """Return the rank that some rank found ended, or `sender` if it has ended, or None."""
@@ -239,7 +239,7 @@ def _host() -> str:
     return " ".join((socket.gethostname(), *known))
 
 
-def _tell(group: dist.ProcessGroup, value: Any) -> list[Any]:
+def _all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

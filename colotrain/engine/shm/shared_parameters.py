@@ -38,7 +38,7 @@ MADV_POPULATE_WRITE = 23
 ALIGNMENT = 64
 SHARE_OF_FREE_MEMORY = 0.9
 """Largest part of free memory that may be used: each rank's own shards would need it, too."""
-MEETING = 0  # index of the only semaphore
+BARRIER = 0  # index of the only semaphore
 
 
 class SharedParameters:
@@ -60,7 +60,9 @@ class SharedParameters:
             end += self.ranges[part.name][1]
         self.memory = None
         if self.size > 1 and end:
-            self.memory = SharedMemory(group, end, num_bells=1, share_of_free=SHARE_OF_FREE_MEMORY)
+            self.memory = SharedMemory(
+                group, end, num_semaphores=1, share_of_free=SHARE_OF_FREE_MEMORY
+            )
         self.parts: dict[str, Group] = {}
         """Group name → group whose parameters are in shared memory now."""
 
@@ -87,9 +89,9 @@ class SharedParameters:
                 SharedUnshard(params).replace_gathers()
             self.parts[part.name] = part
         root = self.sharded.module
-        root.register_forward_pre_hook(lambda *_: self._meet(), prepend=True)
+        root.register_forward_pre_hook(lambda *_: self._wait_for_updates(), prepend=True)
 
-    def _meet(self) -> None:
+    def _wait_for_updates(self) -> None:
         """Wait for the other ranks' updates, before a forward that finds the parameters not in use.
 
         The root group shows whether they are in use: every rank runs the root module in every
@@ -98,7 +100,7 @@ class SharedParameters:
         root = self.sharded.groups[-1].fsdp_groups
         in_use = root and all(params.is_unsharded for params in root)
         if self.memory is not None and not in_use:
-            self.memory.meet(MEETING, "the parameters' update")
+            self.memory.barrier(BARRIER, "the parameters' update")
 
     def populate(self) -> None:
         """Touch all shared pages, so that this rank's part of them counts as used memory."""
@@ -133,12 +135,12 @@ class SharedParameters:
                 SharedUnshard.restore_gathers(params, self.size)
         if self.memory is None:
             return
-        self.memory.meet(MEETING, "unsharing parameters")
+        self.memory.barrier(BARRIER, "unsharing parameters")
         if self.rank == 0:
             for part in gone:
                 with suppress(OSError):  # pages that cannot be freed stay
                     self.memory.advise(mmap.MADV_REMOVE, *self.ranges[part.name])
-        self.memory.meet(MEETING, "unsharing parameters")  # counted until it is freed
+        self.memory.barrier(BARRIER, "unsharing parameters")  # counted until it is freed
         self._count()
 
 

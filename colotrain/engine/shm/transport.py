@@ -26,7 +26,7 @@ from colotrain.engine.sharding.fsdp_internals import (
 )
 from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
 from colotrain.engine.shm.all_gather import Channel
-from colotrain.engine.shm.reduce_scatter import Alone, Reduction
+from colotrain.engine.shm.reduce_scatter import Reduction, SingleRankGradients
 from colotrain.engine.shm.shared_memory import Unavailable
 
 LARGEST_BUFFER_BYTES = 64 << 20
@@ -84,7 +84,7 @@ class Transport:
 
     def close(self) -> None:
         """Return to the process group's collectives. All ranks must call, between two steps."""
-        _use(self.sharded, DefaultAllGather())
+        _set_all_gather(self.sharded, DefaultAllGather())
         self.reduction.close()
         self.channel.memory.close()
 
@@ -99,7 +99,7 @@ def install(sharded: ShardedModel) -> Transport | None:
     if sharded.mesh.device_type != "cpu":
         return None
     if sharded.mesh.size() == 1:
-        Alone(sharded).install()
+        SingleRankGradients(sharded).install()
     if group.size() == 1:
         return None
     channel, reduction, problem = None, None, None
@@ -115,16 +115,16 @@ def install(sharded: ShardedModel) -> Transport | None:
         if dist.get_rank() == 0:
             print(f"shared memory is not used between ranks: {known[0]}", file=sys.stderr)
         return None
-    _use(sharded, SharedAllGather(channel))
+    _set_all_gather(sharded, SharedAllGather(channel))
     reduction.install()
     for sharded_group in sharded.groups:
         state = state_of(sharded_group.handle)
         for module in modules_of(state):
-            module.register_forward_pre_hook(partial(_let_go, state))
+            module.register_forward_pre_hook(partial(_drop_buffer, state))
     return Transport(sharded, channel, reduction)
 
 
-def _let_go(state: Any, *_: object) -> None:
+def _drop_buffer(state: Any, *_: object) -> None:
     """Drop the buffer of a group's all-gather, which `fully_shard` keeps until the next one.
 
     A GPU's stream may still copy from it; on CPU the copy is done when the group's forward begins.
@@ -145,6 +145,6 @@ def buffer_bytes(sharded: ShardedModel) -> int:
     return largest
 
 
-def _use(sharded: ShardedModel, gather: AllGather) -> None:
+def _set_all_gather(sharded: ShardedModel, gather: AllGather) -> None:
     for group in sharded.groups:
         group.handle.set_custom_all_gather(gather)
