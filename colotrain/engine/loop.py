@@ -56,8 +56,8 @@ def train(run: Run) -> str:
             clock.lap("compute_s", less=batches.seconds)
             result = agree(run, totals)
         clock.lap("reduce_s")
-        if result.settle:
-            settle_(run)
+        if result.update_placement:
+            update_placement_(run)
         extra = measure_noise(run) if result.noise and result.finite else {}
         recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
         if result.record:
@@ -155,7 +155,7 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     run.stop_reason = run.wish()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
-    short, due = run.tiers is not None and run.tiers.is_short(), run.saver.is_time()
+    short, due = run.tiers is not None and run.tiers.exceeds_budget(), run.saver.is_time()
     wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
     took_s = run.progress.elapsed_s()
     wish = torch.tensor([*wishes, order, order * order, took_s], dtype=torch.float64)
@@ -166,7 +166,7 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     dist.all_reduce(shared)
     shared = shared.cpu()  # the only wait for the device in a step
     told = shared[:10].tolist()
-    loss_sum, count, stop, record, noisy, settle, save, orders, squares, took_s = told
+    loss_sum, count, stop, record, noisy, update_placement, save, orders, squares, took_s = told
     monitor.note_duration(run, took_s / dist.get_world_size())
     if orders * orders != squares * dist.get_world_size():  # equal only if all orders are the same
         raise ColotrainError(
@@ -183,22 +183,22 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
         record=record > 0 or is_due(run.step + 1, run.plan.observe.grads_every),
         noise=noisy > 0,
         save=save > 0 or is_due(run.step + 1, run.plan.checkpoint.every),
-        settle=settle > 0,
+        update_placement=update_placement > 0,
         totals=totals,
     )
 
 
-def settle_(run: Run) -> None:
+def update_placement_(run: Run) -> None:
     """Place groups in tiers anew, from the memory used so far. All ranks must call.
 
     If the new placement fails (a full disk), the steps done so far are saved before the run ends.
     """
     assert run.tiers is not None
     run.phase = "placement"
-    first = not run.tiers.settled
+    first = not run.tiers.measured
     run.saver.before_update()  # the save may read from tensors that move
     try:
-        changed = run.tiers.settle(run.optimizer)
+        changed = run.tiers.update_placement(run.optimizer)
     except ColotrainError:
         if run.step:
             checkpoint.save(run)
@@ -208,7 +208,7 @@ def settle_(run: Run) -> None:
         return
     if changed or first:
         run.events.write("tiers", step=run.step, **run.tiers.describe())
-    if run.tiers.exhausted:
+    if run.tiers.cannot_offload_more:
         text = "plugin.budget is exceeded, and nothing is left that could go to a lower tier"
         run.events.write("note", text=f"step {run.step + 1}: {text}")
 

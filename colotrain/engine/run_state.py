@@ -179,7 +179,7 @@ class StepResult:
     stop: bool
     record: bool
     """Whether statistics of every gradient are due."""
-    settle: bool
+    update_placement: bool
     """Whether to place groups anew: a rank is short of memory, or the first step was measured."""
     noise: bool
     """Whether gradient noise was asked for, too."""

@@ -44,7 +44,7 @@ from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import LATE, train
 from colotrain.engine.model_checks import check_dtypes
-from colotrain.engine.offload.group_bytes import guess, weigh
+from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
 from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs, dtype_of
@@ -224,8 +224,8 @@ def prepare(
     mesh = make_mesh(plan.plugin, plan.cluster.device)
     tiers = None
     if plan.plugin.budget is not None:
-        sizes = weigh(model, groups, plan, state_ratio(plan.optim))
-        tiers = Tiers(plan, rundir, sizes, guess(plan, sizes))
+        sizes = measure_bytes(model, groups, plan, state_ratio(plan.optim))
+        tiers = Tiers(plan, rundir, sizes, estimate_non_model_bytes(plan, sizes))
     offloads = tiers.offloads if tiers else lambda index: False
     sharded = shard_(model, plan, mesh, groups, offloads=offloads)
     transport = install(sharded)

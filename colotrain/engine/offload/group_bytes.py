@@ -16,7 +16,9 @@ from colotrain.spec.plan import RunPlan
 Modules = list[tuple[str, list[nn.Module]]]
 
 
-def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) -> list[GroupBytes]:
+def measure_bytes(
+    model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float
+) -> list[GroupBytes]:
     """Return the bytes of each group per rank, the root group's last.
 
     Gradients and optimizer state count for every parameter that trains now or is unfrozen later;
@@ -24,7 +26,7 @@ def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) 
     rank, because shards are counted with the padding that makes them equal.
     """
     ranks = plan.plugin.mesh[-1]
-    thawed = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
+    unfrozen = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim and parameter.numel():
@@ -39,13 +41,13 @@ def weigh(model: nn.Module, groups: Modules, plan: RunPlan, state_ratio: float) 
             rows = -(-parameter.shape[0] // ranks)
             size = rows * (parameter.numel() // parameter.shape[0]) * parameter.itemsize
             whole += size
-            trained += size if parameter.requires_grad or matches(known_as, thawed) else 0
+            trained += size if parameter.requires_grad or matches(known_as, unfrozen) else 0
         state = round(trained * state_ratio)
         sizes.append(GroupBytes(name=name, parameters=whole, gradients=trained, optimizer=state))
     return sizes
 
 
-def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonModelBytes:
+def estimate_non_model_bytes(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonModelBytes:
     """Estimate what else a rank needs, before any step was measured. All ranks must call.
 
     At their peak these exist together: the gathered parameters of the root group, twice (once as
@@ -60,6 +62,6 @@ def guess(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonModelBytes:
     blocks = sorted(size.parameters for size in sizes[:-1])
     gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
     reduced = 3 * ranks * max(size.gradients for size in sizes)
-    passing = SAFETY * (gathered + reduced) + plan.memory.activations
-    compute = int(base) + int(passing)
+    temporary = SAFETY * (gathered + reduced) + plan.memory.activations
+    compute = int(base) + int(temporary)
     return NonModelBytes(compute=compute, update=int(base))

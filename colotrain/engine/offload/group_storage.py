@@ -1,7 +1,7 @@
 """The memory of one group's tensors on this rank, and moving the tensors between tiers.
 
 Parameters and gradients belong to `fully_shard`: its sharded tensors get other memory. In the state
-of torch's optimizer, tensors are replaced by those of `Home.kept`.
+of torch's optimizer, tensors are replaced by those of `GroupStorage.offloaded_state`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Home:
+class GroupStorage:
     """The memory of one group's tensors on this rank."""
 
     index: int
@@ -38,7 +38,7 @@ class Home:
     regions: dict[Kind, list[Region]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Parameter name → mapped memory for its sharded gradient."""
-    kept: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    offloaded_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Parameter name → key → tensor of optimizer state in a tier below the device."""
     last_trained: str = ""
     """Name of the group's last parameter whose gradient is reduced."""
@@ -69,18 +69,18 @@ class Home:
             return page_locked(sizes, dtypes)
         return [torch.empty(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
 
-    def keep_gradient(self, name: str, leaf: Tensor, store: DiskStore | None) -> Tensor:
+    def store_gradient(self, name: str, leaf: Tensor, store: DiskStore | None) -> Tensor:
         """Copy the sharded gradient of `leaf` to disk; returns its local part there."""
         local = local_of(leaf.grad)
         if name not in self.gradients:
-            self._make_room_for_gradients(store)
+            self._allocate_gradients(store)
         own = self.gradients[name].view(local.shape)
         if local.data_ptr() != own.data_ptr():
             own.copy_(local)
             leaf.grad = self.names[name].to_sharded_dtensor(own)
         return own
 
-    def _make_room_for_gradients(self, store: DiskStore | None) -> None:
+    def _allocate_gradients(self, store: DiskStore | None) -> None:
         missing = {
             name: param.sharded_param
             for name, param in self.names.items()
@@ -92,35 +92,35 @@ class Home:
         self.regions.setdefault("gradients", []).append(region)
         self.gradients |= dict(zip(missing, region.carve(sizes, dtypes), strict=True))
 
-    def raise_state(self, names: list[str], optimizer: Any, *, to_stay: bool) -> None:
+    def fetch_state(self, names: list[str], optimizer: Any, *, to_stay: bool) -> None:
         """Copy optimizer state to the shards' device; `to_stay` frees the lower tier's memory."""
         for name in names:
             shard = optimizer.shards[name]
-            for key, kept in self.kept.get(name, {}).items():
-                if kept.device != shard.device or to_stay:
-                    copy = kept.to(shard.device, non_blocking=True, copy=True)
+            for key, offloaded in self.offloaded_state.get(name, {}).items():
+                if offloaded.device != shard.device or to_stay:
+                    copy = offloaded.to(shard.device, non_blocking=True, copy=True)
                     optimizer.torch.state[shard][key] = copy
         if to_stay:
-            self.kept.clear()
+            self.offloaded_state.clear()
 
-    def lower_state(
+    def offload_state(
         self, names: list[str], optimizer: Any, tier: Tier, store: DiskStore | None
     ) -> None:
         """Copy the optimizer state of `names` to `tier`; tensors that are there already stay."""
         states = {name: _large(optimizer.torch.state[optimizer.shards[name]]) for name in names}
-        fresh = {n: s for n, s in states.items() if s and n not in self.kept}
+        fresh = {n: s for n, s in states.items() if s and n not in self.offloaded_state}
         if fresh:
-            self.kept |= self._make_room_for_state(fresh, tier, store)
+            self.offloaded_state |= self._allocate_state(fresh, tier, store)
         for name, state in states.items():
             for key, value in state.items():
-                kept = self.kept[name][key]
-                if value is not kept:
-                    kept.copy_(value, non_blocking=self.pinned)
+                offloaded = self.offloaded_state[name][key]
+                if value is not offloaded:
+                    offloaded.copy_(value, non_blocking=self.pinned)
                     if value.is_cuda:  # freed here while the copying stream still reads it
                         value.record_stream(torch.cuda.current_stream())
-                    optimizer.torch.state[optimizer.shards[name]][key] = kept
+                    optimizer.torch.state[optimizer.shards[name]][key] = offloaded
 
-    def _make_room_for_state(
+    def _allocate_state(
         self, states: State, tier: Tier, store: DiskStore | None
     ) -> dict[str, dict[str, Tensor]]:
         flat = [(n, k, t) for n, state in states.items() for k, t in state.items()]
@@ -131,10 +131,10 @@ class Home:
             tensors = region.carve(sizes, dtypes)
         else:
             tensors = self._on_host(sizes, dtypes)
-        kept: dict[str, dict[str, Tensor]] = {}
+        offloaded: dict[str, dict[str, Tensor]] = {}
         for (name, key, value), tensor in zip(flat, tensors, strict=True):
-            kept.setdefault(name, {})[key] = tensor.view(value.shape)
-        return kept
+            offloaded.setdefault(name, {})[key] = tensor.view(value.shape)
+        return offloaded
 
 
 def _take(store: DiskStore | None, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Region:

@@ -27,7 +27,7 @@ from colotrain.engine.offload.disk import (
     whole_pages,
     write,
 )
-from colotrain.engine.offload.group_storage import Home
+from colotrain.engine.offload.group_storage import GroupStorage
 from colotrain.engine.probes import held_now, memory_now, reset_peak
 from colotrain.engine.sharding.fsdp_internals import is_being_gathered, is_gathered_alone, local_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
@@ -58,26 +58,26 @@ class Tiers:
     """The tiers of a sharded model. Every decision here is the same on all ranks."""
 
     def __init__(
-        self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], guess: NonModelBytes
+        self, plan: RunPlan, rundir: RunDir, sizes: list[GroupBytes], estimate: NonModelBytes
     ) -> None:
         assert plan.plugin.budget is not None
         self.plan, self.budget, self.sizes = plan, plan.plugin.budget, sizes
         self.rundir = rundir
         self.device = plan.cluster.device
         self.top: Tier = "host" if self.device == "cpu" else "device"
-        self.non_model = guess
-        self.placement = self._decide(guess)
-        self.homes: list[Home] = []
+        self.non_model = estimate
+        self.placement = self._decide(estimate)
+        self.storages: list[GroupStorage] = []
         self.shared_params: SharedParameters | None = None
         self.norms: dict[str, Tensor] = {}
         """Parameter name → norm of its local gradient, where the gradient was moved to disk."""
         self.store: DiskStore | None = None
-        self.settled, self.exhausted = False, False
-        self.crowded = self.begun_empty = True
+        self.measured, self.cannot_offload_more = False, False
+        self.over_limit = self.freed_at_begin = True
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="tiers-read")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="tiers-write")
         self.writing: Future[None] | None = None
-        self.lane = torch.cuda.Stream() if self.device == "cuda" else None
+        self.copy_stream = torch.cuda.Stream() if self.device == "cuda" else None
         self.order: dict[tuple[int, int], int] = {}
         """The last two groups gathered → the group that was gathered after them the last time."""
         self.gathered = (-1, -1)
@@ -90,8 +90,8 @@ class Tiers:
     def begin_step(self) -> None:
         """Start measuring memory. Freed memory is kept while all fits: new pages cost time."""
         self.trim()
-        self.begun_empty = self.crowded or self.placement.streams or held_now() > self._limit
-        if self.begun_empty:
+        self.freed_at_begin = self.over_limit or self.placement.streams or held_now() > self._limit
+        if self.freed_at_begin:
             return_free_memory()
         reset_peak()
 
@@ -99,18 +99,18 @@ class Tiers:
         """Whether a group's parameters start below the device. On CPU they never do."""
         return self.device != "cpu" and self.placement.groups[index].parameters != self.top
 
-    def is_short(self) -> bool:
+    def exceeds_budget(self) -> bool:
         """Whether this rank used more than its budget, not counting freed memory that it kept."""
-        if self.exhausted:
+        if self.cannot_offload_more:
             return False
-        self.crowded = not self.settled or memory_now()[1] > self._limit
-        return self.crowded and self.begun_empty
+        self.over_limit = not self.measured or memory_now()[1] > self._limit
+        return self.over_limit and self.freed_at_begin
 
     @property
     def _limit(self) -> int:
         return self.budget.host_bytes if self.device == "cpu" else self.budget.device_bytes
 
-    def settle(self, optimizer: Any) -> bool:
+    def update_placement(self, optimizer: Any) -> bool:
         """Place groups anew from what the last forward and backward needed. All ranks must call.
 
         The first call may move anything up or down, later calls only down. Returns whether the
@@ -125,18 +125,18 @@ class Tiers:
         self.non_model = NonModelBytes(compute=compute, update=update)
         wanted = self._decide(self.non_model)
         if self.shared_params is not None:
-            leaving = [h.group for h in self.homes if wanted.groups[h.index].parameters != self.top]
-            compute += self.shared_params.gather_bytes(leaving)
+            left = [s.group for s in self.storages if wanted.groups[s.index].parameters != self.top]
+            compute += self.shared_params.gather_bytes(left)
             self.non_model = NonModelBytes(compute=compute, update=update)
             wanted = self._decide(self.non_model)
-        if self.settled:
+        if self.measured:
             wanted = lower_of(wanted, self.placement)
         if self.device != "cpu":  # `fully_shard` must know from the start where parameters are
             wanted = with_parameters_of(wanted, self.placement)
         changed = wanted.groups != self.placement.groups
         self._reserve(wanted)
-        self.exhausted = self.settled and not changed
-        self.settled = True
+        self.cannot_offload_more = self.measured and not changed
+        self.measured = True
         self._move(optimizer)
         return changed
 
@@ -189,14 +189,14 @@ class Tiers:
         names = {id(p): name for name, p in sharded.module.named_parameters()}
         for index, group in enumerate(sharded.groups):
             own = {names[id(param.sharded_param)]: param for param in group.params}
-            home = Home(
+            storage = GroupStorage(
                 index=index,
                 group=group,
                 names=own,
                 parameters=self.top,
                 pinned=self.device != "cpu",
             )
-            self.homes.append(home)
+            self.storages.append(storage)
         self.norms = sharded.norms
         if self.placement.uses_disk:
             self._open_store()
@@ -206,54 +206,54 @@ class Tiers:
             assert self.budget.disk_path is not None
             folder = self.rundir.tier_folder(self.budget.disk_path)
             self.store = DiskStore(folder=folder, limit=self.budget.disk_bytes)
-        need = sum(map(self._on_disk_bytes, self.homes)) - self.store.taken
+        need = sum(map(self._on_disk_bytes, self.storages)) - self.store.taken
         self.store.reserve(need)
 
-    def _on_disk_bytes(self, home: Home) -> int:
+    def _on_disk_bytes(self, storage: GroupStorage) -> int:
         """Return the bytes that a group's regions take on disk, with room for alignment."""
-        size, placed = self.sizes[home.index], self.placement.groups[home.index]
+        size, placed = self.sizes[storage.index], self.placement.groups[storage.index]
         kinds: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
         found = [getattr(size, k) for k in kinds if getattr(placed, k) == "disk"]
-        gaps = ALIGNMENT * len(home.names) * TENSORS_OF_STATE
+        gaps = ALIGNMENT * len(storage.names) * TENSORS_OF_STATE
         return sum(whole_pages(n + gaps) for n in found if n)
 
     def move_parameters(self, fresh: bool) -> None:
         """Move each group's parameters to their tier; with `fresh` they have no values to copy."""
         wanted = [placed.parameters for placed in self.placement.groups]
-        moving = [h for h in self.homes if h.names and h.parameters != wanted[h.index]]
-        for home in moving:
-            home.move_parameters(wanted[home.index], self.store, fresh=fresh)
-            self._write_back(home, "parameters")
+        moving = [s for s in self.storages if s.names and s.parameters != wanted[s.index]]
+        for storage in moving:
+            storage.move_parameters(wanted[storage.index], self.store, fresh=fresh)
+            self._write_back(storage, "parameters")
         if self.shared_params is not None:
-            self.shared_params.unshare(home.group for home in moving)
-        for home in moving:
-            for fsdp_group in home.group.fsdp_groups:
-                self._watch_gathers(home.index, fsdp_group)
+            self.shared_params.unshare(storage.group for storage in moving)
+        for storage in moving:
+            for fsdp_group in storage.group.fsdp_groups:
+                self._watch_gathers(storage.index, fsdp_group)
 
     def release(self, parameter: Tensor) -> None:
         """Write back and drop the pages of a parameter that was just filled."""
-        for home in self.homes:
-            if home.parameters == "disk" and home.holds(parameter):
-                self._write_back(home, "parameters")
+        for storage in self.storages:
+            if storage.parameters == "disk" and storage.holds(parameter):
+                self._write_back(storage, "parameters")
 
     def trim(self) -> None:
         """Unmap from this process every page that is kept on disk."""
-        for home in self.homes:
-            for region in home.pages("parameters", "gradients", "optimizer"):
+        for storage in self.storages:
+            for region in storage.pages("parameters", "gradients", "optimizer"):
                 region.drop()
 
     def _move(self, optimizer: Any) -> None:
         """Move parameters now, optimizer state at its next update, gradients when next reduced."""
         self.move_parameters(fresh=False)
-        for home in self.homes:
-            for name, param in home.names.items():
+        for storage in self.storages:
+            for name, param in storage.names.items():
                 if name in optimizer.shards:
                     optimizer.shards[name].data = local_of(param.sharded_param)
         self.watch_gradients()
 
-    def _write_back(self, home: Home, *kinds: Kind) -> None:
+    def _write_back(self, storage: GroupStorage, *kinds: Kind) -> None:
         """Start writing back a group's pages, once those of the group before it are written."""
-        regions = home.pages(*kinds)
+        regions = storage.pages(*kinds)
         if not regions:
             return
         if self.writing is not None:
@@ -283,10 +283,10 @@ class Tiers:
 
     def _gathered(self, index: int) -> None:
         self.order[self.gathered], self.gathered = index, (self.gathered[1], index)
-        if self.homes[index].parameters == "disk":
-            for region in self.homes[index].pages("parameters"):
+        if self.storages[index].parameters == "disk":
+            for region in self.storages[index].pages("parameters"):
                 region.drop()
-        following = self.homes[self.order.get(self.gathered, index)]
+        following = self.storages[self.order.get(self.gathered, index)]
         if following.parameters == "disk" and following.index != index:
             self.reader.submit(fetch, following.pages("parameters"), [])
 
@@ -296,26 +296,26 @@ class Tiers:
         """Register hooks that move reduced gradients to disk, for groups that keep them there."""
         if not any(placed.gradients == "disk" for placed in self.placement.groups):
             return
-        for home in self.homes:
-            for name, param in home.names.items():
+        for storage in self.storages:
+            for name, param in storage.names.items():
                 leaf = param.sharded_param
                 if leaf.requires_grad:
-                    home.last_trained = name
+                    storage.last_trained = name
                 if leaf.requires_grad and not hasattr(leaf, "_colotrain_watched"):
                     leaf._colotrain_watched = True
-                    hook = functools.partial(self._gradient, home, name)
+                    hook = functools.partial(self._gradient, storage, name)
                     leaf.register_post_accumulate_grad_hook(hook)
 
-    def _gradient(self, home: Home, name: str, leaf: Tensor) -> None:
+    def _gradient(self, storage: GroupStorage, name: str, leaf: Tensor) -> None:
         """Move a sharded gradient to disk; a hook, run whenever the gradient was added to."""
         self.norms.pop(name, None)
-        if self.placement.groups[home.index].gradients != "disk" or leaf.grad is None:
+        if self.placement.groups[storage.index].gradients != "disk" or leaf.grad is None:
             return
-        own = home.keep_gradient(name, leaf, self.store)
+        own = storage.store_gradient(name, leaf, self.store)
         if own.numel():
             self.norms[name] = norms([own])[0]
-        if name == home.last_trained:
-            self._write_back(home, "gradients")
+        if name == storage.last_trained:
+            self._write_back(storage, "gradients")
 
     # -- the optimizer
 
@@ -326,73 +326,74 @@ class Tiers:
         device.
         """
         return_free_memory()
-        grouped = {name for home in self.homes for name in home.names}
-        alone = [name for name in optimizer.shards if name not in grouped]
-        if alone:
+        grouped = {name for storage in self.storages for name in storage.names}
+        if alone := [name for name in optimizer.shards if name not in grouped]:
             yield alone
-        busy = [(h, n) for h in self.homes if (n := [x for x in h.names if x in optimizer.shards])]
+        busy = [
+            (s, n) for s in self.storages if (n := [x for x in s.names if x in optimizer.shards])
+        ]
         ahead: Future[None] | None = None
-        for number, (home, names) in enumerate(busy):
+        for number, (storage, names) in enumerate(busy):
             if ahead is not None:
                 ahead.result()
-            if number == 0 or self.lane is None:
-                self._raise(home, names, optimizer)
-            self._join()
+            if number == 0 or self.copy_stream is None:
+                self._fetch_state(storage, names, optimizer)
+            self._wait_for_copies()
             for following, others in busy[number + 1 : number + 2]:
                 changed = following.pages("optimizer", "parameters")
                 ahead = self.reader.submit(fetch, following.pages("gradients"), changed)
-                if self.lane is not None:
-                    self._raise(following, others, optimizer)
+                if self.copy_stream is not None:
+                    self._fetch_state(following, others, optimizer)
             yield names
-            self._lower(home, names, optimizer)
+            self._offload_state(storage, names, optimizer)
         self._finish()
 
-    def _raise(self, home: Home, names: list[str], optimizer: Any) -> None:
-        to_stay = self.placement.groups[home.index].optimizer == self.top
+    def _fetch_state(self, storage: GroupStorage, names: list[str], optimizer: Any) -> None:
+        to_stay = self.placement.groups[storage.index].optimizer == self.top
         with self._copying(after_update=False):
-            home.raise_state(names, optimizer, to_stay=to_stay)
+            storage.fetch_state(names, optimizer, to_stay=to_stay)
 
-    def _lower(self, home: Home, names: list[str], optimizer: Any) -> None:
-        for region in home.pages("gradients"):
+    def _offload_state(self, storage: GroupStorage, names: list[str], optimizer: Any) -> None:
+        for region in storage.pages("gradients"):
             region.drop()
-        tier = self.placement.groups[home.index].optimizer
+        tier = self.placement.groups[storage.index].optimizer
         if tier == self.top:
-            self._write_back(home, "parameters")
+            self._write_back(storage, "parameters")
             return
-        known = len(home.kept)
+        known = len(storage.offloaded_state)
         with self._copying(after_update=True):
-            home.lower_state(names, optimizer, tier, self.store)
-        if len(home.kept) > known:  # the optimizer's own allocation is free again
+            storage.offload_state(names, optimizer, tier, self.store)
+        if len(storage.offloaded_state) > known:  # the optimizer's own allocation is free again
             return_free_memory()
-        if self.lane is not None and home.pages("optimizer"):
-            self.lane.synchronize()  # its pages can be written only once they are copied
-        self._write_back(home, "parameters", "optimizer")
+        if self.copy_stream is not None and storage.pages("optimizer"):
+            self.copy_stream.synchronize()  # its pages can be written only once they are copied
+        self._write_back(storage, "parameters", "optimizer")
 
     @contextmanager
     def _copying(self, *, after_update: bool) -> Iterator[None]:
         """On CUDA, run copies on their own stream, in parallel with another group's update."""
-        if self.lane is None:
+        if self.copy_stream is None:
             yield
             return
         if after_update:
-            self.lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.lane):
+            self.copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copy_stream):
             yield
 
-    def _join(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Make the update's stream wait for the copies made so far."""
-        if self.lane is not None:
-            torch.cuda.current_stream().wait_stream(self.lane)
+        if self.copy_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.copy_stream)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the optimizer state of `names`."""
         for name in names:
-            for home in self.homes:
-                home.kept.pop(name, None)
+            for storage in self.storages:
+                storage.offloaded_state.pop(name, None)
 
     def _finish(self) -> None:
-        if self.lane is not None:
-            self.lane.synchronize()
+        if self.copy_stream is not None:
+            self.copy_stream.synchronize()
         if self.writing is not None:
             self.writing.result()
             self.writing = None
