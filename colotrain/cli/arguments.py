@@ -18,13 +18,11 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Force = Annotated[
-    bool, typer.Option("--force", help="Run a plan that does not fit in memory all the same.")
+    bool, typer.Option("--force", help="Run a plan even if it does not fit in memory.")
 ]
 TrustCode = Annotated[
     bool,
-    typer.Option(
-        "--trust-code", help="Run code that the run directory names although another wrote it."
-    ),
+    typer.Option("--trust-code", help="Run code that is named in a run directory of another user."),
 ]
 Run = Annotated[
     str | None,

@@ -41,7 +41,7 @@ def submit(
     force: Force = False,
     as_json: Json = False,
 ) -> int:
-    """Hand a run, or a sweep of runs, to SLURM."""
+    """Submit a run, or a sweep of runs, to SLURM."""
     from colotrain.runs import submit as module
 
     what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
@@ -67,9 +67,11 @@ def node(
 
 def logs(
     name: Run = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Continue until the run ends.")
+    ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Of this rank only.", show_default=False)
+        int | None, typer.Option(min=0, help="Show this rank only.", show_default=False)
     ] = None,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines per log.")] = 40,
     as_json: Json = False,
@@ -90,7 +92,7 @@ def doctor(
     only: Annotated[str, typer.Option(metavar="NAMES", help="Only these checks: name,runs.")] = "",
     as_json: Json = False,
 ) -> int:
-    """Find what keeps runs from starting or going fast."""
+    """Find what keeps runs from starting, or slows them down."""
     from colotrain.cli.doctor import doctor as examine
 
     return examine(overrides or [], as_json=as_json, all_nodes=all_nodes, only=only)

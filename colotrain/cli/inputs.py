@@ -15,19 +15,19 @@ data_app = typer.Typer(
 
 @data_app.callback()
 def data() -> None:
-    """Look at data before training on them."""
+    """Inspect data before training."""
 
 
 @data_app.command("inspect")
 def inspect_data(
     overrides: Overrides = None,
     sample: Annotated[
-        int, typer.Option(min=0, help="Which sample to show: its place in the run's order.")
+        int, typer.Option(min=0, help="Sample to show: its position in the order of the run.")
     ] = 0,
     split: Annotated[str, typer.Option(help="train or validation.")] = "train",
     as_json: Json = False,
 ) -> int:
-    """Show counts, lengths, and a sample with what is trained on."""
+    """Show counts, lengths, and a sample with its loss mask."""
     from colotrain.cli.data import inspect
 
     return inspect(overrides or [], sample=sample, split=split, as_json=as_json)
@@ -36,10 +36,13 @@ def inspect_data(
 def import_config(
     file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
     kind: Annotated[
-        str, typer.Option(help="deepspeed, accelerate or lightning; by default its keys tell.")
+        str, typer.Option(help="deepspeed, accelerate or lightning; by default judged by its keys.")
     ] = "",
     to: Annotated[
-        str, typer.Option(metavar="RECIPE", help="By default recipes/NAME.yaml, as the file.")
+        str,
+        typer.Option(
+            metavar="RECIPE", help="Recipe to write; by default recipes/NAME.yaml, named as FILE."
+        ),
     ] = "",
     as_json: Json = False,
     out: Out = "",
@@ -60,7 +63,7 @@ def plot(
     ] = "",
     out: Out = "",
 ) -> int:
-    """Draw one run, or several over one another."""
+    """Plot one run, or several in the same axes."""
     from colotrain.cli.plot import plot as draw
 
     return draw(names or [], to=written_to(to, out) or "plot.png")

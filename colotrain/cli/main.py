@@ -98,7 +98,7 @@ def plan(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE | RUN",
-            help="Settings as for `run`; or a run, to set what it took beside what was predicted.",
+            help="Settings as for `run`; or a run, to compare its prediction with its measurement.",
             show_default=False,
         ),
     ] = None,
@@ -115,10 +115,10 @@ def plan(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="First time this machine's CPUs (20 seconds); kept for later plans."
+            "--measure", help="Measure this machine's CPUs (20 seconds); kept for later plans."
         ),
     ] = False,
-    svg: Annotated[str, typer.Option(metavar="FILE", help="Write it as a picture.")] = "",
+    svg: Annotated[str, typer.Option(metavar="FILE", help="Write the plan as a picture.")] = "",
     as_json: Json = False,
 ) -> int:
     """Show a run before it runs: memory, time, what fits."""
@@ -157,7 +157,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Prove it: compare plugins with one process of plain torch."""
+    """Compare plugins with one process of plain torch."""
     from colotrain.cli.verify import verify as check
 
     return check(
@@ -180,7 +180,7 @@ def resume(
     force: Force = False,
     trust_code: TrustCode = False,
 ) -> int:
-    """Go on with a run from its newest checkpoint."""
+    """Continue a run from its newest checkpoint."""
     from colotrain.runs.start import resume as go_on
 
     if name is not None and ("=" in name or name.startswith(("~", "+"))):
@@ -216,17 +216,17 @@ def runs(
 def export(
     name: Run = None,
     to: Annotated[
-        str, typer.Option(metavar="DIR", help="A new directory.", show_default=False)
+        str, typer.Option(metavar="DIR", help="New directory to write.", show_default=False)
     ] = "",
-    step: Annotated[int | None, typer.Option(help="By default the newest checkpoint.")] = None,
+    step: Annotated[int | None, typer.Option(help="Its step; by default the newest.")] = None,
     merge: Annotated[
-        bool, typer.Option("--merge/--adapter", help="Adapters into the weights, or alone.")
+        bool, typer.Option("--merge/--adapter", help="Merge adapters, or write them alone.")
     ] = True,
     form: Annotated[
         str, typer.Option("--format", help="auto, hf (a Hugging Face directory) or safetensors.")
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; by default as trained.")] = "",
-    shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(help="Size limit of a weights file.")] = "5GB",
     as_json: Json = False,
     trust_code: TrustCode = False,
     out: Out = "",
@@ -273,7 +273,7 @@ def dashboard(
     focus: Annotated[
         str, typer.Option("--view", help="overview, gradients, ranks or output.")
     ] = "overview",
-    again: Annotated[bool, typer.Option("--replay", help="Play it from its beginning.")] = False,
+    again: Annotated[bool, typer.Option("--replay", help="Replay it from the start.")] = False,
 ) -> int:
     """Watch a run; quitting never stops it."""
     from colotrain.cli.dashboard import dashboard as show
@@ -292,9 +292,9 @@ def inspect_grads(
         ),
     ] = None,
     step: Annotated[int | None, typer.Option(help="By default the last recorded.")] = None,
-    param: Annotated[str, typer.Option(metavar="GLOB", help="Only such parameters.")] = "",
+    param: Annotated[str, typer.Option(metavar="GLOB", help="Only parameters of such names.")] = "",
     sort: Annotated[str, typer.Option(help="norm, update, zero or name.")] = "",
-    top: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Only the first N.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask a running job for a record.")] = False,
     noise: Annotated[
         bool, typer.Option("--noise", help="Noise scale, and cosine between micro-batches.")

@@ -29,6 +29,8 @@ from colotrain.events.log import EventWriter
 from colotrain.events.view import summary
 from colotrain.rundir import RunDir
 from colotrain.runs.listing import list_runs, row_of, stop
+from colotrain.runs.sweep import Element, table
+from colotrain.show.plots import _per, _rate, read_curves
 from tests.running import SMALL
 
 LONG_AGO = time.time() - 1000
@@ -634,6 +636,10 @@ def test_samples_are_nowhere_called_tokens(
     assert guarded(["plan", "seen"]) == 0
     assert "token" not in capsys.readouterr().out
     assert json.loads(rundir.summary_file.read_text())["unit"] == "samples"
+    (row,) = table([Element(sweep="s", run="seen", overrides=[], chosen={})])
+    assert row["unit"] == "samples"
+    drawn = [read_curves(rundir)]
+    assert (_per(drawn), _rate(drawn)) == ("loss per sample", "samples per second")
 
 
 @pytest.mark.parametrize("option", ["--advise", "--trace", "--measure", "--svg x.svg"])

@@ -14,7 +14,7 @@ from tests.pages import PAGES, ROOT
 INSTEAD = {
     r"in common|held alike": "shared",
     r"ledger": "memory breakdown",
-    r"(un)?learned (tokens?|text)|tokens? (is|are) (un)?learned": "trained on, in the loss",
+    r"(un)?learned (tokens?|text)|tokens? (is|are) (un)?learned|nothing to learn": "train on",
     r"weigh|weighs|weighed|weighing": "weight, size, compare",
     r"settles?|settled|settling": "decide, correct, finish",
     r"houses?|bells?|guests?|passports?|remed(y|ies)|scenes?": "allocate, semaphore, rank, …",

@@ -118,7 +118,7 @@ class Renderer:
             return Rendered(text=whole, answers=None, ends=False)
         asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= learn_from]
         if not asked:
-            raise BadRecord("no message of the assistant: there is nothing to learn")
+            raise BadRecord("no message of the assistant: there is nothing to train on")
         if self.loss_on == "last":
             asked = asked[-1:]
         if marked:
