@@ -9,12 +9,12 @@ import threading
 import time
 
 
-def end_with(pid: int) -> None:
+def die_with(pid: int) -> None:
     """Kill this process as soon as process `pid` is gone for any reason. Returns at once."""
-    threading.Thread(target=_wait_and_end, args=(pid,), daemon=True).start()
+    threading.Thread(target=_wait_and_die, args=(pid,), daemon=True).start()
 
 
-def _wait_and_end(pid: int) -> None:
+def _wait_and_die(pid: int) -> None:
     try:
         select.select([os.pidfd_open(pid)], [], [])
     except ProcessLookupError:

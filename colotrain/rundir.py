@@ -153,7 +153,7 @@ class RunDir:
         return self.path / "trajectory.safetensors"
 
     @property
-    def facts_file(self) -> Path:
+    def verification_file(self) -> Path:
         """verify: losses, step count and frozen names of a case."""
         return self.path / "facts.json"
 

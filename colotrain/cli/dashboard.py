@@ -19,7 +19,7 @@ from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.dashboard import KEYS, render
-from colotrain.show.frame import FOCI, Focus, Scene
+from colotrain.show.frame import FOCI, Focus, FrameState
 from colotrain.show.live import FRAME_S, Screen, replay, watch
 from colotrain.show.progress import PlainProgress, in_foreground
 from colotrain.show.terminal import is_live
@@ -82,13 +82,13 @@ def print_frame(
     console: Console, rundir: RunDir, plan: RunPlan, view: RunView, focus: Focus
 ) -> None:
     height = console.height - 1 if console.is_terminal else LINES_WITHOUT_TERMINAL
-    scene = scene_of(rundir, plan, view)
-    console.print(render(scene, width=console.width, height=height, focus=focus))
+    frame = frame_of(rundir, plan, view)
+    console.print(render(frame, width=console.width, height=height, focus=focus))
 
 
-def scene_of(rundir: RunDir, plan: RunPlan, view: RunView) -> Scene:
+def frame_of(rundir: RunDir, plan: RunPlan, view: RunView) -> FrameState:
     """Return the state of the run at this moment."""
-    return Scene(
+    return FrameState(
         view=view,
         plan=plan,
         now=time.time(),
@@ -111,8 +111,8 @@ def export(rundir: RunDir, plan: RunPlan, *, svg: str, html: str, focus: Focus) 
         legacy_windows=False,
     )
     view = opened(rundir, plan).view()
-    scene = scene_of(rundir, plan, view)
-    console.print(render(scene, width=width, height=height, focus=focus))
+    frame = frame_of(rundir, plan, view)
+    console.print(render(frame, width=width, height=height, focus=focus))
     for path, text in (
         (svg, console.export_svg(title=f"colotrain {rundir.name}", clear=False) if svg else ""),
         (html, console.export_html(clear=False) if html else ""),

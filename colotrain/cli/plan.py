@@ -21,7 +21,7 @@ from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import ResolvedConfig, print_notes, settle
 from colotrain.show.console import print_json, stdout_console
-from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan, Trace
 from colotrain.spec.plugins import ROWS
 
@@ -153,11 +153,11 @@ def _groups(resolved: ResolvedConfig, layout: Layout, trace: Trace | None) -> di
     }
 
 
-def memory_of(ledger: Ledger, peak: PeakRange, cluster: ClusterPlan) -> dict[str, Any]:
+def memory_of(breakdown: MemoryBreakdown, peak: PeakRange, cluster: ClusterPlan) -> dict[str, Any]:
     """Return bytes per rank by category, their sum with its range, and whether that fits."""
     verdict = peak.verdict(cluster.memory_bytes)
-    return to_plain(ledger) | {
-        "peak": ledger.total,
+    return to_plain(breakdown) | {
+        "peak": breakdown.total,
         "peak_low": peak.low,
         "peak_high": peak.high,
         "capacity": cluster.memory_bytes,

@@ -47,7 +47,7 @@ def print_plan(console: Console, resolved: ResolvedConfig, document: dict[str, A
     if document["freeze"]:
         console.print(_freeze_table(document))
     console.print()
-    console.print(_ledger_table(document["memory"]))
+    console.print(_breakdown_table(document["memory"]))
     console.print()
     console.print(_options_table(document))
     if "trace" in document:
@@ -139,7 +139,7 @@ def _freeze_table(document: dict[str, Any]) -> Table:
     return table
 
 
-def _ledger_table(memory: dict[str, Any]) -> Table:
+def _breakdown_table(memory: dict[str, Any]) -> Table:
     """Draw one bar per category, scaled to the peak, with a line at the bytes a rank may use."""
     capacity, peak = memory["capacity"], memory["peak"]
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))

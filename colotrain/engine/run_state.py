@@ -24,7 +24,7 @@ from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.spikes import LossSpikes
 from colotrain.errors import ColotrainError
-from colotrain.events.heartbeats import Heartbeat
+from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -106,7 +106,7 @@ class Run:
     stop_requested: Callable[[], str | None]
     """Function that returns a reason to stop that reached this rank, or None."""
     saver: Saver
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: HeartbeatWriter = field(default_factory=HeartbeatWriter)
     progress: StepProgress = field(default_factory=StepProgress)
     is_monitored: bool = False
     """Whether a thread watches the steps, which may then be left unfinished."""

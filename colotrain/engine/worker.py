@@ -63,7 +63,7 @@ from colotrain.engine.sharding.sharded_model import (
 from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import install
 from colotrain.errors import ColotrainError
-from colotrain.events.heartbeats import Heartbeat
+from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.log import EventWriter
 from colotrain.models.loading import KEEPS_VALUES, UNCALLED, begin_training_, build
 from colotrain.models.seeding import seed_all, seeded
@@ -82,7 +82,9 @@ def main(path: str) -> int:
     nodes = int(os.environ["GROUP_WORLD_SIZE"])
     plan = resize(rundir.plan(), nodes)
     rank = int(os.environ["RANK"])
-    heartbeat = Heartbeat(rundir.heartbeat_file(rank), rank=rank, patience_s=start_patience(plan))
+    heartbeat = HeartbeatWriter(
+        rundir.heartbeat_file(rank), rank=rank, patience_s=start_patience(plan)
+    )
     heartbeat.beat(0, "start")
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # sent by the launcher to a silent rank
     device = connect(plan)
@@ -193,7 +195,7 @@ def prepare(
     device: torch.device,
     events: EventWriter,
     stop: Callable[[], str | None],
-    heartbeat: Heartbeat | None = None,
+    heartbeat: HeartbeatWriter | None = None,
 ) -> Run:
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
@@ -254,7 +256,7 @@ def prepare(
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
         saver=Saver.make(plan, rundir, events),
-        heartbeat=heartbeat or Heartbeat(),
+        heartbeat=heartbeat or HeartbeatWriter(),
     )
     run.saver.beat = lambda: run.at(run.phase)
     if isinstance(train_data.samples, StreamSamples):

@@ -14,7 +14,7 @@ from colotrain.events.gradients import Cell, GradientHistory, Heat
 from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, Step, StepProgress
 from colotrain.events.log import Event
 from colotrain.events.view import SMOOTHING_STEPS, RankView
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 
 SMOOTHING = 0.2
 """Weight of a rank's newest step in the moving average of its step time."""
@@ -32,7 +32,7 @@ class Attempt:
     steps: dict[int, Step] = field(default_factory=dict)
     evals: dict[int, float] = field(default_factory=dict)
     peaks: dict[int, int] = field(default_factory=dict)
-    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    ledgers: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Memory breakdown of each rank at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
@@ -68,8 +68,8 @@ class Attempt:
                 self.latest[event.kind] = event
                 self._forget(event.count("step"))
             case "memory":
-                names = [field.name for field in dataclasses.fields(Ledger)]
-                self.ledgers[rank] = Ledger(**{name: event.count(name) for name in names})
+                names = [field.name for field in dataclasses.fields(MemoryBreakdown)]
+                self.ledgers[rank] = MemoryBreakdown(**{name: event.count(name) for name in names})
             case "parameters" | "gradients" if rank == 0:
                 self.gradients.add(event)
             case _ if rank == 0:

@@ -20,7 +20,7 @@ LINE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """The last heartbeat of one rank."""
 
     rank: int
@@ -34,7 +34,7 @@ class Beat:
     """Seconds that the rank may stay silent after `t`."""
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """Writes one rank's heartbeats, unless the path is None. Takes microseconds, never raises."""
 
     def __init__(self, path: Path | None = None, *, rank: int = 0, patience_s: float = 0.0) -> None:
@@ -48,7 +48,7 @@ class Heartbeat:
     def beat(self, step: int, phase: str) -> None:
         if self._handle < 0:
             return
-        beat = Beat(
+        beat = Heartbeat(
             rank=self.rank,
             pid=os.getpid(),
             step=step,
@@ -61,12 +61,12 @@ class Heartbeat:
             os.pwrite(self._handle, line, 0)
 
 
-def read_beats(folder: Path) -> list[Beat]:
+def read_heartbeats(folder: Path) -> list[Heartbeat]:
     """Return the last heartbeats in `folder`, by rank; unreadable ones are left out."""
     found = []
     for path in folder.glob("rank*.json"):
         try:
-            found.append(from_plain(Beat, json.loads(path.read_text("ascii"))))
+            found.append(from_plain(Heartbeat, json.loads(path.read_text("ascii"))))
         except (OSError, ValueError, RecursionError, ConfigError):
             continue
     return sorted(found, key=lambda beat: beat.rank)

@@ -171,7 +171,7 @@ class EventReader:
             events += self.poll()
         return events
 
-    def pass_over(self) -> None:
+    def skip_to_end(self) -> None:
         """Skip everything written so far, as if it had been read."""
         for path, _, _ in event_files(self._rundir, ranks=self._ranks):
             with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:

@@ -11,7 +11,7 @@ from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, StepProgress
 from colotrain.events.log import json_safe
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.plan import RunPlan
 
 ENDED = ("finished", "failed", "preempted", "interrupted")
@@ -93,7 +93,7 @@ class RunView:
     """Resident bytes per rank in the latest attempt that completed a step."""
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     """gemini only: category (parameters, gradients, optimizer) → tier → bytes per rank."""
-    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    ledgers: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Rank → memory breakdown at its peak; activations include everything else within a step."""
     ranks: tuple[RankView, ...] = ()
     gradients: GradientRecord | None = None
@@ -125,7 +125,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     losses = [loss for _, loss in view.loss]
     tokens_per_s, step_s = overall_tokens_per_s(view), typical_step_s(view)
     measured = measured_peak(view, plan)
-    of_peak = max(view.ledgers.values(), key=lambda ledger: ledger.total, default=None)
+    of_peak = max(view.ledgers.values(), key=lambda breakdown: breakdown.total, default=None)
     document = {
         "status": view.status,
         "steps": view.steps,

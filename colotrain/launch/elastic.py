@@ -68,7 +68,7 @@ def launch(
     current.watch.say = current.say
     follow = _shielded(follow)
     reader = EventReader(rundir)
-    reader.pass_over()  # skip the events of earlier launches
+    reader.skip_to_end()  # events of earlier launches
     if node.is_head:
         rundir.stop_file.unlink(missing_ok=True)
         current.events.write(

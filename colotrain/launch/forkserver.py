@@ -25,7 +25,7 @@ from typing import Any
 
 from colotrain import host
 from colotrain.launch.process_titles import name_process
-from colotrain.parent_process import end_with
+from colotrain.parent_process import die_with
 
 FIRST, LAST = "colotrain.launch.forkserver_first", "colotrain.launch.forkserver_last"
 ENTRY = "colotrain.engine.worker"
@@ -159,7 +159,7 @@ def work(module: str, rundir: str, launcher: int) -> None:
     worker that is killed at that moment never releases. Destructors are skipped too: those of a
     broken process group may wait for its peers.
     """
-    end_with(launcher)
+    die_with(launcher)
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")
     try:
         code = importlib.import_module(module).main(rundir)

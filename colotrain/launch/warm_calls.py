@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from colotrain.errors import ColotrainError
-from colotrain.parent_process import end_with
+from colotrain.parent_process import die_with
 
 LIMIT_S = 600.0
 """Maximum seconds of a call: as long as a rank may be silent until its first step."""
@@ -134,7 +134,7 @@ def answer(pipe: Connection, launcher: int, folder: str, environment: Mapping[st
 
     `launcher` is a process id; `folder` and `environment` are the launcher's.
     """
-    end_with(launcher)
+    die_with(launcher)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent when the launcher exits
     os.environ.clear()
     os.environ.update(environment)

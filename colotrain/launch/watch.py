@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colotrain.events.heartbeats import Beat, read_beats
+from colotrain.events.heartbeats import Heartbeat, read_heartbeats
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
@@ -40,7 +40,7 @@ MAIN = (_file_of("colotrain.engine.worker"), _file_of("colotrain.verify.worker")
 class Silent:
     """A rank whose last heartbeat is more than its `patience_s` ago."""
 
-    beat: Beat
+    beat: Heartbeat
     state: str
     """State letter of its process in /proc: R, S, D, T, Z, or empty if the process is gone."""
     stack: tuple[str, ...]
@@ -107,7 +107,7 @@ class Watch:
         self.checked_at = now
         pids = {local: pid for local, pid in self.pids().items() if pid not in self.past}
         self.seen.update(pids.values())
-        beats = {(b.rank, b.pid): b for b in read_beats(self.rundir.heartbeats)}
+        beats = {(b.rank, b.pid): b for b in read_heartbeats(self.rundir.heartbeats)}
         first = self.first_rank()
         found = {local: beats.get((first + local, pid)) for local, pid in pids.items()}
         here = {local: beat for local, beat in found.items() if beat is not None}
@@ -124,7 +124,7 @@ class Watch:
         for pid in self.pids().values():
             _signal(pid, signal.SIGKILL)
 
-    def _look_at_stop(self, here: dict[int, Beat], asked: bool, now: float) -> None:
+    def _look_at_stop(self, here: dict[int, Heartbeat], asked: bool, now: float) -> None:
         if not asked:
             self.stop_asked_at = None
             return
@@ -140,7 +140,7 @@ class Watch:
             f"rank {last.rank} was in {last.phase} of step {last.step}",
         )
 
-    def _examine(self, here: dict[int, Beat], silent: dict[int, Beat]) -> None:
+    def _examine(self, here: dict[int, Heartbeat], silent: dict[int, Heartbeat]) -> None:
         offsets = {local: _size(self._log(local)) for local in here}
         for beat in here.values():
             _signal(beat.pid, signal.SIGUSR2)  # makes it write its stack (faulthandler)
@@ -164,7 +164,7 @@ class Watch:
         culprits = {local: b for local, b in silent.items() if b in [g.beat for g in guilty]}
         self._end(culprits, "; ".join(str(rank) for rank in guilty[:4]))
 
-    def _end(self, ranks: dict[int, Beat], verdict: str) -> None:
+    def _end(self, ranks: dict[int, Heartbeat], verdict: str) -> None:
         self.verdict = verdict
         for beat in ranks.values():
             _signal(beat.pid, signal.SIGKILL)
@@ -177,7 +177,7 @@ class Watch:
 
     def close(self) -> None:
         """Delete the heartbeats of this launch's workers."""
-        for beat in read_beats(self.rundir.heartbeats):
+        for beat in read_heartbeats(self.rundir.heartbeats):
             if beat.pid in self.seen:
                 self.rundir.heartbeat_file(beat.rank).unlink(missing_ok=True)
 

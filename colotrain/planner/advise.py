@@ -13,7 +13,7 @@ from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import predict
 from colotrain.planner.time import step_time
-from colotrain.spec.memory import Ledger, PeakRange, Verdict
+from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
 from colotrain.spec.plan import Prediction, Recompute, Survey, Trace
 
 MOST_SAMPLES = 1024
@@ -32,7 +32,7 @@ class Option:
     plugin: str
     layout: Layout
     checkpointing: Recompute
-    memory: Ledger
+    memory: MemoryBreakdown
     peak: PeakRange
     time: Prediction
     verdict: Verdict
@@ -74,7 +74,7 @@ class SearchSpace:
             plugin=plugin,
             layout=layout,
             checkpointing=checkpointing,
-            memory=need.ledger,
+            memory=need.breakdown,
             peak=need.peak,
             time=time,
             verdict=need.peak.verdict(self.capacity),

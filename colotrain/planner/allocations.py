@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from colotrain.planner.heap import Heap
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 
 OWN_PAGES_BYTES = 32 << 20
 """Size from which on a CPU allocation has its own pages, which are returned to the system when it
@@ -21,7 +21,7 @@ SMALL_SHARE = 0.03
 """Memory of small objects between tensors, as a share of the heap."""
 RANGE = 0.1
 """Share of the estimate within which 95 of 100 measured peaks are."""
-CATEGORIES = tuple(field.name for field in dataclasses.fields(Ledger))
+CATEGORIES = tuple(field.name for field in dataclasses.fields(MemoryBreakdown))
 
 
 class AllocationCounter:

@@ -53,13 +53,13 @@ def recall(shape: str) -> int | None:
 
 def corrected(estimate: Estimate, measured_bytes: int) -> Estimate:
     """Replace the estimated peak by a measured one; transient categories take the difference."""
-    ledger, missing = estimate.ledger, measured_bytes - estimate.ledger.total
+    breakdown, missing = estimate.breakdown, measured_bytes - estimate.breakdown.total
     for name in ("buffers", "activations", "gathered", "baseline"):
-        change = max(missing, -getattr(ledger, name))
-        ledger = replace(ledger, **{name: getattr(ledger, name) + change})
+        change = max(missing, -getattr(breakdown, name))
+        breakdown = replace(breakdown, **{name: getattr(breakdown, name) + change})
         missing -= change
     exact = min(estimate.peak.exact, measured_bytes)
-    return Estimate(ledger=ledger, peak=around(ledger.total, exact=exact, share=RANGE))
+    return Estimate(breakdown=breakdown, peak=around(breakdown.total, exact=exact, share=RANGE))
 
 
 def _file(shape: str) -> Path:

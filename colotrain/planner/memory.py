@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from colotrain.planner.allocations import RANGE, AllocationCounter
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
-from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import ParameterInfo, Segment, Survey, Trace
 
 LARGEST_SHARED_BYTES = 64 << 20
@@ -29,7 +29,7 @@ MOST_WRITTEN_BYTES, NUM_SLOTS = 32 << 20, 2
 class Estimate:
     """A rank's memory in a plan: the breakdown of its peak, and the range around the peak."""
 
-    ledger: Ledger
+    breakdown: MemoryBreakdown
     peak: PeakRange
 
 
@@ -40,17 +40,18 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
     are left out of the breakdown, and the range's upper end is twice its lower end.
     """
     if trace is None:
-        ledger = dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
-        total = ledger.total
-        return Estimate(ledger=ledger, peak=PeakRange(exact=total, low=total, high=2 * total))
+        breakdown = dataclasses.replace(model_state_bytes(layout, survey), baseline=layout.baseline)
+        total = breakdown.total
+        return Estimate(breakdown=breakdown, peak=PeakRange(exact=total, low=total, high=2 * total))
     allocations = AllocationCounter(on_cpu=layout.device == "cpu")
     _StepSimulation(layout, survey, trace, allocations).run()
     accumulates = layout.accumulation_steps > 1
     kept = allocations.resident(accumulates=accumulates) - allocations.fullest
     at = {**allocations.at_fullest, "buffers": allocations.at_fullest["buffers"] + kept}
-    ledger = dataclasses.replace(Ledger(**at), baseline=layout.baseline)
+    breakdown = dataclasses.replace(MemoryBreakdown(**at), baseline=layout.baseline)
     return Estimate(
-        ledger=ledger, peak=around(ledger.total, exact=allocations.fullest + layout.baseline)
+        breakdown=breakdown,
+        peak=around(breakdown.total, exact=allocations.fullest + layout.baseline),
     )
 
 
@@ -327,7 +328,7 @@ class _StepSimulation:
             self.allocations.end(made)
 
 
-def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
+def model_state_bytes(layout: Layout, survey: Survey) -> MemoryBreakdown:
     """Parameters, gradients, optimizer state and gathered parameters on the largest rank.
 
     Frozen parameters have no gradient and no optimizer state. Activations and buffers are not
@@ -336,7 +337,7 @@ def model_state_bytes(layout: Layout, survey: Survey) -> Ledger:
     parameters, shard = survey.parameters, layout.shard
     trainable = [p for p in parameters if p.frozen_by is None]
     gradients_over = 1 if layout.gradients == "whole" else shard
-    return Ledger(
+    return MemoryBreakdown(
         parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
         gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
         optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim)

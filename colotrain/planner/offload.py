@@ -8,7 +8,7 @@ from typing import Any
 from colotrain.planner.groups import shard_numel
 from colotrain.planner.layout import state_bytes
 from colotrain.planner.memory import Estimate, around
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.offload import (
     Budget,
     GroupBytes,
@@ -118,13 +118,13 @@ def offloaded_estimate(
     resting = {kind: tiers.get(top, 0) for kind, tiers in here.items()}
     window = streaming_bytes(sizes, placement.groups, top)
     if non_model.update + window > non_model.compute:
-        ledger = Ledger(**resting, buffers=window, baseline=non_model.update)
+        breakdown = MemoryBreakdown(**resting, buffers=window, baseline=non_model.update)
     else:
         gathered = non_model.compute - non_model.update - activations
         transient = {"gathered": gathered, "activations": activations}
-        ledger = Ledger(**resting, **transient, baseline=non_model.update)
-    exact = min(ledger.total, non_model.update + max(activations, least_bytes(sizes, plugin)))
-    return Estimate(ledger=ledger, peak=around(ledger.total, exact=exact))
+        breakdown = MemoryBreakdown(**resting, **transient, baseline=non_model.update)
+    exact = min(breakdown.total, non_model.update + max(activations, least_bytes(sizes, plugin)))
+    return Estimate(breakdown=breakdown, peak=around(breakdown.total, exact=exact))
 
 
 def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class PlanningContext:
         option = self.search_space.option(plugin.name, layout, checkpointing=recompute)
         survey, device = self.search_space.survey, self.scale.device
         trace = self.search_space.traces(recompute, layout.micro_batch)
-        need = Estimate(ledger=option.memory, peak=option.peak)
+        need = Estimate(breakdown=option.memory, peak=option.peak)
         if plugin.budget is not None:
             kept = most_activations(layout, survey, trace)
             need = offloaded_estimate(plugin, survey, self.optim, device, activations=kept) or need
@@ -64,7 +64,7 @@ class PlanningContext:
         if measured is not None:
             need = measured_peaks.corrected(need, measured)
         verdict = need.peak.verdict(self.search_space.capacity)
-        return dataclasses.replace(option, memory=need.ledger, peak=need.peak, verdict=verdict)
+        return dataclasses.replace(option, memory=need.breakdown, peak=need.peak, verdict=verdict)
 
     def shape(self, plugin: PluginPlan) -> str:
         """Key under which the measured peak of a run is stored for later plans."""

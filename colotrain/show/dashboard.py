@@ -16,7 +16,7 @@ from rich.text import Text
 
 from colotrain.show import panes
 from colotrain.show.charts import ASCII
-from colotrain.show.frame import FOCI, Focus, Scene
+from colotrain.show.frame import FOCI, Focus, FrameState
 from colotrain.show.panes import Pane
 
 NARROW, WIDE = 72, 140
@@ -64,15 +64,15 @@ _LAYOUTS: dict[Focus, dict[str, list[Row]]] = {
 
 
 def render(
-    scene: Scene, *, width: int, height: int, focus: Focus = "overview", footer: str = ""
+    frame: FrameState, *, width: int, height: int, focus: Focus = "overview", footer: str = ""
 ) -> RenderableType:
     """Return a frame of exactly `width` × `height`."""
-    head = [_fitted(line, width) for line in panes.header(scene, width)]
+    head = [_fitted(line, width) for line in panes.header(frame, width)]
     foot = [_fitted(Text(footer, "dim"), width)] if footer else []
     rows = _layout(focus, width, height)
     room = max(3 * len(rows), height - len(head) - len(foot))
     heights = _shares(room, [share for share, _ in rows])
-    body = [_row(scene, row, width, high) for (_, row), high in zip(rows, heights, strict=True)]
+    body = [_row(frame, row, width, high) for (_, row), high in zip(rows, heights, strict=True)]
     return _Spelled(Group(*head, *body, *foot))
 
 
@@ -87,10 +87,12 @@ def _layout(focus: Focus, width: int, height: int) -> list[Row]:
     return layouts["tall" if height >= 34 else "small"]
 
 
-def _row(scene: Scene, row: Sequence[tuple[int, str]], width: int, height: int) -> RenderableType:
+def _row(
+    frame: FrameState, row: Sequence[tuple[int, str]], width: int, height: int
+) -> RenderableType:
     grid, cells = Table.grid(), []
     for (_, title), wide in zip(row, _shares(width, [share for share, _ in row]), strict=True):
-        lines = _PANES[title](scene, max(1, wide - 4), max(1, height - 2))[: height - 2]
+        lines = _PANES[title](frame, max(1, wide - 4), max(1, height - 2))[: height - 2]
         inner = Group(*(_fitted(line, wide - 4) for line in lines))
         panel = Panel(inner, title=title, title_align="left", height=height, width=wide)
         panel.border_style = "dim"

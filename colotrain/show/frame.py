@@ -23,7 +23,7 @@ SILENT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class FrameState:
     """State of a run at one moment. Only `view` and `plan` are independent of the clock."""
 
     view: RunView
@@ -36,9 +36,9 @@ class Scene:
     """Last lines that workers wrote."""
 
     @staticmethod
-    def at_last_event(view: RunView, plan: RunPlan) -> Scene:
+    def at_last_event(view: RunView, plan: RunPlan) -> FrameState:
         """Return the run as of its last event, a function of the view alone."""
-        return Scene(view=view, plan=plan, now=view.last_event_at or 0.0, state=view.status)
+        return FrameState(view=view, plan=plan, now=view.last_event_at or 0.0, state=view.status)
 
     @property
     def ended(self) -> bool:
@@ -56,21 +56,21 @@ class Scene:
         return f"{age} before the end" if self.ended else f"{age} ago"
 
 
-def stragglers(scene: Scene) -> list[tuple[RankView, str]]:
+def stragglers(frame: FrameState) -> list[tuple[RankView, str]]:
     """Return the ranks that hold the others up, worst first, each with the reason."""
-    ranks = scene.view.ranks
+    ranks = frame.view.ranks
     if len(ranks) < 2:
         return []
     median = statistics.median(rank.busy_s for rank in ranks)
     newest = max(rank.step for rank in ranks)
-    found = [(rank, why) for rank in ranks if (why := _slowness(rank, median, newest, scene))]
+    found = [(rank, why) for rank in ranks if (why := _slowness(rank, median, newest, frame))]
     return sorted(found, key=lambda item: (item[0].step, -item[0].busy_s))
 
 
-def _slowness(rank: RankView, median: float, newest: int, scene: Scene) -> str:
-    silence = scene.until - rank.t
-    limit = max(SILENT_S, 10 * (scene.view.pace_s or 0.0))
-    if not scene.ended and silence > limit:
+def _slowness(rank: RankView, median: float, newest: int, frame: FrameState) -> str:
+    silence = frame.until - rank.t
+    limit = max(SILENT_S, 10 * (frame.view.pace_s or 0.0))
+    if not frame.ended and silence > limit:
         return f"silent for {format_duration(silence)}"
     if rank.step < newest - 1:
         return f"{newest - rank.step} steps behind"

@@ -19,7 +19,7 @@ from colotrain.events.view import ENDED, RunView
 from colotrain.rundir import RunDir
 from colotrain.show.dashboard import KEYS, render
 from colotrain.show.formatting import clean
-from colotrain.show.frame import FOCI, Focus, Scene
+from colotrain.show.frame import FOCI, Focus, FrameState
 from colotrain.show.progress import PlainProgress, ProgressView, in_foreground, message_of
 from colotrain.show.terminal import Terminal, is_live
 from colotrain.show.worker_output import last_lines
@@ -66,7 +66,7 @@ class Screen:
         if clock - self._looked_at >= LOOK_S or view.status in ENDED:
             self._looked_at, self._output = clock, last_lines(self.rundir)
             self._state = state or liveness.state(self.rundir, view)
-        scene = Scene(
+        frame = FrameState(
             view=view,
             plan=self.plan,
             now=time.time() if now is None else now,
@@ -74,8 +74,8 @@ class Screen:
             output=self._output,
         )
         width, height = self.terminal.console.size
-        frame = render(scene, width=width, height=height, focus=self.focus, footer=self.footer)
-        self.terminal.draw(frame)
+        rendered = render(frame, width=width, height=height, focus=self.focus, footer=self.footer)
+        self.terminal.draw(rendered)
 
 
 class LiveDashboard(ProgressView):

@@ -27,13 +27,13 @@ from colotrain.show.charts import (
     stacked_bar,
 )
 from colotrain.show.formatting import clean, epoch, format_bytes, format_duration, shortened, shown
-from colotrain.show.frame import Scene, stragglers, worst_parameters
-from colotrain.spec.memory import Ledger
+from colotrain.show.frame import FrameState, stragglers, worst_parameters
+from colotrain.spec.memory import MemoryBreakdown
 
 ROOMY = 72
 """Columns from which a pane has room for reasons."""
 
-Pane = Callable[[Scene, int, int], list[Text]]
+Pane = Callable[[FrameState, int, int], list[Text]]
 
 STATE_STYLES = {
     "running": f"bold {GREEN}",
@@ -46,40 +46,40 @@ STATE_STYLES = {
 }
 
 
-def header(scene: Scene, width: int) -> list[Text]:
+def header(frame: FrameState, width: int) -> list[Text]:
     """Return two lines: the run's name, setup and state; its progress."""
-    view, plan = scene.view, scene.plan
+    view, plan = frame.view, frame.plan
     world = view.world_size or plan.world_size
     what = f"{clean(plan.name)}  {plan.plugin.name}, {world} ranks on {plan.cluster.device}"
-    first = Text.assemble((what, "bold"), "  ", (scene.state, STATE_STYLES.get(scene.state, "")))
-    if view.cause and scene.state != "running":
+    first = Text.assemble((what, "bold"), "  ", (frame.state, STATE_STYLES.get(frame.state, "")))
+    if view.cause and frame.state != "running":
         first.append(f": {clean(view.cause)}")
     max_steps = view.max_steps or plan.train.max_steps
-    elapsed = scene.until - view.launched_at if view.launched_at is not None else None
+    elapsed = frame.until - view.launched_at if view.launched_at is not None else None
     numbers = f" step {view.steps}/{max_steps}"
     if plan.train.epoch_steps:
         numbers += f"  epoch {epoch(view.steps, plan.train)}"
     numbers += f"  elapsed {format_duration(elapsed)}"
-    if not scene.ended:
+    if not frame.ended:
         numbers += f"  ETA {format_duration(view.eta_s)}"
-        numbers += _within(scene)
+        numbers += _within(frame)
     second = bar(view.steps, of=max_steps, width=max(4, width - len(numbers)), style=GREEN)
     return [first, second.append(numbers)]
 
 
-def _within(scene: Scene) -> str:
+def _within(frame: FrameState) -> str:
     """Return the progress of a long step or evaluation that is running; empty if none is."""
-    progress = scene.view.progress
+    progress = frame.view.progress
     if progress is None:
         return ""
     what = f"step {progress.step}" if progress.what == "step" else clean(progress.what)
-    left = None if progress.eta_s is None else progress.eta_s - (scene.until - progress.t)
+    left = None if progress.eta_s is None else progress.eta_s - (frame.until - progress.t)
     text = f"  {what}: micro-batch {progress.micro_batch}/{progress.micro_batches}"
     return f"{text}, {progress.done:.0%}, {format_duration(left and max(0.0, left))} left"
 
 
-def loss(scene: Scene, width: int, height: int) -> list[Text]:
-    view = scene.view
+def loss(frame: FrameState, width: int, height: int) -> list[Text]:
+    view = frame.view
     now = shown(view.loss[-1][1] if view.loss else None, ".4f")
     title = Text(f"train {now}")
     if view.evals:
@@ -90,30 +90,30 @@ def loss(scene: Scene, width: int, height: int) -> list[Text]:
     return [title, *chart(view.loss, view.evals, width=width, height=height - 1, log=True)]
 
 
-def speed(scene: Scene, width: int, height: int) -> list[Text]:
-    view, each = scene.view, unit(scene.view, scene.plan)
+def speed(frame: FrameState, width: int, height: int) -> list[Text]:
+    view, each = frame.view, unit(frame.view, frame.plan)
     lines = [Text(f"{shown(view.tokens_per_s_smooth, ',.0f')} {each}/s  ", "bold")]
     lines[0].append_text(spark(view.throughput, width=max(1, width - len(lines[0]))))
-    lines.append(_mfu(scene))
+    lines.append(_mfu(frame))
     pace = f"step {format_duration_ms(view.pace_s)}"
     if view.lost_s:
         pace += f"  restarts cost {format_duration(view.lost_s)}"
-    return [*lines, Text(pace), *time_split(scene, width, height - 3)]
+    return [*lines, Text(pace), *time_split(frame, width, height - 3)]
 
 
-def _mfu(scene: Scene) -> Text:
-    view = scene.view
+def _mfu(frame: FrameState) -> Text:
+    view = frame.view
     if not view.peak_flops_per_s:
         return Text("MFU -  (no peak was measured)", "dim")
-    share = mfu(view, scene.plan, view.tokens_per_s_smooth or 0.0)
+    share = mfu(view, frame.plan, view.tokens_per_s_smooth or 0.0)
     peak = f"{view.peak_flops_per_s / 1e12:.3g} TFLOP/s per rank"
     what = f" ({clean(view.peak_flops_what)})" if view.peak_flops_what else ""
     return Text(f"MFU {share:.1%} of {peak}{what}")
 
 
-def time_split(scene: Scene, width: int, height: int) -> list[Text]:
+def time_split(frame: FrameState, width: int, height: int) -> list[Text]:
     """Draw how a step's time divides: a bar, and as many legend lines as fit."""
-    times = [(name, seconds) for name, seconds in scene.view.times if seconds > 0]
+    times = [(name, seconds) for name, seconds in frame.view.times if seconds > 0]
     whole = sum(seconds for _, seconds in times)
     if not times or whole <= 0 or height < 1:
         return []
@@ -135,16 +135,16 @@ def format_duration_ms(seconds: float | None) -> str:
     return f"{seconds * 1000:.0f}ms"
 
 
-def memory(scene: Scene, width: int, height: int) -> list[Text]:
+def memory(frame: FrameState, width: int, height: int) -> list[Text]:
     """Draw a bar per rank with a line at the predicted peak; show the fullest ranks."""
-    view, plan = scene.view, scene.plan
+    view, plan = frame.view, frame.plan
     predicted = plan.memory.total
     scale = scale_of(max(predicted, *view.peak_by_rank, 0), plan.cluster.memory_bytes)
-    lines = [_prediction(scene, width)] if height > 2 else []
+    lines = [_prediction(frame, width)] if height > 2 else []
     if height > 3 and view.ledgers:
-        lines.append(_measurement(scene, width))
+        lines.append(_measurement(frame, width))
     if height > 4 and view.tiers:
-        lines.append(_tiers(scene, width))
+        lines.append(_tiers(frame, width))
     peaks = sorted(enumerate(view.peak_by_rank), key=lambda item: (-item[1], item[0]))
     room = height - len(lines)
     listed = peaks if len(peaks) <= room else peaks[: max(0, room - 1)]
@@ -164,13 +164,13 @@ def memory(scene: Scene, width: int, height: int) -> list[Text]:
     return lines or [Text("nothing measured yet", "dim")]
 
 
-def _prediction(scene: Scene, width: int) -> Text:
+def _prediction(frame: FrameState, width: int) -> Text:
     """Return the plan's memory breakdown, largest categories first."""
-    capacity, ledger = scene.plan.cluster.memory_bytes, to_plain(scene.plan.memory)
+    capacity, breakdown = frame.plan.cluster.memory_bytes, to_plain(frame.plan.memory)
     line = Text.assemble(("│", f"bold {ORANGE}"))
-    line.append(f" predicted {format_bytes(scene.plan.memory.total)}")
+    line.append(f" predicted {format_bytes(frame.plan.memory.total)}")
     line.append(f" of {format_bytes(capacity)}")
-    for name, size in sorted(ledger.items(), key=lambda item: -item[1]):
+    for name, size in sorted(breakdown.items(), key=lambda item: -item[1]):
         part = f" {name} {format_bytes(size)}"
         if size > 0 and len(line) + len(part) <= width:
             line.append(part, "dim")
@@ -181,16 +181,16 @@ NAMES = {"baseline": "torch", "buffers": "model buffers", "activations": "step"}
 """Displayed names of memory categories, chosen so that no two begin with the same letter."""
 
 
-def _parts(ledger: Ledger | None) -> list[tuple[str, float]]:
+def _parts(breakdown: MemoryBreakdown | None) -> list[tuple[str, float]]:
     """Return the memory breakdown of a rank at its peak, largest categories first."""
-    sizes = to_plain(ledger) if ledger is not None else {}
+    sizes = to_plain(breakdown) if breakdown is not None else {}
     found = [(NAMES.get(name, name), float(size)) for name, size in sizes.items() if size > 0]
     return sorted(found, key=lambda part: -part[1])
 
 
-def _measurement(scene: Scene, width: int) -> Text:
+def _measurement(frame: FrameState, width: int) -> Text:
     """Return the legend of the bars, with the sizes of the rank with the highest peak."""
-    ledgers = scene.view.ledgers
+    ledgers = frame.view.ledgers
     rank = max(ledgers, key=lambda r: ledgers[r].total)
     line = Text(f"  measured (rank {rank})")
     for i, (name, size) in enumerate(_parts(ledgers[rank])):
@@ -200,11 +200,11 @@ def _measurement(scene: Scene, width: int) -> Text:
     return line
 
 
-def _tiers(scene: Scene, width: int) -> Text:
+def _tiers(frame: FrameState, width: int) -> Text:
     """Return one rank's bytes per tier, by category."""
     sums: dict[str, list[str]] = {}
     totals: dict[str, int] = {}
-    for kind, tiers in scene.view.tiers.items():
+    for kind, tiers in frame.view.tiers.items():
         for tier, size in tiers.items():
             totals[tier] = totals.get(tier, 0) + size
             sums.setdefault(tier, []).append(f"{kind} {format_bytes(size)}")
@@ -218,12 +218,12 @@ def _tiers(scene: Scene, width: int) -> Text:
     return line
 
 
-def ranks(scene: Scene, width: int, height: int) -> list[Text]:
+def ranks(frame: FrameState, width: int, height: int) -> list[Text]:
     """Draw the speed of each rank; name the stragglers, slowest first."""
-    known = scene.view.ranks
+    known = frame.view.ranks
     if not known:
         return [Text("no rank has done a step yet", "dim")]
-    slow = {rank.rank: why for rank, why in stragglers(scene)}
+    slow = {rank.rank: why for rank, why in stragglers(frame)}
     names = ", ".join(f"rank {rank}" for rank in list(slow)[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     lines = [Text("no stragglers", "dim")]
@@ -246,19 +246,19 @@ def ranks(scene: Scene, width: int, height: int) -> list[Text]:
     return lines
 
 
-def heat(scene: Scene, width: int, height: int) -> list[Text]:
-    lines = heat_lines(scene.view.heat, width=width, height=height - 1)
-    return [*lines, heat_legend()] if scene.view.heat.steps else lines
+def heat(frame: FrameState, width: int, height: int) -> list[Text]:
+    lines = heat_lines(frame.view.heat, width=width, height=height - 1)
+    return [*lines, heat_legend()] if frame.view.heat.steps else lines
 
 
-def worst(scene: Scene, width: int, height: int) -> list[Text]:
-    record = scene.view.gradients
+def worst(frame: FrameState, width: int, height: int) -> list[Text]:
+    record = frame.view.gradients
     if record is None:
         return [Text("no gradient records yet", "dim")]
     clipped = f", clipped to {record.clipped_to:.4g}" if record.clipped_to is not None else ""
     lines = [Text(f"step {record.step}: norm {shown(record.global_norm, '.4g')}{clipped}")]
     lines[0].append("  (norm, update/weight)", "dim")
-    for row, why in worst_parameters(scene.view)[: max(0, height - 1)]:
+    for row, why in worst_parameters(frame.view)[: max(0, height - 1)]:
         numbers = f" {shown(row.norm, '.2e'):>8} {shown(row.update_ratio, '.1e'):>7} "
         if width < ROOMY:  # only the number for which it is listed
             numbers = (
@@ -270,10 +270,10 @@ def worst(scene: Scene, width: int, height: int) -> list[Text]:
     return lines
 
 
-def health(scene: Scene, width: int, height: int) -> list[Text]:
+def health(frame: FrameState, width: int, height: int) -> list[Text]:
     """Return checkpoints, restarts with their causes, and the first error."""
-    view = scene.view
-    lines = [_checkpoint(scene)]
+    view = frame.view
+    lines = [_checkpoint(frame)]
     if view.save_failure is not None:
         lines.append(Text(clean(view.save_failure), f"bold {VERMILLION}"))
     if view.nonfinite is not None:
@@ -287,27 +287,27 @@ def health(scene: Scene, width: int, height: int) -> list[Text]:
         lines.append(Text(f" {number}: {clean(cause)}", ORANGE))
     if view.skipped_steps:
         lines.append(Text(f"{view.skipped_steps} steps skipped (not finite)", ORANGE))
-    lines += [Text(f"warning: {clean(text)}", ORANGE) for text in scene.plan.warnings]
+    lines += [Text(f"warning: {clean(text)}", ORANGE) for text in frame.plan.warnings]
     return lines[:height]
 
 
-def _checkpoint(scene: Scene) -> Text:
-    saved, saving = scene.view.checkpoint, scene.view.saving
-    if not scene.plan.checkpoint.enabled:
+def _checkpoint(frame: FrameState) -> Text:
+    saved, saving = frame.view.checkpoint, frame.view.saving
+    if not frame.plan.checkpoint.enabled:
         return Text("checkpoints are off", ORANGE)
-    if saving is not None and not scene.ended:
-        since = format_duration(scene.until - saving[1])
+    if saving is not None and not frame.ended:
+        since = format_duration(frame.until - saving[1])
         before = f"; step {saved.step} is saved" if saved is not None else ""
         return Text(f"writing the checkpoint of step {saving[0]} for {since}{before}")
     if saved is None:
         return Text("no checkpoint yet", "dim")
-    behind = scene.view.steps - saved.step
-    age = f"checkpoint of step {saved.step}, {scene.ago(saved.t)}"
+    behind = frame.view.steps - saved.step
+    age = f"checkpoint of step {saved.step}, {frame.ago(saved.t)}"
     took = f", took {format_duration(saved.seconds)}" if saved.seconds is not None else ""
     return Text(f"{age}{took}" + (f"; {behind} steps since" if behind > 0 else ""))
 
 
-def output(scene: Scene, width: int, height: int) -> list[Text]:
-    if not scene.output:
+def output(frame: FrameState, width: int, height: int) -> list[Text]:
+    if not frame.output:
         return [Text("workers have written nothing", "dim")]
-    return [Text(line) for line in scene.output[-height:]]
+    return [Text(line) for line in frame.output[-height:]]

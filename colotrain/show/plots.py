@@ -14,7 +14,7 @@ from colotrain.events.view import Series, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean, format_bytes
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 
 MOST_LABELS = 16
 MIB, GIB = 1 << 20, 1 << 30
@@ -47,7 +47,9 @@ def read_curves(rundir: RunDir) -> Curves:
     if not view.loss:
         fix = "name another run: `colotrain runs` shows them"
         raise ColotrainError(f"{rundir.name} ({view.status}): has made no step", fix)
-    of_peak = max(view.ledgers.values(), key=lambda ledger: ledger.total, default=Ledger())
+    of_peak = max(
+        view.ledgers.values(), key=lambda breakdown: breakdown.total, default=MemoryBreakdown()
+    )
     peak = max(view.peak_by_rank, default=0)
     return Curves(
         name=clean(rundir.name),
@@ -62,8 +64,8 @@ def read_curves(rundir: RunDir) -> Curves:
     )
 
 
-def _sizes(ledger: Ledger) -> dict[str, int]:
-    return {name: size for name, size in to_plain(ledger).items() if size}
+def _sizes(breakdown: MemoryBreakdown) -> dict[str, int]:
+    return {name: size for name, size in to_plain(breakdown).items() if size}
 
 
 def draw(runs: Sequence[Curves]) -> Any:
@@ -151,7 +153,7 @@ def draw_memory(axes: Any, runs: Sequence[Curves]) -> None:
     most = max((sum(sizes.values()) for _, sizes in bars), default=0)
     unit, label = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     below = [0.0] * len(bars)
-    categories = [*(field.name for field in fields(Ledger)), PROCESS]
+    categories = [*(field.name for field in fields(MemoryBreakdown)), PROCESS]
     for category in (name for name in categories if any(name in sizes for _, sizes in bars)):
         sizes = [sizes.get(category, 0) / unit for _, sizes in bars]
         axes.bar(range(len(bars)), sizes, bottom=below, width=0.6, label=category)

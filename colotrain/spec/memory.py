@@ -7,7 +7,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class MemoryBreakdown:
     """Bytes by category on the rank that peaks, predicted or measured in the same shape."""
 
     parameters: int = 0

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
 
@@ -267,7 +267,7 @@ class RunPlan:
     checkpoint: CheckpointPlan
     observe: ObservePlan
     parameters: ParameterCounts
-    memory: Ledger
+    memory: MemoryBreakdown
     peak: PeakRange = field(default_factory=PeakRange)
     """Expected range of a rank's peak memory."""
     memory_shape: str = ""

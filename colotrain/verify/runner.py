@@ -89,7 +89,7 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
 
 
 def _read(case: RunDir) -> Trajectory:
-    facts = json.loads(case.facts_file.read_text("utf-8"))
+    facts = json.loads(case.verification_file.read_text("utf-8"))
     gradients: dict[int, dict[str, Any]] = {}
     parameters: dict[int, dict[str, Any]] = {}
     for key, tensor in load_file(case.trajectory_file).items():

@@ -118,4 +118,4 @@ def write(case: RunDir, recorder: Recorder, run: loop.Run, attempt: int) -> None
         "optimizer_steps": run.optimizer.steps,
         "frozen": sorted(run.gradients.frozen),
     }
-    Path(case.facts_file).write_text(json.dumps(facts), "utf-8")
+    Path(case.verification_file).write_text(json.dumps(facts), "utf-8")

@@ -31,7 +31,7 @@ from colotrain.events.view import RunView
 from colotrain.rundir import RunDir
 from colotrain.show.charts import SYMBOLS, chart, heat_lines, spark, stacked
 from colotrain.show.dashboard import render
-from colotrain.show.frame import FOCI, Focus, Scene, stragglers, worst_parameters
+from colotrain.show.frame import FOCI, Focus, FrameState, stragglers, worst_parameters
 from colotrain.show.live import LiveDashboard, Screen, progress_for, replay
 from colotrain.show.progress import PlainProgress
 from colotrain.show.worker_output import last_lines
@@ -59,9 +59,9 @@ def picture(
 ) -> str:
     """The frame as text."""
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    scene = replace(Scene.at_last_event(view, PLAN), **changes)
-    frame = render(scene, width=width, height=height, focus=focus, footer=footer)
-    console.print(frame)
+    frame = replace(FrameState.at_last_event(view, PLAN), **changes)
+    rendered = render(frame, width=width, height=height, focus=focus, footer=footer)
+    console.print(rendered)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -173,25 +173,25 @@ def test_the_parts_of_a_bar_fill_it() -> None:
     assert stacked([], width=8).plain == ""
 
 
-def scene(view: RunView, *, now: float, state: str = "running") -> Scene:
-    return Scene(view=view, plan=PLAN, now=now, state=state)
+def frame(view: RunView, *, now: float, state: str = "running") -> FrameState:
+    return FrameState(view=view, plan=PLAN, now=now, state=state)
 
 
 def test_stragglers_are_named_with_the_reason() -> None:
     events = [step(n, rank=r, t=100.0 + n) for n in range(1, 10) for r in range(4)]
     events += [step(n, rank=4, t=100.0 + n) for n in range(1, 5)]
     slow = [step(n, rank=5, t=100.0 + n, compute_s=2.0) for n in range(1, 10)]
-    found = {rank.rank: why for rank, why in stragglers(scene(fold(events + slow), now=110.0))}
+    found = {rank.rank: why for rank, why in stragglers(frame(fold(events + slow), now=110.0))}
     assert found == {4: "5 steps behind", 5: "4.2× the median"}
-    late = {rank.rank: why for rank, why in stragglers(scene(fold(events), now=155.0))}
+    late = {rank.rank: why for rank, why in stragglers(frame(fold(events), now=155.0))}
     assert late[4] == "silent for 51s"
-    assert stragglers(scene(fold(events[:1]), now=0.0)) == []
+    assert stragglers(frame(fold(events[:1]), now=0.0)) == []
 
 
 def test_waiting_for_others_does_not_make_a_straggler() -> None:
     ranks = [step(n, rank=r, step_s=1.0, compute_s=0.5) for n in (1, 2, 3) for r in range(4)]
     waits = [step(n, rank=4, step_s=9.0, compute_s=0.5) for n in (1, 2, 3)]
-    assert stragglers(scene(fold(ranks + waits), now=104.0)) == []
+    assert stragglers(frame(fold(ranks + waits), now=104.0)) == []
 
 
 def test_parameters_to_look_at_begin_with_those_that_are_not_finite() -> None:
@@ -250,7 +250,7 @@ def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch, variable: str | No
     if variable:
         monkeypatch.setenv(variable, "1")
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-    console.print(render(Scene.at_last_event(fold(rich_run()), PLAN), width=100, height=30))
+    console.print(render(FrameState.at_last_event(fold(rich_run()), PLAN), width=100, height=30))
     assert isinstance(console.file, io.StringIO)
     assert bool(re.search(r"\x1b\[[0-9;]*38;", console.file.getvalue())) == (variable is None)
 
@@ -259,7 +259,7 @@ def test_an_output_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict", write_through=True)
     Console(file=stream, width=100, height=30).print(
-        render(Scene.at_last_event(fold(rich_run()), PLAN), width=100, height=30)
+        render(FrameState.at_last_event(fold(rich_run()), PLAN), width=100, height=30)
     )
     assert b"blocks.0" in raw.getvalue()
 

@@ -33,12 +33,12 @@ from colotrain.engine.checkpoint.manifest import (
 from colotrain.engine.checkpoint.shard_file import Piece, write_pieces
 from colotrain.errors import ColotrainError
 from colotrain.events.fold import Fold
-from colotrain.events.heartbeats import Heartbeat, read_beats
+from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
 from colotrain.events.log import EventReader
 from colotrain.events.view import summary
 from colotrain.rundir import RunDir
 from colotrain.show.dashboard import render
-from colotrain.show.frame import Scene
+from colotrain.show.frame import FrameState
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 JUNK = (
@@ -144,7 +144,7 @@ def test_events_with_values_nobody_writes_are_shown() -> None:
             if event.fields:
                 event.fields.update(altered(chance, dict.fromkeys(event.fields)))
         view = Fold(max_steps=8).add(events).view()
-        render(Scene.at_last_event(view, run_plan()), width=100, height=30)
+        render(FrameState.at_last_event(view, run_plan()), width=100, height=30)
 
 
 def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -275,9 +275,9 @@ def test_damaged_signs_of_life(tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         chance, path = random.Random(seed), folder / "rank00000.json"
-        Heartbeat(path, rank=0, patience_s=6.0).beat(7, "forward")
+        HeartbeatWriter(path, rank=0, patience_s=6.0).beat(7, "forward")
         path.write_bytes(damaged(chance, path.read_bytes()))
-        assert len(read_beats(folder)) <= 1
+        assert len(read_heartbeats(folder)) <= 1
 
 
 def test_names_cannot_leave_their_folder(tmp_path: Path) -> None:

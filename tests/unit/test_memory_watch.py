@@ -17,7 +17,7 @@ from colotrain.launch.watch import Watch
 from colotrain.planner import measured_peaks
 from colotrain.planner.memory import Estimate, around
 from colotrain.rundir import RunDir
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 from tests.unit.test_view import plan_of
 
 GIB = 1 << 30
@@ -81,12 +81,12 @@ def test_what_to_change_is_what_the_plan_has_not_changed_yet() -> None:
 
 
 def test_a_measured_peak_takes_the_estimate_s_place_and_stays_a_sum() -> None:
-    ledger = Ledger(parameters=100, activations=50, buffers=20, baseline=30)
-    estimate = Estimate(ledger=ledger, peak=around(200, exact=190))
+    breakdown = MemoryBreakdown(parameters=100, activations=50, buffers=20, baseline=30)
+    estimate = Estimate(breakdown=breakdown, peak=around(200, exact=190))
     for measured in (260, 185, 140):
         known = measured_peaks.corrected(estimate, measured)
-        assert known.ledger.total == measured
-        assert known.ledger.parameters == 100
+        assert known.breakdown.total == measured
+        assert known.breakdown.parameters == 100
         assert known.peak.exact == min(190, measured)
         assert known.peak.low <= measured <= known.peak.high
         assert known.peak.high - measured < 0.06 * measured

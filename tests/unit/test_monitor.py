@@ -8,7 +8,7 @@ import pytest
 
 from colotrain.engine.monitor import ALMOST, share_of_micro_batch
 from colotrain.engine.run_state import Run
-from colotrain.events.heartbeats import Heartbeat, read_beats
+from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_evaluation_has_no_backward() -> None:
 )
 def test_an_evaluation_belongs_to_the_step_before_it(phase: str, step: int, tmp_path: Path) -> None:
     run = Run.__new__(Run)
-    run.step, run.heartbeat = 4, Heartbeat(tmp_path / "rank0.json")
+    run.step, run.heartbeat = 4, HeartbeatWriter(tmp_path / "rank0.json")
     run.at(phase)
-    (beat,) = read_beats(tmp_path)
+    (beat,) = read_heartbeats(tmp_path)
     assert (beat.phase, beat.step) == (phase, step)

@@ -25,7 +25,7 @@ from colotrain.planner.memory import _StepSimulation, model_state_bytes, predict
 from colotrain.planner.time import step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
-from colotrain.spec.memory import Ledger, PeakRange
+from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import (
     RECOMPUTE,
     DataPlan,
@@ -283,8 +283,8 @@ def test_the_zero_paper_s_model_on_64_gpus() -> None:
     def states(shard: int) -> tuple[float, float, float, float]:
         """GB of shards with moments, of sharded gradients, gathered parameters, whole gradients."""
         made = layout("zero3", shard, precision="bf16")
-        group, ledger = find(half, None, made)[""], model_state_bytes(made, half)
-        lasting = ledger.parameters + ledger.optimizer
+        group, breakdown = find(half, None, made)[""], model_state_bytes(made, half)
+        lasting = breakdown.parameters + breakdown.optimizer
         sizes = (lasting, group.trained_shard_bytes, group.gathered_bytes, numel * 2)
         return tuple(size / 1e9 for size in sizes)  # type: ignore[return-value]
 
@@ -299,17 +299,17 @@ def test_the_zero_paper_s_model_on_64_gpus() -> None:
 @pytest.mark.parametrize("plugin", ["zero1", "zero2", "zero3"])
 def test_the_peak_is_a_moment_not_a_sum_of_maxima(plugin: str) -> None:
     found, looked = traced(), looked_at()
-    ledger = predict(layout(plugin, 4, accumulation_steps=2), looked, found).ledger
+    breakdown = predict(layout(plugin, 4, accumulation_steps=2), looked, found).breakdown
     states = model_state_bytes(layout(plugin, 4), looked)
-    assert (ledger.parameters, ledger.optimizer) == (states.parameters, states.optimizer)
-    assert 0 < ledger.activations <= most_alive(found) + found.input_bytes
-    assert ledger.total <= most_alive(found) + states.total + found.input_bytes
+    assert (breakdown.parameters, breakdown.optimizer) == (states.parameters, states.optimizer)
+    assert 0 < breakdown.activations <= most_alive(found) + found.input_bytes
+    assert breakdown.total <= most_alive(found) + states.total + found.input_bytes
 
 
 def test_more_sharding_needs_less() -> None:
     found, looked = traced(), looked_at()
     need = [
-        predict(layout(name, 4, accumulation_steps=2), looked, found).ledger.total
+        predict(layout(name, 4, accumulation_steps=2), looked, found).breakdown.total
         for name in ("zero1", "zero2", "zero3")
     ]
     assert need[0] > need[1] > need[2]
@@ -374,10 +374,10 @@ def test_a_cpu_keeps_more_resident_than_is_alive() -> None:
     looked, found = looked_at(), traced()
     on_gpu = predict(layout("zero2", 4), looked, found)
     on_cpu = predict(layout("zero2", 4, device="cpu"), looked, found)
-    assert on_cpu.ledger.buffers > on_gpu.ledger.buffers
-    assert on_cpu.ledger.activations == on_gpu.ledger.activations
-    assert on_cpu.peak.exact <= on_cpu.peak.low < on_cpu.ledger.total < on_cpu.peak.high
-    assert on_gpu.peak.exact == on_gpu.ledger.total
+    assert on_cpu.breakdown.buffers > on_gpu.breakdown.buffers
+    assert on_cpu.breakdown.activations == on_gpu.breakdown.activations
+    assert on_cpu.peak.exact <= on_cpu.peak.low < on_cpu.breakdown.total < on_cpu.peak.high
+    assert on_gpu.peak.exact == on_gpu.breakdown.total
 
 
 def test_a_verdict_is_no_only_for_what_certainly_does_not_fit() -> None:
@@ -387,8 +387,8 @@ def test_a_verdict_is_no_only_for_what_certainly_does_not_fit() -> None:
 
 def test_what_could_not_be_followed_may_need_twice_what_is_known() -> None:
     unknown = predict(layout("zero2", 4), looked_at(), None)
-    assert unknown.peak.exact == unknown.ledger.total
-    assert unknown.peak.high == 2 * unknown.ledger.total
+    assert unknown.peak.exact == unknown.breakdown.total
+    assert unknown.peak.high == 2 * unknown.breakdown.total
 
 
 def test_a_single_rank_s_gradients_are_not_copied() -> None:
@@ -492,4 +492,4 @@ def test_advice_never_names_what_does_not_fit() -> None:
 
 
 def test_a_ledger_adds_up() -> None:
-    assert Ledger(parameters=1, gradients=2, activations=4, baseline=8).total == 15
+    assert MemoryBreakdown(parameters=1, gradients=2, activations=4, baseline=8).total == 15

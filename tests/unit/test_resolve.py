@@ -23,7 +23,7 @@ from colotrain.planner.memory import model_state_bytes
 from colotrain.planner.resolve import resolve
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.batch import Batch, Sizes, solve
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
 from colotrain.spec.plugins import ROWS
 from colotrain.verify.cases import Variant
@@ -418,7 +418,7 @@ def test_gemini_takes_a_disk_tier_in_the_run_s_folder_only_where_memory_might_no
 def test_with_parameters_in_common_zero3_saves_nothing_over_zero2() -> None:
     need = {name: plan(("plugin.name", name)).memory for name in ROWS}
     assert need["zero1"].total > need["zero2"].total == need["zero3"].total
-    assert {ledger.gathered for ledger in need.values()} == {0}
+    assert {breakdown.gathered for breakdown in need.values()} == {0}
 
 
 # Memory
@@ -438,7 +438,7 @@ def test_model_state_is_counted_in_bytes_per_rank() -> None:
     looked = survey(ModelPlan(target=""), FreezePlan(patterns=("embed*",)), 1)
     whole, trained = TOTAL * 4, (TOTAL - 256 * 64) * 4
 
-    def state(name: str) -> Ledger:
+    def state(name: str) -> MemoryBreakdown:
         row = ROWS[name]
         live, gradients = row.parameters_live, row.gradients
         layout = Layout(parameters_live=live, gradients=gradients, shard=2, optim=optim)

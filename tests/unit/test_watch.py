@@ -15,7 +15,7 @@ import pytest
 from test_view import plan_of
 
 from colotrain.engine.checkpoint.saving import Saver
-from colotrain.events.heartbeats import Beat, Heartbeat, read_beats
+from colotrain.events.heartbeats import Heartbeat, HeartbeatWriter, read_heartbeats
 from colotrain.events.log import Event, EventReader, EventWriter
 from colotrain.launch.causes import WorkerExit, describe
 from colotrain.launch.rendezvous import Node
@@ -42,7 +42,7 @@ WORKS = '  File "/home/user/model.py", line 12 in forward'
 def silent(tmp_path: Path, frames: str, state: str = "S") -> Silent:
     log = tmp_path / "stderr.log"
     log.write_text("said before\n" + DUMP.format(frames=frames))
-    beat = Beat(rank=3, pid=77, step=5, phase="forward", t=time.monotonic() - 9, patience_s=6)
+    beat = Heartbeat(rank=3, pid=77, step=5, phase="forward", t=time.monotonic() - 9, patience_s=6)
     return Silent(beat=beat, state=state, stack=_stack(log, 12), log=log)
 
 
@@ -76,7 +76,7 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
         pids=lambda: {0: sleeper.pid},
         checked_at=time.monotonic() - 1,
     )
-    heart = Heartbeat(rundir.heartbeat_file(0), rank=0, patience_s=600)
+    heart = HeartbeatWriter(rundir.heartbeat_file(0), rank=0, patience_s=600)
     heart.beat(1, "start")
     line = (
         rundir.heartbeat_file(0)
@@ -86,7 +86,7 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
     rundir.heartbeat_file(0).write_text(line)
     watch.look(asked_to_stop=False)
     assert sleeper.poll() is None
-    [beat] = read_beats(rundir.heartbeats)
+    [beat] = read_heartbeats(rundir.heartbeats)
     old = line.replace(f'"t": {beat.t}', f'"t": {beat.t - 700}')
     rundir.heartbeat_file(0).write_text(old)
     watch.checked_at -= 1
@@ -142,10 +142,10 @@ def test_ranks_that_were_stopped_with_their_launcher_are_not_silent(
 
 
 def test_a_heart_without_a_file_is_silent_and_harmless(tmp_path: Path) -> None:
-    Heartbeat().beat(1, "start")
-    Heartbeat(tmp_path / "file" / "x", rank=0).beat(1, "start")
+    HeartbeatWriter().beat(1, "start")
+    HeartbeatWriter(tmp_path / "file" / "x", rank=0).beat(1, "start")
     (tmp_path / "plain").write_text("")
-    Heartbeat(tmp_path / "plain" / "x", rank=0).beat(1, "start")
+    HeartbeatWriter(tmp_path / "plain" / "x", rank=0).beat(1, "start")
 
 
 def last_events(kind: str, rank: int, **fields: object) -> Event:

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from colotrain.errors import ColotrainError
-from colotrain.parent_process import end_with
+from colotrain.parent_process import die_with
 
 MOST_WORKERS = 16
 AHEAD = 2
@@ -88,7 +88,7 @@ def _main_hidden() -> Iterator[None]:
 
 
 def _begin(parent: int, begin: Callable[..., None], args: tuple[Any, ...]) -> None:
-    end_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough
     begin(*args)

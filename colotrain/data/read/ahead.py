@@ -13,7 +13,7 @@ from colotrain.data.prepare.prepared import Split
 from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples
 from colotrain.errors import ConfigError, Problem
-from colotrain.parent_process import end_with
+from colotrain.parent_process import die_with
 from colotrain.spec.plan import RunPlan
 
 AHEAD = 2
@@ -58,7 +58,7 @@ class AheadLoader(BatchLoader):
             persistent_workers=True,
             multiprocessing_context="fork",
             collate_fn=lambda item: item,
-            worker_init_fn=lambda _: end_with(rank_pid),
+            worker_init_fn=lambda _: die_with(rank_pid),
         )
         self._batches = iter(self._read)
         self._next = 0

@@ -32,7 +32,7 @@ from colotrain.planner.layout import layout_of
 from colotrain.planner.memory import predict
 from colotrain.planner.traced.survey import one_sample, survey
 from colotrain.planner.traced.tracing import Batch, NotTraceable, loss_of, trace
-from colotrain.spec.memory import Ledger
+from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import RunPlan
 from colotrain.torch_internals import FakeTensorMode, fake_store, memory_tracker
@@ -66,7 +66,9 @@ def cross_check(plan: RunPlan) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = _by_tracker(plan, sample)
-    names = [field.name for field in dataclasses.fields(Ledger) if field.name != "baseline"]
+    names = [
+        field.name for field in dataclasses.fields(MemoryBreakdown) if field.name != "baseline"
+    ]
     pairs = {name: {"plan": ours[name], "tracker": theirs.get(name, 0)} for name in names}
     pairs["peak"] = {"plan": sum(ours.values()), "tracker": theirs["peak"]}
     return {"world_size": plan.world_size, "categories": pairs}
@@ -101,8 +103,8 @@ def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
         expected = f"a model that runs without values under --trace ({why})"
         raise _cannot(key, value, expected) from error
     surveyed = survey(plan.model, plan.freeze, plan.data.seq_len)
-    ledger = predict(dataclasses.replace(layout, baseline=0), surveyed, followed).ledger
-    return {f.name: getattr(ledger, f.name) for f in dataclasses.fields(ledger)}
+    breakdown = predict(dataclasses.replace(layout, baseline=0), surveyed, followed).breakdown
+    return {f.name: getattr(breakdown, f.name) for f in dataclasses.fields(breakdown)}
 
 
 def _batch(plan: RunPlan, sample: Batch, device: str) -> Batch:
