@@ -277,6 +277,10 @@ class Bare(IterableDataset):
     def __iter__(self):
         yield {}
 
+class HalfLong(list):
+    def __len__(self):
+        return 2.5
+
 def number():
     return 3
 
@@ -367,6 +371,12 @@ def test_an_empty_stream_is_an_error(own: str) -> None:
     [
         ("number", {}, "data.target", "it returned int"),
         ("Bare", {}, "data.target", "state_dict"),
+        (
+            "HalfLong",
+            {},
+            "data.target",
+            r"a dataset that has a length \(TypeError.*of samples from its `__len__`",
+        ),
         ("rows", {}, "data.args", "count"),
         ("rows", {"count": 3, "stop": 4}, "data.args", "stop"),
         ("row", {}, "data.target", "did you mean rows"),

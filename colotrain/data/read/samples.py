@@ -43,9 +43,9 @@ def user_samples(plan: DataPlan, split: str) -> Any:
         expected = "a callable that returns a map-style dataset (`__len__` and `__getitem__`), or "
         expected += f"an iterable one with `state_dict` (it returned {type(dataset).__name__})"
         raise _wrong("data.target", target, expected, "return a list, or a torch Dataset")
+    count = _length(dataset, target)
     if takes_split:
         return dataset
-    count = len(dataset)
     cut = count - int(count * plan.validation_fraction)
     return Subset(dataset, range(cut) if split == "train" else range(cut, count))
 
@@ -131,6 +131,17 @@ def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:
     except Exception as error:
         expected = f"a dataset that can be made ({described(error)})"
         raise _wrong("data.target", target, expected, "correct data.args, or the code") from error
+
+
+def _length(dataset: Any, target: str) -> int:
+    try:
+        return len(dataset)
+    except (OSError, ColotrainError):
+        raise
+    except Exception as error:
+        expected = f"a dataset that has a length ({described(error)})"
+        fix = "return the number of samples from its `__len__`"
+        raise _wrong("data.target", target, expected, fix) from error
 
 
 def _takes_split(make: Callable[..., Any]) -> bool:
