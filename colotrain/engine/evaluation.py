@@ -39,14 +39,15 @@ def evaluate(run: Run) -> None:
         module.training = mode
     loss_sum, count = sums.tolist()
     loss = loss_sum / max(count, 1.0)
-    is_best = _is_best(run, {"validation_loss": loss, **means})
+    is_best = _is_best(run, loss, means)
     if run.rank == 0:
         more = ({"metrics": means} if means else {}) | ({"best": True} if is_best else {})
         run.events.write("eval", step=run.step, loss=loss, tokens=count, **more)
 
 
-def _is_best(run: Run, found: dict[str, float]) -> bool:
+def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:
     """Whether this evaluation is the best so far, by the metric that the plan names."""
+    found = {"validation_loss": loss, **means} | {"validation_loss": loss}
     metric, lowest = run.plan.checkpoint.best_metric, run.plan.checkpoint.best_mode == "min"
     if metric is None:
         return False
@@ -56,6 +57,9 @@ def _is_best(run: Run, found: dict[str, float]) -> bool:
             f"name one of {', '.join(found)}",
         )
     value, before = found[metric], run.best[1] if run.best else None
+    if not math.isfinite(value) and run.rank == 0:
+        text = f"checkpoint.best.metric={metric} is {value}: this evaluation is never the best"
+        run.events.write("note", step=run.step, text=text)
     if not math.isfinite(value) or run.step == 0:
         return False
     if before is None or (value < before if lowest else value > before):
