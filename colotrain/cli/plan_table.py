@@ -94,7 +94,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
-    yield "checkpoints", _checkpoints(plan.checkpoint)
+    yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
 
 
 def _steps(train: TrainPlan) -> str:
@@ -105,10 +105,13 @@ def _steps(train: TrainPlan) -> str:
     return f"{train.max_steps:,}: {epochs}{rest}"
 
 
-def _checkpoints(checkpoint: CheckpointPlan) -> str:
+def _checkpoints(checkpoint: CheckpointPlan, train: TrainPlan) -> str:
     if not checkpoint.enabled:
         return "none (checkpoint.every=0)"
-    often = f"every {checkpoint.every:.6g} steps, " if checkpoint.every else ""
+    every = checkpoint.every
+    often = f"every {every:.6g} steps, " if every else ""
+    if every != int(every):  # only an interval in epochs is no whole number of steps
+        often = f"every {every / train.epoch_steps:.4g} epochs ({every:.4g} steps), "
     if checkpoint.every_s:
         often = f"every {format_seconds(checkpoint.every_s)}, "
     best = f" and that of the best {checkpoint.best_metric}" if checkpoint.best_metric else ""

@@ -11,6 +11,8 @@ from colotrain.errors import Problem
 
 EPOCHS = "write train.epochs"
 BATCH = "write train.global_batch (samples per step over all ranks) or train.micro_batch (per rank)"
+BEST = "write checkpoint.best.metric, and checkpoint.best.mode=max or min"
+EVALUATION = "write train.eval_every, in steps or in epochs as 0.5ep"
 OFFLOAD = "take plugin=gemini, which offloads what exceeds plugin.budget"
 KEYS = {
     "lr": "write optim.lr",
@@ -21,7 +23,7 @@ KEYS = {
     "lr_scheduler": "write optim.schedule.name",
     "lr_scheduler_type": "write optim.schedule.name",
     "scheduler": "write optim.schedule.name",
-    "warmup": "write optim.schedule.warmup_steps",
+    "warmup": "write optim.schedule.warmup_steps, or optim.schedule.warmup_ratio for a share",
     "warmup_steps": "write optim.schedule.warmup_steps",
     "warmup_ratio": "write optim.schedule.warmup_ratio",
     "batch_size": BATCH,
@@ -64,6 +66,15 @@ KEYS = {
     "mixed_precision": "write train.precision=bf16",
     "fp16": "write train.precision=fp16",
     "bf16": "write train.precision=bf16",
+    "monitor": BEST,
+    "metric_for_best_model": BEST,
+    "greater_is_better": "write checkpoint.best.mode=max or min",
+    "save_total_limit": "write checkpoint.keep",
+    "save_top_k": "write checkpoint.keep",
+    "drop_last": "write train.last_batch=drop",
+    "dataloader_drop_last": "write train.last_batch=drop",
+    "val_check_interval": EVALUATION,
+    "check_val_every_n_epoch": EVALUATION,
     "save_steps": "write checkpoint.every",
     "eval_steps": "write train.eval_every (steps between evaluations)",
     "logging_steps": "write observe.log_every",

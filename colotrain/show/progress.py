@@ -248,7 +248,7 @@ def print_summary(
     rows = summary_rows(summary, plan, view)
     if not is_live(console):
         for name, value in rows:
-            print_plain(console, f"{name + ':':<20}{clean(value)}")
+            print_plain(console, f"{name + ':':<19} {clean(value)}")
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")

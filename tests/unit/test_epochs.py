@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from colotrain.cli.plan_table import _checkpoints
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import SampleOrder
 from colotrain.engine.loop import is_due
@@ -20,7 +21,7 @@ OF_64 = ("train.global_batch", 64)
 
 def planned(samples: int, *pairs: tuple[str, Any]) -> RunPlan:
     config = with_values(OF_64, *pairs)
-    return resolve(config, survey=survey, machine=LAPTOP, samples=lambda data, seed: samples)
+    return resolve(config, survey=survey, machine=LAPTOP, samples=lambda data, seed: samples)[0]
 
 
 def refused(samples: int, *pairs: tuple[str, Any]) -> list[str]:
@@ -51,7 +52,7 @@ def test_without_epochs_nothing_is_counted() -> None:
     def never(data: object, seed: int) -> int:
         raise AssertionError
 
-    plan = resolve(with_values(OF_64), survey=survey, machine=LAPTOP, samples=never)
+    plan, _ = resolve(with_values(OF_64), survey=survey, machine=LAPTOP, samples=never)
     assert (plan.train.max_steps, plan.train.epoch_steps) == (100, 0)
 
 
@@ -66,6 +67,19 @@ def test_evaluations_saves_and_the_warm_up_are_shares_of_the_run() -> None:
     assert (plan.train.eval_every, plan.checkpoint.every, plan.optim.warmup_steps) == (2.5, 10, 4)
     steps = planned(640, ("train.max_steps", 25), ("train.eval_every", "1ep"))
     assert (steps.train.max_steps, steps.train.eval_every) == (25, 10)
+
+
+def test_a_plan_shows_the_interval_of_checkpoints_in_epochs_where_steps_are_broken() -> None:
+    broken = planned(650, ("train.epochs", 4), ("checkpoint.every", "0.25ep"))
+    shown = _checkpoints(broken.checkpoint, broken.train)
+    assert shown.startswith("every 0.25 epochs (2.539 steps), when asked")
+    whole = planned(640, ("train.epochs", 4), ("checkpoint.every", "1ep"))
+    assert _checkpoints(whole.checkpoint, whole.train).startswith("every 10 steps, when asked")
+
+
+def test_a_warm_up_that_never_ends_is_told_by_the_key_that_was_set() -> None:
+    plan = planned(640, ("train.epochs", 1), ("optim.schedule.warmup_ratio", 1.0))
+    assert any(text.startswith("optim.schedule.warmup_ratio=1: ") for text in plan.warnings)
 
 
 def test_what_is_every_fraction_of_an_epoch_does_not_drift() -> None:

@@ -254,6 +254,13 @@ def test_the_summary_names_the_peak_its_mfu_assumes() -> None:
     assert values["run directory"].endswith("runs/tiny")
 
 
+def test_a_long_name_of_a_metric_stands_apart_from_its_value() -> None:
+    console, plan = pipe(), plan_of(max_steps=8)
+    view = fold([*run_events(), worker("eval", 9.0, step=8, loss=2.0, metrics={"accuracy": 0.5})])
+    print_summary(console, summary(view, plan, RunDir("runs/tiny")), plan, view=view)
+    assert "validation accuracy: 0.5\n" in written(console)
+
+
 def test_the_summary_on_a_terminal_says_the_same() -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", finished(terminal(120)))
     assert "finished" in text
