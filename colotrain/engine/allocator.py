@@ -11,26 +11,26 @@ import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt, from glibc's malloc.h."""
-LASTING_BYTES = 128 << 10
+BUILD_MMAP_BYTES = 128 << 10
 """While the model is built, allocations of at least this size get their own pages."""
-FLEETING_BYTES = 32 << 20
+STEP_MMAP_BYTES = 32 << 20
 """While training, only allocations of at least this size do; malloc accepts no larger value."""
-KEPT_BYTES = 1 << 30
+STEP_TRIM_BYTES = 1 << 30
 """While training, free bytes at the end of the heap that are kept for the next step."""
 
 
-def place_what_stays() -> None:
+def configure_malloc_for_build() -> None:
     """Configure malloc for memory that lasts; call before the model and the optimizer are built."""
-    _set(M_MMAP_THRESHOLD, LASTING_BYTES)
+    _set(M_MMAP_THRESHOLD, BUILD_MMAP_BYTES)
 
 
-def place_what_passes() -> None:
+def configure_malloc_for_steps() -> None:
     """Configure malloc for one step's memory and trim the heap; call when the run is built."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-    _set(M_MMAP_THRESHOLD, FLEETING_BYTES)
-    _set(M_TRIM_THRESHOLD, KEPT_BYTES)
+    _set(M_MMAP_THRESHOLD, STEP_MMAP_BYTES)
+    _set(M_TRIM_THRESHOLD, STEP_TRIM_BYTES)
 
 
 def _set(parameter: int, value: int) -> None:

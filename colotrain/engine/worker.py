@@ -32,7 +32,7 @@ from colotrain.data.read.samples import StreamSamples
 from colotrain.dotted import import_target
 from colotrain.engine import monitor
 from colotrain.engine.agreement import check_alike, check_filled_alike
-from colotrain.engine.allocator import place_what_passes, place_what_stays
+from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.changed_inputs import CHANGES_INPUTS
 from colotrain.engine.checkpoint import checkpoint
@@ -199,7 +199,7 @@ def prepare(
 ) -> Run:
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
-    place_what_stays()
+    configure_malloc_for_build()
     if rank == 0:
         tidy(rundir.checkpoints)
     dist.barrier()
@@ -268,7 +268,7 @@ def prepare(
         checkpoint.restore(run, resumed)
     if tiers is None and optimizer.begins_with_zeros:
         optimizer.prepare_state_()
-    place_what_passes()
+    configure_malloc_for_steps()
     return run
 
 

@@ -1,4 +1,4 @@
-"""A rank's file: every byte where the layout says, whatever the tensors are and who takes turns."""
+"""A rank's file: every byte where the layout says, whatever the tensors are and who has a lock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colotrain.engine.checkpoint.shard_file import (
     Layout,
     NotFinite,
     Piece,
-    Turns,
+    PieceLock,
     Written,
     write_pieces,
 )
@@ -99,7 +99,7 @@ def test_what_is_exchanged_for_copies_may_change_while_it_is_written(
     random.seed(1)
     pieces = pieces_of([9, 2 * LARGE_BYTES, WINDOW_BYTES + LARGE_BYTES, LARGE_BYTES, 100])
     originals, expected = [p.local for p in pieces], [p.local.clone() for p in pieces]
-    layout, turns = Layout.of(pieces), Turns()
+    layout, lock = Layout.of(pieces), PieceLock()
     begun, go_on, number = threading.Event(), threading.Event(), 0
     write = shard_file._write_all
 
@@ -115,12 +115,12 @@ def test_what_is_exchanged_for_copies_may_change_while_it_is_written(
     found: list[Written] = []
     path = tmp_path / "file"
     thread = threading.Thread(
-        target=lambda: found.append(write_pieces(path, pieces, layout=layout, turns=turns))
+        target=lambda: found.append(write_pieces(path, pieces, layout=layout, lock=lock))
     )
     thread.start()
     assert begun.wait(20)
     threading.Timer(0.2, go_on.set).start()
-    with turns.exchange() as first:  # waits for the window that is being written
+    with lock.replace() as first:  # waits for the window that is being written
         assert go_on.is_set()
         assert first == 2
         for index in range(first, len(pieces)):
@@ -148,12 +148,12 @@ def test_a_write_that_fails_leaves_the_turn_to_training(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shard_file, "_write_all", full)
-    turns = Turns()
+    lock = PieceLock()
     with pytest.raises(OSError, match="No space") as kept:  # with all frames of the writer
-        write_pieces(tmp_path / "file", pieces_of([3 * LARGE_BYTES]), turns=turns)
+        write_pieces(tmp_path / "file", pieces_of([3 * LARGE_BYTES]), lock=lock)
 
     def waiting() -> None:
         raise AssertionError(kept)
 
-    with turns.exchange(waiting) as first:
+    with lock.replace(waiting) as first:
         assert first == 0

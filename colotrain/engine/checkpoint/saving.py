@@ -45,7 +45,7 @@ from colotrain.engine.checkpoint.shard_file import (
     Layout,
     NotFinite,
     Piece,
-    Turns,
+    PieceLock,
     write_pieces,
 )
 from colotrain.engine.shm.shared_memory import available_bytes
@@ -73,9 +73,9 @@ class Save:
     final: Path
     temporary: Path
     pieces: list[Piece]
-    """Pieces of the state to write, which are replaced by copies in `turns`."""
+    """Pieces of the state to write, which are replaced by copies under `lock`."""
     layout: Layout
-    turns: Turns
+    lock: PieceLock
     manifest: Manifest
     started: float
     deadline: float
@@ -147,7 +147,7 @@ class Saver:
         if save is None or save.thread is None or not save.thread.is_alive():
             return
         started = time.perf_counter()
-        with save.turns.exchange(lambda: self._waiting(save)) as first:
+        with save.lock.replace(lambda: self._waiting(save)) as first:
             still = range(first, len(save.pieces))
             self._copy(save, [n for n in still if not save.pieces[n].is_copy])
         save.stall_s += time.perf_counter() - started
@@ -188,7 +188,7 @@ class Saver:
             temporary=final.with_name(label),
             pieces=list(pieces),
             layout=Layout.of(pieces),
-            turns=Turns(),
+            lock=PieceLock(),
             manifest=manifest,
             started=now,
             deadline=now
@@ -242,7 +242,7 @@ class Saver:
             file,
             save.pieces,
             layout=save.layout,
-            turns=save.turns,
+            lock=save.lock,
             report=lambda _: beat(),
         )
         entry = {"bytes": written.num_bytes, "xxh128": written.checksum}

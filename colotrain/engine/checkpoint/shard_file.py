@@ -97,7 +97,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.device.type == "cpu" else 0
 
 
-class Turns:
+class PieceLock:
     """A lock on the pieces, for the thread that writes them window by window and for training."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Turns:
             yield
 
     @contextmanager
-    def exchange(self, waiting: Callable[[], None] = lambda: None) -> Iterator[int]:
+    def replace(self, waiting: Callable[[], None] = lambda: None) -> Iterator[int]:
         """Lock for training: inside, pieces from the yielded index on may be replaced by copies.
 
         `waiting` is called repeatedly until the window that is being written is done.
@@ -137,18 +137,18 @@ def write_pieces(
     pieces: list[Piece],
     *,
     layout: Layout | None = None,
-    turns: Turns | None = None,
+    lock: PieceLock | None = None,
     report: Callable[[int], None] = lambda num_bytes: None,
 ) -> Written:
     """Write and sync the file `path`. Raises OSError, or NotFinite for a bad value.
 
     `report` is called with the bytes written since its last call. At most `BUFFER_BYTES` are used
-    beside the tensors. `pieces` may be replaced by equal ones in `turns`.
+    beside the tensors. `pieces` may be replaced by equal ones under `lock`.
     """
-    layout, turns = layout or Layout.of(pieces), turns or Turns()
+    layout, lock = layout or Layout.of(pieces), lock or PieceLock()
     checksum, handle, done = xxhash.xxh3_128(), _create(path), 0
     try:
-        with closing(_windows(pieces, layout, turns)) as windows:  # on error it may hold the lock
+        with closing(_windows(pieces, layout, lock)) as windows:  # on error it may hold the lock
             for window in windows:
                 inside = window[: layout.num_bytes - done]
                 checksum.update(inside)
@@ -162,10 +162,10 @@ def write_pieces(
     return Written(starts=layout.starts, num_bytes=layout.num_bytes, checksum=checksum.hexdigest())
 
 
-def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memoryview]:
+def _windows(pieces: list[Piece], layout: Layout, lock: PieceLock) -> Generator[memoryview]:
     """Yield the file's content in whole blocks, page-aligned; each is valid until the next."""
     buffer = mmap.mmap(-1, BUFFER_BYTES)
-    with memoryview(buffer) as view, closing(_parts(pieces, layout, turns)) as parts:
+    with memoryview(buffer) as view, closing(_parts(pieces, layout, lock)) as parts:
         filled = 0
         for part in parts:
             if filled % BLOCK == 0 and len(part) % BLOCK == 0 and _start_of(part) % BLOCK == 0:
@@ -187,7 +187,7 @@ def _windows(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[mem
             yield view[:whole]
 
 
-def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memoryview]:
+def _parts(pieces: list[Piece], layout: Layout, lock: PieceLock) -> Generator[memoryview]:
     """Yield the file's content, aligned whole blocks separately; each is valid until the next."""
     end = 0
     for index, start in enumerate(layout.starts):
@@ -197,7 +197,7 @@ def _parts(pieces: list[Piece], layout: Layout, turns: Turns) -> Generator[memor
         head = min(-start % BLOCK, end - start)
         at, read = 0, None
         while at < end - start:
-            with turns.read(index):
+            with lock.read(index):
                 piece = pieces[index]
                 if piece is not read:
                     read, data = piece, bytes_of(piece.local.cpu())

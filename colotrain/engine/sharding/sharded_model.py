@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.boundary_tensors import watch_tensors
 from colotrain.engine.model_checks import check_parameters
-from colotrain.engine.passing import watch_tensors
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.engine.sharding.fsdp_internals import (
     groups_of,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from colotrain.engine.accumulation import StepTotals, accumulate
-from colotrain.engine.allocator import place_what_passes, place_what_stays
+from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
@@ -72,9 +72,9 @@ def measure(task: Task, tell: Callable[[int, int], None]) -> Measurement:
     peak = matmul_peak_flops(torch.device("cpu"), dtype_of(task.precision))
     alone = {"replicated_byte_s": _all_reduce_s(4 << 20, task.ranks)} if task.ranks > 1 else {}
     tell(1, total)
-    place_what_stays()
+    configure_malloc_for_build()
     timed = [Timed(case.plan) for case in task.cases]
-    place_what_passes()
+    configure_malloc_for_steps()
     for index in range(ROUNDS):
         for model in timed:
             model.run(CASE_S)

@@ -35,7 +35,7 @@ def watch_tensors(module: nn.Module) -> None:
     """Add hooks to `module`, a `fully_shard` module, for the tensors that `fully_shard` misses."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     module.register_forward_hook(_copy_parameters, prepend=True)
-    module.register_forward_hook(_tell_of_hidden_outputs, with_kwargs=True)
+    module.register_forward_hook(_hook_hidden_outputs, with_kwargs=True)
     if getattr(module, CHANGES_INPUTS, False):
         for group in groups_of(module):
             end_backward_of(group, partial(_after_gradients, group))
@@ -70,7 +70,7 @@ def _copy_parameters(module: nn.Module, args: Any, output: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if id(leaf) in ids else leaf, output)
 
 
-def _tell_of_hidden_outputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+def _hook_hidden_outputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Register backward hooks on outputs that `fully_shard` does not find, or whose hooks get lost.
 
     It searches tuples, dicts and dataclasses. For any other object with `.loss` the group would not
