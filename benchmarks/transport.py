@@ -139,9 +139,11 @@ def engine_step(plan: RunPlan, *, shared: bool) -> Action:
         gradients.clear_(model)
         totals = StepTotals(nominal=float(plan.batch.tokens_per_step))
         accumulate(state, [next(batches)], num=1, totals=totals)
-        facts = torch.cat((torch.zeros(4, dtype=torch.float64), gradients.local_facts(state)))
-        dist.all_reduce(facts)
-        gradients.take_facts_(state, facts[4:], factor=1.0)
+        statistics = torch.cat(
+            (torch.zeros(4, dtype=torch.float64), gradients.local_statistics(state))
+        )
+        dist.all_reduce(statistics)
+        gradients.store_statistics_(state, statistics[4:], factor=1.0)
         optimizer.step(factor=1.0)
 
     return step

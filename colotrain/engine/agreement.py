@@ -16,7 +16,7 @@ from colotrain.engine.raw_bytes import bytes_of
 from colotrain.errors import ColotrainError
 from colotrain.models.seeding import seeded
 
-DIFFERS_BY_ITSELF = "another at each look"
+NOT_REPRODUCIBLE = "another at each look"
 """Stands for a sample that differs when one rank reads it twice (random augmentation)."""
 
 
@@ -27,38 +27,38 @@ def check_alike(model: nn.Module, data: Mapping[str, BatchLoader | None], *, see
     """
     if dist.get_world_size() == 1:
         return
-    facts = dict(facts_of_model(model))
+    own = dict(describe_model(model))
     for split, loader in data.items():
         if loader is not None:
-            facts |= facts_of_data(split, loader, seed=seed)
-    if _are_alike(facts):
+            own |= describe_data(split, loader, seed=seed)
+    if _are_equal(own):
         return
     for split, loader in data.items():  # a sample may take seconds: read again only if ranks differ
         if loader is not None:
-            again = dict(facts_of_data(split, loader, seed=seed))
-            facts |= {k: v if facts[k] == v else DIFFERS_BY_ITSELF for k, v in again.items()}
-    _compare(facts)
+            again = dict(describe_data(split, loader, seed=seed))
+            own |= {k: v if own[k] == v else NOT_REPRODUCIBLE for k, v in again.items()}
+    _compare(own)
 
 
 def check_filled_alike(model: nn.Module) -> None:
     """Check the buffers of a model that was built without values and has them now."""
     if dist.get_world_size() > 1:
-        _compare(dict(_facts_of_buffers(model)))
+        _compare(dict(_describe_buffers(model)))
 
 
-def _are_alike(facts: dict[str, str]) -> bool:
-    """Whether all ranks give the same facts. All ranks must call."""
-    digest = xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
+def _are_equal(own: dict[str, str]) -> bool:
+    """Whether all ranks have the same descriptions. All ranks must call."""
+    digest = xxhash.xxh3_64_intdigest(repr(own).encode()) >> 1
     ends = torch.tensor([digest, -digest])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     return ends[0].item() == -ends[1].item()
 
 
-def _compare(facts: dict[str, str]) -> None:
-    if _are_alike(facts):
+def _compare(own: dict[str, str]) -> None:
+    if _are_equal(own):
         return
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, facts)
+    dist.all_gather_object(everyone, own)
     raise ColotrainError(
         _difference(everyone),
         "build the same everywhere: draw from the global generators of torch, random or numpy, "
@@ -66,31 +66,31 @@ def _compare(facts: dict[str, str]) -> None:
     )
 
 
-def facts_of_model(model: nn.Module) -> Iterator[tuple[str, str]]:
+def describe_model(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield a description of each parameter and buffer, with a digest of values that it has."""
     yield "the model's parameters", ", ".join(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         trains = "trained" if parameter.requires_grad else "frozen"
         yield f"parameter {name}", f"{_describe(parameter)} {trains}"
     if not any(parameter.is_meta for parameter in model.parameters()):
-        yield from _facts_of_buffers(model)  # otherwise init_weights() may still fill them
+        yield from _describe_buffers(model)  # otherwise init_weights() may still fill them
 
 
-def _facts_of_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _describe_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
     return ((f"buffer {name}", _describe(buffer)) for name, buffer in model.named_buffers())
 
 
-def facts_of_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:
+def describe_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:
     """Yield the number of samples and a description of three of them; a stream is not read."""
     samples, count = loader.samples, len(loader.samples)
     yield f"the length of the {split} data", str(count)
     if count == sys.maxsize:
         return
     for index in sorted({0, count // 2, count - 1}):
-        yield f"sample {index} of the {split} data", _look(samples, index, seed)
+        yield f"sample {index} of the {split} data", _describe_sample(samples, index, seed)
 
 
-def _look(samples: Any, index: int, seed: int) -> str:
+def _describe_sample(samples: Any, index: int, seed: int) -> str:
     with seeded(seed):
         batch = stack([(index, samples[index])])
     return ", ".join(f"{name}: {_describe(value)}" for name, value in sorted(batch.items()))
@@ -108,9 +108,9 @@ def digest_of(tensor: Tensor) -> str:
 
 def _difference(everyone: list[dict[str, str]]) -> str:
     first = everyone[0]
-    for rank, facts in enumerate(everyone):
-        for name in dict.fromkeys((*first, *facts)):
-            mine, theirs = first.get(name, "absent"), facts.get(name, "absent")
+    for rank, other in enumerate(everyone):
+        for name in dict.fromkeys((*first, *other)):
+            mine, theirs = first.get(name, "absent"), other.get(name, "absent")
             if mine != theirs:
                 return f"ranks 0 and {rank} built something else: {name} is {mine}, and {theirs}"
-    raise AssertionError("digests differ only where facts do")
+    raise AssertionError("digests differ only where descriptions do")

@@ -44,8 +44,8 @@ def freeze_(model: nn.Module, plan: FreezePlan, *, step: int = 0) -> Frozen:
 def _reason(
     known_as: list[str], parameter: nn.Parameter, plan: FreezePlan, step: int
 ) -> str | None:
-    thawed = [globs for at, globs in plan.unfreeze.items() if at <= step]
-    if any(matches(known_as, globs) for globs in (plan.exceptions, *thawed)):
+    unfrozen = [globs for at, globs in plan.unfreeze.items() if at <= step]
+    if any(matches(known_as, globs) for globs in (plan.exceptions, *unfrozen)):
         return None
     pattern = next((glob for glob in plan.patterns if matches(known_as, [glob])), None)
     if pattern is not None:
@@ -53,7 +53,7 @@ def _reason(
     return None if parameter.requires_grad else BY_MODEL
 
 
-def thawed_later(model: nn.Module, plan: FreezePlan) -> set[str]:
+def unfrozen_later(model: nn.Module, plan: FreezePlan) -> set[str]:
     """Return the parameters that the schedule unfreezes at any step, past steps included."""
     globs = [glob for step in plan.unfreeze.values() for glob in step]
     return {known_as[0] for known_as in names_of(model).values() if matches(known_as, globs)}

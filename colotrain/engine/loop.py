@@ -152,21 +152,21 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     """Run the one small all-reduce of a step: loss, targets, gradient norm, requests to stop."""
     run.at("reduce")
     run.progress.begin_agreement()
-    run.stop_reason = run.wish()
+    run.stop_reason = run.reason_to_stop()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
     short, due = run.tiers is not None and run.tiers.exceeds_budget(), run.saver.is_time()
-    wishes = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
+    flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
     took_s = run.progress.elapsed_s()
-    wish = torch.tensor([*wishes, order, order * order, took_s], dtype=torch.float64)
-    norms, used = gradients.local_facts(run.gradients, run.device)
-    known_here = gradients.to_device(torch.cat((wish, used)), run.device)
+    requests = torch.tensor([*flags, order, order * order, took_s], dtype=torch.float64)
+    norms, used = gradients.local_statistics(run.gradients, run.device)
+    known_here = gradients.to_device(torch.cat((requests, used)), run.device)
     mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
-    shared = torch.cat((mine, known_here[: len(wish)], norms, known_here[len(wish) :]))
+    shared = torch.cat((mine, known_here[: len(requests)], norms, known_here[len(requests) :]))
     dist.all_reduce(shared)
     shared = shared.cpu()  # the only wait for the device in a step
-    told = shared[:10].tolist()
-    loss_sum, count, stop, record, noisy, update_placement, save, orders, squares, took_s = told
+    sums = shared[:10].tolist()
+    loss_sum, count, stop, record, noisy, update_placement, save, orders, squares, took_s = sums
     monitor.note_duration(run, took_s / dist.get_world_size())
     if orders * orders != squares * dist.get_world_size():  # equal only if all orders are the same
         raise ColotrainError(
@@ -174,7 +174,7 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.take_facts_(run.gradients, shared[10:], factor=factor)
+    gradients.store_statistics_(run.gradients, shared[10:], factor=factor)
     return StepResult(
         loss=loss_sum / max(count, 1.0),
         tokens=count,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.freezing import thawed_later
+from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.model_blocks import Group, sharded_parameters
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import FreezePlan, ModelPlan
@@ -21,7 +21,7 @@ def check_dtypes(
     model: nn.Module, groups: list[Group], plan: ModelPlan, freeze: FreezePlan
 ) -> None:
     """Refuse a group that trains parameters of two dtypes, because they are reduced together."""
-    names, later = {p: n for n, p in model.named_parameters()}, thawed_later(model, freeze)
+    names, later = {p: n for n, p in model.named_parameters()}, unfrozen_later(model, freeze)
     seen: set[nn.Parameter] = set()
     for _, modules in (*groups, ("", [model])):  # inner modules come before those around them
         inside = [p for m in modules for p in sharded_parameters(m) if p not in seen]

@@ -37,7 +37,7 @@ LONG_STEP_S = 2.0
 """Seconds; a step shorter than this is always finished, without progress events."""
 PATIENCE_S = 5.0
 """Seconds that an unfinished step may still take when the run is asked to stop."""
-LOOK_EVERY_S = 0.5
+CHECK_EVERY_S = 0.5
 FOLLOW_EVERY_S = 2.0
 """Seconds between checks whether another rank has left the step."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 10.0
@@ -88,7 +88,7 @@ class Monitor:
     def __init__(self, run: Run) -> None:
         self.run, self.progress = run, run.progress
         self.asked_at: float | None = None
-        self.told_at = self.followed_at = 0.0
+        self.reported_at = self.followed_at = 0.0
         self.follows = False
         """Whether another rank has left the step."""
         self.seen = (0, 0)
@@ -100,12 +100,12 @@ class Monitor:
         store = own_store()
         with contextlib.suppress(dist.DistStoreError):  # rank 0 is gone, and this attempt with it
             while True:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(CHECK_EVERY_S)
                 if self.progress.last is not None:
-                    self._look(self.run, self.progress.last, store)
+                    self._check(self.run, self.progress.last, store)
 
-    def _look(self, run: Run, last: LastStep, store: Any) -> None:
-        self._tell(run, last)
+    def _check(self, run: Run, last: LastStep, store: Any) -> None:
+        self._report_progress(run, last)
         reason = self._reason(run, last, store)
         if reason is None:
             return
@@ -113,7 +113,7 @@ class Monitor:
             if self.progress.last is last and (self.progress.undecided or self.follows):
                 self._leave(run, last, reason, store)
 
-    def _tell(self, run: Run, last: LastStep) -> None:
+    def _report_progress(self, run: Run, last: LastStep) -> None:
         """Send a heartbeat if training has progressed, and write how far it is."""
         seen = len(run.sharded.calls), self.progress.micro_batch
         if seen != self.seen:
@@ -122,9 +122,9 @@ class Monitor:
         now = time.perf_counter()
         elapsed = now - last.began
         pause = min(max(SHORTEST_PAUSE_S, elapsed / 20), LONGEST_PAUSE_S)
-        if run.rank != 0 or now - max(self.told_at, last.began) < pause:
+        if run.rank != 0 or now - max(self.reported_at, last.began) < pause:
             return
-        self.told_at = now
+        self.reported_at = now
         run.events.write(
             "progress",
             step=run.step + (last.what == "step"),
@@ -165,7 +165,7 @@ class Monitor:
     def _reason(self, run: Run, last: LastStep, store: Any) -> str | None:
         """Return why this rank must leave the step now; None where it need not."""
         now = time.monotonic()
-        reason = run.wish()
+        reason = run.reason_to_stop()
         if reason is None:
             self.asked_at = None
         else:

@@ -53,7 +53,7 @@ def record_step(
         peak=peak,
         **shared,
     )
-    if result.record or not run.memory_is_told:
+    if result.record or not run.memory_recorded:
         record_memory(run, peak)
     if run.rank == 0 and (warning := run.spikes.look(result.loss)):
         run.events.write("note", text=f"step {run.step}: {warning}")
@@ -74,7 +74,7 @@ def record_memory(run: Run, peak: int) -> None:
         "gradients": sum(local_shard(grad).nbytes for grad in grads),
         "baseline": run.baseline_bytes,
     }
-    run.memory_is_told = True
+    run.memory_recorded = True
     rest = max(0, peak - sum(held.values()))
     run.events.write("memory", step=run.step, **held, activations=rest)
 

@@ -132,7 +132,7 @@ class Run:
     """Whether the state was checked and a checkpoint can hold it."""
     baseline_bytes: int = 0
     """Resident bytes beside the model after building; 0 on CUDA, whose peaks count tensors only."""
-    memory_is_told: bool = False
+    memory_recorded: bool = False
     restored: set[str] = field(default_factory=set)
     """Names of the parameters that came from a checkpoint."""
     skipped_batches: int = 0
@@ -159,7 +159,7 @@ class Run:
         """
         self.stop_error, self.asked_here = error, reason
 
-    def wish(self) -> str | None:
+    def reason_to_stop(self) -> str | None:
         """Return why this rank wants the run to stop; None where it does not."""
         return self.asked_here or self.stop_requested()
 

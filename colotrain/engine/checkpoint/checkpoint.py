@@ -34,7 +34,7 @@ from colotrain.engine.checkpoint.manifest import (
 )
 from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.checkpoint.shard_file import Piece
-from colotrain.engine.freezing import thawed_later
+from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard, reshard, shard_range
@@ -286,7 +286,7 @@ def unchanged(run: Run) -> set[str]:
     """
     if run.plan.checkpoint.content == "all":
         return set()
-    later = thawed_later(run.sharded.module, run.plan.freeze)
+    later = unfrozen_later(run.sharded.module, run.plan.freeze)
     return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored - later
 
 

@@ -228,7 +228,7 @@ class Saver:
             if rank == 0:
                 save.error = _outcomes(store, save, beat) or self._publish(save)
                 store.set(f"checkpoint/{save.number}", save.error or "")
-                self._tell(save)
+                self._report(save)
             else:
                 save.error = _await(store, f"checkpoint/{save.number}", save, beat)
         except Exception as error:  # a bug, or rank 0 has ended and the store with it
@@ -269,7 +269,7 @@ class Saver:
             prune(self.rundir.checkpoints, keep=keep, newest=save.final, best=best)
         return None
 
-    def _tell(self, save: Save) -> None:
+    def _report(self, save: Save) -> None:
         step, seconds = save.manifest.step, time.monotonic() - save.started
         if save.error is not None:
             shutil.rmtree(save.temporary, ignore_errors=True)

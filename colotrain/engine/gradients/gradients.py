@@ -169,7 +169,7 @@ def _note(state: GradientState, name: str, parameter: Tensor) -> None:
     state.watched.add(name)
 
 
-def local_facts(state: GradientState, device: torch.device) -> tuple[Tensor, Tensor]:
+def local_statistics(state: GradientState, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return Σ g² of each stored shard, and whether each parameter was used: float64 [names] each.
 
     The squares are on `device`, so that the host need not wait for a GPU; the flags are on the CPU.
@@ -234,8 +234,8 @@ def counted(state: GradientState, parameter: nn.Parameter, value: Tensor | None)
     return value if value.numel() and dist.get_rank() == 0 else None
 
 
-def take_facts_(state: GradientState, summed: Tensor, *, factor: float) -> None:
-    """Store what the sum of `local_facts` over all ranks says; `factor` as in `GradientState`.
+def store_statistics_(state: GradientState, summed: Tensor, *, factor: float) -> None:
+    """Store what the sum of `local_statistics` over all ranks says; `factor` as in `GradientState`.
 
     A parameter that no backward reached on any rank gets no gradient, as in plain torch.
     """

@@ -333,7 +333,7 @@ def _with_gradients(
             yield parameter, parameter.grad, optimizer.state[parameter]
 
 
-def settled(value: Tensor) -> Tensor | None:
+def to_checkpoint_layout(value: Tensor) -> Tensor | None:
     """Return optimizer state as a checkpoint keeps it: a shard stays a DTensor, a replica is plain.
 
     It shares memory with `value`. None for any other layout.

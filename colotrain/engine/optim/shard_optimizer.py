@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.offload.tiers import Tiers
-from colotrain.engine.optim.optimizers import fused_sgd_is_wrong, is_hidden_matrix, make, settled
+from colotrain.engine.optim.optimizers import (
+    fused_sgd_is_wrong,
+    is_hidden_matrix,
+    make,
+    to_checkpoint_layout,
+)
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.sharded_model import local_shard, shard_range
 from colotrain.errors import ColotrainError
@@ -238,7 +243,7 @@ class ShardOptimizer:
         of_shards = self.plan.name in OPTIMIZERS
         shared = key == "col_var" and value.ndim == 2  # adafactor's sums over all rows
         parameter = self.parameters[name]
-        found = _like(parameter, value) if of_shards and not shared else settled(value)
+        found = _like(parameter, value) if of_shards and not shared else to_checkpoint_layout(value)
         if found is None:
             raise ColotrainError(
                 f"optim.name={self.plan.name}: its state {key!r} of {name} is a "
@@ -289,7 +294,7 @@ def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bo
     return lr_scale, weight_decay, plan.name == "muon" and is_hidden_matrix(name, ndim)
 
 
-class _Alone:
+class _Unsharded:
     """The layout of a parameter that is whole on this rank."""
 
     def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
@@ -309,7 +314,7 @@ def state_ratio(plan: OptimPlan) -> float:
     """Return bytes of optimizer state per byte of parameter, from one step on a small matrix."""
     matrix = nn.Parameter(torch.zeros(64, 64))
     matrix.grad = torch.zeros_like(matrix)
-    small = make(plan, [{"params": [matrix]}], _Alone())
+    small = make(plan, [{"params": [matrix]}], _Unsharded())
     small.step()
     tensors = [t for t in small.state[matrix].values() if isinstance(t, Tensor) and t.ndim]
     return sum(t.numel() * t.itemsize for t in tensors) / (matrix.numel() * matrix.itemsize)
@@ -320,7 +325,7 @@ def _blank_state(plan: OptimPlan, like: nn.Parameter, *, muon: bool) -> dict[str
     twin = nn.Parameter(torch.zeros_like(like.detach()))
     twin.grad = torch.zeros_like(twin)
     group = {"params": [twin], "weight_decay": 0.0} | ({"muon": muon} if muon else {})
-    optimizer = make(plan, [group], _Alone())
+    optimizer = make(plan, [group], _Unsharded())
     optimizer.step()
     state = dict(optimizer.state[twin])
     for value in state.values():

@@ -174,10 +174,10 @@ class Timed:
         nominal = float(self.batch["labels"].numel())
         accumulate(self.state, [self.batch], num=1, totals=StepTotals(nominal=nominal))
         computed = time.perf_counter()
-        facts = gradients.local_facts(self.state, torch.device("cpu"))
-        shared = torch.cat((torch.tensor([float(ready)], dtype=torch.float64), *facts))
+        statistics = gradients.local_statistics(self.state, torch.device("cpu"))
+        shared = torch.cat((torch.tensor([float(ready)], dtype=torch.float64), *statistics))
         dist.all_reduce(shared)
-        gradients.take_facts_(self.state, shared[1:], factor=1.0)
+        gradients.store_statistics_(self.state, shared[1:], factor=1.0)
         self.optimizer.step(factor=1.0)
         ended = time.perf_counter()
         return computed - started, ended - computed, shared[0].item() > 0

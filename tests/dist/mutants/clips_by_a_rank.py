@@ -10,7 +10,7 @@ update = loop.update_
 
 
 def update_(run, result, recorder=None):
-    squares = gradients.local_facts(run.gradients, run.device)[0].sum().item()
+    squares = gradients.local_statistics(run.gradients, run.device)[0].sum().item()
     own = math.sqrt(squares) * run.gradients.factor
     return update(run, loop.dataclasses.replace(result, grad_norm=own), recorder)
 
