@@ -22,7 +22,7 @@ from colotrain.engine.sharding.fsdp_internals import (
     gather_before_backward_of,
     groups_of,
     state_of,
-    wholes_of,
+    unsharded_parameters_of,
 )
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import base_of, pytree, storage_id, tree_leaves
@@ -56,7 +56,9 @@ def _after_gradients(group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _copy_parameters(module: nn.Module, args: Any, output: Any) -> Any:
     """Return the output with copies of the views of the group's parameters, which are freed now."""
-    whole = {storage_id(whole) for group in groups_of(module) for whole in wholes_of(group)}
+    whole = {
+        storage_id(whole) for group in groups_of(module) for whole in unsharded_parameters_of(group)
+    }
     dense = [t for t, _ in _tensors_of(output) if t.layout == torch.strided]
     found = [t for t in dense if storage_id(t) in whole]
     if not found:

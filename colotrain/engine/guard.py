@@ -22,7 +22,7 @@ from torch import Tensor
 
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
+from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard
 
 PIECE = 1 << 22
@@ -159,7 +159,7 @@ def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
         gathered = [
             (name_of(param), whole.detach())
             for param in part.params
-            if (whole := whole_of(param)) is not None
+            if (whole := unsharded_of(param)) is not None
         ]
         found += _compare("gathered", gathered, group, ranks)
         part.handle.reshard()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.freezing import names_of
-from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
+from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import norms_of
@@ -146,12 +146,12 @@ def note_use(state: GradientState) -> None:
     """
     if len(state.watched) + len(state.frozen) >= len(state.names):
         return
-    for name, parameter in whole_parameters(state):
+    for name, parameter in unsharded_parameters(state):
         if name not in state.watched:
             _note(state, name, parameter)
 
 
-def whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
+def unsharded_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
     """Yield the trainable tensors on which autograd works, as far as they exist yet."""
     found = {
         name: parameter
@@ -159,7 +159,7 @@ def whole_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(parameter, DTensor)
     }
     for param in state.sharded.fsdp_params():
-        if (whole := whole_of(param)) is not None:
+        if (whole := unsharded_of(param)) is not None:
             found[name_of(param)] = whole
     yield from ((name, whole) for name, whole in found.items() if whole.requires_grad)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
-from colotrain.engine.gradients.gradients import GradientState, whole_parameters
+from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
 
 
 class Norms:
@@ -42,7 +42,7 @@ class Norms:
     def on(self) -> Iterator[None]:
         handles = [
             whole.register_hook(self._add(self.index[name]))
-            for name, whole in whole_parameters(self.state)
+            for name, whole in unsharded_parameters(self.state)
         ]
         try:
             yield

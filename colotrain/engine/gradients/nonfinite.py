@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
-from colotrain.engine.gradients.gradients import GradientState, whole_parameters
+from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
 from colotrain.engine.sharding.sharded_model import local_shard
 
 PHASES = ("forward", "backward", "reduce")
@@ -71,7 +71,7 @@ class Watch:
             module.register_forward_hook(self._after_forward(name))
             for name, module in model.named_modules()
         ]
-        for name, whole in whole_parameters(self.state):
+        for name, whole in unsharded_parameters(self.state):
             handles.append(whole.register_hook(self._on_gradient(name)))
         try:
             yield

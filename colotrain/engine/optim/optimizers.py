@@ -32,7 +32,7 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 class Layout(Protocol):
     """Relation between this rank's part of a parameter and the whole parameter."""
 
-    def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
         """Concatenate `value` of every rank (collective)."""
         ...
 
@@ -156,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        whole = self.layout.whole(parameter, grad.lerp(state["momentum_buffer"], momentum))
+        whole = self.layout.gather(parameter, grad.lerp(state["momentum_buffer"], momentum))
         update = self.layout.own_rows(parameter, orthogonalise(whole))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         scale = 0.2 * math.sqrt(max(whole.shape))

@@ -84,7 +84,7 @@ class ShardOptimizer:
         if self.tiers is not None:
             self.tiers.watch_gradients()
 
-    def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
         """Concatenate `value`, laid out like `shard`, of every rank (collective)."""
         found = _like(self.parameters[self._names[shard]], value)
         return found.full_tensor() if isinstance(found, DTensor) else found
@@ -297,7 +297,7 @@ def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bo
 class _Unsharded:
     """The layout of a parameter that is whole on this rank."""
 
-    def whole(self, shard: nn.Parameter, value: Tensor) -> Tensor:
+    def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
         return value
 
     def own_rows(self, shard: nn.Parameter, whole: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ class ReducesUnused(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         if self.reduce_grads and self.reduce_scatter_unused_params:
             for param in self.fsdp_params:
-                whole = whole_of(param)
+                whole = unsharded_of(param)
                 if whole is None or not whole.requires_grad or whole.grad is not None:
                     continue
                 if param.unsharded_accumulated_grad is None:
@@ -194,7 +194,7 @@ def is_being_gathered(group: Any) -> bool:
     return group._all_gather_result is not None
 
 
-def register_whole(group: Any) -> None:
+def register_unsharded(group: Any) -> None:
     """Let the modules use the whole parameters, which must be in memory."""
     group._to_unsharded()
 
@@ -235,22 +235,22 @@ def size_of(param: Any) -> torch.Size:
     return size
 
 
-def whole_of(param: Any) -> nn.Parameter | None:
+def unsharded_of(param: Any) -> nn.Parameter | None:
     """Return the whole parameter, which autograd works on; None before its first use."""
     whole: nn.Parameter | None = param.__dict__.get("_unsharded_param")
     return whole
 
 
-def wholes_of(group: Any) -> list[Tensor]:
+def unsharded_parameters_of(group: Any) -> list[Tensor]:
     """Return the whole parameters of a group, after their first use."""
     return [param.unsharded_param for param in group.fsdp_params]
 
 
-def set_whole(param: Any, whole: nn.Parameter) -> None:
+def set_unsharded(param: Any, whole: nn.Parameter) -> None:
     param._unsharded_param = whole
 
 
-def view_whole(param: Any, flat: Tensor) -> Tensor:
+def view_unsharded(param: Any, flat: Tensor) -> Tensor:
     """View the elements of `flat`, padding left out, in the shape of the whole parameter."""
     return flat.as_strided(param._orig_size, param._contiguous_orig_stride)
 

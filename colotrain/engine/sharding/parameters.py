@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.engine.sharding.fsdp_internals import name_of, whole_of
+from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import (
     DisableTorchFunctionSubclass,
@@ -97,10 +97,10 @@ def attach_(
         found = attached.get(names[param.sharded_param])
         if found is not None:
             found.set_attributes(param.sharded_param)
-            when_whole(param, partial(found.register, ranks=ranks))
+            when_unsharded(param, partial(found.register, ranks=ranks))
 
 
-def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
+def when_unsharded(param: Any, act: Callable[[nn.Parameter], None]) -> None:
     """Call `act` once, with the whole parameter that torch makes at the first use of `param`.
 
     torch makes one object per parameter, whose memory is freed and allocated again.
@@ -109,7 +109,7 @@ def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
 
     def to_unsharded() -> None:
         param.to_unsharded = before
-        whole = whole_of(param)
+        whole = unsharded_of(param)
         assert whole is not None
         act(whole)
         before()
@@ -117,7 +117,7 @@ def when_whole(param: Any, act: Callable[[nn.Parameter], None]) -> None:
     param.to_unsharded = to_unsharded
 
 
-class Whole(nn.Parameter):
+class UnshardedParameter(nn.Parameter):
     """A whole parameter whose `.data` is recorded while a forward runs.
 
     A change through `.data` does not raise the version of the parameter itself.
@@ -140,7 +140,7 @@ class Whole(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
-class Shard(DTensor):
+class UngatheredShard(DTensor):
     """A parameter in a forward whose group is not gathered: computing with it is an error.
 
     torch would compute with this rank's rows alone, silently, or fail with an error that does not
@@ -167,7 +167,7 @@ class Shard(DTensor):
 GRAD: Any = cast(Any, torch.Tensor.grad).__get__
 
 
-class Replaced(nn.Parameter):
+class ReplacedParameter(nn.Parameter):
     """A parameter of the model before sharding, to which some code has kept a reference.
 
     Training changes only its shards: a computation with this one would use the initial values, and
@@ -196,7 +196,7 @@ def watch_replaced(originals: Mapping[str, ref[nn.Parameter]], model: nn.Module)
     for name, reference in originals.items():
         parameter = reference()
         if parameter is not None and parameter not in kept and type(parameter) is nn.Parameter:
-            parameter.__class__ = Replaced
+            parameter.__class__ = ReplacedParameter
             parameter._name = name  # type: ignore[attr-defined]
 
 
@@ -226,7 +226,7 @@ class ForwardWatch:
         for group in groups:
             group.pre_backward = partial(self._pre_backward, group.pre_backward)
         for index, param in enumerate(self.params):
-            when_whole(param, partial(self._adopt, index))
+            when_unsharded(param, partial(self._watch_unsharded, index))
         root.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
         root.register_forward_hook(lambda *_: self._end(root))
         records = {param.sharded_param: param for param in self.params}
@@ -244,12 +244,12 @@ class ForwardWatch:
                 "model: forward calls state_dict()", "use named_parameters() and named_buffers()"
             )
 
-    def _find_made(self, root: nn.Module) -> None:
+    def _refuse_new_parameters(self, root: nn.Module) -> None:
         """Refuse parameters that the forward created: they would never train, or be lost."""
         for module, key, name, known in self.owners:
             found = module._parameters.get(key)
             is_plain = isinstance(known, nn.Parameter)
-            own = (known,) if is_plain else (known.sharded_param, whole_of(known))
+            own = (known,) if is_plain else (known.sharded_param, unsharded_of(known))
             if found is None or not any(found is parameter for parameter in own):
                 raise made_in_forward(name)
         if (size := _num_entries(root)) == self.size:
@@ -261,13 +261,13 @@ class ForwardWatch:
                 if parameter is not None and name not in names:
                     raise made_in_forward(name)
 
-    def _adopt(self, index: int, whole: nn.Parameter) -> None:
+    def _watch_unsharded(self, index: int, whole: nn.Parameter) -> None:
         if type(whole) is nn.Parameter:
-            whole.__class__ = Whole
+            whole.__class__ = UnshardedParameter
             whole._watch, whole._name = self, name_of(self.params[index])  # type: ignore[attr-defined]
         self.versions[index] = whole._version
 
-    def _pre_backward(self, torchs_own: Callable[..., None], *args: Any) -> None:
+    def _pre_backward(self, original: Callable[..., None], *args: Any) -> None:
         """Refuse a backward inside a forward: it frees parameters that the forward still needs."""
         if self.running:
             raise ColotrainError(
@@ -275,7 +275,7 @@ class ForwardWatch:
                 "return all terms of the loss, and let colotrain call backward; a penalty on "
                 "gradients needs a model without repeated blocks",
             )
-        torchs_own(*args)
+        original(*args)
 
     def _begin(self) -> None:
         for index in self.versions:
@@ -284,22 +284,22 @@ class ForwardWatch:
         self.frozen = [p for p in self.params if not p.sharded_param.requires_grad]
         for param in self.params:
             if type(param.sharded_param) is DTensor:
-                _become(param.sharded_param, Shard, name_of(param))
+                _set_class(param.sharded_param, UngatheredShard, name_of(param))
         self.running = True
 
     def _end(self, root: nn.Module) -> None:
         self.running = False
-        self._find_made(root)
+        self._refuse_new_parameters(root)
         for param in self.frozen:
-            found = (param.sharded_param, whole_of(param))
+            found = (param.sharded_param, unsharded_of(param))
             if any(p is not None and p.requires_grad for p in found):
                 raise ColotrainError(
                     f"model: forward begins to train {name_of(param)}, which was frozen",
                     "let freeze.unfreeze name the step",
                 )
         for param in self.params:
-            if type(param.sharded_param) is Shard:
-                _become(param.sharded_param, DTensor, None)
+            if type(param.sharded_param) is UngatheredShard:
+                _set_class(param.sharded_param, DTensor, None)
         aliases, self.aliases = self.aliases, []
         for name, alias in aliases:
             if alias._version:
@@ -309,8 +309,8 @@ class ForwardWatch:
                 raise changed_in_place(name_of(self.params[index]))
 
     def _version(self, index: int) -> int:
-        whole = whole_of(self.params[index])
-        assert whole is not None  # `_adopt` was called with it
+        whole = unsharded_of(self.params[index])
+        assert whole is not None  # `_watch_unsharded` was called with it
         return whole._version
 
 
@@ -332,7 +332,7 @@ def _num_entries(root: nn.Module) -> int:
     return sum(1 + len(module._parameters) for module in root.modules())
 
 
-def _become(shard: Any, cls: type, name: str | None) -> None:
+def _set_class(shard: Any, cls: type, name: str | None) -> None:
     shard.__class__, shard.name_here = cls, name
 
 

@@ -73,7 +73,7 @@ class Group:
     @property
     def is_shared(self) -> bool:
         """Whether it is never gathered, because the ranks of a host share one copy of it."""
-        return any(hasattr(param, "_colotrain_whole") for param in self.params)
+        return any(hasattr(param, "_colotrain_unsharded") for param in self.params)
 
     def copy_out(self) -> None:
         """Free the group's all-gather buffer, if the last backward gathered the group in vain.

@@ -24,7 +24,7 @@ from colotrain.engine.sharding.fsdp_internals import (
     local_of,
     reduce_dtype_of,
     replicas_of,
-    whole_of,
+    unsharded_of,
     zero_gradient,
 )
 from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
@@ -46,8 +46,8 @@ class Gradient:
 
     param: Any
     """torch's record of the parameter (FSDPParam)."""
-    whole: Tensor
-    """This rank's gradient of the whole parameter, flat."""
+    unsharded: Tensor
+    """This rank's gradient of the unsharded parameter, flat."""
     sums: Tensor | None = None
     """This rank's rows of the gradient summed over ranks, flat."""
     onto: bool = False
@@ -56,7 +56,7 @@ class Gradient:
     def rows(self, rank: int, first: int, last: int) -> Tensor:
         """Return elements `first` to `last` of the shard of `rank`, without padding."""
         start = rank * numel_of(self.param)
-        return self.whole[start + first : start + last]
+        return self.unsharded[start + first : start + last]
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Reduction:
 
     def _post_backward(self, index: int, params: Any, *_: object) -> None:
         if each := take_gradients(params):
-            dtype = reduce_dtype_of(params) or each[0].whole.dtype
+            dtype = reduce_dtype_of(params) or each[0].unsharded.dtype
             self.reduce(Gradients(index, params, each, dtype))
 
     def reduce(self, gradients: Gradients) -> None:
@@ -255,7 +255,7 @@ class SingleRankGradients:
 
     def _post_backward(self, params: Any, *_: object) -> None:
         for gradient in take_gradients(params):
-            accumulate_gradient(params, gradient, gradient.whole, is_there=False)
+            accumulate_gradient(params, gradient, gradient.unsharded, is_there=False)
 
 
 def take_gradients(params: Any) -> list[Gradient]:
@@ -263,9 +263,9 @@ def take_gradients(params: Any) -> list[Gradient]:
 
     Its own `post_backward` (torch 2.13) still runs: it frees the parameters.
     """
-    torchs_own = type(params).post_backward
+    original = type(params).post_backward
     if not params.reduce_grads:
-        torchs_own(params)
+        original(params)
         return []
     even = params.reduce_scatter_unused_params
     each = [
@@ -273,7 +273,7 @@ def take_gradients(params: Any) -> list[Gradient]:
     ]
     try:
         params.reduce_scatter_unused_params = False
-        torchs_own(params)
+        original(params)
     finally:
         params.reduce_scatter_unused_params = even
     return each
@@ -307,7 +307,7 @@ def _allocate_sums(
 
 def _take_gradient(param: Any, even: bool) -> Gradient | None:
     """Take the gradient from `param`; with `even`, zeros for a trainable one that was not used."""
-    if whole_of(param) is None:
+    if unsharded_of(param) is None:
         return None
     param.accumulate_unsharded_grad_if_needed()
     if param.unsharded_accumulated_grad is not None:

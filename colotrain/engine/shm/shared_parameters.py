@@ -25,10 +25,10 @@ from colotrain.engine.sharding.fsdp_internals import (
     flat_shard,
     free_storage,
     put_shard,
-    register_whole,
-    set_whole,
-    view_whole,
-    whole_of,
+    register_unsharded,
+    set_unsharded,
+    unsharded_of,
+    view_unsharded,
 )
 from colotrain.engine.sharding.sharded_model import Group, ShardedModel, numel_of
 from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, Unavailable, round_up
@@ -83,7 +83,7 @@ class SharedParameters:
                     whole = self.memory.bytes(at, num_bytes).view(param.sharded_param.dtype)
                     own = whole[self.rank * numel : (self.rank + 1) * numel]
                     put_shard(param, own, fresh=fresh)
-                param._colotrain_whole = whole
+                param._colotrain_unsharded = whole
                 at += num_bytes
             for params in part.fsdp_groups:
                 SharedUnshard(params).replace_gathers()
@@ -158,12 +158,12 @@ class SharedUnshard:
         """Let the whole parameters, which others refer to, be gathered from `size` ranks again."""
         del params.unshard, params.wait_for_unshard
         for param in params.fsdp_params:
-            del param._colotrain_whole
-            if (whole := whole_of(param)) is None:
+            del param._colotrain_unsharded
+            if (whole := unsharded_of(param)) is None:
                 continue
             param.init_all_gather_outputs([numel_of(param)], [whole.dtype], size, params.device)
             flat = param.all_gather_outputs[0]
-            whole.data = view_whole(param, flat)
+            whole.data = view_unsharded(param, flat)
             free_storage(flat)
 
     def unshard(self, async_op: bool = False) -> None:
@@ -174,11 +174,11 @@ class SharedUnshard:
             return
         self.asked = False
         for param in self.params.fsdp_params:
-            if whole_of(param) is None:
-                whole = view_whole(param, param._colotrain_whole)
+            if unsharded_of(param) is None:
+                whole = view_unsharded(param, param._colotrain_unsharded)
                 trains = param.sharded_param.requires_grad
-                set_whole(param, nn.Parameter(whole, requires_grad=trains))
-        register_whole(self.params)
+                set_unsharded(param, nn.Parameter(whole, requires_grad=trains))
+        register_unsharded(self.params)
 
 
 def share_parameters(sharded: ShardedModel) -> SharedParameters | None:
