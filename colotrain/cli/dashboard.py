@@ -65,7 +65,7 @@ def dashboard(
     elif is_live(console) and in_foreground(console):
         watch(console, plan, rundir, focus=focus)
     else:
-        follow_plainly(console, rundir, plan, focus)
+        follow_as_lines(console, rundir, plan, focus)
     return 0
 
 
@@ -128,7 +128,7 @@ def _write(path: str, text: str) -> None:
         raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
 
 
-def follow_plainly(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus) -> None:
+def follow_as_lines(console: Console, rundir: RunDir, plan: RunPlan, focus: Focus) -> None:
     """Print lines per interval and event until the run ends; of an ended run, one frame."""
     reader, fold = EventReader(rundir, outline=True), Fold(max_steps=plan.train.max_steps)
     view = fold.add(reader.drain()).view()

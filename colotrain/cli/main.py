@@ -125,7 +125,7 @@ def plan(
     if any(word.startswith("model.target=") for word in words or []):
         from colotrain.launch.forkserver import warm_up
 
-        warm_up(to_look=True)
+        warm_up(to_plan=True)
     from colotrain.cli.plan import plan as show
 
     return show(

@@ -90,7 +90,7 @@ def launch(
             current.take(fresh)
             follow(fresh)
             current.acknowledge_stop()
-            current.watch.look(asked_to_stop=current.asked_to_stop())
+            current.watch.check(asked_to_stop=current.asked_to_stop())
             agent.join(POLL_S)
     memory_watch.close()
     current.watch.close()

@@ -29,11 +29,11 @@ from colotrain.parent_process import die_with
 
 FIRST, LAST = "colotrain.launch.forkserver_first", "colotrain.launch.forkserver_last"
 ENTRY = "colotrain.engine.worker"
-LOOK = "colotrain.planner.traced.survey"
+SURVEY = "colotrain.planner.traced.survey"
 SYMBOLS = "torch.fx.experimental.symbolic_shapes"
 """Module that torch's functions for meta tensors import."""
-PRELOAD = [FIRST, ENTRY, LOOK, LAST]
-PRELOAD_TO_LOOK = [FIRST, LOOK, SYMBOLS, LAST]
+PRELOAD = [FIRST, ENTRY, SURVEY, LAST]
+PRELOAD_TO_PLAN = [FIRST, SURVEY, SYMBOLS, LAST]
 ENVIRONMENT = {
     # reusing a dead attempt's rendezvous store makes about half of all restarts hang
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -53,21 +53,21 @@ def is_warm(*, to_launch: bool = False) -> bool:
     return bool(_preloaded) and not (to_launch and ENTRY not in _preloaded)
 
 
-def warm_up(*, to_look: bool = False) -> None:
+def warm_up(*, to_plan: bool = False) -> None:
     """Start the server in the background. Called early, it hides the time of its imports.
 
-    With `to_look`, the server imports only what examining a model needs; nothing will be launched.
+    With `to_plan`, the server imports only what examining a model needs; nothing will be launched.
     """
     if host.allow_open_files() < host.FEWEST_OPEN_FILES:
         return  # the command reports this error
-    _preloaded[:] = _preloaded or (PRELOAD_TO_LOOK if to_look else PRELOAD)
+    _preloaded[:] = _preloaded or (PRELOAD_TO_PLAN if to_plan else PRELOAD)
     os.environ.update(environment())  # before torch is imported here or there
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
     with _group_signals_ignored():
         resource_tracker.ensure_running()
     threading.Thread(target=forkserver.ensure_running, daemon=True).start()
-    if to_look:
+    if to_plan:
         atexit.register(_end_server)
 
 

@@ -55,7 +55,7 @@ class Launch:
     """Whether any step was completed."""
     saved: bool = False
     """Whether a checkpoint was saved or loaded."""
-    looks: int = 0
+    num_polls: int = 0
     """Number of times that the main thread has read the events."""
     error: BaseException | None = None
     signals: list[str] = field(default_factory=list)
@@ -73,14 +73,14 @@ class Launch:
         self.remote_exits += [
             WorkerExit(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
         ]
-        self.looks += 1
+        self.num_polls += 1
 
     def catch_up(self) -> bool:
         """Wait until the main thread has read all events written so far; False on timeout."""
-        wanted, deadline = self.looks + 2, time.monotonic() + CATCH_UP_S  # one may be under way
-        while self.looks < wanted and time.monotonic() < deadline:
+        wanted, deadline = self.num_polls + 2, time.monotonic() + CATCH_UP_S  # one may be under way
+        while self.num_polls < wanted and time.monotonic() < deadline:
             time.sleep(POLL_S / 4)
-        return self.looks >= wanted
+        return self.num_polls >= wanted
 
     def cause(self) -> str:
         """Return why the newest attempt failed."""

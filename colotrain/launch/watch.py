@@ -37,7 +37,7 @@ MAIN = (_file_of("colotrain.engine.worker"), _file_of("colotrain.verify.worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
+class SilentRank:
     """A rank whose last heartbeat is more than its `patience_s` ago."""
 
     beat: Heartbeat
@@ -94,7 +94,7 @@ class Watch:
         """Begin watching a new attempt."""
         self.verdict, self.past = None, set(self.pids().values())
 
-    def look(self, *, asked_to_stop: bool) -> None:
+    def check(self, *, asked_to_stop: bool) -> None:
         """Kill ranks that hang, or all ranks after the grace period of a stop. Call often."""
         now = time.monotonic()
         if now - self.checked_at < POLL_S or self.verdict is not None:
@@ -111,12 +111,12 @@ class Watch:
         first = self.first_rank()
         found = {local: beats.get((first + local, pid)) for local, pid in pids.items()}
         here = {local: beat for local, beat in found.items() if beat is not None}
-        self._look_at_stop(here, asked_to_stop, now)
+        self._check_stop(here, asked_to_stop, now)
         silent = {
             local: b for local, b in here.items() if now - max(b.t, self.woke_at) > b.patience_s
         }
         if silent and self.verdict is None:
-            self._examine(here, silent)
+            self._end_culprits(here, silent)
 
     def end_all(self, verdict: str) -> None:
         """Kill this machine's ranks at once and forbid restarts."""
@@ -124,7 +124,7 @@ class Watch:
         for pid in self.pids().values():
             _signal(pid, signal.SIGKILL)
 
-    def _look_at_stop(self, here: dict[int, Heartbeat], asked: bool, now: float) -> None:
+    def _check_stop(self, here: dict[int, Heartbeat], asked: bool, now: float) -> None:
         if not asked:
             self.stop_asked_at = None
             return
@@ -140,13 +140,13 @@ class Watch:
             f"rank {last.rank} was in {last.phase} of step {last.step}",
         )
 
-    def _examine(self, here: dict[int, Heartbeat], silent: dict[int, Heartbeat]) -> None:
+    def _end_culprits(self, here: dict[int, Heartbeat], silent: dict[int, Heartbeat]) -> None:
         offsets = {local: _size(self._log(local)) for local in here}
         for beat in here.values():
             _signal(beat.pid, signal.SIGUSR2)  # makes it write its stack (faulthandler)
         time.sleep(DUMP_S)
         found = [
-            Silent(
+            SilentRank(
                 beat=beat,
                 state=_state(beat.pid),
                 stack=_stack(self._log(local), offsets[local]),

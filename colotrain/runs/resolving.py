@@ -14,9 +14,9 @@ from colotrain.config.checks import split_address
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.compiler import postpone_compiler
-from colotrain.launch.forkserver import LOOK, import_agent, import_quickly, is_warm
+from colotrain.launch.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
+from colotrain.launch.forkserver import SURVEY, import_agent, import_quickly, is_warm
 from colotrain.launch.rendezvous import Node
-from colotrain.launch.warm_calls import ForkedCaller, NotForked, stdout_to_stderr
 from colotrain.planner.cache import cached
 from colotrain.planner.dependencies import Dependencies, record_dependencies
 from colotrain.planner.fix_hints import fix_hints
@@ -98,7 +98,7 @@ def settle(
         plan, context = _resolve(config, machine, smoke=True)
     plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if here:
-        check_place(plan, machine, several=several, submit=submit if is_job(config) else "")
+        check_devices(plan, machine, several=several, submit=submit if is_job(config) else "")
         _check_allocation(config, plan, submit)
     return ResolvedConfig(
         config=config,
@@ -208,14 +208,14 @@ class ModelSurveys:
         return self.counted[key]
 
     def _call(self, function: str, *args: Any) -> Any:
-        if is_warm() and LOOK not in sys.modules:
+        if is_warm() and SURVEY not in sys.modules:
             with suppress(NotForked):
-                return self.caller(RECORD_DEPENDENCIES, f"{LOOK}:{function}", *args)
+                return self.caller(RECORD_DEPENDENCIES, f"{SURVEY}:{function}", *args)
         with stdout_to_stderr():
             if "torch" not in sys.modules:
-                import_quickly(LOOK)
+                import_quickly(SURVEY)
                 postpone_compiler()
-            return record_dependencies(f"{LOOK}:{function}", *args)
+            return record_dependencies(f"{SURVEY}:{function}", *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class TraceResult:
     """Why there is no trace."""
 
 
-def check_place(plan: RunPlan, machine: Machine, *, several: bool, submit: str = "") -> None:
+def check_devices(plan: RunPlan, machine: Machine, *, several: bool, submit: str = "") -> None:
     """Raise `ConfigError` if ranks lack a device on this machine or are absurdly many.
 
     `submit` is the command that submits the plan as a job, for messages.

@@ -22,7 +22,7 @@ from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import checkpoints, naming, smoke, trust
 from colotrain.runs import detach as detached
-from colotrain.runs.resolving import check_fits, check_place, node_of, print_notes, settle
+from colotrain.runs.resolving import check_devices, check_fits, node_of, print_notes, settle
 from colotrain.schedulers import queue
 from colotrain.show.console import print_json, stderr_console
 from colotrain.spec.plan import RunPlan
@@ -146,7 +146,7 @@ def resume(
     own, submit = rundir.plan(), _submit_again(rundir, overrides)
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     if queue.recall(rundir) and not any(key.startswith("cluster") for key in given):
-        check_place(own, this_machine(), several=True, submit=submit)
+        check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
         trust.check(rundir, own, trusted=trust_code)
         return train(own, rundir, None, as_json=as_json)
@@ -211,7 +211,7 @@ def train(
         return run_helper_node(plan, rundir, node, console=console)
     began_at = began_at or command_began_at()
     checkpoints.check_resumable(plan, rundir)
-    before = trust.written(rundir)
+    before = trust.read_files(rundir)
     try:
         exit_code, cause = execute(
             plan, rundir, config, node=node, console=console, began_at=began_at

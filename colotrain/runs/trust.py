@@ -21,7 +21,7 @@ from colotrain.errors import UsageError
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.plan import RunPlan
 
-OWN = frozenset({"colotrain.models.llm:LLM"})
+OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
 """Models of this package, which any plan may name."""
 KEY_BYTES = 32
 
@@ -34,7 +34,7 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
         "train.on_gradients": (plan.train.on_gradients or "", {}),
         "optim.name": (plan.optim.name if ":" in plan.optim.name else "", plan.optim.args),
     }
-    return {key: call for key, call in found.items() if call[0] and call[0] not in OWN}
+    return {key: call for key, call in found.items() if call[0] and call[0] not in OWN_MODELS}
 
 
 def write_signed(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
@@ -46,7 +46,7 @@ def write_signed(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -
     sign(rundir, plan, config=text)
 
 
-def written(rundir: RunDir) -> dict[Path, str]:
+def read_files(rundir: RunDir) -> dict[Path, str]:
     """Return file → text of what `write_signed` wrote earlier."""
     files = (rundir.plan_file, rundir.config_file, rundir.signature_file)
     return {path: path.read_text("utf-8") for path in files if path.is_file()}
@@ -64,8 +64,8 @@ def sign(rundir: RunDir, plan: RunPlan, *, config: str | None = None) -> None:
     If the home is not writable nothing is signed, and `check` will require `--trust-code`.
     """
     with suppress(OSError):
-        made = _read(rundir) | {"plan": _seal(_text(plan))}
-        made |= {"config": _seal(config)} if config is not None else {}
+        made = _read(rundir) | {"plan": _signature(_text(plan))}
+        made |= {"config": _signature(config)} if config is not None else {}
         write_atomically(rundir.signature_file, json.dumps(made) + "\n")
 
 
@@ -100,7 +100,7 @@ def _named_in(text: str) -> dict[str, str]:
         return {"config.yaml": "not as it was written"}
     if "defaults" in config or "${" in text:
         return {"config.yaml": "built from other files"}
-    named = {key: str(path) for key, path in found.items() if path and str(path) not in OWN}
+    named = {key: str(path) for key, path in found.items() if path and str(path) not in OWN_MODELS}
     return {key: path for key, path in named.items() if key != "optim.name" or ":" in path}
 
 
@@ -118,7 +118,7 @@ def _text(plan: RunPlan) -> str:
 
 def _is_signed(rundir: RunDir, part: str, text: str) -> bool:
     try:
-        return hmac.compare_digest(str(_read(rundir).get(part)), _seal(text, make=False))
+        return hmac.compare_digest(str(_read(rundir).get(part)), _signature(text, make=False))
     except OSError:
         return False
 
@@ -131,7 +131,7 @@ def _read(rundir: RunDir) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _seal(text: str, *, make: bool = True) -> str:
+def _signature(text: str, *, make: bool = True) -> str:
     return hmac.new(_key(make=make), text.encode(), hashlib.sha256).hexdigest()
 
 

@@ -21,7 +21,7 @@ from colotrain.launch.causes import WorkerExit, describe
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
 from colotrain.launch.timeouts import AwakeTimeout
-from colotrain.launch.watch import Silent, Watch, _stack
+from colotrain.launch.watch import SilentRank, Watch, _stack
 from colotrain.launch.worker_exits import worker_exits
 from colotrain.rundir import RunDir
 
@@ -39,11 +39,11 @@ SHARED = '  File "/x/colotrain/engine/shm/shared_memory.py", line 9 in _sleep'
 WORKS = '  File "/home/user/model.py", line 12 in forward'
 
 
-def silent(tmp_path: Path, frames: str, state: str = "S") -> Silent:
+def silent(tmp_path: Path, frames: str, state: str = "S") -> SilentRank:
     log = tmp_path / "stderr.log"
     log.write_text("said before\n" + DUMP.format(frames=frames))
     beat = Heartbeat(rank=3, pid=77, step=5, phase="forward", t=time.monotonic() - 9, patience_s=6)
-    return Silent(beat=beat, state=state, stack=_stack(log, 12), log=log)
+    return SilentRank(beat=beat, state=state, stack=_stack(log, 12), log=log)
 
 
 def test_the_rank_that_does_not_wait_in_a_collective_is_the_one(tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ def test_only_a_rank_that_overstays_its_own_patience_is_ended(
         .replace(f'"pid": {os.getpid()}', f'"pid": {sleeper.pid}')
     )
     rundir.heartbeat_file(0).write_text(line)
-    watch.look(asked_to_stop=False)
+    watch.check(asked_to_stop=False)
     assert sleeper.poll() is None
     [beat] = read_heartbeats(rundir.heartbeats)
     old = line.replace(f'"t": {beat.t}', f'"t": {beat.t - 700}')
     rundir.heartbeat_file(0).write_text(old)
     watch.checked_at -= 1
-    watch.look(asked_to_stop=False)
+    watch.check(asked_to_stop=False)
     assert sleeper.wait(timeout=10) != 0
     assert watch.verdict is not None
     assert "rank 0" in watch.verdict
@@ -110,12 +110,12 @@ def test_the_silent_workers_of_an_ended_attempt_are_not_those_of_the_next(
     beat = {"rank": 0, "pid": sleeper.pid, "step": 1, "phase": "data", "t": silent_since}
     rundir.heartbeats.mkdir(parents=True, exist_ok=True)
     rundir.heartbeat_file(0).write_text(json.dumps({**beat, "patience_s": 600}))
-    watch.look(asked_to_stop=False)
+    watch.check(asked_to_stop=False)
     assert sleeper.wait(timeout=10) != 0
     assert watch.verdict is not None
     watch.begin()
     watch.checked_at -= 1
-    watch.look(asked_to_stop=False)  # the next workers are not there yet
+    watch.check(asked_to_stop=False)  # the next workers are not there yet
     assert watch.verdict is None
 
 
@@ -131,12 +131,12 @@ def test_ranks_that_were_stopped_with_their_launcher_are_not_silent(
     rundir.heartbeat_file(0).write_text(json.dumps({**beat, "patience_s": 600}))
     for asked in (True, False):
         watch.stop_asked_at = watch.checked_at
-        watch.look(asked_to_stop=asked)
+        watch.check(asked_to_stop=asked)
         watch.checked_at -= 1
     assert (watch.verdict, sleeper.poll()) == (None, None)
     assert told == ["this machine's ranks were stopped for 700 s; they go on"]
     watch.woke_at -= 601  # and still says nothing
-    watch.look(asked_to_stop=False)
+    watch.check(asked_to_stop=False)
     assert sleeper.wait(timeout=10) != 0
     assert "rank 0" in (watch.verdict or "")
 

@@ -1,4 +1,4 @@
-"""Prepared data: token files and facts about them. No torch here."""
+"""Prepared data: token files and their metadata. No torch here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Token files that are ready to be read, and facts about their content."""
+    """Token files that are ready to be read, and metadata about their content."""
 
     train: Path
     validation: Path
@@ -90,9 +90,9 @@ def beside(tokens: Path, ending: str) -> Path:
     return tokens.with_suffix(f".{ending}")
 
 
-def write_facts(folder: Path, facts: dict[str, Any]) -> None:
+def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
     has_tokenizer = (folder / "tokenizer.json").exists()
-    text = json.dumps({**facts, "has_tokenizer": has_tokenizer})
+    text = json.dumps({**metadata, "has_tokenizer": has_tokenizer})
     (folder / "prepared.json").write_text(text, "utf-8")
 
 
@@ -100,10 +100,10 @@ def read_entry(entry: Path) -> Prepared | None:
     """A finished entry of the cache; None where it is absent or its files are incomplete."""
     train, held = entry / "train.bin", entry / "validation.bin"
     try:
-        facts = json.loads((entry / "prepared.json").read_text("utf-8"))
-        tokenizer = entry / "tokenizer.json" if facts.pop("has_tokenizer") else None
-        facts["bad"] = tuple(facts.pop("bad", ()))
-        found = Prepared(train=train, validation=held, tokenizer=tokenizer, **facts)
+        metadata = json.loads((entry / "prepared.json").read_text("utf-8"))
+        tokenizer = entry / "tokenizer.json" if metadata.pop("has_tokenizer") else None
+        metadata["bad"] = tuple(metadata.pop("bad", ()))
+        found = Prepared(train=train, validation=held, tokenizer=tokenizer, **metadata)
         is_whole = all(_sizes(found))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

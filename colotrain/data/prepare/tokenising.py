@@ -15,7 +15,7 @@ from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import Progress
 from colotrain.data.prepare.formats import RecordFile
 from colotrain.data.prepare.pool import default_workers, in_order
-from colotrain.data.prepare.prepared import NUMPY_DTYPES, beside, write_facts
+from colotrain.data.prepare.prepared import NUMPY_DTYPES, beside, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
 from colotrain.data.prepare.vocabulary import Encoder
 from colotrain.errors import ConfigError, Problem
@@ -55,7 +55,7 @@ class Encoded:
 def write_records(
     work: Path, plan: DataPlan, files: Sequence[RecordFile], kind: str, report: Progress
 ) -> None:
-    """Write token files, the documents' ends, targets, and facts about them.
+    """Write token files, the documents' ends, targets, and metadata about them.
 
     By `data.on_bad`, a bad record is counted, or raises `ConfigError` with up to five of its block.
     """
@@ -99,7 +99,7 @@ def _finish(
     if not has_targets:
         for writer in writers.values():
             beside(writer.path, "targets").unlink()
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "dtype": dtype_of(encoder),
         "vocab_size": encoder.vocab_size,
         "separator": encoder.separator,
@@ -109,8 +109,8 @@ def _finish(
         "bad": bad,
     }
     for split, writer in writers.items():
-        facts |= {f"num_{split}": writer.num_tokens, f"num_bytes_{split}": writer.num_bytes}
-    write_facts(work, facts)
+        metadata |= {f"num_{split}": writer.num_tokens, f"num_bytes_{split}": writer.num_bytes}
+    write_metadata(work, metadata)
 
 
 def dtype_of(encoder: Encoder) -> str:

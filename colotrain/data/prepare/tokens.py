@@ -12,7 +12,13 @@ from colotrain.data.prepare import corpora, formats, tokenising, vocabulary
 from colotrain.data.prepare.cache import Cache
 from colotrain.data.prepare.conversations import renderer_of
 from colotrain.data.prepare.corpora import CorpusFile, Progress, Span
-from colotrain.data.prepare.prepared import NUMPY_DTYPES, Prepared, beside, read_entry, write_facts
+from colotrain.data.prepare.prepared import (
+    NUMPY_DTYPES,
+    Prepared,
+    beside,
+    read_entry,
+    write_metadata,
+)
 from colotrain.data.prepare.token_files import open_token_files
 from colotrain.data.prepare.vocabulary import Encoder, check_tokenizer, vocab_size_of
 from colotrain.errors import ColotrainError, ConfigError, Problem
@@ -196,7 +202,7 @@ def _write_entry(work: Path, plan: DataPlan, files: Sequence[CorpusFile], report
     file = work / "tokenizer.json"
     encoder = vocabulary.make_encoder(plan.tokenizer, file, _training_text(train, report))
     dtype = tokenising.dtype_of(encoder)
-    facts: dict[str, object] = {
+    metadata: dict[str, object] = {
         "dtype": dtype,
         "vocab_size": encoder.vocab_size,
         "separator": encoder.separator,
@@ -209,9 +215,9 @@ def _write_entry(work: Path, plan: DataPlan, files: Sequence[CorpusFile], report
             report("tokenizing", min(before + read, total), total)
 
         counts = _write_tokens(work / f"{split}.bin", spans, encoder, dtype, report_bytes)
-        facts[f"num_{split}"], facts[f"num_bytes_{split}"] = counts
+        metadata[f"num_{split}"], metadata[f"num_bytes_{split}"] = counts
         before += sum(span.size_bytes for span in spans)
-    write_facts(work, facts)
+    write_metadata(work, metadata)
 
 
 def _training_text(spans: Sequence[Span], report: Progress) -> Iterator[str]:
