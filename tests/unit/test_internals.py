@@ -55,7 +55,7 @@ DOORS = {
     "colotrain/launch/worker_exits.py": "torch's elastic agent",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}
-PUBLIC |= {"_forkserver", "_forkserver_pid"}
+PUBLIC |= {"_forkserver", "_forkserver_pid", "_inheriting"}
 """Python's own, and a method that torch's modules and users' define."""
 
 
