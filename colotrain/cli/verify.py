@@ -13,6 +13,7 @@ from rich.text import Text
 
 from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem, suggest
+from colotrain.launch.compiler import postpone_compiler
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.startup import AskedToStop, ended_by_signals
 from colotrain.runs.resolving import ResolvedConfig, settle
@@ -54,6 +55,7 @@ def verify(
     from colotrain.verify.compare import Tolerance, to_json
     from colotrain.verify.runner import verify as run_cases
 
+    postpone_compiler()
     names = _names(plugins) if plugins else list(ROWS)
     sizes = _numbers("--world-sizes", world_sizes) if world_sizes else []
     cuts = _numbers("--accumulation", accumulation)

@@ -16,14 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.data.read.loader import BatchLoader, open_samples, planned_draw_seed, planned_order
+from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import loop
 from colotrain.engine.gradients import gradients
 from colotrain.engine.worker import StopRequest, connect, prepare
 from colotrain.events.log import EventReader, EventWriter
-from colotrain.models.seeding import seeded
 from colotrain.rundir import RunDir
-from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout
 
 
@@ -58,7 +56,7 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
         events = EventWriter(case.event_file(rank=rank, attempt=attempt))
         run = prepare(plan, case, device=device, events=events, stop=stop)
         began_with = run.loss_scale.scale = scale or run.loss_scale.scale
-        run.train_data = masked_loader(plan, rank)
+        run.train_data = masked_loader(run.train_data)
         recorder = Recorder()
         run.on_gradients = recorder.record
         with without_dropout(run.sharded.module):
@@ -72,11 +70,10 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
     return outcome
 
 
-def masked_loader(plan: RunPlan, rank: int) -> BatchLoader:
-    with seeded(plan.train.seed):
-        samples = MaskedSamples(open_samples(plan.data, "train"))
-    order, seed = planned_order(samples.samples, plan), planned_draw_seed(samples.samples, plan)
-    return BatchLoader(samples, order, plan.batch, rank=rank, draw_seed=seed)
+def masked_loader(loader: BatchLoader) -> BatchLoader:
+    """The loader with the same masks on its samples as the reference's."""
+    samples, seed = MaskedSamples(loader.samples), loader.draw_seed
+    return BatchLoader(samples, loader.order, loader.batch, rank=loader.rank, draw_seed=seed)
 
 
 class Recorder:

@@ -9,6 +9,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from colotrain.errors import ConfigError, Problem
@@ -140,7 +141,7 @@ def _standard_library(plan: DataPlan) -> list[CorpusFile]:
     if plan.corpus != "stdlib":
         raise ConfigError([Problem(key="data.corpus", value=plan.corpus, expected="stdlib")])
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, left_out=LEFT_OUT) if file.name.endswith(".py")]
+    files = _python_files(root)
     if not files:
         problem = Problem(
             key="data.corpus",
@@ -149,7 +150,14 @@ def _standard_library(plan: DataPlan) -> list[CorpusFile]:
             fix="name text files of your own with data.path",
         )
         raise ConfigError([problem])
-    return files
+    return list(files)
+
+
+@cache
+def _python_files(root: Path) -> tuple[CorpusFile, ...]:
+    """The Python sources of a standard library, sorted by name; it stays while a process runs."""
+    files = (file for file in _walk(root, left_out=LEFT_OUT) if file.name.endswith(".py"))
+    return tuple(sorted(files, key=lambda file: file.name))
 
 
 def _expand(path: str) -> list[CorpusFile]:
@@ -160,10 +168,8 @@ def _expand(path: str) -> list[CorpusFile]:
         if match.is_file():
             found.append(CorpusFile(name=match.relative_to(root).as_posix(), path=match))
         else:
-            found += [
-                CorpusFile(name=below.path.relative_to(root).as_posix(), path=below.path)
-                for below in _walk(match)
-            ]
+            inside = "" if match == root else f"{match.relative_to(root).as_posix()}/"
+            found += [CorpusFile(name=inside + file.name, path=file.path) for file in _walk(match)]
     if not found:
         fix = f"correct the path (now in {Path.cwd()})"
         raise wrong_path(path, "a folder, file or glob of text files that exist", fix)
@@ -189,20 +195,29 @@ def _root(path: str) -> Path:
     return root
 
 
-def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> list[CorpusFile]:
-    """The files below `root`, sorted by relative POSIX path; hidden and `.bin` files left out."""
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".") and name != "__pycache__" and name not in left_out
-        ]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.suffix != ".bin" and path.is_file():
-                found.append(CorpusFile(name=path.relative_to(root).as_posix(), path=path))
-    return sorted(found, key=lambda file: file.name)
+def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[CorpusFile]:
+    """The files below `root`, in no order; hidden files and `.bin` files are left out.
+
+    Folders that cannot be read, and links to folders, are left out, too. Works on strings: a path
+    object per entry would take most of the time.
+    """
+    below = [""]
+    while below:
+        inner = below.pop()
+        try:
+            entries = os.scandir(os.path.join(root, inner))
+        except OSError:
+            continue
+        with entries:
+            for entry in entries:
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    if name != "__pycache__" and name not in left_out:
+                        below.append(f"{inner}{name}/")
+                elif not name.endswith(".bin") and entry.is_file():
+                    yield CorpusFile(name=inner + name, path=Path(entry.path))
 
 
 def _is_text(path: Path) -> bool:
