@@ -101,9 +101,9 @@ def verify(
 
 def _check_reference(resolved: ResolvedConfig, steps: int) -> None:
     """Refuse a reference that this machine's memory certainly cannot hold (`DoesNotFit`)."""
-    from colotrain.verify.reference import least_bytes
+    from colotrain.verify.reference import min_bytes
 
-    least = least_bytes(resolved.survey.parameters, steps=steps)
+    least = min_bytes(resolved.survey.parameters, steps=steps)
     room = resolved.machine.host_memory_bytes
     if least > room:
         raise DoesNotFit(

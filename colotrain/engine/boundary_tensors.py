@@ -27,7 +27,7 @@ from colotrain.engine.sharding.fsdp_internals import (
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import base_of, pytree, storage_id, tree_leaves
 
-DEEPEST_OUTPUT = 3
+MAX_DEPTH = 3
 """Levels of nested objects in which a forward's outputs are searched."""
 
 
@@ -97,5 +97,5 @@ def _tensors_of(output: Any, depth: int = 0) -> Iterator[tuple[Tensor, bool]]:
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf, depth > 0
-        elif depth < DEEPEST_OUTPUT and not isinstance(leaf, nn.Module):
+        elif depth < MAX_DEPTH and not isinstance(leaf, nn.Module):
             yield from _tensors_of(list(getattr(leaf, "__dict__", {}).values()), depth + 1)

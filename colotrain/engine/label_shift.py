@@ -20,7 +20,7 @@ from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
-FEWEST_LABELS = 3
+MIN_LABELS = 3
 
 
 def is_in_question(batch: Batch) -> bool:
@@ -28,7 +28,7 @@ def is_in_question(batch: Batch) -> bool:
     labels = batch.get("labels")
     if labels is None or labels.ndim != 2 or labels.is_floating_point():
         return False
-    return labels.shape[1] >= FEWEST_LABELS and bool((labels != IGNORE_INDEX).any())
+    return labels.shape[1] >= MIN_LABELS and bool((labels != IGNORE_INDEX).any())
 
 
 def find(run: Run) -> None:

@@ -26,7 +26,7 @@ from colotrain.errors import ColotrainError
 from colotrain.rundir import NOISE
 from colotrain.spec.plan import READ_BACK, RunPlan
 
-LATE = 5.0
+PATIENCE_FACTOR = 5.0
 """Factor on the expected time between two heartbeats, after which a rank counts as silent."""
 
 
@@ -99,7 +99,7 @@ def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:
     """Return the seconds for which a rank may be silent: a micro-batch may take long."""
     micro_batch_s = laps["compute_s"] / plan.batch.accumulation_steps
     longest = max(micro_batch_s, laps["reduce_s"], laps["optimizer_s"])
-    return max(plan.elastic.hang_timeout_s, LATE * longest)
+    return max(plan.elastic.hang_timeout_s, PATIENCE_FACTOR * longest)
 
 
 class Clock:
@@ -155,7 +155,7 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     run.stop_reason = run.reason_to_stop()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
-    short, due = run.tiers is not None and run.tiers.exceeds_budget(), run.saver.is_time()
+    short, due = run.tiers is not None and run.tiers.exceeds_budget(), run.saver.is_due()
     flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
     took_s = run.progress.elapsed_s()
     requests = torch.tensor([*flags, order, order * order, took_s], dtype=torch.float64)

@@ -26,10 +26,10 @@ def memory_now() -> tuple[int, int]:
     """Return (resident, peak) bytes of this process, in well under 50 µs.
 
     The peak is the highest resident size so far (or since `reset_peak`), or on CUDA the highest
-    allocation on the current device (`torch.cuda.max_memory_allocated`). Bytes given to `leave_out`
-    are in neither.
+    allocation on the current device (`torch.cuda.max_memory_allocated`). Neither counts the bytes
+    given to `exclude_bytes`.
     """
-    resident, peak = (n - _earlier.left_out for n in _from_status() or _from_psutil())
+    resident, peak = (n - _earlier.excluded for n in _from_status() or _from_psutil())
     if torch.cuda.is_initialized():
         return resident, torch.cuda.max_memory_allocated()
     return resident, peak
@@ -45,19 +45,19 @@ def highest_peak() -> int:
     return max(_earlier.highest, memory_now()[1])
 
 
-def leave_out(num_bytes: int) -> None:
+def exclude_bytes(num_bytes: int) -> None:
     """Subtract from now on resident memory that other processes of the host account for.
 
     Of shared parameters each rank counts its own part, so that the sum over ranks is right.
     """
-    if num_bytes != _earlier.left_out:
+    if num_bytes != _earlier.excluded:
         reset_peak()  # the peak so far stays as it was counted
-    _earlier.left_out = num_bytes
+    _earlier.excluded = num_bytes
 
 
 class _Earlier:
     highest = 0
-    left_out = 0
+    excluded = 0
 
 
 _earlier = _Earlier()

@@ -55,7 +55,7 @@ def record_step(
     )
     if result.record or not run.memory_recorded:
         record_memory(run, peak)
-    if run.rank == 0 and (warning := run.spikes.look(result.loss)):
+    if run.rank == 0 and (warning := run.spikes.check(result.loss)):
         run.events.write("note", text=f"step {run.step}: {warning}")
 
 

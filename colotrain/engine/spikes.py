@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 WINDOW = 128
 SIGMAS = 6.0
-FEWEST = 32
+MIN_STEPS = 32
 """Steps before the mean and deviation are used."""
 
 
@@ -19,7 +19,7 @@ class LossSpikes:
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    def look(self, loss: float) -> str | None:
+    def check(self, loss: float) -> str | None:
         """Return a warning if `loss` is over 6 σ above the window's mean, and add it to the window.
 
         A loss that is not finite is not added; other code reports it.
@@ -27,7 +27,7 @@ class LossSpikes:
         if not math.isfinite(loss):
             return None
         warning = None
-        if len(self.recent) >= FEWEST:
+        if len(self.recent) >= MIN_STEPS:
             mean, sigma = statistics.fmean(self.recent), statistics.pstdev(self.recent)
             if loss > mean + SIGMAS * sigma > mean:
                 warning = (

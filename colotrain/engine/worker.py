@@ -42,7 +42,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.label_shift import is_in_question
-from colotrain.engine.loop import LATE, train
+from colotrain.engine.loop import PATIENCE_FACTOR, train
 from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
@@ -117,7 +117,7 @@ def start_patience(plan: RunPlan) -> float:
     """
     micro_batch_s = plan.time.step_s / plan.batch.accumulation_steps
     starting_s = COMPILING_S if plan.train.compile else STARTING_S
-    return max(plan.elastic.hang_timeout_s, starting_s, LATE * micro_batch_s)
+    return max(plan.elastic.hang_timeout_s, starting_s, PATIENCE_FACTOR * micro_batch_s)
 
 
 class StopRequest:

@@ -57,7 +57,7 @@ class Trajectory:
     """Dtypes of the forward's results with the model in its own dtype, autocast's included."""
 
 
-def least_bytes(parameters: Sequence[ParameterInfo], *, steps: int) -> int:
+def min_bytes(parameters: Sequence[ParameterInfo], *, steps: int) -> int:
     """Least memory of the reference: the model in float64, and its values after each step."""
     values = sum(parameter.numel * parameter.itemsize for parameter in parameters)
     return 8 * sum(parameter.numel for parameter in parameters) + 2 * (steps + 1) * values

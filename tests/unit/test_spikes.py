@@ -3,35 +3,35 @@
 import math
 import random
 
-from colotrain.engine.spikes import FEWEST, LossSpikes
+from colotrain.engine.spikes import MIN_STEPS, LossSpikes
 
 
 def test_noise_around_a_falling_loss_is_no_spike() -> None:
     draw = random.Random()
     spikes = LossSpikes()
     losses = [3.0 - step / 1000 + draw.uniform(-0.05, 0.05) for step in range(500)]
-    assert [spikes.look(loss) for loss in losses] == [None] * 500
+    assert [spikes.check(loss) for loss in losses] == [None] * 500
 
 
 def test_a_jump_is_named_with_its_size() -> None:
     spikes = LossSpikes()
-    for step in range(FEWEST):
-        spikes.look(2.0 + 0.01 * (step % 2))
-    warning = spikes.look(5.0)
+    for step in range(MIN_STEPS):
+        spikes.check(2.0 + 0.01 * (step % 2))
+    warning = spikes.check(5.0)
     assert warning is not None
     assert warning.startswith("loss 5.0000 is ")
-    assert spikes.look(2.0) is None
+    assert spikes.check(2.0) is None
 
 
 def test_nothing_is_said_before_the_range_is_known() -> None:
     spikes = LossSpikes()
-    assert [spikes.look(loss) for loss in (1.0, 1.0, 50.0)] == [None, None, None]
+    assert [spikes.check(loss) for loss in (1.0, 1.0, 50.0)] == [None, None, None]
 
 
 def test_a_loss_that_is_not_finite_is_not_of_the_range() -> None:
     spikes = LossSpikes()
-    losses = [2.0 + 0.01 * (step % 2) for step in range(FEWEST)]
+    losses = [2.0 + 0.01 * (step % 2) for step in range(MIN_STEPS)]
     for loss in (*losses, math.nan, math.inf):
-        assert spikes.look(loss) is None
-    assert spikes.look(2.0) is None
-    assert spikes.look(5.0) is not None
+        assert spikes.check(loss) is None
+    assert spikes.check(2.0) is None
+    assert spikes.check(5.0) is not None

@@ -207,7 +207,7 @@ def restore(run: Run, path: Path) -> None:
     stored = read_index(path).state_dict_metadata
     _prepare_optimizer_(run, stored)
     wanted = _tensors(run) | plain_state.as_stored(stored)
-    wanted = _less_what_is_left_out(run, path, wanted)
+    wanted = _without_skipped(run, path, wanted)
     missing = [
         name.removeprefix(PLAIN).removeprefix("model.")
         for name in wanted
@@ -229,12 +229,12 @@ def restore(run: Run, path: Path) -> None:
     _load(wanted, path)
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
     same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
-    plain_state.take(run, loaded, path, same_optimizer=same_optimizer)
+    plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
     if manifest.world_size == dist.get_world_size():
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
-    _take_progress(run, manifest)
+    _restore_progress(run, manifest)
     if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
         run.saved_step = run.step
     if run.rank == 0:
@@ -298,7 +298,7 @@ def _began_with(run: Run) -> dict[str, Any]:
     return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
 
 
-def _less_what_is_left_out(run: Run, path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_skipped(run: Run, path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `wanted` without parameters that the checkpoint leaves out; both runs began alike."""
     manifest = read_manifest(path)
     spared = {f"model.{name}" for name in manifest.left_out}
@@ -320,14 +320,14 @@ def _load(state: dict[str, Tensor], path: Path) -> None:
 
 def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     """Return flat name → tensor: parameters, persistent buffers, optimizer and generator states."""
-    state = {f"model.{n}": t for n, t in _of_model(run.sharded) if n not in skipped}
+    state = {f"model.{n}": t for n, t in _model_state(run.sharded) if n not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
     state |= plain_state.encoded(run)
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
 
 
-def _of_model(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+def _model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
     reshard(sharded)
     for name, parameter in sharded.module.named_parameters():
@@ -338,7 +338,7 @@ def _of_model(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _take_progress(run: Run, manifest: Manifest) -> None:
+def _restore_progress(run: Run, manifest: Manifest) -> None:
     run.step = manifest.step
     run.optimizer.steps = manifest.optimizer_steps
     run.micro_batches = manifest.micro_batches

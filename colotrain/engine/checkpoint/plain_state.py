@@ -74,7 +74,7 @@ def bytes_of(entry: Any) -> Tensor:
     return torch.empty(entry.size, dtype=torch.uint8)
 
 
-def take(run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool) -> None:
+def restore(run: Run, loaded: dict[str, Tensor], path: Path, *, same_optimizer: bool) -> None:
     """Set the plain data of a checkpoint in modules and the optimizer."""
     modules = dict(run.sharded.module.named_modules())
     for full, data in loaded.items():

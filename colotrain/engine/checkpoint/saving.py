@@ -113,7 +113,7 @@ class Saver:
         dist.broadcast_object_list(token)
         return Saver(plan=plan, rundir=rundir, events=events, token=token[0])
 
-    def is_time(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the last save began long enough ago, by this rank's clock."""
         return 0 < self.plan.checkpoint.every_s <= time.monotonic() - self.began_at
 
@@ -132,12 +132,12 @@ class Saver:
             self.events.write("checkpoint_started", step=manifest.step, bytes=num_bytes)
         background = background and self.plan.checkpoint.async_
         if not background or not self._make_room(save):
-            self._carry_out(save, self.beat)
+            self._write(save, self.beat)
             return
         self._copy(save, [n for n, p in enumerate(pieces) if p.local.is_cuda or not p.lasts])
         save.stall_s = time.perf_counter() - started
         save.thread = threading.Thread(
-            target=self._carry_out, args=(save, lambda: None), name="checkpoint", daemon=True
+            target=self._write, args=(save, lambda: None), name="checkpoint", daemon=True
         )
         save.thread.start()
 
@@ -216,7 +216,7 @@ class Saver:
             local = local.view(piece.local.shape).copy_(piece.local)
             save.pieces[index] = replace(piece, local=local, is_copy=True)
 
-    def _carry_out(self, save: Save, beat: Callable[[], None]) -> None:
+    def _write(self, save: Save, beat: Callable[[], None]) -> None:
         """Write this rank's part and wait for the outcome of all. Never raises."""
         rank, store = dist.get_rank(), own_store()
         try:

@@ -117,15 +117,15 @@ def read(model: nn.Module) -> Iterator[GradView]:
             dtype=parameter.dtype,
             device=parameter.device,
             offset=shard_range(parameter)[0] if isinstance(parameter, DTensor) else 0,
-            status=(verdict := _verdict(name, state))[0],
-            reason=verdict[1],
+            status=(found := _status(name, state))[0],
+            reason=found[1],
             norm=state.norms.get(name, 0.0),
             _stored=parameter.grad,
             _factor=state.factor,
         )
 
 
-def _verdict(name: str, state: GradientState) -> tuple[Status, str | None]:
+def _status(name: str, state: GradientState) -> tuple[Status, str | None]:
     norm = state.norms.get(name, 0.0)
     if name in state.frozen:
         return "frozen", state.frozen[name]

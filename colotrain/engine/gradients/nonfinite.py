@@ -47,7 +47,7 @@ class Origin:
         return ", ".join([where, *names, samples])
 
 
-class Watch:
+class NonfiniteHooks:
     """Records the first value that is not finite in this rank's forward and backward passes."""
 
     def __init__(self, state: GradientState) -> None:
@@ -107,7 +107,7 @@ def locate(
     All ranks must call, and all get the same result; None where the second pass was clean (a
     transient fault). `ids` are this rank's samples by micro-batch; `step` counts from 1.
     """
-    watch, seen = Watch(state), []
+    watch, seen = NonfiniteHooks(state), []
 
     def noted() -> Iterator[Batch]:
         for batch in batches:

@@ -29,7 +29,7 @@ from colotrain.engine.offload.disk import (
 )
 from colotrain.engine.offload.group_storage import GroupStorage
 from colotrain.engine.probes import held_now, memory_now, reset_peak
-from colotrain.engine.sharding.fsdp_internals import is_being_gathered, is_gathered_alone, local_of
+from colotrain.engine.sharding.fsdp_internals import is_being_gathered, is_on_one_rank, local_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.shm.shared_parameters import SharedParameters
 from colotrain.errors import ColotrainError
@@ -266,7 +266,7 @@ class Tiers:
         """After every all-gather of the group, drop its pages and read those of the next group."""
         if hasattr(fsdp_group, "_colotrain_gather"):
             return
-        alone = is_gathered_alone(fsdp_group)  # then `wait_for_unshard` copies out of the shards
+        alone = is_on_one_rank(fsdp_group)  # then `wait_for_unshard` copies out of the shards
         name = "wait_for_unshard" if alone else "unshard"
         gather = fsdp_group._colotrain_gather = getattr(fsdp_group, name)
 
@@ -319,7 +319,7 @@ class Tiers:
 
     # -- the optimizer
 
-    def visit(self, optimizer: Any) -> Iterator[list[str]]:
+    def stream_updates(self, optimizer: Any) -> Iterator[list[str]]:
         """Yield the names of parameters to update, group by group, with their state at hand.
 
         While one group is updated, the next group's pages are read, or its state is copied to the

@@ -60,7 +60,7 @@ def make(plan: OptimPlan, groups: list[dict[str, Any]], layout: Layout) -> torch
         if plan.name == "lion":
             return Lion(groups, lr=plan.lr, betas=betas)
         return Muon(groups, lr=plan.lr, betas=betas, eps=plan.eps, layout=layout)
-    return _make_own(plan, groups)
+    return _make_custom(plan, groups)
 
 
 def fused_sgd_is_wrong(shard: Tensor) -> bool:
@@ -71,7 +71,7 @@ def fused_sgd_is_wrong(shard: Tensor) -> bool:
     return shard.device.type == "cpu" and shard.dtype in (torch.bfloat16, torch.float16)
 
 
-def _make_own(plan: OptimPlan, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make_custom(plan: OptimPlan, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     target = import_target("optim.name", plan.name)
     try:
         made = target(groups, lr=plan.lr, **plan.args)

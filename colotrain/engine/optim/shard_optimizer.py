@@ -28,7 +28,7 @@ from colotrain.spec.plan import OptimPlan
 from colotrain.torch_internals import multiply, multiply_
 
 
-class Watch(Protocol):
+class UpdateObserver(Protocol):
     """Receives the names of parameters just before and just after their update."""
 
     def before_update(self, names: list[str]) -> None: ...
@@ -122,7 +122,7 @@ class ShardOptimizer:
         for group in self.torch.param_groups:
             group["params"] = [shard for shard in group["params"] if shard not in dropped]
 
-    def step(self, *, factor: float, watch: Watch | None = None) -> float:
+    def step(self, *, factor: float, watch: UpdateObserver | None = None) -> float:
         """Update once with the gradients times `factor`; returns the learning rate used."""
         assert self.torch is not None
         if self.streams and self.plan.name not in OPTIMIZERS:
@@ -134,7 +134,7 @@ class ShardOptimizer:
         for group in self.torch.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self._calls, visits = 0, 0
-        for names in self._visits():
+        for names in self._groups_to_update():
             visits += 1
             if watch is not None:
                 watch.before_update(names)
@@ -144,10 +144,10 @@ class ShardOptimizer:
         self.steps += self._calls // max(visits, 1)
         return lr
 
-    def _visits(self) -> Iterable[list[str]]:
+    def _groups_to_update(self) -> Iterable[list[str]]:
         """Return the names to update together: all at once, or group by group."""
         if self.tiers is not None and self.streams:
-            return self.tiers.visit(self)
+            return self.tiers.stream_updates(self)
         return [list(self.shards)]
 
     def _update(self, names: list[str], factor: float) -> None:
@@ -263,7 +263,7 @@ class ShardOptimizer:
         State that exists already stays as it is.
         """
         assert self.torch is not None
-        for name in (name for visited in self._visits() for name in visited):
+        for name in (name for visited in self._groups_to_update() for name in visited):
             stepped = self.stepped[name]
             if (names is None or name in names) and not self.torch.state[stepped]:
                 muon = settings_of(name, self.parameters[name].ndim, self.plan)[2]

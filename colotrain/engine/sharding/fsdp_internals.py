@@ -184,7 +184,7 @@ class ReducesUnused(FSDPParamGroup):
 # -- a group of parameters
 
 
-def is_gathered_alone(group: Any) -> bool:
+def is_on_one_rank(group: Any) -> bool:
     """Whether the group's shards are on one rank, which needs no other rank to gather them."""
     return bool(group._all_gather_process_group.size() == 1)
 
@@ -199,7 +199,7 @@ def register_unsharded(group: Any) -> None:
     group._to_unsharded()
 
 
-def look_at_dtypes(group: Any) -> None:
+def update_dtypes(group: Any) -> None:
     """Update the dtypes of the parameters that train now; the group itself does so only once."""
     group._init_mp_dtypes()
 

@@ -27,7 +27,7 @@ from colotrain.torch_internals import (
 )
 
 Hook = Callable[[Tensor], Tensor | None]
-NOT_THE_USERS = ("_fsdp", "_is_param")
+TORCH_PREFIXES = ("_fsdp", "_is_param")
 """Prefixes of attributes that torch itself sets on parameters."""
 
 
@@ -77,7 +77,7 @@ def attached_to(model: nn.Module) -> dict[str, Attached]:
         attributes = {
             key: value
             for key, value in vars(parameter).items()
-            if not key.startswith(NOT_THE_USERS)
+            if not key.startswith(TORCH_PREFIXES)
         }
         hooks = hooks_of(parameter)
         if attributes or hooks:

@@ -33,9 +33,9 @@ from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exac
 from colotrain.engine.sharding.fsdp_internals import (
     groups_of,
     initialise_lazily,
-    look_at_dtypes,
     reduce_unused_,
     size_of,
+    update_dtypes,
 )
 from colotrain.engine.sharding.parameters import (
     Attached,
@@ -86,7 +86,7 @@ class Group:
     def refresh_dtypes(self) -> None:
         """Update the dtypes of the parameters that train now; torch does so only once."""
         for params in self.fsdp_groups:
-            look_at_dtypes(params)
+            update_dtypes(params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from colotrain.engine.probes import leave_out
+from colotrain.engine.probes import exclude_bytes
 from colotrain.engine.sharding.fsdp_internals import (
     flat_shard,
     free_storage,
@@ -115,7 +115,7 @@ class SharedParameters:
 
     def _count(self) -> None:
         held = sum(self.ranges[name][1] for name in self.parts)
-        leave_out(held * (self.size - 1) // self.size)
+        exclude_bytes(held * (self.size - 1) // self.size)
 
     def gather_bytes(self, groups: Iterable[Group]) -> int:
         """Return the bytes needed to gather the shared ones of `groups`, two of them at a time."""
@@ -187,7 +187,7 @@ def share_parameters(sharded: ShardedModel) -> SharedParameters | None:
     All ranks must call. Parameters cannot be shared where they are cast or on another device, where
     a shard group spans hosts, and where there is not enough memory.
     """
-    leave_out(0)
+    exclude_bytes(0)
     cast = any(p.mp_policy.param_dtype is not None for p in sharded.fsdp_params())
     if sharded.mesh.device_type != "cpu" or cast:
         return None
