@@ -65,18 +65,17 @@ def layout_of(
     uses_transformers: bool = False,
 ) -> Layout:
     """The layout of a resolved plugin and batch."""
-    shard = plugin.mesh[-1]
     return Layout(
         parameters_live=plugin.parameters_live,
         gradients=plugin.gradients,
-        shard=shard,
-        replicas=plugin.mesh[0] if len(plugin.mesh) > 1 else 1,
+        shard=plugin.dp_shard,
+        replicas=plugin.dp_replicate,
         accumulation_steps=batch.accumulation_steps,
         micro_batch=batch.micro_batch,
         precision=precision,
         optim=optim,
         device=device,
-        shared_memory=device == "cpu" and procs_per_node % shard == 0,
+        shared_memory=device == "cpu" and procs_per_node % plugin.dp_shard == 0,
         chunk_bytes=plugin.chunk_bytes,
         split_blocks=plugin.split_blocks,
         reshard_overrides=plugin.reshard_overrides,

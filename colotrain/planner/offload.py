@@ -46,7 +46,7 @@ def members(chunks: Sequence[Chunk], survey: Survey) -> list[list[ParameterInfo]
 
 def group_bytes(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
     """Bytes of each group on a rank with padding, those of the root group last."""
-    ranks, chunks = plugin.mesh[-1], chunks_of(plugin, survey)
+    ranks, chunks = plugin.dp_shard, chunks_of(plugin, survey)
     names = [chunk.names[0] for chunk in chunks] + [""]
     sizes = []
     for name, inside in zip(names, members(chunks, survey), strict=True):
@@ -88,7 +88,7 @@ def transient_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
     those of one group: unsharded, being added, and as input of the reduction. The root group's
     appear one by one, and count as activations.
     """
-    ranks = plugin.mesh[-1]
+    ranks = plugin.dp_shard
     blocks = sorted(size.parameters for size in sizes[:-1])
     gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
     reduced = 3 * ranks * max((size.gradients for size in sizes[:-1]), default=0)
@@ -99,7 +99,7 @@ def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
     """Least bytes of a budget: root and largest group gathered, or one group's update if larger."""
     whole = max((size.parameters for size in sizes[:-1]), default=0) + sizes[-1].parameters
     update = max(size.parameters + size.gradients + size.optimizer for size in sizes)
-    return max(plugin.mesh[-1] * whole, update)
+    return max(plugin.dp_shard * whole, update)
 
 
 def offloaded_estimate(
@@ -129,7 +129,7 @@ def offloaded_estimate(
 
 def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:
     """Bytes of unsharded parameters per group, and their padding."""
-    chunks, ranks = chunks_of(plugin, survey), plugin.mesh[-1]
+    chunks, ranks = chunks_of(plugin, survey), plugin.dp_shard
     *inside, rest = members(chunks, survey)
     sizes = [sum(p.numel * p.itemsize for p in group) for group in inside]
     padded = sum(shard_numel(p, ranks) * ranks * p.itemsize for p in survey.parameters)

@@ -20,6 +20,9 @@ SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
 """Reason shown when the ranks of a smoke run stop after their first step."""
 
+DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
+"""Axes of the device mesh, from the outermost: replicas of the model, and shards of one replica."""
+
 Recompute = Literal["none", "selective", "full"]
 """Activations that backward recomputes: none, the cheap ones of each block, or all."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -35,7 +38,7 @@ class PluginPlan:
     parameters_live: ParametersLive
     gradients: Gradients
     mesh: tuple[int, ...]
-    """(shard,) or (replicate, shard): sizes of the device mesh."""
+    """Sizes of the device mesh's axes: (dp_shard,) or (dp_replicate, dp_shard)."""
     chunk_bytes: int | None = None
     """gemini: bytes per group that modules are packed into."""
     split_blocks: bool = False
@@ -44,6 +47,25 @@ class PluginPlan:
     """Module glob → whether its group is freed after use."""
     budget: Budget | None = None
     """gemini: bytes per tier and rank; None keeps everything on the device."""
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        return (DP_REPLICATE, DP_SHARD)[-len(self.mesh) :]
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the mesh has a `dp_replicate` axis."""
+        return DP_REPLICATE in self.mesh_axes
+
+    @property
+    def dp_shard(self) -> int:
+        """Ranks that divide each parameter among themselves."""
+        return self.mesh[-1]
+
+    @property
+    def dp_replicate(self) -> int:
+        """Groups of such ranks; each holds all parameters."""
+        return self.mesh[0] if self.is_hybrid else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

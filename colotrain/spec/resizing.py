@@ -27,13 +27,13 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
             f"{world} ranks in micro-batches of {batch.micro_batch}",
             f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
         )
-    shard = plan.plugin.mesh[-1] if len(plan.plugin.mesh) > 1 else world
+    shard = plan.plugin.dp_shard if plan.plugin.is_hybrid else world
     if world % shard:
         raise ColotrainError(
             f"{nodes} nodes: {world} ranks cannot be divided into replicas of {shard}",
             f"set plugin.shard_size to a divisor of {procs}",
         )
-    mesh = (world,) if len(plan.plugin.mesh) == 1 else (world // shard, shard)
+    mesh = (world // shard, shard) if plan.plugin.is_hybrid else (world,)
     return dataclasses.replace(
         plan,
         world_size=world,
