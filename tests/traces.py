@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colotrain.spec.plan import Trace
+from colotrain.spec.survey import Trace
 
 
 def most_alive(found: Trace) -> int:

@@ -22,8 +22,9 @@ from colotrain.rundir import RunDir
 from colotrain.runs.resolving import ResolvedConfig, print_notes, settle
 from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan, Trace
+from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.survey import Trace
 
 NOT_TRACED = (
     "activations and time are not estimated: a micro-batch could not be followed through the model "

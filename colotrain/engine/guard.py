@@ -24,6 +24,7 @@ from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard
+from colotrain.spec.plan import DP_REPLICATE
 
 PIECE = 1 << 22
 """Numbers of 8 bytes that are summed at once."""
@@ -140,9 +141,8 @@ def _differing_replicas(run: Run) -> list[Finding]:
     found = _compare(
         "replicas", [(n, t) for n, t in held if n.rpartition(" of ")[2] in whole], None, list(world)
     )
-    mesh = run.sharded.mesh
-    if mesh.ndim == 2:
-        group = mesh.get_group(0)
+    if run.sharded.plugin.is_hybrid:
+        group = run.sharded.mesh.get_group(DP_REPLICATE)
         shards = [(n, t) for n, t in held if n.rpartition(" of ")[2] not in whole]
         found += _compare("replicas", shards, group, dist.get_process_group_ranks(group))
     return _agree(found)
@@ -150,7 +150,7 @@ def _differing_replicas(run: Run) -> list[Finding]:
 
 def _differing_gathered(sharded: ShardedModel) -> list[Finding]:
     """Compare the gathered parameters of groups; of shared parameters there is only one copy."""
-    group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+    group = sharded.shard_group
     if group.size() == 1:
         return []
     ranks, found = dist.get_process_group_ranks(group), []

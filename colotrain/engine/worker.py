@@ -231,7 +231,7 @@ def prepare(
     offloads = tiers.offloads if tiers else lambda index: False
     sharded = shard_(model, plan, mesh, groups, offloads=offloads)
     transport = install(sharded)
-    alone = plan.plugin.mesh[-1] == 1
+    alone = plan.plugin.dp_shard == 1
     shared_params = share_parameters(sharded) if transport is not None or alone else None
     if tiers is not None:
         tiers.attach(sharded, shared_params)

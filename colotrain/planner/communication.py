@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from colotrain.planner.groups import Group, fetched_ahead, find, reached_by_backward
 from colotrain.planner.layout import Layout
-from colotrain.spec.plan import Survey, Trace
+from colotrain.spec.survey import Survey, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

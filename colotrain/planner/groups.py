@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 
 from colotrain.planner.layout import Layout
 from colotrain.spec.packing import pack, units_of
-from colotrain.spec.plan import ParameterInfo, Survey, Trace
 from colotrain.spec.plugins import expand
 from colotrain.spec.precisions import PRECISIONS
+from colotrain.spec.survey import ParameterInfo, Survey, Trace
 
 REDUCE_BYTES = 4
 """Bytes per element of reduced gradients where computation is in half precision."""

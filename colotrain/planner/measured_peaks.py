@@ -19,7 +19,7 @@ from colotrain.planner.memory import Estimate, around
 from colotrain.records import to_plain
 from colotrain.rundir import write_atomically
 from colotrain.spec.offload import Budget
-from colotrain.spec.plan import Survey, Trace
+from colotrain.spec.survey import Survey, Trace
 
 RANGE = 0.05
 """Share by which peaks of equal runs differ at most."""

@@ -15,7 +15,7 @@ from colotrain.planner.allocations import RANGE, AllocationCounter
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.plan import ParameterInfo, Segment, Survey, Trace
+from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
 
 LARGEST_SHARED_BYTES = 64 << 20
 """Largest shared buffer, as in `engine.shm.transport`; larger groups are gathered in windows."""

@@ -10,7 +10,8 @@ from colotrain.config.data import holds_tokens
 from colotrain.config.schema import Config, Data, Freeze, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.scale import touches
-from colotrain.spec.plan import FreezePlan, ModelPlan, ParameterCounts, Survey
+from colotrain.spec.plan import FreezePlan, ModelPlan, ParameterCounts
+from colotrain.spec.survey import Survey
 
 SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
 

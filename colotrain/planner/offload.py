@@ -20,7 +20,8 @@ from colotrain.spec.offload import (
     streaming_bytes,
 )
 from colotrain.spec.packing import Chunk, pack, padding, units_of
-from colotrain.spec.plan import OptimPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.spec.plan import OptimPlan, PluginPlan
+from colotrain.spec.survey import ParameterInfo, Survey
 
 PROCESS_BYTES = 350 << 20
 """Memory of a worker on CPU with torch loaded, before the model is built."""

@@ -29,8 +29,9 @@ from colotrain.planner.scale import Scale
 from colotrain.spec.memory import Verdict
 from colotrain.spec.offload import SAFETY
 from colotrain.spec.packing import choose_chunk_bytes, units_of
-from colotrain.spec.plan import BatchPlan, ObservePlan, OptimPlan, PluginPlan, Survey, TrainPlan
+from colotrain.spec.plan import BatchPlan, ObservePlan, OptimPlan, PluginPlan, TrainPlan
 from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
+from colotrain.spec.survey import Survey
 
 MOST_BLOCKS = 10_000
 

@@ -46,10 +46,10 @@ from colotrain.spec.plan import (
     Recompute,
     RulePlan,
     RunPlan,
-    Trace,
     TrainPlan,
 )
 from colotrain.spec.resizing import reachable
+from colotrain.spec.survey import Trace
 
 TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int], Trace | None]
 """(model, freezing, data, precision, checkpointing, device, samples) → trace of a micro-batch."""

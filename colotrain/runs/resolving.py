@@ -25,7 +25,8 @@ from colotrain.planner.plugin import PlanningContext
 from colotrain.planner.smoke import shrink
 from colotrain.runs.job import is_job, on_nodes
 from colotrain.show.console import stderr_console
-from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan, Survey, Trace
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan
+from colotrain.spec.survey import Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
 RECORD_DEPENDENCIES = "colotrain.planner.dependencies:record_dependencies"

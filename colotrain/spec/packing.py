@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colotrain.spec.plan import ParameterInfo
+from colotrain.spec.survey import ParameterInfo
 
 IDEAL_BYTES = 64 << 20
 """Preferred bytes per group: enough for an efficient collective."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colotrain.spec.plan import ParameterInfo
+from colotrain.spec.survey import ParameterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,8 @@ from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.models.seeding import seeded
-from colotrain.spec.plan import FreezePlan, ParameterInfo, RunPlan
+from colotrain.spec.plan import FreezePlan, RunPlan
+from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import TorchDispatchMode, tree_leaves
 from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.optimizers import optimizer_of

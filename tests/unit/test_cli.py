@@ -24,8 +24,9 @@ from colotrain.runs import resolving
 from colotrain.runs.trust import write_signed
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.terminal import is_live
-from colotrain.spec.plan import ParameterInfo, RunPlan, Survey
+from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.survey import ParameterInfo, Survey
 
 Run = Callable[..., tuple[int, str, str]]
 

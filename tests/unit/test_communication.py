@@ -7,8 +7,9 @@ import pytest
 from colotrain.planner.communication import Traffic
 from colotrain.planner.communication import traffic as traffic_of
 from colotrain.planner.layout import layout_of
-from colotrain.spec.plan import BatchPlan, OptimPlan, ParameterInfo, PluginPlan, Survey
+from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.survey import ParameterInfo, Survey
 
 BLOCKS = 4
 

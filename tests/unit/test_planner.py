@@ -26,18 +26,9 @@ from colotrain.planner.time import step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.plan import (
-    RECOMPUTE,
-    DataPlan,
-    FreezePlan,
-    ModelPlan,
-    OptimPlan,
-    ParameterInfo,
-    Recompute,
-    Survey,
-    Trace,
-)
+from colotrain.spec.plan import RECOMPUTE, DataPlan, FreezePlan, ModelPlan, OptimPlan, Recompute
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.survey import ParameterInfo, Survey, Trace
 from tests.traces import most_alive
 
 SEQ_LEN = 64

@@ -18,7 +18,8 @@ from colotrain.engine.blocks import checkpoint_blocks_, compile_blocks_
 from colotrain.errors import UsageError
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.planner.traced.tracing import read, record, trace
-from colotrain.spec.plan import RECOMPUTE, ModelPlan, Recompute, Trace
+from colotrain.spec.plan import RECOMPUTE, ModelPlan, Recompute
+from colotrain.spec.survey import Trace
 from colotrain.torch_internals import COMPUTED_AGAIN
 from tests.traces import most_alive
 

@@ -12,7 +12,8 @@ from test_resolve import LAPTOP, survey, with_values
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.resolve import resolve
-from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan, Survey
+from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
+from colotrain.spec.survey import Survey
 
 GEMINI = ("plugin.name", "gemini")
 NO_DISK = ("plugin.disk_path", "none")

@@ -24,8 +24,9 @@ from colotrain.planner.resolve import resolve
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.batch import Batch, Sizes, solve
 from colotrain.spec.memory import MemoryBreakdown
-from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, ParameterInfo, RunPlan, Survey
+from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.survey import ParameterInfo, Survey
 from colotrain.verify.cases import Variant
 
 

@@ -37,7 +37,13 @@ from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard, reshard, shard_range
+from colotrain.engine.sharding.sharded_model import (
+    ShardedModel,
+    local_shard,
+    replica_of,
+    reshard,
+    shard_range,
+)
 from colotrain.errors import ColotrainError
 from colotrain.events.log import EventWriter
 from colotrain.models import huggingface
@@ -117,9 +123,9 @@ def pieces(run: Run) -> list[Piece]:
             if name.startswith("rng.") or run.rank == 0:
                 found.append(piece)
             continue
-        mesh, local = tensor.device_mesh, local_shard(tensor)
-        replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
-        if local.numel() and zlib.crc32(name.encode()) % replicas == replica:
+        local = local_shard(tensor)
+        replica, num_replicas = replica_of(tensor)
+        if local.numel() and zlib.crc32(name.encode()) % num_replicas == replica:
             found.append(replace(piece, local=local, first_row=shard_range(tensor)[0]))
     return found
 

@@ -25,7 +25,7 @@ def measure_bytes(
     `state_ratio` is bytes of optimizer state per byte of parameter. The result is the same on every
     rank, because shards are counted with the padding that makes them equal.
     """
-    ranks = plan.plugin.mesh[-1]
+    ranks = plan.plugin.dp_shard
     unfrozen = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -58,7 +58,7 @@ def estimate_non_model_bytes(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonM
     now = memory_now()[0] if plan.cluster.device == "cpu" else 0
     base = torch.tensor(now, dtype=torch.int64, device=plan.cluster.device)
     dist.all_reduce(base, op=dist.ReduceOp.MAX)
-    ranks = plan.plugin.mesh[-1]
+    ranks = plan.plugin.dp_shard
     blocks = sorted(size.parameters for size in sizes[:-1])
     gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
     reduced = 3 * ranks * max(size.gradients for size in sizes)

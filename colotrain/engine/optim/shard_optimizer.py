@@ -24,7 +24,7 @@ from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.sharded_model import local_shard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
-from colotrain.spec.plan import OptimPlan
+from colotrain.spec.plan import DP_SHARD, OptimPlan
 from colotrain.torch_internals import multiply, multiply_
 
 
@@ -104,7 +104,7 @@ class ShardOptimizer:
     def sum_(self, values: Tensor) -> None:
         """Sum `values` in place over the ranks that share one copy of the model (collective)."""
         sharded = next(p for p in self.parameters.values() if isinstance(p, DTensor))
-        dist.all_reduce(values, group=sharded.device_mesh.get_group(-1))
+        dist.all_reduce(values, group=sharded.device_mesh.get_group(DP_SHARD))
 
     @property
     def streams(self) -> bool:

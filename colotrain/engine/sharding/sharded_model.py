@@ -46,7 +46,7 @@ from colotrain.engine.sharding.parameters import (
 )
 from colotrain.models.filling import Shards
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
+from colotrain.spec.plan import DP_REPLICATE, DP_SHARD, ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import expand
 from colotrain.torch_internals import wait_as_long_as_all_
 
@@ -121,13 +121,17 @@ class ShardedModel:
     @property
     def counts_here(self) -> bool:
         """Whether this rank's shards count in sums over all ranks (replicas count once)."""
-        return len(self.plugin.mesh) == 1 or self.mesh.get_coordinate()[0] == 0  # type: ignore[index]
+        return not self.plugin.is_hybrid or self.mesh.get_local_rank(DP_REPLICATE) == 0
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that divide this rank's copy of the model among themselves."""
+        return self.mesh.get_group(DP_SHARD)
 
 
 def make_mesh(plugin: PluginPlan, device: str) -> DeviceMesh:
     """Return the device mesh of a plugin. All ranks must call."""
-    names = ("shard",) if len(plugin.mesh) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh(device, plugin.mesh, mesh_dim_names=names)
+    mesh = init_device_mesh(device, plugin.mesh, mesh_dim_names=plugin.mesh_axes)
     for group in mesh.get_all_groups():  # torch's own timeout is 10 minutes, with gloo 30
         wait_as_long_as_all_(group)
     return mesh
@@ -323,13 +327,20 @@ def shard_range(parameter: DTensor) -> tuple[int, int]:
 
     `fully_shard` cuts dimension 0 as `torch.chunk` does: later ranks may hold fewer rows or none.
     """
-    mesh = parameter.device_mesh
-    shard_dim = mesh.ndim - 1
-    size, rank = mesh.size(shard_dim), mesh.get_local_rank(shard_dim)
+    group = parameter.device_mesh.get_group(DP_SHARD)
     rows = parameter.shape[0] if parameter.ndim else 1
-    step = -(-rows // size)
-    start = min(rank * step, rows)
+    step = -(-rows // group.size())
+    start = min(group.rank() * step, rows)
     return start, min(step, rows - start)
+
+
+def replica_of(parameter: DTensor) -> tuple[int, int]:
+    """Return which replica of the model this rank belongs to, from 0, and the number of them."""
+    mesh = parameter.device_mesh
+    if DP_REPLICATE not in (mesh.mesh_dim_names or ()):
+        return 0, 1
+    group = mesh.get_group(DP_REPLICATE)
+    return group.rank(), group.size()
 
 
 def numel_of(param: Any) -> int:
@@ -350,13 +361,13 @@ def gather_rows(parameter: Tensor) -> Tensor:
     """Return all of `parameter` on the CPU. All ranks of its shard group must call."""
     if not isinstance(parameter, DTensor):
         return parameter.detach().cpu()
-    mesh = parameter.device_mesh
-    size, rows = mesh.size(mesh.ndim - 1), parameter.shape[0]
+    group = parameter.device_mesh.get_group(DP_SHARD)
+    size, rows = group.size(), parameter.shape[0]
     own = parameter.to_local().detach().cpu()
     padded = own.new_zeros((-(-rows // size), *parameter.shape[1:]))
     padded[: own.shape[0]] = own
     parts = [torch.empty_like(padded).view(torch.uint8) for _ in range(size)]
-    dist.all_gather(parts, padded.view(torch.uint8), group=mesh.get_group(mesh.ndim - 1))
+    dist.all_gather(parts, padded.view(torch.uint8), group=group)
     return torch.cat([part.view(padded.dtype) for part in parts])[:rows]
 
 

@@ -98,7 +98,7 @@ class Reduction:
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
-        group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+        group = sharded.shard_group
         self.rank, self.size = group.rank(), group.size()
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         self.groups = [params for part in sharded.groups for params in part.fsdp_groups]
@@ -352,6 +352,6 @@ def part_bytes(sharded: ShardedModel) -> int:
             dtype = policy.reduce_dtype or policy.param_dtype or param.sharded_param.dtype
             total += numel_of(param) * dtype.itemsize
         largest = max(largest, total)
-    size = sharded.mesh.size(sharded.mesh.ndim - 1)
+    size = sharded.plugin.dp_shard
     most = MOST_WRITTEN_BYTES // (NUM_SLOTS * (size - 1))
     return round_up(min(largest, most), PAGE)

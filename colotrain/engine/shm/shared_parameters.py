@@ -50,7 +50,7 @@ class SharedParameters:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.sharded = sharded
-        group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+        group = sharded.shard_group
         self.rank, self.size = group.rank(), group.size()
         self.ranges: dict[str, tuple[int, int]] = {}
         """Group → start and bytes of its memory: whole pages, which can be freed separately."""

@@ -95,7 +95,7 @@ def install(sharded: ShardedModel) -> Transport | None:
     All ranks must call, after `shard_`. Returns None on all ranks where the process group is used:
     a shard group spans several hosts, or memory is short. Rank 0 then prints the reason to stderr.
     """
-    group = sharded.mesh.get_group(sharded.mesh.ndim - 1)
+    group = sharded.shard_group
     if sharded.mesh.device_type != "cpu":
         return None
     if sharded.mesh.size() == 1:
@@ -134,7 +134,7 @@ def _drop_buffer(state: Any, *_: object) -> None:
 
 def buffer_bytes(sharded: ShardedModel) -> int:
     """Return the bytes of the largest all-gather whose output should be in shared memory."""
-    size, largest = sharded.mesh.size(sharded.mesh.ndim - 1), 0
+    size, largest = sharded.plugin.dp_shard, 0
     for group in sharded.groups:
         num_bytes = sum(
             numel_of(p) * size * (p.mp_policy.param_dtype or p.sharded_param.dtype).itemsize

@@ -17,15 +17,8 @@ from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.seeding import seeded
 from colotrain.planner.traced.tracing import NotTraceable, trace
-from colotrain.spec.plan import (
-    DataPlan,
-    FreezePlan,
-    ModelPlan,
-    ParameterInfo,
-    Recompute,
-    Survey,
-    Trace,
-)
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
+from colotrain.spec.survey import ParameterInfo, Survey, Trace
 
 
 def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:

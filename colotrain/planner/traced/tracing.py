@@ -22,7 +22,8 @@ from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.precision import cast_dtype
 from colotrain.errors import UsageError
 from colotrain.models.outputs import loss_in, pair_in
-from colotrain.spec.plan import Recompute, Segment, Trace, Work
+from colotrain.spec.plan import Recompute
+from colotrain.spec.survey import Segment, Trace, Work
 from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
 
 ATTENTION = ("attention", "sdpa")

@@ -1,0 +1,84 @@
+"""What is known of a model without training it: its parameters, and a traced micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """A parameter as the model declares it, before sharding."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    itemsize: int
+    frozen_by: str | None
+    """Pattern that freezes it, "requires_grad" where the model itself does, or None."""
+    aliases: tuple[str, ...] = ()
+    group: str = ""
+    """Name of the block it is gathered with; empty for the root group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """Facts about the model, from building it on the meta device, that the resolver uses."""
+
+    parameters: tuple[ParameterInfo, ...]
+    matched: dict[str, int]
+    """Freeze pattern → number of parameters whose names match it."""
+    flops_per_token: float
+    vocab_size: int | None = None
+    num_positions: int | None = None
+    """Longest sample in tokens that the model's configuration names; None where it names none."""
+    learned_positions: bool = False
+    """Whether positions have an embedding, so that longer samples are impossible."""
+    isolates: bool = False
+    """Whether the model takes `document_ids` and keeps attention within documents."""
+    built_whole: bool = False
+    """Whether the model cannot be built without storage, so that every rank holds it whole."""
+    uses_transformers: bool = False
+    """Whether the model has modules of transformers, which every rank then imports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Amount of computation in a part of a micro-batch."""
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+    """Bytes read and written by operations other than matmuls and attention."""
+    num_ops: int = 0
+    num_repeated: float = 0.0
+    """Operations that backward repeats, each weighted by its cost (`tracing.REPEATED`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a micro-batch between two of a group's hooks."""
+
+    phase: Literal["forward", "backward"]
+    block: str
+    """Name of the block that is computed; empty between blocks."""
+    events: tuple[int, ...]
+    """Storages in the order they are allocated (n) and freed (-1 - n)."""
+    work: Work = field(default_factory=Work)
+    reduced: bool = True
+    """backward: whether the block's gradients are complete at the end of the segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Forward and backward of a micro-batch, as traced with unsharded parameters."""
+
+    segments: tuple[Segment, ...]
+    storages: tuple[int, ...]
+    """Bytes of each storage, by index."""
+    gradients: dict[int, str]
+    """Index of a storage that becomes a parameter's gradient → the parameter's block."""
+    buffer_bytes: int = 0
+    """Bytes of the model's buffers."""
+    input_bytes: int = 0
+    """Bytes of the micro-batch itself."""
