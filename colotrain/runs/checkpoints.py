@@ -14,6 +14,7 @@ from colotrain.engine.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     check_batch,
+    check_steps,
     complete,
     damage,
     read_manifest,
@@ -88,16 +89,22 @@ def check_resumable(plan: RunPlan, rundir: RunDir) -> None:
             manifest = read_manifest(folder)
         except ColotrainError:  # it is damaged: an older one is used
             continue
-        check_batch(manifest, folder, plan.batch.global_batch)
+        _check_manifest(plan, manifest, folder)
         return
 
 
-def roll_back(rundir: RunDir, chosen: Path) -> str | None:
-    """Make a run resume from `chosen`: set later checkpoints aside; return what was done or None.
+def _check_manifest(plan: RunPlan, manifest: Manifest, folder: Path) -> None:
+    check_batch(manifest, folder, plan.batch.global_batch)
+    check_steps(manifest, folder, plan.train)
 
-    If `chosen` is not one of the run's own checkpoints, all of them are set aside. Call it only
-    while no launcher has the run.
+
+def roll_back(rundir: RunDir, plan: RunPlan) -> str | None:
+    """Set the checkpoints aside that are later than `checkpoint.resume`; say so, or return None.
+
+    If that is not one of the run's own checkpoints, all of them are set aside. Raises `ConfigError`
+    if the plan cannot resume from it. Call it only while no launcher has the run.
     """
+    chosen = Path(plan.checkpoint.resume)
     if chosen == rundir.path:
         return None
     folder = chosen / RunDir(chosen).checkpoints.name
@@ -107,6 +114,7 @@ def roll_back(rundir: RunDir, chosen: Path) -> str | None:
         raise UsageError(
             f"checkpoint.resume={chosen}: {problem}", "`colotrain checkpoints` shows which are good"
         )
+    _check_manifest(plan, read_manifest(candidates[0]), candidates[0])
     own, later = chosen.resolve().parent == rundir.checkpoints.resolve(), folders(rundir)
     if own:
         later = [path for path in later if path.name > chosen.name]

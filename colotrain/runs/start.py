@@ -162,7 +162,7 @@ def resume(
     if not force:
         check_fits(resolved)
     if node.is_head and "checkpoint.resume" in given:
-        roll_back(rundir, resolved.plan.checkpoint.resume)
+        roll_back(rundir, resolved.plan)
     return train(resolved.plan, rundir, resolved.config, node=node, as_json=as_json)
 
 
@@ -175,17 +175,18 @@ def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
     return f"`{command} name=NEW {begin} {' '.join(overrides)}`"
 
 
-def roll_back(rundir: RunDir, asked: str) -> None:
+def roll_back(rundir: RunDir, plan: RunPlan) -> None:
     """Make the run continue from the requested checkpoint although it has newer ones."""
     from colotrain.events import liveness
 
+    asked = plan.checkpoint.resume
     if asked == "none":
         fix = "use `colotrain run` with another name to start a new run"
         raise UsageError(f"checkpoint.resume=none: {rundir.name} is resumed", fix)
     if asked == "auto":
         return
     with liveness.claim(rundir):
-        done = checkpoints.roll_back(rundir, Path(asked))
+        done = checkpoints.roll_back(rundir, plan)
     if done:
         print(done, file=sys.stderr, flush=True)
 

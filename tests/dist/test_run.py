@@ -246,6 +246,20 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(colotrain: Colotrain)
     assert result.code == 2
     assert "train.global_batch=16: expected 8, as in " in result.err
     assert [file.read_bytes() for file in files] == before
+    began = len(colotrain.events("kept"))
+    earlier = "checkpoint.resume=runs/kept/checkpoints/step-00000003"
+    shorter = {
+        ("train.max_steps=2",): "train.max_steps=2: expected at least 3, the steps that ",
+        ("train.max_steps=2", earlier): "train.max_steps=2: expected at least 3, the steps that ",
+        ("train.epochs=1e-5",): "train.epochs=1e-05: expected at least the 3 steps that ",
+    }
+    for settings, said in shorter.items():
+        result = colotrain("resume", "kept", *settings)
+        assert (result.code, said in result.err) == (2, True), result.err
+        assert [file.read_bytes() for file in files] == before
+    assert colotrain.resume("kept", "train.max_steps=3")["steps"] == 3
+    assert [e.kind for e in colotrain.events("kept")[began:]].count("step") == 0
+    before = [file.read_bytes() for file in files]
     result = colotrain("resume", "kept", "model.args.d_hidden=96", "train.max_steps=5")
     assert result.code == 1  # what the checkpoint holds has another shape, which ranks find
     assert [file.read_bytes() for file in files[:2]] == before[:2]

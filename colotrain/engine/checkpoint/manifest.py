@@ -21,7 +21,7 @@ import xxhash
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir, write_atomically
-from colotrain.spec.plan import RunPlan
+from colotrain.spec.plan import RunPlan, TrainPlan
 
 MANIFEST = "manifest.json"
 SCHEMA = 3
@@ -162,6 +162,19 @@ def check_batch(manifest: Manifest, folder: Path, global_batch: int) -> None:
         expected = f"{then}, as in {folder}: samples would be skipped or repeated"
         problem = Problem(key=key, value=global_batch, expected=expected, fix=f"set {key}={then}")
         raise ConfigError([problem])
+
+
+def check_steps(manifest: Manifest, folder: Path, train: TrainPlan) -> None:
+    """Raise `ConfigError` where a run is to have fewer steps than the checkpoint has done."""
+    done, asked, epochs = manifest.step, train.max_steps, train.epochs
+    if asked >= done:
+        return
+    key, value, fix = "train.max_steps", str(asked), f"set train.max_steps={done} or more"
+    expected = f"at least {done}, the steps that {folder} has done"
+    if epochs is not None:
+        key, value, fix = "train.epochs", f"{epochs:g}", f"raise it, or {fix}"
+        expected = f"at least the {done} steps that {folder} has done, not {asked}"
+    raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
 
 
 def publish(temporary: Path, final: Path) -> None:
