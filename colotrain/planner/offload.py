@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colotrain.planner.groups import shard_numel
-from colotrain.planner.layout import state_bytes
+from colotrain.planner.layout import baseline_bytes, state_bytes
 from colotrain.planner.memory import Estimate, around
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.offload import (
@@ -18,13 +18,11 @@ from colotrain.spec.offload import (
     moved_bytes,
     place,
     streaming_bytes,
+    transient_bytes,
 )
 from colotrain.spec.packing import Chunk, pack, padding, units_of
 from colotrain.spec.plan import OptimPlan, PluginPlan
 from colotrain.spec.survey import ParameterInfo, Survey
-
-PROCESS_BYTES = 350 << 20
-"""Memory of a worker on CPU with torch loaded, before the model is built."""
 
 
 def chunks_of(plugin: PluginPlan, survey: Survey) -> list[Chunk]:
@@ -76,24 +74,12 @@ def predict(
     """
     assert plugin.budget is not None
     sizes = group_bytes(plugin, survey, optim)
-    process = PROCESS_BYTES if device == "cpu" else 0
-    transient = int(safety * transient_bytes(sizes, plugin)) + activations
+    process = 0  # on CUDA the context is outside the budget
+    if device == "cpu":
+        process = baseline_bytes(device, uses_transformers=survey.uses_transformers)
+    transient = int(safety * transient_bytes(sizes, ranks=plugin.dp_shard)) + activations
     non_model = NonModelBytes(compute=process + transient, update=process)
     return sizes, place(sizes, plugin.budget, non_model, device=device), non_model
-
-
-def transient_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
-    """Bytes of gathered parameters and of gradients that are not reduced yet.
-
-    Gathered are the root group (with the output of its gather) and two more groups. Gradients are
-    those of one group: unsharded, being added, and as input of the reduction. The root group's
-    appear one by one, and count as activations.
-    """
-    ranks = plugin.dp_shard
-    blocks = sorted(size.parameters for size in sizes[:-1])
-    gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
-    reduced = 3 * ranks * max((size.gradients for size in sizes[:-1]), default=0)
-    return gathered + reduced
 
 
 def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:

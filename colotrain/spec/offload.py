@@ -179,6 +179,18 @@ def _need(
     return resting + max(non_model.compute, non_model.update + window)
 
 
+def transient_bytes(groups: Sequence[GroupBytes], *, ranks: int) -> int:
+    """Bytes of gathered parameters and of gradients that are not reduced yet.
+
+    Gathered are the root group (with the output of its gather) and two more groups. Gradients are
+    those of one group: unsharded, being added, and as input of the reduction. The root group's
+    appear one by one, and count as activations.
+    """
+    *blocks, root = groups
+    gathered = 2 * root.parameters + sum(sorted(group.parameters for group in blocks)[-2:])
+    return ranks * (gathered + 3 * max((group.gradients for group in blocks), default=0))
+
+
 def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[GroupTiers], tier: Tier) -> int:
     """Most bytes that an update brings up to `tier` at once: a group and the prefetched next."""
     streamed = [

@@ -10,7 +10,7 @@ from torch import nn
 
 from colotrain.engine.freezing import matches
 from colotrain.engine.probes import memory_now
-from colotrain.spec.offload import SAFETY, GroupBytes, NonModelBytes
+from colotrain.spec.offload import SAFETY, GroupBytes, NonModelBytes, transient_bytes
 from colotrain.spec.plan import RunPlan
 
 Modules = list[tuple[str, list[nn.Module]]]
@@ -48,20 +48,10 @@ def measure_bytes(
 
 
 def estimate_non_model_bytes(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonModelBytes:
-    """Estimate what else a rank needs, before any step was measured. All ranks must call.
-
-    At their peak these exist together: the gathered parameters of the root group, twice (once as
-    the output of its all-gather), and of the two largest other groups; of one group the whole
-    gradient, the part being added to it and the input of its reduce-scatter; and the activations of
-    the plan's memory breakdown.
-    """
+    """Estimate what else a rank needs, before any step was measured. All ranks must call."""
     now = memory_now()[0] if plan.cluster.device == "cpu" else 0
     base = torch.tensor(now, dtype=torch.int64, device=plan.cluster.device)
     dist.all_reduce(base, op=dist.ReduceOp.MAX)
-    ranks = plan.plugin.dp_shard
-    blocks = sorted(size.parameters for size in sizes[:-1])
-    gathered = ranks * (2 * sizes[-1].parameters + sum(blocks[-2:]))
-    reduced = 3 * ranks * max(size.gradients for size in sizes)
-    temporary = SAFETY * (gathered + reduced) + plan.memory.activations
-    compute = int(base) + int(temporary)
+    transient = int(SAFETY * transient_bytes(sizes, ranks=plan.plugin.dp_shard))
+    compute = int(base) + transient + plan.memory.activations
     return NonModelBytes(compute=compute, update=int(base))
