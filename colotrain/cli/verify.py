@@ -15,7 +15,7 @@ from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem, suggest
 from colotrain.launch.compiler import postpone_compiler
 from colotrain.launch.forkserver import warm_up
-from colotrain.launch.startup import AskedToStop, ended_by_signals
+from colotrain.launch.startup import ended_by_signals
 from colotrain.runs.resolving import ResolvedConfig, settle
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.formatting import format_duration
@@ -53,6 +53,7 @@ def verify(
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
     from colotrain.verify.compare import Tolerance, to_json
+    from colotrain.verify.runner import WorkersFailed
     from colotrain.verify.runner import verify as run_cases
 
     postpone_compiler()
@@ -79,13 +80,15 @@ def verify(
     if seconds > WORTH_SAYING_S:
         text = f"note: {len(plans)} cases of {steps} steps: about {format_duration(seconds)}"
         console.print(f"{text}, and the reference beside them", soft_wrap=True)
-    folder = tempfile.mkdtemp(prefix="colotrain-verify-")  # kept if the workers fail
+    folder = tempfile.mkdtemp(prefix="colotrain-verify-")
     try:
         with preparation(console) as progress, ended_by_signals("stopped", "begin it again"):
             if resolved.plan.data.source != "target":
                 prepare_all(resolved.plan.data, progress=progress)
             results = list(run_cases(plans, Path(folder), tolerance=limits, progress=progress))
-    except (AskedToStop, KeyboardInterrupt):
+    except WorkersFailed:
+        raise  # it names the folder
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder)

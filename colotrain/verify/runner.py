@@ -24,6 +24,10 @@ WORKER = "colotrain.verify.worker"
 Progress = Callable[[str, int, int], None]
 
 
+class WorkersFailed(ColotrainError):
+    """The workers of a verification ended early; their files are kept."""
+
+
 def verify(
     plans: Sequence[RunPlan],
     folder: Path,
@@ -82,7 +86,7 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
     if exit_code in STOPPED:
         raise KeyboardInterrupt
     if exit_code:
-        raise ColotrainError(
+        raise WorkersFailed(
             f"the workers of the verification ended early: {cause}",
             f"its files are in {rundir.path}",
         )

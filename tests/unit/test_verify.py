@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from colotrain.cli.main import guarded
+from colotrain.errors import ColotrainError
 from colotrain.launch.startup import AskedToStop, ended_by_signals
 from colotrain.runs.resolving import plan_from
+from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.masks import without_dropout
 from colotrain.verify.reference import run_reference, serve_signals_
@@ -82,3 +85,19 @@ def test_a_signal_ends_a_backward() -> None:
 def test_a_reference_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(["verify", *SMALL, "--steps", "1000000000", "--plugins", "zero1"]) == 3
     assert "error: the reference, one process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(ColotrainError("no reference"), 0), (runner.WorkersFailed("rank 1 died"), 1)],
+)
+def test_files_are_kept_only_if_workers_failed(
+    error: Exception, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(runner, "verify", fails)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert guarded(["verify", *SMALL]) == 1
+    assert len(list(tmp_path.glob("colotrain-verify-*"))) == left
