@@ -167,8 +167,9 @@ class Train:
     """Steps between evaluations, or epochs as in `0.5ep`; 0 or null: only before the first step and
     after the last one. The evaluation before the first step is left out if it is predicted to take
     five minutes."""
-    eval_steps: int = 8
-    """Global batches per evaluation; 0: no evaluations at all."""
+    eval_steps: int | Literal["all"] = 8
+    """Global batches per evaluation, at most one pass over the validation samples; all: exactly one
+    pass; 0: no evaluations at all."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What a loss or gradient that is not finite does: end the run, skip the step, or go back to
     the last checkpoint and skip the batches since then."""

@@ -19,7 +19,7 @@ from colotrain.models.outputs import metrics_in
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
-    """Compute the mean loss over `train.eval_steps` global batches of the validation split.
+    """Compute the mean loss over the validation samples that `train.eval_steps` selects.
 
     Sets `run.best` if this evaluation is the best so far. All ranks must call.
     """
@@ -77,12 +77,16 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     metrics: Metrics = {}
     num = run.plan.batch.accumulation_steps
-    total = num * run.plan.train.eval_steps
+    total = data.num_micro_batches
+    assert total is not None
     for index in range(total):
         run.at("evaluation")
         run.progress.at_micro_batch(index, of=total, calls=len(run.sharded.calls))
-        batch = to_device(data.micro_batch(*divmod(index, num)), run.device)
+        at = divmod(index, num)
+        batch = to_device(data.micro_batch(*at), run.device)
         loss, count, output = weighted_output(run.sharded.module, batch)
+        if not data.positions(*at):  # no sample is left: it ran because other ranks wait for it
+            continue
         sums += torch.stack([loss.double(), count.double()])
         for name, value, weight in metrics_in(output, count):
             before = metrics.get(name, (0.0, 0.0))

@@ -23,6 +23,7 @@ from colotrain.data.read.ahead import read_ahead
 from colotrain.data.read.loader import (
     BatchLoader,
     Split,
+    count_evaluated,
     open_samples,
     planned_draw_seed,
     planned_order,
@@ -308,8 +309,9 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
     if split == "validation" and len(samples) == 0:
         return None
     order, seed = planned_order(samples, plan, split), planned_draw_seed(samples, plan)
-    loader = BatchLoader(samples, order, plan.batch, rank=rank, draw_seed=seed)
-    return read_ahead(loader, plan, split)
+    end = count_evaluated(samples, plan) or None if split == "validation" else None
+    loader = BatchLoader(samples, order, plan.batch, rank=rank, draw_seed=seed, end=end)
+    return read_ahead(loader, plan)
 
 
 def agree_on_groups(

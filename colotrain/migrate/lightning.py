@@ -144,7 +144,9 @@ def _val_interval(value: Any, flat: Flat) -> Answer:
 
 
 def _val_batches(value: Any, _: Flat) -> Answer:
-    if isinstance(value, float) and value <= 1:
+    if isinstance(value, float) and value == 1:
+        return taken("train.eval_steps", lambda _: "all")(value, {})
+    if isinstance(value, float) and value < 1:
         return Answer(outcome="none", note="a number of global batches: set train.eval_steps")
     return taken("train.eval_steps", whole, "counted in global batches")(value, {})
 

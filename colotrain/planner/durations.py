@@ -17,6 +17,8 @@ FORWARD_SHARE = 1 / 3
 
 def evaluation_s(train: TrainPlan, time: Prediction) -> float:
     """Predicted seconds of an evaluation; 0.0 where nothing is known."""
+    if train.eval_steps == "all":  # validation samples are not counted for a plan
+        return 0.0
     return train.eval_steps * time.step_s * FORWARD_SHARE
 
 
@@ -34,7 +36,7 @@ def warn_of_durations(train: TrainPlan, batch: BatchPlan, time: Prediction) -> I
         yield (
             f"train.eval_steps={train.eval_steps}: an evaluation is predicted to take "
             f"{format_seconds(whole_s)}, and is left out before the first step; "
-            f"train.eval_steps=1 makes it {format_seconds(whole_s / train.eval_steps)}, 0 turns "
+            f"train.eval_steps=1 makes it {format_seconds(time.step_s * FORWARD_SHARE)}, 0 turns "
             "evaluations off"
         )
 

@@ -104,6 +104,9 @@ def check_epochs(settings: Config) -> Iterator[Problem]:
     if settings.data.mixture and keys:
         expected = "no epochs with data.mixture, whose parts are passed over at different paces"
         yield _wrong(keys[0], expected, "use steps, and train.last_batch=fill")
+    if settings.data.mixture and train.eval_steps == "all":
+        key, expected = "train.eval_steps", "a number with data.mixture, which keeps its shares"
+        yield Problem(key=key, value="all", expected=expected, fix="for example 8")
 
 
 def _every(value: int | str | None, per_epoch: float) -> float:

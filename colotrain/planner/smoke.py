@@ -39,7 +39,7 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
         "global_batch": steps * batch.data_parallel,
         "micro_batch": 1,
         "eval_every": None,  # evaluations before the first step and after the last
-        "eval_steps": min(plan.train.eval_steps, 1),
+        "eval_steps": int(plan.train.eval_steps != 0),
     }
     small["optim"]["schedule"] |= {
         "warmup_steps": plan.optim.warmup_steps,

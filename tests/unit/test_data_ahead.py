@@ -38,10 +38,10 @@ class Numbers:
         return {"x": torch.tensor([index]), "drawn": torch.tensor(drawn)}
 
 
-def loaders(samples: Numbers, *, rank: int = 1, workers: int = 2, again: int | None = None) -> Any:
+def loaders(samples: Numbers, *, rank: int = 1, workers: int = 2, end: int | None = None) -> Any:
     order = SampleOrder(50, seed=3, shuffle=True)
-    plain = BatchLoader(samples, order, BATCH, rank=rank, draw_seed=3)
-    return plain, AheadLoader(plain, num_workers=workers, again=again)
+    plain = BatchLoader(samples, order, BATCH, rank=rank, draw_seed=3, end=end)
+    return plain, AheadLoader(plain, num_workers=workers)
 
 
 def test_the_order_is_the_same_also_after_jumps_back_and_forth() -> None:
@@ -53,7 +53,9 @@ def test_the_order_is_the_same_also_after_jumps_back_and_forth() -> None:
 
 
 def test_evaluation_goes_round_without_new_processes(tmp_path: Path) -> None:
-    plain, ahead = loaders(Numbers(pids=tmp_path), again=2)
+    plain, ahead = loaders(
+        Numbers(pids=tmp_path), end=21
+    )  # of rank 1, the last micro-batch is empty
     for _ in range(3):
         for number in range(6):
             found = ahead.micro_batch(*divmod(number, 3))["x"]

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from colotrain.data.read.loader import (
     BatchLoader,
     SampleOrder,
     TokenSamples,
+    count_evaluated,
     count_targets,
     open_samples,
     order_of,
@@ -406,3 +408,39 @@ def test_passing_over_samples_of_a_stream_gives_signs_of_life() -> None:
     samples.beat = lambda: beats.append(1)
     assert samples[5000] == 5000
     assert len(beats) >= 50
+
+
+def test_an_evaluation_reads_each_position_once_in_as_many_micro_batches_on_every_rank() -> None:
+    for _ in range(100):
+        batch = batch_of(*(random.randint(1, 4) for _ in range(3)))
+        end = random.randint(1, 3 * batch.global_batch)
+        samples, order = numbers(end), SampleOrder(end, seed=random.randrange(9), shuffle=True)
+        ranks = [BatchLoader(samples, order, batch, r, end=end) for r in range(batch.data_parallel)]
+        num = ranks[0].num_micro_batches
+        assert num is not None
+        seen = list[int]()
+        for index, rank in itertools.product(range(num), ranks):
+            at = divmod(index, batch.accumulation_steps)
+            seen += rank.ids(*at)
+            num_read = len(rank.micro_batch(*at)["x"])
+            assert num_read == max(1, len(rank.ids(*at)))
+        assert sorted(seen) == list(range(end))
+        assert all(rank.num_micro_batches == num for rank in ranks)
+        last = divmod(num - 1, batch.accumulation_steps)
+        assert any(rank.positions(*last) for rank in ranks)
+
+
+def test_an_evaluation_is_at_most_one_pass() -> None:
+    def counted(samples: Any, steps: int | str) -> int:
+        plan: Any = SimpleNamespace(
+            batch=batch_of(2, 3, 2), train=SimpleNamespace(eval_steps=steps)
+        )
+        return count_evaluated(samples, plan)
+
+    assert [counted(numbers(30), steps) for steps in (0, 1, 2, 3, "all")] == [0, 12, 24, 30, 30]
+    mixture = Mixture([numbers(3), numbers(4)], [1.0, 2.0])
+    assert counted(mixture, 2) == 24
+    stream = type("Stream", (), {"__len__": lambda _: sys.maxsize})()
+    assert counted(stream, 2) == 24
+    with pytest.raises(ConfigError, match="the length of a stream is not known"):
+        counted(stream, "all")

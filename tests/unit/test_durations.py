@@ -44,6 +44,8 @@ def test_an_evaluation_of_many_minutes_is_left_out_before_the_first_step() -> No
     assert "an evaluation is predicted to take 5.56 min, and is left out before" in evaluation
     never = dataclasses.replace(PLAN.train, eval_steps=0)
     assert evaluates_first(never, Prediction(step_s=1e6))
+    everything = dataclasses.replace(PLAN.train, eval_steps="all")  # nobody knows how many
+    assert evaluates_first(everything, Prediction(step_s=1e6))
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def test_a_mixture_has_no_epochs() -> None:
     for key, value in (("train.epochs", 1), ("train.last_batch", "drop")):
         found = refused(640, ("data", data), (key, value))
         assert any(line.startswith(f"{key}: expected no epochs") for line in found)
+    found = refused(640, ("data", data), ("train.eval_steps", "all"))
+    assert any(line.startswith("train.eval_steps=all: expected a number with") for line in found)
 
 
 def test_epochs_that_an_argument_names_take_the_place_of_the_recipes_steps() -> None:

@@ -386,6 +386,8 @@ def test_epochs_stay_epochs() -> None:
     assert not any(finding.outcome == "asked" for finding in found)
     half = recipes.findings({"trainer": {"val_check_interval": 0.5}}, "lightning")
     assert recipes.settings(half)["train.eval_every"] == "0.5ep"
+    whole = recipes.findings({"trainer": {"limit_val_batches": 1.0}}, "lightning")
+    assert recipes.settings(whole)["train.eval_steps"] == "all"
     longer = {"trainer": trainer, "lr_scheduler": {**scheduler, "init_args": {"T_max": 20}}}
     asked = [f.key for f in recipes.findings(longer, "lightning") if f.outcome == "asked"]
     assert asked == ["lr_scheduler.init_args.T_max"]

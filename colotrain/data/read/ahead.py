@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from colotrain.data.prepare.prepared import Split
 from colotrain.data.read.loader import BatchLoader
 from colotrain.data.read.samples import StreamSamples
 from colotrain.errors import ConfigError, Problem
@@ -20,7 +19,7 @@ AHEAD = 2
 """Micro-batches that each process reads ahead."""
 
 
-def read_ahead(loader: BatchLoader, plan: RunPlan, split: Split) -> BatchLoader:
+def read_ahead(loader: BatchLoader, plan: RunPlan) -> BatchLoader:
     """The loader, or one whose micro-batches are read by `data.num_workers` processes.
 
     Raises `ConfigError` for a stream, which only a single process can read in order.
@@ -31,24 +30,28 @@ def read_ahead(loader: BatchLoader, plan: RunPlan, split: Split) -> BatchLoader:
         key, value, expected = "data.num_workers", plan.data.num_workers, "0 for a stream"
         fix = "read ahead inside the stream, or give a map-style dataset"
         raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
-    again = plan.train.eval_steps if split == "validation" else None
-    return AheadLoader(loader, num_workers=plan.data.num_workers, again=again)
+    return AheadLoader(loader, num_workers=plan.data.num_workers)
 
 
 class AheadLoader(BatchLoader):
     """A loader whose micro-batches are read in order by processes of torch's DataLoader.
 
     The processes are forked in the constructor, while this one uses little memory, and persist. If
-    a micro-batch other than the next is requested, they continue from it. After `again` steps
-    reading restarts at the first one, as needed for evaluation.
+    a micro-batch other than the next is requested, they continue from it. After the loader's
+    `end` reading restarts at the first one, as needed for evaluation.
     """
 
-    def __init__(self, loader: BatchLoader, *, num_workers: int, again: int | None) -> None:
+    def __init__(self, loader: BatchLoader, *, num_workers: int) -> None:
         super().__init__(
-            loader.samples, loader.order, loader.batch, loader.rank, draw_seed=loader.draw_seed
+            loader.samples,
+            loader.order,
+            loader.batch,
+            loader.rank,
+            draw_seed=loader.draw_seed,
+            end=loader.end,
         )
         rank_pid = os.getpid()
-        self._numbers = _Numbers(again and again * self.batch.accumulation_steps)
+        self._numbers = _Numbers(self.num_micro_batches)
         self._read: DataLoader[Any] = DataLoader(
             _Read(loader),
             batch_size=None,  # an item is a micro-batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ __all__ = [
     "Samples",
     "Split",
     "TokenSamples",
+    "count_evaluated",
     "count_targets",
     "open_samples",
     "order_of",
@@ -76,6 +78,25 @@ def planned_order(
     if 0 < len(samples) < whole:
         raise ConfigError([too_few(len(samples), whole)])
     return order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle, whole=whole)
+
+
+def count_evaluated(samples: Samples, plan: RunPlan) -> int:
+    """Number of positions that an evaluation reads: at most one pass over the validation samples.
+
+    Only a mixture repeats samples of small parts, to keep its shares. Raises `ConfigError` for all
+    samples of a stream.
+    """
+    steps, num = plan.train.eval_steps, len(samples)
+    if steps == "all" and num == sys.maxsize:
+        expected = "a number: the length of a stream is not known"
+        problem = Problem(
+            key="train.eval_steps", value="all", expected=expected, fix="for example 8"
+        )
+        raise ConfigError([problem])
+    if steps == "all":
+        return num
+    wanted = steps * plan.batch.global_batch
+    return wanted if isinstance(samples, Mixture) else min(wanted, num)
 
 
 def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
@@ -150,6 +171,9 @@ class BatchLoader:
     order (G the global batch, W the data-parallel size, m the micro-batch; steps count from 0), so
     the samples of a step are the same however the global batch is divided. With `draw_seed` this
     includes what samples draw at random: the generators are seeded for each position.
+
+    With `end` only positions before it are read: a micro-batch at the end is smaller, or has no
+    position of its own on a rank without samples left, which then reads the last sample again.
     """
 
     def __init__(
@@ -159,8 +183,10 @@ class BatchLoader:
         batch: BatchPlan,
         rank: int,
         draw_seed: int | None = None,
+        end: int | None = None,
     ) -> None:
         refuse_empty(samples)
+        self.end = end
         self.draw_seed = draw_seed
         self.samples = samples
         self.order = order
@@ -176,11 +202,20 @@ class BatchLoader:
         batch = self.batch
         block = micro_batch_index * batch.data_parallel + self.rank
         start = step * batch.global_batch + block * batch.micro_batch
-        return range(start, start + batch.micro_batch)
+        stop = start + batch.micro_batch
+        return range(start, stop if self.end is None else min(stop, self.end))
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """Number of micro-batches up to `end`, the same on all ranks; None if there is no end."""
+        per_row = self.batch.data_parallel * self.batch.micro_batch
+        return None if self.end is None else math.ceil(self.end / per_row)
 
     def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
-        """The stacked samples: each value is `[micro_batch, ...]`."""
+        """The stacked samples: each value is `[micro_batch, ...]`, or shorter at the end."""
         positions = self.positions(step, micro_batch_index)
+        if not positions and self.end is not None:
+            positions = range(self.end - 1, self.end)
         return read_batch(self.samples, self.order, positions, draw_seed=self.draw_seed)
 
 
