@@ -54,9 +54,14 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds as `85 ms`, `1.25 s`, `20 min`, `10.5 h`, with three significant digits."""
+    """Format seconds as `85 ms`, `1.25 s`, `20 min`, `10.5 h`, `46.3 days`: three digits, or all."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.3g} h"
+    days = seconds / 86400
+    return f"{days:.3g} days" if days < 100 else f"{days:,.0f} days"

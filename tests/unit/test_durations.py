@@ -50,7 +50,14 @@ def test_an_evaluation_of_many_minutes_is_left_out_before_the_first_step() -> No
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.085, "85 ms"), (1.25, "1.25 s"), (1181.0, "19.7 min"), (37800, "10.5 h")],
+    [
+        (0.085, "85 ms"),
+        (1.25, "1.25 s"),
+        (1181.0, "19.7 min"),
+        (37800, "10.5 h"),
+        (3996000, "46.2 days"),  # 1.11e+03 h
+        (1e8, "1,157 days"),
+    ],
 )
 def test_seconds_are_told_in_the_unit_that_people_use(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
