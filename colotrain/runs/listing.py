@@ -169,7 +169,7 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
             steps=int(summary["steps"]),
             loss=None if loss is None else float(loss),
             validation_loss=summary["validation_loss"],
-            tokens_per_s=float(summary["tokens_per_s"]),
+            tokens_per_s=float(summary["tokens_per_s"]) or None,
             unit=str(summary.get("unit", row.unit)),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -271,7 +271,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         ("loss", f"{shown(loss['first'], '.4f')} → {shown(loss['last'], '.4f')}"),
         ("validation loss", shown(_validation_loss(view), ".4f")),
         *((f"validation {name}", f"{value:.4g}") for name, value in view.metrics.items()),
-        (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"], ",.0f")),
+        (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"] or None, ",.0f")),
         ("MFU", _mfu(summary["mfu"], view)),
         ("peak memory", _peaks(peaks) + _foreseen(summary["memory"])),
         ("time to first step", format_duration(summary["time_to_first_step_s"])),

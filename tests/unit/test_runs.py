@@ -286,6 +286,13 @@ def test_a_run_that_has_ended_is_listed_from_its_summary(rundir: RunDir) -> None
     assert (from_summary.tokens_per_s, from_summary.state) == (300.0, "finished")
 
 
+def test_a_run_without_a_step_has_no_speed(rundir: RunDir) -> None:
+    launched(rundir, status="failed")
+    assert row_of(rundir).tokens_per_s is None
+    rundir.write_summary(summary(follow(rundir), rundir.plan(), rundir))
+    assert row_of(rundir).tokens_per_s is None
+
+
 @pytest.mark.parametrize(
     "text",
     [
