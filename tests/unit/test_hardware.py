@@ -173,6 +173,16 @@ def test_a_site_of_ones_own_means_a_job_for_plan_too(
     assert planned(capsys, *SEVEN)["world_size"] < 32  # without a job it is this machine
 
 
+def test_of_plugins_that_are_as_fast_auto_takes_the_simplest(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "hardware=h100", "cluster.procs_per_node=1", "plugin=auto"]
+    document = planned(capsys, *words)
+    assert document["plugin"]["name"] == "zero1"
+    assert "the fastest that fits" in document["plugin"]["reason"]
+    assert "gemini is as fast" in document["plugin"]["reason"]
+
+
 def test_what_was_asked_for_is_not_decided_anew(site: Path) -> None:
     nodes(site, H100)
     asked = settle([*SEVEN, "cluster=slurm", "cluster.slurm.gpus_per_node=2"], here=False, job=True)
