@@ -76,7 +76,8 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         f"{batch.accumulation_steps} × {batch.data_parallel} ranks; "
         f"{batch.tokens_per_step:,} {unit} per step",
     )
-    yield "steps", _steps(plan.train)
+    warmup = plan.optim.warmup_steps
+    yield "steps", _steps(plan.train) + (f"; the first {warmup:,} are warm-up" if warmup else "")
     yield (
         "parameters",
         f"{counts.total:,}: {counts.trainable:,} trained, {counts.frozen:,} frozen",
@@ -94,6 +95,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
+    yield "evaluations", _evaluations(plan.train)
     yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
 
 
@@ -105,13 +107,28 @@ def _steps(train: TrainPlan) -> str:
     return f"{train.max_steps:,}: {epochs}{rest}"
 
 
+def _evaluations(train: TrainPlan) -> str:
+    steps = train.eval_steps
+    if steps == 0:
+        return "none (train.eval_steps=0)"
+    first = "before the first step and " if train.eval_first else ""
+    often = f"{_interval(train.eval_every, train)}{first}after the last; "
+    if steps == "all":
+        return f"{often}all validation samples"
+    return f"{often}at most {steps} global batch{'es' if steps > 1 else ''} of validation samples"
+
+
+def _interval(every: float, train: TrainPlan) -> str:
+    """Return text like `every 20 steps, `; empty if there is no interval."""
+    if every != int(every):  # only an interval in epochs is no whole number of steps
+        return f"every {every / train.epoch_steps:.4g} epochs ({every:.4g} steps), "
+    return f"every {every:.6g} steps, " if every else ""
+
+
 def _checkpoints(checkpoint: CheckpointPlan, train: TrainPlan) -> str:
     if not checkpoint.enabled:
         return "none (checkpoint.every=0)"
-    every = checkpoint.every
-    often = f"every {every:.6g} steps, " if every else ""
-    if every != int(every):  # only an interval in epochs is no whole number of steps
-        often = f"every {every / train.epoch_steps:.4g} epochs ({every:.4g} steps), "
+    often = _interval(checkpoint.every, train)
     if checkpoint.every_s:
         often = f"every {format_seconds(checkpoint.every_s)}, "
     best = f" and that of the best {checkpoint.best_metric}" if checkpoint.best_metric else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from colotrain.cli.plan_table import _checkpoints
+from colotrain.cli.plan_table import _checkpoints, _evaluations, _rows
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import SampleOrder
 from colotrain.engine.loop import is_due
@@ -75,6 +75,25 @@ def test_a_plan_shows_the_interval_of_checkpoints_in_epochs_where_steps_are_brok
     assert shown.startswith("every 0.25 epochs (2.539 steps), when asked")
     whole = planned(640, ("train.epochs", 4), ("checkpoint.every", "1ep"))
     assert _checkpoints(whole.checkpoint, whole.train).startswith("every 10 steps, when asked")
+
+
+def test_a_plan_shows_when_it_evaluates_and_how_long_it_warms_up() -> None:
+    plan = planned(640, ("train.max_steps", 40), ("optim.schedule.warmup_steps", 4))
+    sent = {"reductions": 0, "gathers": 0, "reduced": "once", "bytes_per_step": 0}
+    document = {"communication": sent, "batch": {"unit": "tokens"}}
+    assert dict(_rows(plan, document))["steps"] == "40; the first 4 are warm-up"
+    shown = (
+        "before the first step and after the last; at most 8 global batches of validation samples"
+    )
+    assert dict(_rows(plan, document))["evaluations"] == shown
+    changed = (("train.eval_every", "0.25ep"), ("train.eval_steps", "all"))
+    broken = planned(640, ("train.epochs", 4), *changed)
+    shown = (
+        "every 0.25 epochs (2.5 steps), before the first step and after the last; all validation"
+    )
+    assert _evaluations(broken.train) == f"{shown} samples"
+    never = planned(640, ("train.eval_steps", 0))
+    assert _evaluations(never.train) == "none (train.eval_steps=0)"
 
 
 def test_a_warm_up_that_never_ends_is_told_by_the_key_that_was_set() -> None:
