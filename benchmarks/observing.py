@@ -45,7 +45,7 @@ PLUGINS = ["zero1", "zero2", "zero3"]
 class Nothing(EventWriter):
     """Drops what is written."""
 
-    def write(self, kind: str, **fields: Any) -> None: ...
+    def write_record(self, kind: str, **fields: Any) -> None: ...
 
 
 def plan_of(plugin: str, turns: int) -> RunPlan:

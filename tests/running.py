@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colotrain.events.log import Event, EventReader
+from colotrain.events.event import Event
+from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
 from tests.processes import Process, launchers
 

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from colotrain.cli.arguments import refuse
 from colotrain.errors import ColotrainError, UsageError, suggest
+from colotrain.events.event import Event
 from colotrain.events.fold import Fold
 from colotrain.events.liveness import find, state
-from colotrain.events.log import Event, EventReader
+from colotrain.events.log import EventReader
 from colotrain.events.view import RunView
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir

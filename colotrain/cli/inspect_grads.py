@@ -44,6 +44,7 @@ NAME_WIDTH = 30
 TOLERANCE = 1e-5
 """Maximum relative difference between two runs' gradients."""
 SORTS = ("norm", "update", "zero", "name")
+ORIGIN = ("parameter", "module", "rank", "step", "micro_batch", "phase")
 FIELDS = [field.name for field in dataclasses.fields(ParameterGradient)]
 
 
@@ -231,7 +232,7 @@ def document(
         "global_norm": record.global_norm,
         "clipped_to": record.clipped_to,
         "parameters": to_plain(list(rows)),
-        "first_nonfinite": None if nonfinite is None else to_plain(nonfinite),
+        "first_nonfinite": nonfinite and {name: getattr(nonfinite, name) for name in ORIGIN},
         **noise,
     }
 

@@ -14,6 +14,7 @@ from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.outputs import metrics_in
 
 
@@ -39,10 +40,10 @@ def evaluate(run: Run) -> None:
         module.training = mode
     loss_sum, count = sums.tolist()
     loss = loss_sum / max(count, 1.0)
-    is_best = _is_best(run, loss, means)
+    best = _is_best(run, loss, means) or None
     if run.rank == 0:
-        more = ({"metrics": means} if means else {}) | ({"best": True} if is_best else {})
-        run.events.write("eval", step=run.step, loss=loss, tokens=count, **more)
+        found = Evaluation(step=run.step, loss=loss, tokens=count, metrics=means or None, best=best)
+        run.events.write(found)
 
 
 def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:
@@ -59,7 +60,7 @@ def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:
     value, before = found[metric], run.best[1] if run.best else None
     if not math.isfinite(value) and run.rank == 0:
         text = f"checkpoint.best.metric={metric} is {value}: this evaluation is never the best"
-        run.events.write("note", step=run.step, text=text)
+        run.events.write(Note(step=run.step, text=text))
     if not math.isfinite(value) or run.step == 0:
         return False
     if before is None or (value < before if lowest else value > before):

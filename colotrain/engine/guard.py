@@ -24,6 +24,7 @@ from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard
+from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.spec.plan import DP_REPLICATE
 
 PIECE = 1 << 22
@@ -201,12 +202,13 @@ def _judge(run: Run, first: list[Finding], second: list[Finding]) -> None:
     what = "; ".join(str(finding) for finding in (second or first)[:4])
     if run.rank == 0:
         run.events.write(
-            "corruption",
-            step=run.step,
-            persistent=bool(second),
-            found=[str(finding) for finding in (second or first)],
+            CorruptionFound(
+                step=run.step,
+                persistent=bool(second),
+                found=[str(finding) for finding in (second or first)],
+            )
         )
         if not second:
-            run.events.write("note", text=f"warning: corrupt for a moment, then not: {what}")
+            run.events.write(Note(text=f"warning: corrupt for a moment, then not: {what}"))
     if second:
         raise Corruption(f"silent data corruption, and persistent: {what}")

@@ -18,6 +18,7 @@ from colotrain.engine.accumulation import SHIFTS, Batch
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
 MIN_LABELS = 3
@@ -54,7 +55,7 @@ def find(run: Run) -> None:
         text = (
             "the model shifts labels itself: its mean loss is weighted by all but each row's first"
         )
-        run.events.write("note", text=text)
+        run.events.write(Note(text=text))
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Nonfinite, Note, WorkerFinished, WorkerStopped
 from colotrain.rundir import NOISE
 from colotrain.spec.plan import READ_BACK, RunPlan
 
@@ -58,7 +59,7 @@ def train(run: Run) -> str:
         clock.lap("reduce_s")
         if result.update_placement:
             update_placement_(run)
-        extra = measure_noise(run) if result.noise and result.finite else {}
+        noise_columns = measure_noise(run) if result.noise and result.finite else None
         recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
         if result.record:
             recorder.begin()
@@ -67,7 +68,7 @@ def train(run: Run) -> str:
             roll_back_(run)
             continue
         if result.record:
-            record_gradients(run, recorder, **extra)
+            record_gradients(run, recorder, noise=noise_columns)
         clock.lap("optimizer_s")
         run.step += 1
         run.heartbeat.patience_s = patience_s(plan, clock.laps)  # only a first step is slow
@@ -83,7 +84,8 @@ def train(run: Run) -> str:
             checkpoint.finish_saving(run)
             if run.stop_error is not None:
                 raise run.stop_error
-            run.events.write("stopped", step=run.step, reason=run.stop_reason or "another rank")
+            reason = run.stop_reason or "another rank"
+            run.events.write(WorkerStopped(step=run.step, reason=reason))
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
@@ -91,7 +93,7 @@ def train(run: Run) -> str:
             checkpoint.save(run)
     checkpoint.save(run)
     checkpoint.finish_saving(run)
-    run.events.write("finished", step=run.step)
+    run.events.write(WorkerFinished(step=run.step))
     return "finished"
 
 
@@ -207,10 +209,10 @@ def update_placement_(run: Run) -> None:
     if run.rank != 0:
         return
     if changed or first:
-        run.events.write("tiers", step=run.step, **run.tiers.describe())
+        run.events.write(run.tiers.describe(run.step))
     if run.tiers.cannot_offload_more:
         text = "plugin.budget is exceeded, and nothing is left that could go to a lower tier"
-        run.events.write("note", text=f"step {run.step + 1}: {text}")
+        run.events.write(Note(text=f"step {run.step + 1}: {text}"))
 
 
 def update_(run: Run, result: StepResult, recorder: Recorder | None = None) -> tuple[bool, float]:
@@ -250,8 +252,8 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
     where = f"it began in {origin}" if origin else "a second pass was clean"
     problem = f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}"
     if run.rank == 0:
-        run.events.write("nonfinite", **(asdict(origin) if origin else {"step": run.step + 1}))
-        run.events.write("note", text=problem)
+        run.events.write(Nonfinite(**(asdict(origin) if origin else {"step": run.step + 1})))
+        run.events.write(Note(text=problem))
     run.must_roll_back = run.plan.train.on_nonfinite == "rollback"
     if run.plan.train.on_nonfinite == "stop":
         fix = "lower optim.lr, or set train.on_nonfinite=skip or rollback"
@@ -264,17 +266,16 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
 
 
 def measure_noise(run: Run) -> dict[str, Any]:
-    """Return the fields of a gradient record for the noise between this step's micro-batches."""
+    """Return the noise between this step's micro-batches, as a `Gradients` event has it."""
     batch = run.plan.batch
     with again(run, phase="gradient noise") as batches:
-        found = noise.measure(
+        return noise.measure(
             run.gradients,
             batches,
             num=batch.accumulation_steps,
             totals=new_totals(run),
             samples=batch.micro_batch,
         )
-    return {"noise": found}
 
 
 @contextmanager

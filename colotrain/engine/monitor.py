@@ -32,6 +32,7 @@ from colotrain.engine.checkpoint.saving import own_store
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
+from colotrain.events import kinds
 
 LONG_STEP_S = 2.0
 """Seconds; a step shorter than this is always finished, without progress events."""
@@ -126,13 +127,14 @@ class Monitor:
             return
         self.reported_at = now
         run.events.write(
-            "progress",
-            step=run.step + (last.what == "step"),
-            what=last.what,
-            micro_batch=self.progress.micro_batch,
-            micro_batches=self.progress.num_micro_batches,
-            done=self._share_done(run, last),
-            seconds=elapsed,
+            kinds.StepProgress(
+                step=run.step + (last.what == "step"),
+                what=last.what,
+                micro_batch=self.progress.micro_batch,
+                micro_batches=self.progress.num_micro_batches,
+                done=self._share_done(run, last),
+                seconds=elapsed,
+            )
         )
 
     def _share_done(self, run: Run, last: LastStep) -> float:
@@ -191,11 +193,11 @@ class Monitor:
                 at = self.progress
                 where = f"micro-batch {at.micro_batch}/{at.num_micro_batches}"
                 text = f"{_name(last)} is left at {where}; {_becomes(run, last)}"
-                run.events.write("note", text=text)
+                run.events.write(kinds.Note(text=text))
             problem = self._save(run, last)
             error = run.stop_error or problem
             if error is None:
-                run.events.write("stopped", step=last.step, reason=reason)
+                run.events.write(kinds.WorkerStopped(step=last.step, reason=reason))
                 code = 0
             else:
                 code = record_failure(run.events, error, phase=run.phase, step=run.phase_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from colotrain.engine.probes import highest_peak, memory_now
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.sharding.sharded_model import local_shard
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Failure, Note, PeakMemory, Step
 from colotrain.events.log import EventWriter
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
@@ -30,9 +32,9 @@ def record_step(
     rss, peak = memory_now()[0], highest_peak()
     indices = range(run.plan.batch.accumulation_steps)
     samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
-    shared = {}
+    values: dict[str, Any] = {**times, "samples": samples, "rss": rss, "peak": peak}
     if run.rank == 0:
-        shared = {
+        values |= {
             "loss": result.loss,
             "tokens": result.tokens,
             "tokens_per_s": result.tokens / times["step_s"],
@@ -43,20 +45,11 @@ def record_step(
             "total_micro_batches": run.micro_batches,
             "skipped": skipped,
         }
-    run.events.write(
-        "step",
-        step=run.step,
-        **times,
-        micro_batches=result.totals.micro_batches,
-        samples=samples,
-        rss=rss,
-        peak=peak,
-        **shared,
-    )
+    run.events.write(Step(step=run.step, micro_batches=result.totals.micro_batches, **values))
     if result.record or not run.memory_recorded:
         record_memory(run, peak)
     if run.rank == 0 and (warning := run.spikes.check(result.loss)):
-        run.events.write("note", text=f"step {run.step}: {warning}")
+        run.events.write(Note(text=f"step {run.step}: {warning}"))
 
 
 def record_memory(run: Run, peak: int) -> None:
@@ -76,7 +69,7 @@ def record_memory(run: Run, peak: int) -> None:
     }
     run.memory_recorded = True
     rest = max(0, peak - sum(held.values()))
-    run.events.write("memory", step=run.step, **held, activations=rest)
+    run.events.write(PeakMemory(step=run.step, **held, activations=rest))
 
 
 def lasting_bytes(run: Run) -> dict[str, int]:
@@ -95,13 +88,13 @@ def lasting_bytes(run: Run) -> dict[str, int]:
     }
 
 
-def record_gradients(run: Run, recorder: Recorder, **extra: Any) -> None:
+def record_gradients(run: Run, recorder: Recorder, *, noise: dict[str, Any] | None) -> None:
     """Write the statistics of this step, which answers a request in the control folder."""
     run.at("record")
-    record = recorder.finish() | extra
+    gradients = recorder.finish(run.step + 1)
     if run.rank == 0:
         run.rundir.grads_request_file.unlink(missing_ok=True)
-        run.events.write("gradients", step=run.step + 1, **record)
+        run.events.write(replace(gradients, noise=noise))
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -116,6 +109,6 @@ def record_failure(events: EventWriter, error: BaseException, *, phase: str, ste
     if ran_out_of_memory(error):
         error = ColotrainError(f"memory ran short: {error}", FIX_MEMORY)
     told = described(error)
-    events.write("failed", phase=phase, step=step, error=told, traceback=text)
+    events.write(Failure(phase=phase, step=step, error=told, traceback=text))
     sys.stderr.write(text)
     return WORKER_FINAL if isinstance(error, ColotrainError) else FAILED

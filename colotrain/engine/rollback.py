@@ -14,6 +14,7 @@ from colotrain.engine.gradients import gradients
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note, Rollback
 
 
 def roll_back_(run: Run) -> None:
@@ -52,8 +53,8 @@ def roll_back_(run: Run) -> None:
             f"rollback {run.rollbacks} of at most {most}: back from step {left_at + 1} to step "
             f"{run.step}; batches passed over: {left_at + 1 - run.step}"
         )
-        run.events.write("rollback", step=run.step, left_at=left_at + 1, text=text)
-        run.events.write("note", text=text)
+        run.events.write(Rollback(step=run.step, left_at=left_at + 1, text=text))
+        run.events.write(Note(text=text))
 
 
 def freeze_as_of(run: Run, step: int) -> None:

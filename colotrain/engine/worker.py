@@ -65,6 +65,7 @@ from colotrain.engine.shm.shared_parameters import SharedParameters, share_param
 from colotrain.engine.shm.transport import install
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
+from colotrain.events.kinds import Note, PeakFlops, WorkerStarted
 from colotrain.events.log import EventWriter
 from colotrain.models.loading import KEEPS_VALUES, UNCALLED, begin_training_, build
 from colotrain.models.seeding import seed_all, seeded
@@ -216,7 +217,7 @@ def prepare(
     validation_data = open_loader(plan, "validation", rank)
     model = build(plan.model, seed=seed)
     if rank == 0 and hasattr(model, KEEPS_VALUES):
-        events.write("note", text=UNCALLED)
+        events.write(Note(text=UNCALLED))
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
     begin_training_(model)
@@ -324,14 +325,14 @@ def agree_on_groups(
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         if plan.plugin.chunk_bytes is not None and not HAS_SEVERAL_MODULES:
-            events.write("note", text=UNPACKED)
+            events.write(Note(text=UNPACKED))
         groups = find_groups(
             model,
             chunk_bytes=plan.plugin.chunk_bytes,
             batch=trial,
             kind=lambda name: stays_gathered(name, plan.plugin),
             split=plan.plugin.split_blocks,
-            tell=(lambda text: events.write("note", text=text)) if is_gathered(plan) else None,
+            tell=(lambda text: events.write(Note(text=text))) if is_gathered(plan) else None,
         )
         names = {id(module): name for name, module in model.named_modules()}
         inside = [(name, [names[id(m)] for m in modules]) for name, modules in groups]
@@ -360,7 +361,7 @@ def agree_on_targets(
         nominal = float(plan.batch.global_batch * targets_per_sample(trial))
         cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
         if cast:
-            events.write("note", text=f"train.precision={plan.train.precision} {cast}")
+            events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
         told = [(nominal, None if own or not is_in_question(one) else one, problem)]
     dist.broadcast_object_list(told)
     nominal, sample, problem = told[0]
@@ -376,8 +377,7 @@ def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
 
 
 def announce(run: Run, attempt: int) -> None:
-    run.events.write(
-        "started",
+    started = WorkerStarted(
         rank=run.rank,
         world_size=dist.get_world_size(),
         attempt=attempt,
@@ -387,14 +387,14 @@ def announce(run: Run, attempt: int) -> None:
         log=own_log(),
         step=run.step,
     )
+    run.events.write(started)
     if run.rank == 0:
-        run.events.write("parameters", **describe_parameters(run.sharded.module))
+        run.events.write(describe_parameters(run.sharded.module))
         if run.tiers is not None:
-            run.events.write("tiers", step=run.step, **run.tiers.describe())
+            run.events.write(run.tiers.describe(run.step))
 
 
 def announce_peak(events: EventWriter, plan: RunPlan, device: torch.device) -> None:
     """Measure the peak FLOP/s of this rank's device, before anything is allocated on it."""
     flops = matmul_peak_flops(device, dtype_of(plan.train.precision))
-    what = f"measured {plan.train.precision} matmul"
-    events.write("peak_flops", flops_per_s=flops, what=what)
+    events.write(PeakFlops(flops_per_s=flops, what=f"measured {plan.train.precision} matmul"))

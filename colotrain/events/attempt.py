@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import deque
@@ -10,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from colotrain.events.gradients import Cell, GradientHistory, Heat
-from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, Step, StepProgress
-from colotrain.events.log import Event
+from colotrain.events import kinds
+from colotrain.events.event import Event, Kind
+from colotrain.events.gradients import Cell, GradientHistory, Gradients, Heat, Parameters
 from colotrain.events.view import SMOOTHING_STEPS, RankView
 from colotrain.spec.memory import MemoryBreakdown
 
@@ -28,54 +27,66 @@ class Attempt:
     """State of one attempt, accumulated from the events of its workers."""
 
     number: int
-    started: dict[int, Event] = field(default_factory=dict)
-    steps: dict[int, Step] = field(default_factory=dict)
+    started: dict[int, kinds.WorkerStarted] = field(default_factory=dict)
+    steps: dict[int, kinds.Step] = field(default_factory=dict)
     evals: dict[int, float] = field(default_factory=dict)
     peaks: dict[int, int] = field(default_factory=dict)
     ledgers: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Memory breakdown of each rank at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[kinds.Failure] = field(default_factory=list)
     gradients: GradientHistory = field(default_factory=GradientHistory)
-    nonfinite: Nonfinite | None = None
+    nonfinite: kinds.Nonfinite | None = None
     """First nonfinite event of the attempt."""
-    saves: deque[Checkpoint] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
+    saves: deque[kinds.Checkpoint] = field(default_factory=lambda: deque(maxlen=SAVES_KEPT))
     latest: dict[str, Event] = field(default_factory=dict)
-    """Rank 0's last event of each kind that has no field of its own here."""
-    progress: StepProgress | None = None
+    """Rank 0's last event of each kind that has no field of its own here; `last` reads it."""
+    progress: kinds.StepProgress | None = None
     """Progress of a long step or evaluation that is running now; None where none is."""
     ready_at: float = -math.inf
     """Latest Unix time at which any rank started or completed a step."""
 
     def add(self, event: Event, rank: int) -> None:
-        if event.kind in ("started", "step"):
+        if event.kind in (kinds.WorkerStarted.KIND, kinds.Step.KIND):
             self.ready_at = max(self.ready_at, event.t)
-        if rank == 0 and event.kind in ("step", "eval", "progress"):
-            self.progress = StepProgress.of(event) if event.kind == "progress" else None
+        if rank == 0 and event.kind in (kinds.Step.KIND, kinds.Evaluation.KIND):
+            self.progress = None
         match event.kind:
-            case "started":
-                self.started[rank] = event
-            case "failed":
-                self.failures.append(Failure.of(event))
-            case "nonfinite" if rank == 0:
-                self.nonfinite = self.nonfinite or Nonfinite.of(event)
-            case "step":
-                self._add_step(event, rank)
-            case "eval" if rank == 0 and (loss := event.number("loss")) is not None:
-                self.evals[event.count("step")] = loss
-                self.latest[event.kind] = event
-            case "resumed" if rank == 0:
-                self.latest[event.kind] = event
-                self._forget(event.count("step"))
-            case "memory":
-                names = [field.name for field in dataclasses.fields(MemoryBreakdown)]
-                self.ledgers[rank] = MemoryBreakdown(**{name: event.count(name) for name in names})
-            case "parameters" | "gradients" if rank == 0:
-                self.gradients.add(event)
+            case kinds.WorkerStarted.KIND:
+                self.started[rank] = kinds.WorkerStarted.of(event)
+            case kinds.Failure.KIND:
+                self.failures.append(kinds.Failure.of(event))
+            case kinds.Step.KIND:
+                self._add_step(kinds.Step.of(event), rank)
+            case kinds.PeakMemory.KIND:
+                self.ledgers[rank] = kinds.PeakMemory.of(event).breakdown()
             case _ if rank == 0:
+                self._add_of_first_rank(event)
+
+    def _add_of_first_rank(self, event: Event) -> None:
+        match event.kind:
+            case kinds.StepProgress.KIND:
+                self.progress = kinds.StepProgress.of(event)
+            case kinds.Nonfinite.KIND:
+                self.nonfinite = self.nonfinite or kinds.Nonfinite.of(event)
+            case Parameters.KIND | Gradients.KIND:
+                self.gradients.add(event)
+            case _:
                 self.latest[event.kind] = event
-                if event.kind == "checkpoint":
-                    self.saves.append(Checkpoint.of(event))
+        match event.kind:
+            case kinds.Evaluation.KIND if (
+                evaluation := kinds.Evaluation.of(event)
+            ).loss is not None:
+                self.evals[evaluation.step] = evaluation.loss
+            case kinds.Resumed.KIND:
+                self._forget(kinds.Resumed.of(event).step)
+            case kinds.Checkpoint.KIND:
+                self.saves.append(kinds.Checkpoint.of(event))
+
+    def last(self, kind: type[Kind]) -> Kind | None:
+        """Return rank 0's last event of a kind, if there is one in `latest`."""
+        event = self.latest.get(kind.KIND)
+        return kind.of(event) if event else None
 
     def _forget(self, step: int) -> None:
         """Roll back: drop the records of steps after `step`, which will be run again."""
@@ -84,51 +95,42 @@ class Attempt:
 
     def saving(self) -> tuple[int, float] | None:
         """Return (step, start as Unix time) of the checkpoint that is being written, if any."""
-        started = self.latest.get("checkpoint_started")
-        ended = [e.t for k in ("checkpoint", "checkpoint_failed") if (e := self.latest.get(k))]
+        started = self.last(kinds.CheckpointStarted)
+        ended = [e.t for e in (self.last(kinds.Checkpoint), self.last(kinds.CheckpointFailed)) if e]
         if started is None or max(ended, default=-math.inf) >= started.t:
             return None
-        return started.count("step"), started.t
+        return started.step, started.t
 
     def save_failure(self) -> str | None:
         """Return why the last save failed, or None if it did not."""
-        failed, saved = self.latest.get("checkpoint_failed"), self.latest.get("checkpoint")
+        failed, saved = self.last(kinds.CheckpointFailed), self.last(kinds.Checkpoint)
         if failed is None or (saved is not None and saved.t > failed.t):
             return None
-        return f"checkpoint of step {failed.count('step')} failed: {failed.text('error')}"
+        return f"checkpoint of step {failed.step} failed: {failed.error}"
 
-    def _add_step(self, event: Event, rank: int) -> None:
-        self.peaks[rank] = max(self.peaks.get(rank, 0), event.count("peak"))
-        before = self.ranks.get(rank)
-        busy_s = _busy_s(event)
+    def _add_step(self, step: kinds.Step, rank: int) -> None:
+        self.peaks[rank] = max(self.peaks.get(rank, 0), step.peak)
+        before, busy_s = self.ranks.get(rank), step.busy_s
         if before is not None and math.isfinite(before.busy_s):
             busy_s = before.busy_s + SMOOTHING * (busy_s - before.busy_s)
         self.ranks[rank] = RankView(
             rank=rank,
-            step=event.count("step"),
-            t=event.t,
-            rss=event.count("rss"),
+            step=step.step,
+            t=step.t,
+            rss=step.rss,
             peak=self.peaks[rank],
             busy_s=busy_s,
         )
-        if rank == 0 and event.count("step") > 0:
-            self.steps[event.count("step")] = Step.of(event)
+        if rank == 0 and step.step > 0:
+            self.steps[step.step] = step
 
     def base(self) -> int | None:
         """Return how many steps were done before this attempt, or None while that is not known."""
         if self.started:
-            return self.started[min(self.started)].count("step")
-        if "resumed" in self.latest:
-            return self.latest["resumed"].count("step")
+            return self.started[min(self.started)].step
+        if resumed := self.last(kinds.Resumed):
+            return resumed.step
         return min(self.steps) - 1 if self.steps else None
-
-
-def _busy_s(event: Event) -> float:
-    """Return a rank's seconds in a step, without the wait for other ranks if it has `compute_s`."""
-    compute_s = event.number("compute_s")
-    if compute_s is None:
-        return event.number("step_s") or 0.0
-    return compute_s + (event.number("data_s") or 0.0)
 
 
 @dataclass(slots=True)
@@ -139,14 +141,14 @@ class History:
     grad_norms: list[tuple[int, float]] = field(default_factory=list)
     throughput: list[tuple[int, float]] = field(default_factory=list)
     step_times: list[tuple[int, float]] = field(default_factory=list)
-    recent: deque[Step] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
+    recent: deque[kinds.Step] = field(default_factory=lambda: deque(maxlen=SMOOTHING_STEPS))
     """Last steps, all of the attempt that did the newest one."""
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """Unix times (end of an attempt's last surviving step, end of the next attempt's first)."""
-    last: Step | None = None
+    last: kinds.Step | None = None
     skipped: int = 0
 
-    def append(self, step: Step) -> None:
+    def append(self, step: kinds.Step) -> None:
         warm = self.last is not None and self.last.attempt == step.attempt
         if not warm:
             self.recent.clear()
@@ -160,7 +162,7 @@ class History:
             self.throughput.append((step.step, step.tokens_per_s))
         if step.step_s is not None and warm:
             self.step_times.append((step.step, step.step_s))
-        self.skipped += step.skipped
+        self.skipped += bool(step.skipped)
         self.recent.append(step)
         self.last = step
 
@@ -173,7 +175,7 @@ class History:
             return self.last.step_s if self.last else None
         return max(0.0, (self.recent[-1].t - self.recent[0].t) / (len(self.recent) - 1))
 
-    def lost_s(self, launches: Sequence[Event]) -> float:
+    def lost_s(self, launches: Sequence[kinds.LaunchStarted]) -> float:
         """Return the seconds lost to restarts; gaps that contain a new launch do not count."""
         lost = [
             end - start
@@ -182,7 +184,7 @@ class History:
         ]
         return max(0.0, sum(lost))
 
-    def times(self, saves: Iterable[Checkpoint]) -> tuple[tuple[str, float], ...]:
+    def times(self, saves: Iterable[kinds.Checkpoint]) -> tuple[tuple[str, float], ...]:
         """Return (activity, mean seconds) of the recent steps, each from its predecessor's end."""
         if self.last is None:
             return ()
@@ -193,7 +195,7 @@ class History:
         )
         whole = sum(step.step_s or 0.0 for step in steps)
         start = self.recent[0].t
-        saving = sum(save.stall_s or 0.0 for save in saves if start < save.t <= self.last.t)
+        saving = sum(save.halt_s for save in saves if start < save.t <= self.last.t)
         between = max(0.0, (self.pace_s() or 0.0) * len(steps) - whole - saving)
         seconds = {
             "data": data,

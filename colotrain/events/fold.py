@@ -11,10 +11,11 @@ import math
 from collections.abc import Collection, Iterable
 
 from colotrain.errors import ColotrainError
+from colotrain.events import kinds
 from colotrain.events.attempt import Attempt, History, heat_of, merge
+from colotrain.events.event import Event, Kind
 from colotrain.events.gradients import GradientRecord
-from colotrain.events.kinds import Checkpoint, Failure, metrics_of
-from colotrain.events.log import Event, EventReader
+from colotrain.events.log import EventReader
 from colotrain.events.view import ENDED, RunView
 from colotrain.rundir import RunDir
 
@@ -26,9 +27,9 @@ class Fold:
         """Create an empty fold; without `max_steps` (0) its views have no `eta_s`."""
         self._max_steps = max_steps
         self._attempts: dict[int, Attempt] = {}
-        self._launches: list[Event] = []
-        self._restarts: list[Event] = []
-        self._done: Event | None = None
+        self._launches: list[kinds.LaunchStarted] = []
+        self._restarts: list[kinds.Restart] = []
+        self._done: kinds.LaunchEnded | None = None
         self._history: History | None = History()
         """Merged history of all attempts; None if it must be merged again."""
         self._first_steps: dict[int, float] = {}
@@ -45,22 +46,22 @@ class Fold:
         return self
 
     def _add_launcher(self, event: Event) -> None:
-        if event.kind == "launch":
-            self._launches.append(event)
+        if event.kind == kinds.LaunchStarted.KIND:
+            self._launches.append(kinds.LaunchStarted.of(event))
             self._done = None
-        elif event.kind == "restart":
-            self._restarts.append(event)
-        elif event.kind == "done":
-            self._done = event
+        elif event.kind == kinds.Restart.KIND:
+            self._restarts.append(kinds.Restart.of(event))
+        elif event.kind == kinds.LaunchEnded.KIND:
+            self._done = kinds.LaunchEnded.of(event)
 
     def _add_worker(self, event: Event, rank: int, number: int) -> None:
         attempt = self._attempts.setdefault(number, Attempt(number=number))
         attempt.add(event, rank)
-        if event.kind in ("started", "resumed"):
+        if event.kind in (kinds.WorkerStarted.KIND, kinds.Resumed.KIND):
             self._history = None
-        elif event.kind == "step" and rank == 0:
+        elif event.kind == kinds.Step.KIND and rank == 0:
             self._first_steps[number] = min(event.t, self._first_steps.get(number, math.inf))
-            self._extend(attempt, event.count("step"))
+            self._extend(attempt, attempt.ranks[0].step)
 
     def _extend(self, attempt: Attempt, step: int) -> None:
         """Append `step` to the history if it is the next one; otherwise mark it for merging."""
@@ -91,23 +92,24 @@ class Fold:
         pace_s = history.pace_s()
         if pace_s is None and progress is not None and progress.what == "step":
             pace_s = progress.whole_s
-        peak_flops = _latest(attempts, "peak_flops")
+        peak_flops, tiers = _latest(attempts, kinds.PeakFlops), _latest(attempts, kinds.TierBytes)
+        evaluation = _latest(attempts, kinds.Evaluation)
         return RunView(
             status=status,
             cause=None if status == "finished" else self._cause(failure),
             failure=failure,
-            exit_code=done.count("exit_code") if done else None,
+            exit_code=done.exit_code if done else None,
             world_size=self._world_size(),
             attempt=attempts[-1].number if attempts else None,
             steps=steps,
             max_steps=self._max_steps,
             progress=progress,
-            optimizer_steps=last.optimizer_steps if last else 0,
-            micro_batches=last.micro_batches if last else 0,
+            optimizer_steps=(last.optimizer_steps if last else None) or 0,
+            micro_batches=(last.total_micro_batches if last else None) or 0,
             skipped_steps=history.skipped,
             loss=tuple(history.loss),
             evals=tuple(merge(attempts, lambda attempt: attempt.evals).items()),
-            metrics=metrics_of(_latest(attempts, "eval")),
+            metrics=(evaluation.metrics if evaluation else None) or {},
             grad_norms=tuple(history.grad_norms),
             throughput=tuple(history.throughput),
             step_times=tuple(history.step_times),
@@ -125,17 +127,15 @@ class Fold:
             lr=last.lr if last else None,
             peak_by_rank=_by_rank([a.peaks for a in attempts]),
             rss_by_rank=_by_rank([{r: v.rss for r, v in a.ranks.items()} for a in working]),
-            tiers=_tiers(_latest(attempts, "tiers")),
+            tiers=tiers.bytes if tiers else {},
             ledgers={r: breakdown for a in working for r, breakdown in sorted(a.ledgers.items())},
             ranks=tuple(a.ranks[rank] for a in working for rank in sorted(a.ranks)),
             gradients=_last_record(attempts),
             heat=heat_of(attempts),
             nonfinite=next((a.nonfinite for a in newest), None),
             restarts=len(self._restarts),
-            restart_causes=tuple(event.text("cause") for event in self._restarts),
-            resumed=tuple(
-                a.latest["resumed"].count("step") for a in attempts if "resumed" in a.latest
-            ),
+            restart_causes=tuple(restart.cause for restart in self._restarts),
+            resumed=tuple(resumed.step for a in attempts if (resumed := a.last(kinds.Resumed))),
             checkpoint=_last_checkpoint(attempts),
             saving=next((a.saving() for a in newest if done is None), None),
             save_failure=next((a.save_failure() for a in newest), None),
@@ -144,14 +144,14 @@ class Fold:
             last_event_at=_finite(self._last_event_at),
             ended_at=done.t if done else None,
             time_to_first_step_s=self._time_to_first_step_s(),
-            peak_flops_per_s=peak_flops.number("flops_per_s") if peak_flops else None,
-            peak_flops_what=peak_flops.text("what") if peak_flops else "",
+            peak_flops_per_s=peak_flops.flops_per_s if peak_flops else None,
+            peak_flops_what=peak_flops.what if peak_flops else "",
         )
 
     def _time_to_first_step_s(self) -> float | None:
         """Seconds from the start of the newest command that completed a step to that first step."""
         for launch in sorted(self._launches, key=lambda event: event.t, reverse=True):
-            began_at = launch.number("began_at") or launch.t
+            began_at = launch.began_at or launch.t
             first_at = min((t for t in self._first_steps.values() if t >= began_at), default=None)
             if first_at is not None:
                 return first_at - began_at
@@ -162,23 +162,22 @@ class Fold:
 
     def _status(self) -> str:
         if self._done is not None:
-            status = self._done.text("status")
-            return status if status in ENDED else "failed"
-        since = max((event.t for event in self._launches + self._restarts), default=-math.inf)
+            return self._done.status if self._done.status in ENDED else "failed"
+        since = max((event.t for event in (*self._launches, *self._restarts)), default=-math.inf)
         ready_at = max((attempt.ready_at for attempt in self._ordered()), default=-math.inf)
         return "running" if ready_at > since else "starting"
 
-    def _cause(self, failure: Failure | None) -> str | None:
-        stopped = _latest(self._ordered()[-1:], "stopped") if self._done else None
-        given = self._done.text("cause") if self._done else ""
-        reason = stopped.text("reason") if stopped else ""
+    def _cause(self, failure: kinds.Failure | None) -> str | None:
+        stopped = _latest(self._ordered()[-1:], kinds.WorkerStopped) if self._done else None
+        given = self._done.cause if self._done else ""
+        reason = stopped.reason if stopped else ""
         return given or reason or (str(failure) if failure else None)
 
     def _world_size(self) -> int:
         for attempt in reversed(self._ordered()):
             if attempt.started:
-                return max(event.count("world_size") for event in attempt.started.values())
-        return self._launches[-1].count("world_size") if self._launches else 0
+                return max(worker.world_size for worker in attempt.started.values())
+        return self._launches[-1].world_size if self._launches else 0
 
 
 def fold(events: Iterable[Event], *, max_steps: int = 0) -> RunView:
@@ -231,26 +230,13 @@ def _by_rank(attempts: Iterable[dict[int, int]]) -> tuple[int, ...]:
     return tuple(highest.get(rank, 0) for rank in range(max(highest, default=-1) + 1))
 
 
-def _tiers(event: Event | None) -> dict[str, dict[str, int]]:
-    """Return the event's table of kind → tier → bytes; malformed entries are left out."""
-    table = event.fields.get("bytes") if event else None
-    if not isinstance(table, dict):
-        return {}
-    return {
-        str(kind): {str(t): n for t, n in tiers.items() if isinstance(n, int)}
-        for kind, tiers in table.items()
-        if isinstance(tiers, dict)
-    }
+def _latest(attempts: list[Attempt], kind: type[Kind]) -> Kind | None:
+    return next((found for a in reversed(attempts) if (found := a.last(kind))), None)
 
 
-def _latest(attempts: list[Attempt], kind: str) -> Event | None:
-    found = [attempt.latest[kind] for attempt in attempts if kind in attempt.latest]
-    return found[-1] if found else None
-
-
-def _last_checkpoint(attempts: list[Attempt]) -> Checkpoint | None:
+def _last_checkpoint(attempts: list[Attempt]) -> kinds.Checkpoint | None:
     for attempt in reversed(attempts):
-        event = attempt.latest.get("checkpoint") or attempt.latest.get("resumed")
+        event = attempt.latest.get(kinds.Checkpoint.KIND) or attempt.latest.get(kinds.Resumed.KIND)
         if event is not None:
-            return Checkpoint.of(event)
+            return kinds.Checkpoint.of(event)
     return None

@@ -8,16 +8,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from colotrain.events.log import Event, decode, event_files
+from colotrain.events.event import READ_ONLY, Event, EventKind, event_kind
+from colotrain.events.kinds import Resumed, Step, WorkerStarted
+from colotrain.events.log import decode, event_files
 from colotrain.rundir import RunDir
 
 MOST_COLUMNS = 256
 """Maximum number of records in a heat map; a longer history is thinned out evenly."""
+T = TypeVar("T")
 STATUSES = ("trained", "frozen", "unused", "zero", "nonfinite")
+
+
+@event_kind("parameters")
+class Parameters(EventKind):
+    """The parameters of an attempt, in the order of the columns of its `Gradients`."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtypes: list[str]
+    aliases: dict[str, list[str]]
+
+
+@event_kind("gradients")
+class Gradients(EventKind):
+    """The gradients of one step as columns; `ParameterGradient` says what each holds."""
+
+    attempt: int = field(default=0, metadata=READ_ONLY)
+    step: int
+    global_norm: float | None
+    clipped_to: float | None
+    status: list[str]
+    reason: dict[str, str]
+    norm: list[float | None]
+    rms: list[float | None]
+    max_abs: list[float | None]
+    zero_fraction: list[float | None]
+    nonfinite: list[int]
+    update_ratio: list[float | None]
+    noise: dict[str, Any] | None = None
+    """Fields of `NoiseColumns`; None unless noise was measured."""
+
+
+@event_kind("noise")
+class NoiseColumns(EventKind):
+    """Gradient noise in a `Gradients` event, as columns; `NoiseRecord` says what they hold."""
+
+    micro_batches: int
+    samples: int
+    scale: float | None
+    cosine: float | None
+    scales: list[float | None]
+    cosines: list[float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +145,8 @@ class Heat:
 class GradientHistory:
     """The gradient records of one attempt, in bounded memory."""
 
-    names: Event | None = None
-    newest: Event | None = None
+    names: Parameters | None = None
+    newest: Gradients | None = None
     layers: dict[str, list[int]] = field(default_factory=dict)
     """Layer → column indices of its parameters."""
     columns: dict[int, tuple[Cell, ...]] = field(default_factory=dict)
@@ -112,24 +157,24 @@ class GradientHistory:
 
     def add(self, event: Event) -> None:
         """Add a `parameters` or `gradients` event; ignore any other."""
-        if event.kind == "parameters":
-            self.names, self.layers = event, {}
-            for index, name in enumerate(_texts(event, "names")):
+        if event.kind == Parameters.KIND:
+            self.names, self.layers = Parameters.of(event), {}
+            for index, name in enumerate(self.names.names):
                 self.layers.setdefault(layer_of(name), []).append(index)
-        elif event.kind == "gradients" and event.count("step") > 0:
-            self.newest, self._shown = event, None
+        elif event.kind == Gradients.KIND and (newest := Gradients.of(event)).step > 0:
+            self.newest, self._shown = newest, None
             if self.seen % self.stride == 0:
-                self._append(event)
+                self._append(newest)
             self.seen += 1
 
-    def _append(self, event: Event) -> None:
-        statuses = _texts(event, "status")
-        norms = _numbers(event, "norm", len(statuses))
+    def _append(self, gradients: Gradients) -> None:
+        statuses = gradients.status
+        norms = _padded(gradients.norm, len(statuses), None)
         cells = [
             _cell([(statuses[i], norms[i]) for i in columns if i < len(statuses)])
             for columns in self.layers.values()
         ]
-        self.columns[event.count("step")] = tuple(cells)
+        self.columns[gradients.step] = tuple(cells)
         if len(self.columns) > MOST_COLUMNS:
             self.columns = dict(list(self.columns.items())[::2])
             self.stride *= 2
@@ -157,96 +202,66 @@ def _cell(parts: Sequence[tuple[str, float | None]]) -> Cell:
     return Cell(status=status, norm=math.sqrt(sum(squares)) if status == "trained" else None)
 
 
-def record_of(names: Event, event: Event) -> GradientRecord:
-    """Build the record of a `gradients` event; `names` is its attempt's `parameters` event."""
-    known = _texts(names, "names")
+_BLANKS: dict[str, Any] = {
+    "status": "",
+    "norm": None,
+    "rms": None,
+    "max_abs": None,
+    "zero_fraction": None,
+    "nonfinite": 0,
+    "update_ratio": None,
+}
+"""Column of `Gradients` → value of a parameter that it lacks."""
+
+
+def record_of(names: Parameters, gradients: Gradients) -> GradientRecord:
+    """Build the record of a step; `names` are the parameters of its attempt."""
+    num = len(names.names)
     rows = zip(
-        known,
-        _lists(names, "shapes", len(known)),
-        _padded(_texts(names, "dtypes"), len(known), ""),
-        _padded(_texts(event, "status"), len(known), ""),
-        *(_numbers(event, column, len(known)) for column in _COLUMNS),
+        names.names,
+        _padded(names.shapes, num, []),
+        _padded(names.dtypes, num, ""),
+        zip(*(_padded(getattr(gradients, n), num, v) for n, v in _BLANKS.items()), strict=True),
         strict=True,
     )
-    reasons, aliases = _mapping(event, "reason"), _mapping(names, "aliases")
     return GradientRecord(
-        step=event.count("step"),
-        attempt=event.attempt or 0,
-        t=event.t,
-        global_norm=event.number("global_norm"),
-        clipped_to=event.number("clipped_to"),
-        parameters=tuple(_parameter(row, reasons, aliases) for row in rows),
-        noise=_noise(event, known),
+        step=gradients.step,
+        attempt=gradients.attempt,
+        t=gradients.t,
+        global_norm=gradients.global_norm,
+        clipped_to=gradients.clipped_to,
+        parameters=tuple(
+            ParameterGradient(
+                name=name,
+                shape=tuple(shape),
+                dtype=dtype,
+                reason=gradients.reason.get(name),
+                aliases=tuple(names.aliases.get(name, ())),
+                **dict(zip(_BLANKS, values, strict=True)),
+            )
+            for name, shape, dtype, values in rows
+        ),
+        noise=None if gradients.noise is None else _noise(gradients.noise, names.names),
     )
 
 
-def _noise(event: Event, names: list[str]) -> NoiseRecord | None:
-    if not isinstance(event.fields.get("noise"), dict):
-        return None
-    found = replace(event, fields=event.fields["noise"])
-    columns = (_numbers(found, column, len(names)) for column in ("scales", "cosines"))
-    pairs = zip(*columns, strict=True)
+def _noise(fields: dict[str, Any], names: list[str]) -> NoiseRecord:
+    found = NoiseColumns.of(Event(kind=NoiseColumns.KIND, t=0.0, fields=fields))
+    scales, cosines = (_padded(v, len(names), None) for v in (found.scales, found.cosines))
     return NoiseRecord(
-        scale=found.number("scale"),
-        cosine=found.number("cosine"),
-        micro_batches=found.count("micro_batches"),
-        samples=found.count("samples"),
+        scale=found.scale,
+        cosine=found.cosine,
+        micro_batches=found.micro_batches,
+        samples=found.samples,
         parameters={
             name: Noise(scale=scale, cosine=cosine)
-            for name, (scale, cosine) in zip(names, pairs, strict=True)
+            for name, scale, cosine in zip(names, scales, cosines, strict=True)
         },
     )
 
 
-_COLUMNS = ("norm", "rms", "max_abs", "zero_fraction", "nonfinite", "update_ratio")
-
-
-def _parameter(
-    row: tuple[Any, ...], reasons: dict[str, Any], aliases: dict[str, Any]
-) -> ParameterGradient:
-    name, shape, dtype, status, norm, rms, max_abs, zero_fraction, nonfinite, update_ratio = row
-    reason, others = reasons.get(name), aliases.get(name)
-    return ParameterGradient(
-        name=name,
-        shape=tuple(size for size in shape if isinstance(size, int)),
-        dtype=dtype,
-        status=status,
-        reason=None if reason is None else str(reason),
-        norm=norm,
-        rms=rms,
-        max_abs=max_abs,
-        zero_fraction=zero_fraction,
-        nonfinite=int(nonfinite) if nonfinite is not None and math.isfinite(nonfinite) else 0,
-        update_ratio=update_ratio,
-        aliases=tuple(str(other) for other in others) if isinstance(others, list) else (),
-    )
-
-
-def _padded(values: list[Any], length: int, blank: Any) -> list[Any]:
+def _padded(values: list[T], length: int, blank: T) -> list[T]:
     return [*values[:length], *[blank] * (length - len(values))]
-
-
-def _texts(event: Event, name: str) -> list[str]:
-    values = event.fields.get(name)
-    return [str(value) for value in values] if isinstance(values, list) else []
-
-
-def _numbers(event: Event, name: str, length: int) -> list[float | None]:
-    values = event.fields.get(name)
-    found = values if isinstance(values, list) else []
-    numbers = [float(v) if isinstance(v, int | float) else None for v in found]
-    return _padded(numbers, length, None)
-
-
-def _lists(event: Event, name: str, length: int) -> list[list[Any]]:
-    values = event.fields.get(name)
-    found = [v if isinstance(v, list) else [] for v in values] if isinstance(values, list) else []
-    return _padded(found, length, [])
-
-
-def _mapping(event: Event, name: str) -> dict[str, Any]:
-    value = event.fields.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def records(rundir: RunDir) -> Iterator[GradientRecord]:
@@ -255,20 +270,20 @@ def records(rundir: RunDir) -> Iterator[GradientRecord]:
     limits = _limits([path for path, _ in files])
     for (path, attempt), limit in zip(files, limits, strict=True):
         names = None
-        for event in _events(path, ("parameters", "gradients"), attempt):
-            if event.kind == "parameters":
-                names = event
-            elif names is not None and 0 < event.count("step") <= limit:
-                yield record_of(names, event)
+        for event in _events(path, (Parameters.KIND, Gradients.KIND), attempt):
+            if event.kind == Parameters.KIND:
+                names = Parameters.of(event)
+            elif names and 0 < (gradients := Gradients.of(event)).step <= limit:
+                yield record_of(names, gradients)
 
 
 def losses(rundir: RunDir) -> Iterator[tuple[int, float | None]]:
     """Yield (step, loss) of a run by step, without steps that a later attempt replaced."""
     files = [(path, attempt) for path, rank, attempt in event_files(rundir, ranks={0}) if rank == 0]
     for (path, attempt), limit in zip(files, _limits([path for path, _ in files]), strict=True):
-        for event in _events(path, ("step",), attempt):
-            if 0 < event.count("step") <= limit:
-                yield event.count("step"), event.number("loss")
+        for event in _events(path, (Step.KIND,), attempt):
+            if 0 < (step := Step.of(event)).step <= limit:
+                yield step.step, step.loss
 
 
 def _limits(paths: Sequence[Path]) -> list[float]:
@@ -276,9 +291,9 @@ def _limits(paths: Sequence[Path]) -> list[float]:
     limits, limit = [], math.inf
     for path in reversed(paths):
         limits.append(limit)
-        started = next(_events(path, ("started", "resumed"), None), None)
+        started = next(_events(path, (WorkerStarted.KIND, Resumed.KIND), None), None)
         if started is not None:
-            limit = min(limit, started.count("step"))
+            limit = min(limit, WorkerStarted.of(started).step)
     return limits[::-1]
 
 

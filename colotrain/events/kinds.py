@@ -1,69 +1,183 @@
-"""Typed records of single events: failures, checkpoints, steps, non-finite numbers."""
+"""The event kinds: one dataclass per kind, which is both written and read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import signal
+from dataclasses import field, fields
+from typing import Any
 
-from colotrain.events.log import Event
+from colotrain.events.event import READ_ONLY, WRITE_ONLY, EventKind, event_kind
+from colotrain.spec.memory import MemoryBreakdown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Failure of one rank (`failed`)."""
+@event_kind("launch")
+class LaunchStarted(EventKind):
+    """A command began to launch workers."""
+
+    pid: int
+    host: str
+    world_size: int
+    began_at: float | None
+    """Unix time at which the command began, before it resolved the plan."""
+
+
+@event_kind("done")
+class LaunchEnded(EventKind):
+    """The launch is over, and with it the run unless it is resumed."""
+
+    status: str
+    """One of `view.ENDED`."""
+    exit_code: int
+    cause: str
+
+
+@event_kind("restart")
+class Restart(EventKind):
+    """An attempt failed, and the next one begins."""
+
+    cause: str
+
+
+@event_kind("death")
+class WorkerExit(EventKind):
+    """Exit of one worker process, which another node's launcher reports to the head node."""
 
     rank: int
+    exit_code: int
+    log: str
+    last_line: str = ""
+    """Last line of the worker's log."""
+    out_of_memory: bool = False
+    """Whether the kernel has killed processes for lack of memory since the launch."""
+    gave_up: bool = False
+    """Whether NCCL's watchdog aborted the rank because another rank never joined a collective."""
+
+    @property
+    def killed_by(self) -> str | None:
+        if self.exit_code >= 0:
+            return None
+        return signal.Signals(-self.exit_code).name
+
+
+@event_kind("note")
+class Note(EventKind):
+    """A message for the user, from a worker or the launcher."""
+
+    step: int | None = None
+    text: str
+
+
+@event_kind("started")
+class WorkerStarted(EventKind):
+    """A worker is ready to train."""
+
+    rank: int
+    world_size: int
     attempt: int
-    t: float
+    pid: int
+    host: str
+    device: str
+    log: str
+    """Path of the worker's log; empty if it has none."""
+    step: int
+    """Steps that are done."""
+
+
+@event_kind("stopped")
+class WorkerStopped(EventKind):
+    """A worker saved and left before the last step."""
+
+    step: int
+    reason: str
+
+
+@event_kind("finished")
+class WorkerFinished(EventKind):
+    """A worker did the last step."""
+
+    step: int
+
+
+@event_kind("failed")
+class Failure(EventKind):
+    """Failure of one rank."""
+
+    rank: int = field(default=0, metadata=READ_ONLY)
+    attempt: int = field(default=0, metadata=READ_ONLY)
     phase: str
     step: int
+    """Step that failed, from 1."""
     error: str
     traceback: str
 
     def __str__(self) -> str:
         return f"rank {self.rank}, {self.phase or 'unknown phase'}, step {self.step}: {self.error}"
 
-    @staticmethod
-    def of(event: Event) -> Failure:
-        return Failure(
-            rank=event.rank or 0,
-            attempt=event.attempt or 0,
-            t=event.t,
-            phase=event.text("phase"),
-            step=event.count("step"),
-            error=event.text("error"),
-            traceback=event.text("traceback"),
-        )
+
+@event_kind("peak_flops")
+class PeakFlops(EventKind):
+    """Measured peak of a rank's device."""
+
+    flops_per_s: float | None
+    what: str
+    """What was measured: "measured bf16 matmul"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint that was saved (`checkpoint`) or resumed from (`resumed`)."""
+@event_kind("case")
+class CaseDone(EventKind):
+    """One case of a verification was trained."""
 
+    name: str
+
+
+@event_kind("step")
+class Step(EventKind):
+    """One step on one rank. Rank 0's has what all ranks agreed on; there is none on the others."""
+
+    attempt: int = field(default=0, metadata=READ_ONLY)
     step: int
-    path: str
-    seconds: float | None
-    """Seconds that saving took; None if it was only resumed from."""
-    stall_s: float | None = None
-    """Seconds of `seconds` during which training stood still."""
-    t: float
-    """Unix time at which it was saved or resumed from."""
+    step_s: float | None
+    data_s: float | None
+    compute_s: float | None
+    """Seconds in forward and backward, with the collectives inside them."""
+    reduce_s: float | None
+    """Seconds of waiting for the other ranks."""
+    optimizer_s: float | None
+    micro_batches: int
+    samples: list[int] = field(metadata=WRITE_ONLY)
+    """Positions of this rank's samples in the data."""
+    rss: int
+    """Resident memory in bytes."""
+    peak: int
+    """Peak memory in bytes."""
+    loss: float | None = None
+    tokens: float | None = None
+    """Targets summed over all ranks: tokens, samples, or what the model counts."""
+    tokens_per_s: float | None = None
+    grad_norm: float | None = None
+    clip_ratio: float | None = None
+    lr: float | None = None
+    optimizer_steps: int | None = None
+    """Optimizer steps since the beginning of the run."""
+    total_micro_batches: int | None = None
+    """Micro-batches of all ranks since the beginning of the run."""
+    skipped: bool | None = None
 
-    @staticmethod
-    def of(event: Event) -> Checkpoint:
-        step, path = event.count("step"), event.text("path")
-        seconds, stall_s = event.number("seconds"), event.number("stall_s")
-        stall_s = seconds if stall_s is None else stall_s
-        return Checkpoint(step=step, path=path, seconds=seconds, stall_s=stall_s, t=event.t)
+    @property
+    def busy_s(self) -> float:
+        """Seconds without the wait for other ranks; of the whole step where that is not known."""
+        if self.compute_s is None:
+            return self.step_s or 0.0
+        return self.compute_s + (self.data_s or 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepProgress:
-    """Progress within a step or evaluation that takes long (`progress`)."""
+@event_kind("progress")
+class StepProgress(EventKind):
+    """Progress within a step or evaluation that takes long."""
 
     step: int
     """Step that is being computed, or after which the evaluation runs."""
-    what: str
+    what: str = "step"
     """"step" or "evaluation"."""
     micro_batch: int
     """Micro-batch that is being computed, from 1."""
@@ -72,8 +186,6 @@ class StepProgress:
     """Fraction that is done, between 0 and 1."""
     seconds: float
     """Seconds since the step or evaluation began."""
-    t: float
-    """Unix time of this report."""
 
     @property
     def whole_s(self) -> float | None:
@@ -85,89 +197,73 @@ class StepProgress:
         """Estimated seconds from `t` to the end; None while nothing is done."""
         return None if self.whole_s is None else max(0.0, self.whole_s - self.seconds)
 
-    @staticmethod
-    def of(event: Event) -> StepProgress:
-        return StepProgress(
-            step=event.count("step"),
-            what=event.text("what") or "step",
-            micro_batch=event.count("micro_batch"),
-            micro_batches=event.count("micro_batches"),
-            done=min(max(event.number("done") or 0.0, 0.0), 1.0),
-            seconds=event.number("seconds") or 0.0,
-            t=event.t,
-        )
 
+@event_kind("eval")
+class Evaluation(EventKind):
+    """A validation loss."""
 
-class Step(NamedTuple):
-    """Rank 0's record of one step (`step`)."""
-
-    attempt: int
     step: int
-    t: float
     loss: float | None
-    tokens: float | None
-    """Targets summed over all ranks: tokens, samples, or what the model counts."""
-    tokens_per_s: float | None
-    grad_norm: float | None
-    clip_ratio: float | None
-    lr: float | None
-    step_s: float | None
-    data_s: float | None
-    compute_s: float | None
-    """Seconds in forward and backward, with the collectives inside them."""
-    reduce_s: float | None
-    """Seconds of waiting for the other ranks."""
-    optimizer_s: float | None
-    optimizer_steps: int
-    micro_batches: int
-    skipped: bool
-
-    @staticmethod
-    def of(event: Event) -> Step:
-        return Step(
-            attempt=event.attempt or 0,
-            step=event.count("step"),
-            t=event.t,
-            loss=event.number("loss"),
-            tokens=event.number("tokens"),
-            tokens_per_s=event.number("tokens_per_s"),
-            grad_norm=event.number("grad_norm"),
-            clip_ratio=event.number("clip_ratio"),
-            lr=event.number("lr"),
-            step_s=event.number("step_s"),
-            data_s=event.number("data_s"),
-            compute_s=event.number("compute_s"),
-            reduce_s=event.number("reduce_s"),
-            optimizer_s=event.number("optimizer_s"),
-            optimizer_steps=event.count("optimizer_steps"),
-            micro_batches=event.count("total_micro_batches"),
-            skipped=event.fields.get("skipped") is True,
-        )
+    tokens: float
+    metrics: dict[str, float] | None = None
+    """Metrics that the model returned beside the loss, if any."""
+    best: bool | None = None
+    """True if no evaluation before was better by the plan's metric."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nonfinite:
-    """Origin of the first non-finite number (`nonfinite`)."""
+@event_kind("memory")
+class PeakMemory(EventKind):
+    """Bytes of a rank at its peak."""
 
-    parameter: str | None
-    module: str | None
-    rank: int | None
-    """Rank where it arose; None if a second pass over the step found nothing."""
     step: int
-    micro_batch: int | None
-    """Micro-batch within the step, from 1."""
-    phase: str
+    parameters: int
+    optimizer: int
+    buffers: int
+    gradients: int
+    baseline: int
+    activations: int
 
-    @staticmethod
-    def of(event: Event) -> Nonfinite:
-        return Nonfinite(
-            parameter=event.text("parameter") or None,
-            module=event.text("module") or None,
-            rank=event.count("rank") if event.number("rank") is not None else None,
-            step=event.count("step"),
-            micro_batch=event.count("micro_batch") or None,
-            phase=event.text("phase"),
-        )
+    def breakdown(self) -> MemoryBreakdown:
+        found = {f.name: getattr(self, f.name, 0) for f in fields(MemoryBreakdown)}
+        return MemoryBreakdown(**found)
+
+
+@event_kind("tiers")
+class TierBytes(EventKind):
+    """Where gemini places the bytes of a rank."""
+
+    step: int
+    bytes: dict[str, dict[str, int]]
+    """Category (parameters, gradients, optimizer) → tier → bytes."""
+    need: dict[str, int]
+    """Tier → bytes needed at once."""
+    other: dict[str, Any]
+    """Memory besides the model's."""
+    moved_bytes: Any
+    fits: bool
+    budget: dict[str, Any]
+
+
+@event_kind("nonfinite")
+class Nonfinite(EventKind):
+    """Origin of the first non-finite number; `step` alone if a second pass found nothing."""
+
+    step: int
+    rank: int | None = None
+    """Rank where it arose."""
+    micro_batch: int | None = None
+    """Micro-batch within the step, from 1."""
+    phase: str = ""
+    module: str | None = None
+    parameter: str | None = None
+    samples: list[int] | None = None
+    """Samples of that micro-batch with values that are not finite, or else all of them."""
+    input: str | None = None
+    """Name of the batch's tensor that is not finite itself."""
+
+    def fields(self) -> dict[str, Any]:
+        names = [name for name, _ in self._WRITTEN]
+        return {name: getattr(self, name) for name in (names if self.phase else ["step"])}
 
     def __str__(self) -> str:
         """Return text like `blocks.1.mlp in backward of step 5, rank 1, micro-batch 3`."""
@@ -180,9 +276,64 @@ class Nonfinite:
         return f", micro-batch {self.micro_batch}" if self.micro_batch else ""
 
 
-def metrics_of(event: Event | None) -> dict[str, float]:
-    """Return the metrics that the model returned beside the loss in an evaluation (`eval`)."""
-    found = event.fields.get("metrics") if event is not None else None
-    if not isinstance(found, dict):
-        return {}
-    return {str(name): float(value) for name, value in found.items()}
+@event_kind("corruption")
+class CorruptionFound(EventKind):
+    """Ranks disagree about values that they share."""
+
+    step: int
+    persistent: bool
+    """Whether a second comparison found it again."""
+    found: list[str]
+
+
+@event_kind("rollback")
+class Rollback(EventKind):
+    """Training went back to a checkpoint because a loss or gradient was not finite."""
+
+    step: int
+    """Step of the checkpoint."""
+    left_at: int
+    """Step that was not finite."""
+    text: str
+
+
+@event_kind("checkpoint_started")
+class CheckpointStarted(EventKind):
+    """A checkpoint is being written."""
+
+    step: int
+    bytes: int
+    """Bytes that rank 0 writes."""
+
+
+@event_kind("checkpoint_failed")
+class CheckpointFailed(EventKind):
+    """A checkpoint could not be written; training goes on."""
+
+    step: int
+    error: str
+    seconds: float | None
+
+
+@event_kind("checkpoint")
+class Checkpoint(EventKind):
+    """A checkpoint was saved."""
+
+    step: int
+    path: str
+    seconds: float | None
+    """Seconds that saving took; None if it was only resumed from."""
+    stall_s: float | None
+    """Seconds of `seconds` during which training stood still; None in older runs: all of them."""
+
+    @property
+    def halt_s(self) -> float:
+        return (self.seconds if self.stall_s is None else self.stall_s) or 0.0
+
+
+@event_kind("resumed")
+class Resumed(EventKind):
+    """Training goes on from a checkpoint."""
+
+    step: int
+    path: str

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError
 from colotrain.events.fold import follow
+from colotrain.events.kinds import Step
 from colotrain.events.log import event_files
 from colotrain.events.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
@@ -106,10 +107,11 @@ def state(rundir: RunDir, view: RunView) -> str:
 
 def has_trained(rundir: RunDir) -> bool:
     """Whether the run has completed a step."""
+    mark = f'"kind":"{Step.KIND}"'.encode()
     for path, rank, _ in event_files(rundir, ranks={0}):
         if rank is not None:
             with contextlib.suppress(OSError), path.open("rb") as lines:
-                if any(b'"kind":"step"' in line for line in lines):
+                if any(mark in line for line in lines):
                     return True
     return False
 

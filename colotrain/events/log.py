@@ -17,11 +17,11 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from colotrain.events.event import Event, EventKind
 from colotrain.rundir import RunDir
 
 LINE_LIMIT = 16 << 20
@@ -38,36 +38,6 @@ FILES_PER_POLL = 256
 _WORKER_FILE = re.compile(r"rank(\d{5,7})-attempt(\d{4,7})\.jsonl")
 _LAUNCHER_FILE = re.compile(r"launcher\.jsonl|node\d{5,7}\.jsonl")
 _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One event; `rank` and `attempt` of the worker that wrote it are None for the launcher."""
-
-    kind: str
-    t: float
-    """Unix seconds."""
-    rank: int | None = None
-    attempt: int | None = None
-    fields: dict[str, Any]
-    """All other fields of the record. The methods below never raise, whatever it holds."""
-
-    def number(self, name: str) -> float | None:
-        """Return a numeric field, or None if there is none."""
-        value = self.fields.get(name)
-        try:
-            return float(value) if isinstance(value, int | float) else None
-        except OverflowError:  # an integer of hundreds of digits
-            return None
-
-    def count(self, name: str) -> int:
-        """Return an integer field; 0 if there is none."""
-        value = self.number(name)
-        return int(value) if value is not None and math.isfinite(value) else 0
-
-    def text(self, name: str) -> str:
-        value = self.fields.get(name)
-        return "" if value is None else str(value)
 
 
 class EventWriter:
@@ -90,8 +60,12 @@ class EventWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, kind: str, **fields: Any) -> None:
-        """Append one event; its `t` is the current time unless given in `fields`."""
+    def write(self, event: EventKind) -> None:
+        """Append one event; its `t` is the current time."""
+        self.write_record(event.KIND, **event.fields())
+
+    def write_record(self, kind: str, **fields: Any) -> None:
+        """Append one event of any kind; its `t` is the current time unless given in `fields`."""
         line = encode({"t": time.time(), "kind": kind, **fields})
         try:
             self._append(line)

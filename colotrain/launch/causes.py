@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from colotrain.events.log import Event
+from colotrain.events.event import Event
+from colotrain.events.kinds import Failure, WorkerExit
 
 NCCL_WATCHDOG_MESSAGES = (
     "ncclRemoteError",
@@ -32,28 +31,6 @@ ERRNO = "[Errno "
 """Prefix of disk and network errors, which may not happen again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerExit:
-    """Exit of one worker process."""
-
-    rank: int
-    exit_code: int
-    log: str
-    last_line: str = ""
-    """Last line of the worker's log."""
-    out_of_memory: bool = False
-    """Whether the kernel has killed processes for lack of memory since the launch."""
-
-    gave_up: bool = False
-    """Whether NCCL's watchdog aborted the rank because another rank never joined a collective."""
-
-    @property
-    def killed_by(self) -> str | None:
-        if self.exit_code >= 0:
-            return None
-        return signal.Signals(-self.exit_code).name
-
-
 def describe(
     exits: Sequence[WorkerExit], events: Sequence[Event], error: BaseException | None = None
 ) -> str:
@@ -70,7 +47,7 @@ def describe(
         rank, by, log = killed[0].rank, killed[0].killed_by, killed[0].log
         why = " (the kernel ended it for want of memory)" if killed[0].out_of_memory else ""
         return f"rank {rank} was killed by {by}{why}; its log: {log}"
-    failed = sorted((e for e in events if e.kind == "failed"), key=lambda event: event.t)
+    failed = sorted(_failures(events), key=lambda failure: failure.t)
     own = [e for e in failed if not _is_peer_lost(e)]
     if own:
         return _failed(own[0], exits)
@@ -90,23 +67,27 @@ def describe(
     return f"the launcher failed: {error!r}"
 
 
-def _is_peer_lost(event: Event) -> bool:
-    return any(mark in event.text("error") for mark in PEER_LOST_MESSAGES)
+def _failures(events: Sequence[Event]) -> list[Failure]:
+    return [Failure.of(event) for event in events if event.kind == Failure.KIND]
+
+
+def _is_peer_lost(failure: Failure) -> bool:
+    return any(mark in failure.error for mark in PEER_LOST_MESSAGES)
 
 
 def raised_errors(events: Sequence[Event]) -> set[tuple[int, str, str]]:
     """Return the (step, phase, error) that ranks raised themselves, without system call errors."""
     return {
-        (event.count("step"), event.text("phase"), event.text("error"))
-        for event in events
-        if event.kind == "failed" and not _is_peer_lost(event) and ERRNO not in event.text("error")
+        (failure.step, failure.phase, failure.error)
+        for failure in _failures(events)
+        if not _is_peer_lost(failure) and ERRNO not in failure.error
     }
 
 
-def _failed(event: Event, exits: Sequence[WorkerExit]) -> str:
-    log = next((f"; its log: {x.log}" for x in exits if x.rank == event.rank), "")
-    what = "failed in {phase} of step {step}: {error}".format(**event.fields)
-    return f"rank {event.rank} {what}{log}"
+def _failed(failure: Failure, exits: Sequence[WorkerExit]) -> str:
+    log = next((f"; its log: {x.log}" for x in exits if x.rank == failure.rank), "")
+    what = f"failed in {failure.phase} of step {failure.step}: {failure.error}"
+    return f"rank {failure.rank} {what}{log}"
 
 
 def num_killed_for_memory() -> int:

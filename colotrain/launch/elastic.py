@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.errors import UsageError
-from colotrain.events.log import Event, EventReader, EventWriter
+from colotrain.events.event import Event
+from colotrain.events.kinds import LaunchEnded, LaunchStarted, WorkerFinished, WorkerStopped
+from colotrain.events.log import EventReader, EventWriter
 from colotrain.launch.forkserver import ENTRY, import_agent, warm_up, without_results, work
 from colotrain.launch.memory_watch import MemoryWatch
 from colotrain.launch.node_registry import Refused, Stopped
@@ -72,11 +74,12 @@ def launch(
     if node.is_head:
         rundir.stop_file.unlink(missing_ok=True)
         current.events.write(
-            "launch",
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            world_size=plan.world_size,
-            began_at=began_at or time.time(),
+            LaunchStarted(
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                world_size=plan.world_size,
+                began_at=began_at or time.time(),
+            )
         )
     agent = threading.Thread(target=_run_agent, args=(current,), name="agent", daemon=True)
     memory_watch = MemoryWatch(plan, current.watch)
@@ -97,9 +100,8 @@ def launch(
     status = _outcome(current)
     cause = current.full_cause() if status == "failed" else ""
     if node.is_head:
-        current.events.write(
-            "done", status=status, exit_code=EXIT_CODE_BY_STATUS[status], cause=cause
-        )
+        exit_code = EXIT_CODE_BY_STATUS[status]
+        current.events.write(LaunchEnded(status=status, exit_code=exit_code, cause=cause))
     follow(reader.drain())
     if isinstance(current.error, Refused | UsageError):
         raise UsageError(cause)
@@ -129,9 +131,9 @@ def _outcome(current: Launch) -> str:
         return "failed"
     if current.error is not None:
         return "interrupted" if "SIGINT" in current.signals else "preempted"
-    if current.ended and current.ended[-1].kind == "stopped":
+    if current.ended and current.ended[-1].kind == WorkerStopped.KIND:
         return "interrupted" if "SIGINT" in current.signals else "preempted"
-    if any(event.kind == "finished" for event in current.ended):
+    if any(event.kind == WorkerFinished.KIND for event in current.ended):
         return "finished"
     current.error = RuntimeError("every worker ended early, with exit code 0 and without a message")
     return "failed"
@@ -253,7 +255,8 @@ def _shutdown_timeout(agent: type) -> dict[str, Any]:
 
 def _end_now(current: Launch) -> None:
     """Exit at once; the workers notice that their launcher is gone and exit too."""
-    current.events.write("done", status="interrupted", exit_code=INTERRUPTED, cause="ended at once")
+    ended = LaunchEnded(status="interrupted", exit_code=INTERRUPTED, cause="ended at once")
+    current.events.write(ended)
     show_cursor = b"\x1b[?25h\n" if sys.stderr.isatty() else b""  # a live view hides it
     with suppress(OSError):
         os.write(sys.stderr.fileno(), show_cursor + b"ended at once, without saving\n")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from colotrain.errors import ColotrainError
-from colotrain.events.log import Event
+from colotrain.events.event import Event
+from colotrain.events.kinds import WorkerStopped
 from colotrain.launch.elastic import launch
 from colotrain.launch.rendezvous import Node
 from colotrain.rundir import RunDir
@@ -28,7 +29,8 @@ def launch_and_resume(
     reasons: list[str] = []
 
     def note(events: list[Event]) -> None:
-        reasons.extend(event.text("reason") for event in events if event.kind == "stopped")
+        stops = (WorkerStopped.of(e) for e in events if e.kind == WorkerStopped.KIND)
+        reasons.extend(stop.reason for stop in stops)
         follow(events)
 
     exit_code, cause = launch(plan, rundir, follow=note, node=node, began_at=began_at)

@@ -10,6 +10,7 @@ from typing import Any
 
 from colotrain.errors import ColotrainError
 from colotrain.events.fold import follow
+from colotrain.events.kinds import LaunchEnded
 from colotrain.events.log import EventWriter
 from colotrain.events.view import ENDED
 from colotrain.rundir import RunDir
@@ -44,7 +45,8 @@ def _record(rundir: RunDir, error: BaseException) -> None:
     cause = error.problem if isinstance(error, ColotrainError) else ""
     cause = cause or " ".join(f"{type(error).__name__}: {error}".rstrip(": ").split())
     with EventWriter(rundir.launcher_events) as events:
-        events.write("done", status=status, exit_code=EXIT_CODE_BY_STATUS[status], cause=cause)
+        exit_code = EXIT_CODE_BY_STATUS[status]
+        events.write(LaunchEnded(status=status, exit_code=exit_code, cause=cause))
 
 
 @contextmanager

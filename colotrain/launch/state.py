@@ -6,17 +6,21 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from colotrain.events.log import Event, EventWriter
-from colotrain.launch.causes import WorkerExit, describe, num_killed_for_memory, raised_errors
+from colotrain.events import kinds
+from colotrain.events.event import Event
+from colotrain.events.log import EventWriter
+from colotrain.launch.causes import describe, num_killed_for_memory, raised_errors
 from colotrain.launch.node_registry import RendezvousError
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
+ENDS = (kinds.Failure.KIND, kinds.WorkerFinished.KIND, kinds.WorkerStopped.KIND)
+"""Kinds of a worker's last event."""
 POLL_S = 0.2
 REGROUP_S = 3.0
 """Seconds that nodes may take to learn that others join or leave: several reports."""
@@ -43,11 +47,11 @@ class Launch:
     """Causes of the earlier attempts' failures, oldest first."""
     raised_errors: set[tuple[int, str, str]] = field(default_factory=set)
     """(step, phase, error) that ranks raised in earlier attempts."""
-    exits: list[WorkerExit] = field(default_factory=list)
+    exits: list[kinds.WorkerExit] = field(default_factory=list)
     """Exits of this machine's workers in the newest attempt that failed."""
     ended: list[Event] = field(default_factory=list)
     """Last events of workers: failed, finished or stopped."""
-    remote_exits: list[WorkerExit] = field(default_factory=list)
+    remote_exits: list[kinds.WorkerExit] = field(default_factory=list)
     """Exits of workers on other nodes."""
     begun_at: float = field(default_factory=time.time)
     """Unix time at which the newest attempt began."""
@@ -67,11 +71,14 @@ class Launch:
         self.stop_before = _mark(self.rundir.stop_file)
 
     def take(self, events: list[Event]) -> None:
-        self.ended += [e for e in events if e.kind in ("failed", "finished", "stopped")]
-        self.progressed = self.progressed or any(e.kind == "step" for e in events)
-        self.saved = self.saved or any(e.kind in ("checkpoint", "resumed") for e in events)
+        seen = {event.kind for event in events}
+        self.ended += [e for e in events if e.kind in ENDS]
+        self.progressed = self.progressed or kinds.Step.KIND in seen
+        self.saved = self.saved or not seen.isdisjoint((kinds.Checkpoint.KIND, kinds.Resumed.KIND))
         self.remote_exits += [
-            WorkerExit(**e.fields) for e in events if e.kind == "death" and e.t >= self.begun_at
+            kinds.WorkerExit.of(event)
+            for event in events
+            if event.kind == kinds.WorkerExit.KIND and event.t >= self.begun_at
         ]
         self.num_polls += 1
 
@@ -103,18 +110,18 @@ class Launch:
         """
 
         def all_reported() -> bool:
-            said = {e.rank for e in self.last_events() if e.kind in ("finished", "stopped")}
+            said = {e.rank for e in self.last_events() if e.kind != kinds.Failure.KIND}
             return said.issuperset(ranks)
 
         return all_reported() or not self.catch_up() or all_reported()
 
-    def record_exits(self, exits: list[WorkerExit]) -> None:
+    def record_exits(self, exits: list[kinds.WorkerExit]) -> None:
         """Record how this node's workers exited, and report it to the other nodes."""
         starved = num_killed_for_memory() > self.killed_for_memory
         self.exits = [replace(x, out_of_memory=starved and x.exit_code == -9) for x in exits]
         if not self.node.is_head:
             for worker_exit in self.exits:
-                self.events.write("death", **asdict(worker_exit))
+                self.events.write(worker_exit)
 
     def is_repeated_failure(self) -> bool:
         """Whether ranks raised the same errors in the same places before: a restart cannot help."""
@@ -131,7 +138,7 @@ class Launch:
     def begin_attempt(self, cause: str) -> None:
         """Record why a new attempt begins, and reset the state of the old one."""
         if self.node.is_head:
-            self.events.write("restart", cause=cause)
+            self.events.write(kinds.Restart(cause=cause))
         self.watch.begin()
         self.attempt_before = max((event.attempt or 0 for event in self.ended), default=-1)
         self.remote_exits.clear()
@@ -150,7 +157,7 @@ class Launch:
     def say(self, text: str) -> None:
         """Record a note for whoever follows the run; on nodes other than 0, print it to stderr."""
         if self.node.is_head:
-            self.events.write("note", text=text)
+            self.events.write(kinds.Note(text=text))
         else:
             print(f"node {self.node.rank}: {text}", file=sys.stderr, flush=True)
 
@@ -165,9 +172,11 @@ class Launch:
         why = self.signals[0] if self.signals else "asked to stop"
         again = "; Ctrl-C again ends it at once" if "SIGINT" in self.signals else ""
         self.events.write(
-            "note",
-            text=f"{why}: stopping; a step that takes long is left unfinished, and the last "
-            f"finished step is saved, within elastic.grace_s={self.plan.elastic.grace_s:g}{again}",
+            kinds.Note(
+                text=f"{why}: stopping; a step that takes long is left unfinished, and the last "
+                f"finished step is saved, within elastic.grace_s={self.plan.elastic.grace_s:g}"
+                f"{again}"
+            )
         )
 
     def was_regrouped(self, rendezvous: Rendezvous) -> bool:
@@ -187,7 +196,7 @@ class Launch:
     def was_stopped(self) -> bool | None:
         """Whether the newest attempt stopped before its last step; None before any worker ends."""
         words = self.last_events()
-        return words[-1].kind == "stopped" if words else None
+        return words[-1].kind == kinds.WorkerStopped.KIND if words else None
 
 
 def _without_rank(cause: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from colotrain.launch.causes import NCCL_WATCHDOG_MESSAGES, WorkerExit
+from colotrain.events.kinds import WorkerExit
+from colotrain.launch.causes import NCCL_WATCHDOG_MESSAGES
 
 
 def clean_exits(processes: Any, group: Any) -> dict[int, Any]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from colotrain.data.prepare.tokens import Prepared
-    from colotrain.events.log import Event
+    from colotrain.events.event import Event
     from colotrain.events.view import RunView
 
 ONLY_NODE = Node()
@@ -240,9 +240,10 @@ def train(
 
 def _made_no_step(rundir: RunDir, *, since: float) -> bool:
     """Whether a launch ended before its first step, so that its settings trained nothing."""
+    from colotrain.events.kinds import Step
     from colotrain.events.log import EventReader
 
-    return not any(e.kind == "step" and e.t >= since for e in EventReader(rundir).drain())
+    return not any(e.kind == Step.KIND and e.t >= since for e in EventReader(rundir).drain())
 
 
 def how_to_resume(plan: RunPlan, rundir: RunDir) -> str:

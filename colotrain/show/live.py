@@ -13,8 +13,10 @@ from typing import TextIO
 from rich.console import Console
 
 from colotrain.events import liveness
+from colotrain.events.event import Event
 from colotrain.events.fold import Fold
-from colotrain.events.log import Event, EventReader
+from colotrain.events.kinds import Failure, Note, Restart, Resumed, WorkerStopped
+from colotrain.events.log import EventReader
 from colotrain.events.view import ENDED, RunView
 from colotrain.rundir import RunDir
 from colotrain.show.dashboard import KEYS, render
@@ -28,7 +30,7 @@ from colotrain.spec.plan import RunPlan
 FRAME_S = 0.25
 LOOK_S = 1.0
 """Seconds between checks of what is not in the events: worker output and the launcher's state."""
-LASTING = ("restart", "failed", "note", "stopped", "resumed")
+LASTING = (Restart.KIND, Failure.KIND, Note.KIND, WorkerStopped.KIND, Resumed.KIND)
 """Events whose messages stay on the terminal after the dashboard is closed."""
 MESSAGES_KEPT = 50
 

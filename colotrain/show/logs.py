@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from colotrain.events.kinds import LaunchStarted, WorkerStarted
 from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean
@@ -31,10 +32,10 @@ def sources(
     """
     found = []
     events = EventReader(rundir).drain()
-    started = {e.rank: e for e in events if e.kind == "started"}
+    started = {e.rank: e for e in events if e.kind == WorkerStarted.KIND}
     newest = max((event.attempt or 0 for event in started.values()), default=0)
     for number, event in sorted(started.items(), key=lambda item: item[0] or 0):
-        log = event.text("log")
+        log = WorkerStarted.of(event).log
         if not log or event.attempt != newest or rank not in (None, number):
             continue
         for stream in ("stdout", "stderr"):
@@ -42,7 +43,7 @@ def sources(
             if path.is_file():
                 found.append(Source(name=f"rank {number} {stream}", path=path))
     if rank is None:
-        launched_at = max((e.t for e in events if e.kind == "launch"), default=0.0)
+        launched_at = max((e.t for e in events if e.kind == LaunchStarted.KIND), default=0.0)
         printed = rundir.launcher_log
         if printed.is_file() and printed.stat().st_mtime >= launched_at:
             found.append(Source(name="launcher", path=printed))

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.events import kinds
+from colotrain.events.event import Event
 from colotrain.events.fold import eta_s, follow
-from colotrain.events.kinds import StepProgress, metrics_of
-from colotrain.events.log import Event
 from colotrain.events.view import ENDED, RunView, unit
 from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean, epoch, format_bytes, format_duration, quoted, shown
@@ -37,21 +37,26 @@ Prepare = Callable[[str, int, int], None]
 # Event kind → fields in its plain line. Workers' events are shown for rank 0 only. A rank's failure
 # has no line: the restart's cause or the command's last line reports it.
 _LINES = {
-    "launch": ("world_size", "host", "pid"),
-    "started": ("attempt", "world_size", "host", "device", "step"),
-    "resumed": ("step", "path"),
-    "eval": ("step", "loss", "best"),
-    "checkpoint": ("step", "seconds", "path"),
-    "checkpoint_failed": ("step", "error"),
-    "restart": ("attempt", "cause"),
-    "note": ("text",),
-    "stopped": ("step", "reason"),
-    "finished": ("step",),
-    "done": ("status", "exit_code", "cause"),
+    kinds.LaunchStarted.KIND: ("world_size", "host", "pid"),
+    kinds.WorkerStarted.KIND: ("attempt", "world_size", "host", "device", "step"),
+    kinds.Resumed.KIND: ("step", "path"),
+    kinds.Evaluation.KIND: ("step", "loss", "best"),
+    kinds.Checkpoint.KIND: ("step", "seconds", "path"),
+    kinds.CheckpointFailed.KIND: ("step", "error"),
+    kinds.Restart.KIND: ("attempt", "cause"),
+    kinds.Note.KIND: ("text",),
+    kinds.WorkerStopped.KIND: ("step", "reason"),
+    kinds.WorkerFinished.KIND: ("step",),
+    kinds.LaunchEnded.KIND: ("status", "exit_code", "cause"),
 }
 
 
-_ENDS = ("stopped", "finished", "restart", "done")
+_ENDS = (
+    kinds.WorkerStopped.KIND,
+    kinds.WorkerFinished.KIND,
+    kinds.Restart.KIND,
+    kinds.LaunchEnded.KIND,
+)
 """Events after which no step follows, or not the next one."""
 
 
@@ -71,7 +76,7 @@ class ProgressView:
         raise NotImplementedError
 
     def _is_shown(self, event: Event) -> bool:
-        return event.kind in _LINES and (event.rank in (None, 0) or event.kind == "note")
+        return event.kind in _LINES and (event.rank in (None, 0) or event.kind == kinds.Note.KIND)
 
 
 class PlainProgress(ProgressView):
@@ -82,34 +87,36 @@ class PlainProgress(ProgressView):
         super().__init__(console, plan)
         self._past = past
         self._first_at, self._printed_at = math.inf, -math.inf
-        self._held: Event | None = None
+        self._held: kinds.Step | None = None
         """Newest step without a line yet; it is printed if the run ends with it."""
 
     def update(self, view: RunView, new_events: Sequence[Event]) -> None:
         for event in new_events:
-            if event.kind == "step" and event.rank == 0:
-                self._take_step(event, view)
-            elif event.kind == "progress" and event.rank == 0:
+            if event.kind == kinds.Step.KIND and event.rank == 0:
+                self._take_step(kinds.Step.of(event), view)
+            elif event.kind == kinds.StepProgress.KIND and event.rank == 0:
                 if self.plan.observe.log_every and self._is_time(event.t):
-                    print_plain(self.console, progress_line(event, self.plan))
+                    print_plain(
+                        self.console, progress_line(kinds.StepProgress.of(event), self.plan)
+                    )
             elif self._is_shown(event):
                 if event.kind in _ENDS and self._held is not None:
                     self._print_step(self._held, view)
                 print_plain(self.console, event_line(event, brief=not self._past))
 
-    def _take_step(self, event: Event, view: RunView) -> None:
-        step, every = event.count("step"), self.plan.observe.log_every
-        is_last = step == self.plan.train.max_steps
+    def _take_step(self, step: kinds.Step, view: RunView) -> None:
+        every = self.plan.observe.log_every
+        is_last = step.step == self.plan.train.max_steps
         if every == "auto":
-            due, self._held = is_last or self._is_time(event.t), event
+            due, self._held = is_last or self._is_time(step.t), step
         else:
-            due = every > 0 and (is_last or step % every == 0)
+            due = every > 0 and (is_last or step.step % every == 0)
         if due:
-            self._print_step(event, view)
+            self._print_step(step, view)
 
-    def _print_step(self, event: Event, view: RunView) -> None:
-        self._held, self._printed_at = None, event.t
-        print_plain(self.console, step_line(event, view, self.plan))
+    def _print_step(self, step: kinds.Step, view: RunView) -> None:
+        self._held, self._printed_at = None, step.t
+        print_plain(self.console, step_line(step, view, self.plan))
 
     def _is_time(self, t: float) -> bool:
         """Whether an event at `t` gets a line: the first does, then one per interval."""
@@ -170,33 +177,31 @@ def _plain_preparation(console: Console) -> Prepare:
     return report
 
 
-def step_line(event: Event, view: RunView, plan: RunPlan) -> str:
+def step_line(step: kinds.Step, view: RunView, plan: RunPlan) -> str:
     """Return `step=10/300 loss=3.2145 val=- tokens_per_s=12345 eta=1m20s mem=512MiB lr=1.0e-03`."""
-    step = event.count("step")
     fields = {
-        "step": f"{step}/{plan.train.max_steps}",
-        **({"epoch": epoch(step, plan.train)} if plan.train.epoch_steps else {}),
-        "loss": shown(event.number("loss"), ".4f"),
-        "val": shown(_validation_loss(view, step), ".4f"),
-        f"{unit(view, plan)}_per_s": shown(event.number("tokens_per_s"), ".0f"),
+        "step": f"{step.step}/{plan.train.max_steps}",
+        **({"epoch": epoch(step.step, plan.train)} if plan.train.epoch_steps else {}),
+        "loss": shown(step.loss, ".4f"),
+        "val": shown(_validation_loss(view, step.step), ".4f"),
+        f"{unit(view, plan)}_per_s": shown(step.tokens_per_s, ".0f"),
         "eta": _eta(view, plan),
         "mem": format_bytes(max(view.peak_by_rank, default=0)),
-        "lr": shown(event.number("lr"), ".1e"),
+        "lr": shown(step.lr, ".1e"),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-def progress_line(event: Event, plan: RunPlan) -> str:
+def progress_line(progress: kinds.StepProgress, plan: RunPlan) -> str:
     """Return `event=progress what=step step=3/300 micro_batch=2/64 done=2.1% ... eta=20m`."""
-    told = StepProgress.of(event)
     fields = {
-        "event": event.kind,
-        "what": quoted(told.what),
-        "step": f"{told.step}/{plan.train.max_steps}",
-        "micro_batch": f"{told.micro_batch}/{told.micro_batches}",
-        "done": f"{told.done:.1%}",
-        "elapsed": format_duration(told.seconds),
-        "eta": format_duration(told.eta_s),
+        "event": progress.KIND,
+        "what": quoted(progress.what),
+        "step": f"{progress.step}/{plan.train.max_steps}",
+        "micro_batch": f"{progress.micro_batch}/{progress.micro_batches}",
+        "done": f"{progress.done:.1%}",
+        "elapsed": format_duration(progress.seconds),
+        "eta": format_duration(progress.eta_s),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
@@ -205,36 +210,42 @@ def event_line(event: Event, *, brief: bool = False) -> str:
     """Return `event=checkpoint step=10 seconds=1.2 path=...`; `brief`: without the final cause."""
     values = {"rank": event.rank, "attempt": event.attempt} | event.fields
     names = [name for name in _LINES[event.kind] if values.get(name) not in (None, "")]
-    if event.kind == "eval":
-        values |= {name: shown(value, ".6g") for name, value in metrics_of(event).items()}
-        names += metrics_of(event)
-    if brief and event.kind == "done":
+    if event.kind == kinds.Evaluation.KIND and (metrics := kinds.Evaluation.of(event).metrics):
+        values |= {name: shown(value, ".6g") for name, value in metrics.items()}
+        names += metrics
+    if brief and event.kind == kinds.LaunchEnded.KIND:
         names = [name for name in names if name != "cause"]
     return " ".join([f"event={event.kind}", *(f"{name}={quoted(values[name])}" for name in names)])
 
 
 def message_of(event: Event) -> Text | None:
     """Return the message for an event; None for events without one."""
-    step, words = event.count("step"), event.text
     match event.kind:
-        case "started":
-            line = f"started: {words('world_size')} ranks on {words('device')}, {step} steps done"
-        case "resumed":
-            line = f"resumed from step {step}: {words('path')}"
-        case "eval":
-            line = f"step {step}: validation loss {shown(event.number('loss'), '.4f')}"
-            line += "".join(f", {name} {value:.4g}" for name, value in metrics_of(event).items())
-        case "checkpoint":
-            line = f"step {step}: checkpoint saved in {format_duration(event.number('seconds'))}"
-        case "checkpoint_failed":
-            line = f"warning: step {step}: no checkpoint: {words('error')}; training goes on"
+        case kinds.WorkerStarted.KIND:
+            started = kinds.WorkerStarted.of(event)
+            line = f"started: {started.world_size} ranks on {started.device}"
+            line += f", {started.step} steps done"
+        case kinds.Resumed.KIND:
+            resumed = kinds.Resumed.of(event)
+            line = f"resumed from step {resumed.step}: {resumed.path}"
+        case kinds.Evaluation.KIND:
+            found = kinds.Evaluation.of(event)
+            line = f"step {found.step}: validation loss {shown(found.loss, '.4f')}"
+            line += "".join(f", {name} {v:.4g}" for name, v in (found.metrics or {}).items())
+        case kinds.Checkpoint.KIND:
+            saved = kinds.Checkpoint.of(event)
+            line = f"step {saved.step}: checkpoint saved in {format_duration(saved.seconds)}"
+        case kinds.CheckpointFailed.KIND:
+            failed = kinds.CheckpointFailed.of(event)
+            line = f"warning: step {failed.step}: no checkpoint: {failed.error}; training goes on"
             return Text(clean(line), style="yellow")
-        case "restart":
-            return Text(clean(f"restart: {words('cause')}"), style="yellow")
-        case "stopped":
-            line = f"stopped after step {step}: {words('reason')}"
-        case "note":
-            line = words("text")
+        case kinds.Restart.KIND:
+            return Text(clean(f"restart: {kinds.Restart.of(event).cause}"), style="yellow")
+        case kinds.WorkerStopped.KIND:
+            stopped = kinds.WorkerStopped.of(event)
+            line = f"stopped after step {stopped.step}: {stopped.reason}"
+        case kinds.Note.KIND:
+            line = kinds.Note.of(event).text
         case _:  # launch, failed, finished, done: the restart's cause or the summary says it
             return None
     return Text(clean(line))

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from colotrain.events.gradients import record_of
-from colotrain.events.kinds import metrics_of
-from colotrain.events.log import Event
+from colotrain.events.event import Event
+from colotrain.events.gradients import Gradients, Parameters, record_of
+from colotrain.events.kinds import Evaluation, Note, Step, WorkerStarted
 from colotrain.events.view import unit_of
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -91,7 +91,8 @@ class Trackers:
             yield self._notes.get()
 
     def _warn(self, text: str) -> None:
-        self._notes.put(Event(kind="note", t=time.time(), fields={"text": f"warning: {text}"}))
+        fields = Note(text=f"warning: {text}").fields()
+        self._notes.put(Event(kind=Note.KIND, t=time.time(), fields=fields))
 
     def _work(self) -> None:
         """Body of the thread."""
@@ -99,11 +100,13 @@ class Trackers:
         for name in self._plan.observe.trackers:
             if (tracker := self._try(name, partial(self._open, name))) is not None:
                 trackers[name] = tracker
-        names: Event | None = None
+        names: Parameters | None = None
         while (events := self._waiting.get()) is not None:
             for event in events:
-                unit = unit_of(event.number("tokens"), self._plan)
-                names = event if event.kind == "parameters" and event.rank == 0 else names
+                tokens = Step.of(event).tokens if event.kind == Step.KIND else None
+                unit = unit_of(tokens, self._plan)
+                if event.kind == Parameters.KIND and event.rank == 0:
+                    names = Parameters.of(event)
                 for name, tracker in list(trackers.items()):
                     if self._try(name, partial(feed, tracker, event, names, unit)) is None:
                         del trackers[name]
@@ -127,37 +130,38 @@ class Trackers:
         return None
 
 
-def feed(tracker: Tracker, event: Event, names: Event | None, unit: str) -> None:
-    """Log the values of an event of rank 0; `names` is the attempt's `parameters` event.
+def feed(tracker: Tracker, event: Event, names: Parameters | None, unit: str) -> None:
+    """Log the values of an event of rank 0; `names` are the attempt's parameters.
 
     `unit` is what the speed of a step counts: tokens, samples or targets.
     """
     if event.rank != 0:
         return
-    if event.kind == "started" and event.attempt:
-        tracker.rewind(event.count("step"), event.t)
+    if event.kind == WorkerStarted.KIND and event.attempt:
+        tracker.rewind(WorkerStarted.of(event).step, event.t)
     elif values := values_of(event, names, unit):
-        tracker.log(event.count("step"), event.t, values)
+        tracker.log(Step.of(event).step, event.t, values)
 
 
-def values_of(event: Event, names: Event | None, unit: str) -> dict[str, float]:
+def values_of(event: Event, names: Parameters | None, unit: str) -> dict[str, float]:
     """Return tag → number for an event."""
-    if event.kind == "step":
+    if event.kind == Step.KIND:
+        step = Step.of(event)
         tags = _STEP | {"tokens_per_s": f"speed/{unit}_per_s"}
-        found = {tag: event.number(field) for field, tag in tags.items()}
+        found = {tag: getattr(step, field) for field, tag in tags.items()}
         return {tag: value for tag, value in found.items() if value is not None}
-    if event.kind == "eval":
-        loss = event.number("loss")
-        metrics = {f"validation/{name}": value for name, value in metrics_of(event).items()}
-        return metrics if loss is None else {"validation/loss": loss, **metrics}
-    if event.kind == "gradients" and names is not None:
-        return _gradients(event, names)
+    if event.kind == Evaluation.KIND:
+        done = Evaluation.of(event)
+        metrics = {f"validation/{name}": value for name, value in (done.metrics or {}).items()}
+        return metrics if done.loss is None else {"validation/loss": done.loss, **metrics}
+    if event.kind == Gradients.KIND and names is not None:
+        return _gradients(Gradients.of(event), names)
     return {}
 
 
-def _gradients(event: Event, names: Event) -> dict[str, float]:
+def _gradients(gradients: Gradients, names: Parameters) -> dict[str, float]:
     values = {}
-    for row in record_of(names, event).parameters:
+    for row in record_of(names, gradients).parameters:
         if row.norm is not None and row.status != "frozen":
             values[f"gradient_norm/{row.name}"] = row.norm
         if row.update_ratio is not None and row.status != "frozen":

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import CaseDone
 from colotrain.launch.elastic import launch
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -79,7 +80,7 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
 
     def follow(events: list[Any]) -> None:
         nonlocal finished
-        finished += sum(event.kind == "case" and event.rank == 0 for event in events)
+        finished += sum(event.kind == CaseDone.KIND and event.rank == 0 for event in events)
         progress(finished)
 
     exit_code, cause = launch(plans[0], rundir, follow=follow, worker=WORKER)

@@ -20,6 +20,7 @@ from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import loop
 from colotrain.engine.gradients import gradients
 from colotrain.engine.worker import StopRequest, connect, prepare
+from colotrain.events.kinds import CaseDone, Step, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
 from colotrain.verify.masks import MaskedSamples, without_dropout
@@ -32,11 +33,11 @@ def main(path: str) -> int:
     progress = EventWriter(rundir.event_file(rank=dist.get_rank(), attempt=0))
     for folder in sorted(rundir.cases.iterdir()):
         if train_case(RunDir(folder), device, stop) == "stopped":
-            progress.write("stopped", step=0, reason="asked to stop")
+            progress.write(WorkerStopped(step=0, reason="asked to stop"))
             break
-        progress.write("case", name=folder.name)
+        progress.write(CaseDone(name=folder.name))
     else:
-        progress.write("finished", step=0)
+        progress.write(WorkerFinished(step=0))
     dist.destroy_process_group()
     return 0
 
@@ -109,9 +110,9 @@ def write(case: RunDir, recorder: Recorder, run: loop.Run, attempt: int) -> None
         tensors |= {f"parameter.{step}.{n}": t.contiguous() for n, t in values.items()}
     save_file(tensors, case.trajectory_file)
     found = [e for e in EventReader(case, ranks={0}).drain() if e.attempt == attempt]
-    steps = [event for event in found if event.kind == "step" and event.rank == 0]
+    steps = [Step.of(event) for event in found if event.kind == Step.KIND]
     facts = {
-        "losses": [event.fields["loss"] for event in steps],
+        "losses": [step.loss for step in steps if step.loss is not None],
         "optimizer_steps": run.optimizer.steps,
         "frozen": sorted(run.gradients.frozen),
     }

@@ -107,7 +107,7 @@ def falls_back(rundir: RunDir, tmp_path: Path) -> str:
     chosen = choose(rundir.checkpoints, events)
     assert chosen is not None
     assert chosen.name == "step-00000002"
-    notes = [e.text("text") for e in EventReader(rundir).drain() if e.kind == "note"]
+    notes = [e.fields["text"] for e in EventReader(rundir).drain() if e.kind == "note"]
     return notes[-1] if notes else ""
 
 

@@ -73,7 +73,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def causes(colotrain: Colotrain) -> list[str]:
-    return [e.text("cause") for e in colotrain.events("hurt") if e.kind == "restart"]
+    return [e.fields["cause"] for e in colotrain.events("hurt") if e.kind == "restart"]
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def wait_for(
     while time.monotonic() < deadline:
         is_there = colotrain.rundir("hurt").events.is_dir()
         for event in colotrain.events("hurt") if is_there else []:
-            if event.kind == kind and event.count("step") == step:
-                return event.text("error")
+            if event.kind == kind and event.fields.get("step") == step:
+                return str(event.fields.get("error", ""))
         time.sleep(0.05)
     raise TimeoutError(f"no {kind} of step {step}")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.events.log import Event
+from colotrain.events.event import Event
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_run import wait_for_step
 from tests.faults.hosts import Host, missing, network

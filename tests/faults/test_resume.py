@@ -50,7 +50,7 @@ def ledger(colotrain: Colotrain, name: str) -> dict[int, list[int]]:
     for event in colotrain.events(name):
         if event.kind != "step":
             continue
-        step, attempt = event.count("step"), event.attempt or 0
+        step, attempt = event.fields["step"], event.attempt or 0
         if attempt > attempts.get(step, -1):
             attempts[step], samples[step] = attempt, []
         samples[step] += event.fields["samples"]
@@ -256,7 +256,7 @@ def test_updates_made_while_a_checkpoint_is_written_are_not_in_it(
     colotrain.run(*plan, "name=still", "checkpoint.async=false")
     colotrain.run(*plan, "name=slow", "train.on_gradients=slow:writes")
     saves = [e for e in colotrain.events("slow") if e.kind == "checkpoint"]
-    times = {e.count("step"): e.t for e in colotrain.events("slow") if e.kind == "step"}
+    times = {e.fields["step"]: e.t for e in colotrain.events("slow") if e.kind == "step"}
     assert saves[0].t > times[4], "the update after the save came before it was written"
     for step in (3, 6):
         expected, found = (

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from colotrain.events.log import Event, EventReader
+from colotrain.events.event import Event
+from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
 from tests.running import Colotrain
 from tests.slurm.lab import Lab, missing, running

@@ -7,7 +7,7 @@ from typing import Any
 
 from test_view import MIB, launcher, step, worker
 
-from colotrain.events.log import Event
+from colotrain.events.event import Event
 
 STATUSES = {
     "embed.weight": "frozen",

@@ -17,7 +17,7 @@ def run(metric: str, mode: str = "min") -> Any:
         rank=0,
         best=None,
         notes=notes,
-        events=SimpleNamespace(write=lambda kind, **fields: notes.append(fields["text"])),
+        events=SimpleNamespace(write=lambda note: notes.append(note.text)),
     )
 
 

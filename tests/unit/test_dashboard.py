@@ -24,9 +24,10 @@ from rich.console import Console
 from test_view import MIB, launcher, plan_of, step, view_of, worker, write_files
 
 from colotrain.cli.main import guarded
+from colotrain.events.event import Event
 from colotrain.events.fold import Fold, fold
 from colotrain.events.gradients import Cell, Heat
-from colotrain.events.log import Event, EventReader
+from colotrain.events.log import EventReader
 from colotrain.events.view import RunView
 from colotrain.rundir import RunDir
 from colotrain.show.charts import SYMBOLS, chart, heat_lines, spark, stacked

@@ -13,9 +13,9 @@ from generated import NAMES, STATUSES, gradients, parameters, rich_run
 from test_view import interleaved, step, view_of, worker, write_files
 
 from colotrain.events.comparison import compare
+from colotrain.events.event import Event
 from colotrain.events.fold import fold
 from colotrain.events.gradients import MOST_COLUMNS, layer_of, losses, records
-from colotrain.events.log import Event
 from colotrain.rundir import RunDir
 
 
@@ -79,7 +79,7 @@ def test_a_long_history_is_thinned_out_evenly_and_keeps_its_ends() -> None:
     assert MOST_COLUMNS // 2 <= len(steps) <= MOST_COLUMNS
     assert {later - earlier for earlier, later in itertools.pairwise(steps)} == {4}
     assert view.gradients is not None
-    assert view.gradients.step == events[-1].count("step")
+    assert view.gradients.step == events[-1].fields["step"]
 
 
 RESTARTED = [

@@ -78,7 +78,7 @@ def test_where_numbers_stopped_being_finite_is_in_the_document(
     where = {"parameter": "head.weight", "module": "head", "rank": 1, "step": 20}
     where |= {"micro_batch": 3, "phase": "backward"}
     with EventWriter(rundir.event_file(rank=0, attempt=0)) as events:
-        events.write("nonfinite", t=130.0, samples=[1, 2], **where)
+        events.write_record("nonfinite", t=130.0, samples=[1, 2], **where)
     assert document(capsys)["first_nonfinite"] == where
     assert guarded(["inspect-grads"]) == 0
     told = capsys.readouterr().out
@@ -191,7 +191,7 @@ def test_two_runs_are_compared(rundir: RunDir, capsys: pytest.CaptureFixture[str
 def running(rundir: RunDir) -> RunDir:
     """The same, launched again by this process."""
     with EventWriter(rundir.launcher_events) as events:
-        events.write("launch", world_size=2)
+        events.write_record("launch", world_size=2)
     return rundir
 
 
@@ -202,7 +202,7 @@ def test_a_running_job_is_asked_and_answers(running: RunDir) -> None:
         running.grads_request_file.unlink()
         event = gradients(21, t=time.time())
         with EventWriter(running.event_file(rank=0, attempt=0)) as events:
-            events.write("gradients", t=event.t, **event.fields)
+            events.write_record("gradients", t=event.t, **event.fields)
 
     with liveness.claim(running):
         job = threading.Thread(target=answer)

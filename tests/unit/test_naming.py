@@ -160,8 +160,8 @@ def test_runs_and_pictures_say_in_which_settings_runs_differ(
         rundir.create()
         write_signed(resolved.plan, rundir, resolved.config)
         with EventWriter(rundir.event_file(rank=0, attempt=0)) as events:
-            events.write("step", step=1, loss=2.0, tokens_per_s=7.0)
-            events.write("eval", step=1, loss=3.0 - lr)
+            events.write_record("step", step=1, loss=2.0, tokens_per_s=7.0)
+            events.write_record("eval", step=1, loss=3.0 - lr)
     assert guarded(["runs", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert [rows[n]["settings"] for n in "xy"] == [{"optim.lr": 0.1}, {"optim.lr": 0.5}]

@@ -60,9 +60,9 @@ def test_memory_that_was_measured_stands_beside_what_was_predicted(runs: list[Ru
     first = runs[0]
     parts = {"parameters": 20 * MIB, "optimizer": 40 * MIB, "activations": 70 * MIB}
     with EventWriter(first.event_file(rank=3, attempt=0)) as writer:  # the rank with 330 MiB
-        writer.write("memory", step=1, **parts, baseline=200 * MIB)
+        writer.write_record("memory", step=1, **parts, baseline=200 * MIB)
     with EventWriter(first.event_file(rank=0, attempt=0)) as writer:
-        writer.write("memory", step=1, parameters=20 * MIB, baseline=280 * MIB)
+        writer.write_record("memory", step=1, parameters=20 * MIB, baseline=280 * MIB)
     curves = [read_curves(rundir) for rundir in runs]
     memory = draw(curves).axes[2]
     found = bars(memory)

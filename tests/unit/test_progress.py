@@ -17,8 +17,9 @@ from rich.console import Console
 from test_view import MIB, launcher, plan_of, restarted_run, step, worker
 
 from colotrain.engine.probes import matmul_peak_flops, memory_now
+from colotrain.events.event import Event
 from colotrain.events.fold import Fold, fold
-from colotrain.events.log import Event
+from colotrain.events.kinds import Step
 from colotrain.events.view import summary
 from colotrain.rundir import RunDir
 from colotrain.show import progress as module
@@ -359,7 +360,7 @@ def test_speeds_are_named_by_what_they_are_of(source: Any, per_step: int | None,
     plan = plan_of(log_every=1)
     plan = replace(plan, data=replace(plan.data, source=source))
     view = replace(fold([step(1)]), tokens_per_step=per_step)
-    line = step_line(step(1), view, plan)
+    line = step_line(Step.of(step(1)), view, plan)
     assert f" {name}_per_s=100 " in line
     document = summary(view, plan, RunDir("runs/x"))
     assert f"{name}/s" in dict(summary_rows(document, plan, view))

@@ -58,13 +58,13 @@ def new_run(root: Path, name: str, *, written_at: float | None = None) -> RunDir
 def launched(rundir: RunDir, *, steps: int = 0, **done: Any) -> RunDir:
     """Write the events of a launch that has done some steps, and perhaps ended."""
     with EventWriter(rundir.launcher_events) as writer:
-        writer.write("launch", world_size=2, t=time.time() - 60)
+        writer.write_record("launch", world_size=2, t=time.time() - 60)
         with EventWriter(rundir.event_file(rank=0, attempt=rundir.next_attempt())) as worker:
-            worker.write("started", world_size=2, step=0)
+            worker.write_record("started", world_size=2, step=0)
             for step in range(1, steps + 1):
-                worker.write("step", step=step, loss=1 / step, tokens_per_s=100.0 * step)
+                worker.write_record("step", step=step, loss=1 / step, tokens_per_s=100.0 * step)
         if done:
-            writer.write("done", **done)
+            writer.write_record("done", **done)
     return rundir
 
 
@@ -231,7 +231,7 @@ def test_a_run_that_waits_in_a_queue_is_starting(rundir: RunDir) -> None:
 
 def test_a_run_that_ends_while_it_is_looked_at_is_not_dead(rundir: RunDir) -> None:
     before = follow(launched(rundir, steps=1))
-    EventWriter(rundir.launcher_events).write("done", status="finished")
+    EventWriter(rundir.launcher_events).write_record("done", status="finished")
     assert state(rundir, before) == "finished"
 
 
@@ -403,7 +403,7 @@ def test_a_loss_that_is_not_a_number_is_listed(
 ) -> None:
     launched(rundir)
     with EventWriter(rundir.event_file(rank=0, attempt=0)) as writer:
-        writer.write("step", step=1, loss=float("nan"))
+        writer.write_record("step", step=1, loss=float("nan"))
     assert row_of(rundir).loss != row_of(rundir).loss
     assert listed(root, capsys)[0]["loss"] is None
 
@@ -433,7 +433,7 @@ def wait_for_stop(rundir: RunDir) -> dict[str, Any]:
 
 
 def end(rundir: RunDir, status: str, **fields: Any) -> None:
-    EventWriter(rundir.launcher_events).write("done", status=status, **fields)
+    EventWriter(rundir.launcher_events).write_record("done", status=status, **fields)
 
 
 def test_stop_asks_the_ranks_and_waits_until_the_run_has_ended(
@@ -444,7 +444,7 @@ def test_stop_asks_the_ranks_and_waits_until_the_run_has_ended(
     def ranks() -> None:
         asked.update(wait_for_stop(running))
         with EventWriter(running.event_file(rank=0, attempt=0)) as writer:
-            writer.write("checkpoint", step=3, path="/c/3", seconds=0.1)
+            writer.write_record("checkpoint", step=3, path="/c/3", seconds=0.1)
         end(running, "preempted", exit_code=75, cause="")
 
     thread = in_background(ranks)
@@ -594,7 +594,7 @@ def test_logs_show_what_a_detached_launcher_prints(
     folder.mkdir(parents=True)
     (folder / "stdout.log").write_text("hello\n")
     with EventWriter(rundir.event_file(rank=0, attempt=rundir.next_attempt())) as worker:
-        worker.write("started", world_size=1, step=1, log=str(folder / "stdout.log"))
+        worker.write_record("started", world_size=1, step=1, log=str(folder / "stdout.log"))
     rundir.launcher_log.write_text("step=1 loss=1\nfailed: rank 0\n")
     assert guarded(["logs", "away"]) == 0
     launchers = ["launcher: step=1 loss=1", "launcher: failed: rank 0"]
@@ -626,14 +626,15 @@ def test_samples_are_nowhere_called_tokens(
     plan = dataclasses.replace(plan, data=dataclasses.replace(plan.data, source="target"))
     rundir.write_plan(plan)
     with EventWriter(rundir.launcher_events) as launcher_events:
-        launcher_events.write("launch", world_size=2, t=time.time() - 60)
+        launcher_events.write_record("launch", world_size=2, t=time.time() - 60)
         with EventWriter(rundir.event_file(rank=0, attempt=0)) as worker:
-            worker.write("started", world_size=2, step=0)
+            worker.write_record("started", world_size=2, step=0)
             for step in range(1, 4):
                 count = plan.batch.global_batch
-                worker.write("step", step=step, loss=1.0, tokens=count, tokens_per_s=7.0, peak=9)
-            worker.write("eval", step=3, loss=2.0, tokens=8)
-        launcher_events.write("done", status="finished", exit_code=0)
+                counts = {"tokens": count, "tokens_per_s": 7.0, "peak": 9}
+                worker.write_record("step", step=step, loss=1.0, **counts)
+            worker.write_record("eval", step=3, loss=2.0, tokens=8)
+        launcher_events.write_record("done", status="finished", exit_code=0)
     rundir.write_summary(summary(follow(rundir), plan, rundir))
     for words in (["runs"], ["dashboard", "--once"], ["dashboard", "--once", "--view", "ranks"]):
         assert guarded(words) == 0

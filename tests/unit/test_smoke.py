@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from colotrain.cli.main import guarded
-from colotrain.events.log import Event
+from colotrain.events.event import Event
 from colotrain.launch import smoke
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from, settle

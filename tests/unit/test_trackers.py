@@ -16,7 +16,7 @@ from generated import gradients, parameters
 from test_view import launcher, plan_of, step, worker
 
 from colotrain.config.checks import TRACKERS as KNOWN
-from colotrain.events.log import Event
+from colotrain.events.event import Event
 from colotrain.rundir import RunDir
 from colotrain.show import trackers as module
 from colotrain.show.trackers import TRACKERS, Trackers
@@ -55,7 +55,7 @@ def track(rundir: RunDir, events: Sequence[Event], *names: str) -> list[str]:
     with Trackers(plan_with(*names), rundir) as running:
         notes = running.take(events)
         notes += running.close()
-    return [note.text("text") for note in notes]
+    return [note.fields["text"] for note in notes]
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
     monkeypatch.setattr(module, "MOST_WAITING", 3)
     with Trackers(plan_with("stuck"), RunDir(tmp_path)) as running:
-        told = [note.text("text") for _ in range(20) for note in running.take(EVENTS)]
-        told += [note.text("text") for note in running.close()]
+        told = [note.fields["text"] for _ in range(20) for note in running.take(EVENTS)]
+        told += [note.fields["text"] for note in running.close()]
     release.set()
     assert [text for text in told if "cannot keep up" in text] == [told[0]]
     assert "left behind" in told[1]

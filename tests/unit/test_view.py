@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from colotrain.events.event import Event
 from colotrain.events.fold import Fold, fold, follow
-from colotrain.events.log import Event, EventWriter, json_safe
+from colotrain.events.kinds import Step
+from colotrain.events.log import EventWriter, json_safe
 from colotrain.events.view import RunView, summary, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -385,7 +387,7 @@ def write_files(rundir: RunDir, files: Sequence[Sequence[Event]]) -> None:
         path = rundir.event_file(rank=rank or 0, attempt=attempt or 0)
         with EventWriter(path if known else rundir.launcher_events) as writer:
             for event in file:
-                writer.write(event.kind, t=event.t, **event.fields)
+                writer.write_record(event.kind, t=event.t, **event.fields)
 
 
 @pytest.fixture
@@ -545,5 +547,5 @@ def test_what_is_counted_has_its_name(source: Any, per_sample: int, expected: st
     view = view_of(step(1, tokens=per_sample * plan.batch.global_batch))
     assert unit(view, plan) == expected
     assert summary(view, plan, RunDir("x"))["unit"] == expected
-    assert f" {expected}_per_s=100 " in step_line(step(1), view, plan)
+    assert f" {expected}_per_s=100 " in step_line(Step.of(step(1)), view, plan)
     assert f"{expected}/s" in dict(summary_rows(summary(view, plan, RunDir("x")), plan, view))

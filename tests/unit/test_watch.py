@@ -15,9 +15,11 @@ import pytest
 from test_view import plan_of
 
 from colotrain.engine.checkpoint.saving import Saver
+from colotrain.events.event import Event
 from colotrain.events.heartbeats import Heartbeat, HeartbeatWriter, read_heartbeats
-from colotrain.events.log import Event, EventReader, EventWriter
-from colotrain.launch.causes import WorkerExit, describe
+from colotrain.events.kinds import WorkerExit
+from colotrain.events.log import EventReader, EventWriter
+from colotrain.launch.causes import describe
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import Launch
 from colotrain.launch.timeouts import AwakeTimeout
@@ -181,7 +183,7 @@ def test_the_first_node_says_once_what_a_wish_to_stop_leads_to(
     launch.signals.append("SIGINT")
     launch.acknowledge_stop()
     launch.acknowledge_stop()
-    told = [event.text("text") for event in EventReader(rundir).drain()]
+    told = [event.fields["text"] for event in EventReader(rundir).drain()]
     assert len(told) == notes
     assert all(text.startswith("SIGINT: stopping; a step that takes long") for text in told)
 
@@ -196,7 +198,7 @@ def test_a_restart_says_where_nothing_was_saved(tmp_path: Path, kind: str) -> No
     )
     launch.take([Event(kind=kind, t=1.0, rank=0, attempt=0, fields={"step": 60})])
     launch.record_restart()
-    told = [event.text("text") for event in EventReader(rundir).drain()]
+    told = [event.fields.get("text", "") for event in EventReader(rundir).drain()]
     begins_anew = any("training begins again with the first step" in text for text in told)
     assert begins_anew == (kind == "step")
 

@@ -45,6 +45,7 @@ from colotrain.engine.sharding.sharded_model import (
     shard_range,
 )
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Note, Resumed
 from colotrain.events.log import EventWriter
 from colotrain.models import huggingface
 from colotrain.records import to_plain
@@ -209,7 +210,7 @@ def restore(run: Run, path: Path) -> None:
             f"warning: {path.name} was made with another {', '.join(changed)}: the order of "
             f"samples changes at step {manifest.step + 1}; some may come twice or not at all"
         )
-        run.events.write("note", text=text)
+        run.events.write(Note(text=text))
     stored = read_index(path).state_dict_metadata
     _prepare_optimizer_(run, stored)
     wanted = _tensors(run) | plain_state.as_stored(stored)
@@ -244,7 +245,7 @@ def restore(run: Run, path: Path) -> None:
     if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
         run.saved_step = run.step
     if run.rank == 0:
-        run.events.write("resumed", step=run.step, path=str(path))
+        run.events.write(Resumed(step=run.step, path=str(path)))
 
 
 def _other_samples(run: Run, manifest: Manifest) -> list[str]:
@@ -282,7 +283,7 @@ def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
             f"warning: the checkpoint has no state of optim.name={run.plan.optim.name} for "
             f"{foreign[0]} ({len(foreign)} in all): it starts from zero"
         )
-        run.events.write("note", text=text)
+        run.events.write(Note(text=text))
 
 
 def unchanged(run: Run) -> set[str]:
@@ -371,7 +372,7 @@ def choose(folder: Path, events: EventWriter) -> Path | None:
         if bad.item() == 0:
             return path
         if found is not None:
-            events.write("note", text=f"warning: checkpoint {path.name} passed over: {found}")
+            events.write(Note(text=f"warning: checkpoint {path.name} passed over: {found}"))
     if candidates:
         raise ColotrainError(
             f"{folder}: none of {len(candidates)} checkpoints is intact ({damage(candidates[0])})",

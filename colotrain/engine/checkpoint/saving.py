@@ -50,6 +50,7 @@ from colotrain.engine.checkpoint.shard_file import (
 )
 from colotrain.engine.shm.shared_memory import available_bytes
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Checkpoint, CheckpointFailed, CheckpointStarted
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.plan import RunPlan
@@ -129,7 +130,7 @@ class Saver:
         save = self.current = self._new(pieces, manifest)
         if dist.get_rank() == 0:
             num_bytes = sum(piece.local.nbytes for piece in pieces)
-            self.events.write("checkpoint_started", step=manifest.step, bytes=num_bytes)
+            self.events.write(CheckpointStarted(step=manifest.step, bytes=num_bytes))
         background = background and self.plan.checkpoint.async_
         if not background or not self._make_room(save):
             self._write(save, self.beat)
@@ -273,11 +274,12 @@ class Saver:
         step, seconds = save.manifest.step, time.monotonic() - save.started
         if save.error is not None:
             shutil.rmtree(save.temporary, ignore_errors=True)
-            self.events.write("checkpoint_failed", step=step, error=save.error, seconds=seconds)
+            failed = CheckpointFailed(step=step, error=save.error, seconds=seconds)
+            self.events.write(failed)
             return
         stall_s = save.stall_s if save.thread else seconds
         self.events.write(
-            "checkpoint", step=step, path=str(save.final), seconds=seconds, stall_s=stall_s
+            Checkpoint(step=step, path=str(save.final), seconds=seconds, stall_s=stall_s)
         )
 
 

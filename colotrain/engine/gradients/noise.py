@@ -22,6 +22,7 @@ from torch import Tensor
 
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
+from colotrain.events.gradients import NoiseColumns
 
 
 class Norms:
@@ -86,14 +87,15 @@ def measure(
         estimate(n=n, samples=samples, whole=whole, squares=square, lengths=length)
         for whole, square, length in zip(wholes, squares, lengths, strict=True)
     ]
-    return {
-        "micro_batches": n,
-        "samples": samples,
-        "scale": found[-1][0],
-        "cosine": found[-1][1],
-        "scales": [scale for scale, _ in found[:-1]],
-        "cosines": [cosine for _, cosine in found[:-1]],
-    }
+    columns = NoiseColumns(
+        micro_batches=n,
+        samples=samples,
+        scale=found[-1][0],
+        cosine=found[-1][1],
+        scales=[scale for scale, _ in found[:-1]],
+        cosines=[cosine for _, cosine in found[:-1]],
+    )
+    return columns.fields()
 
 
 def estimate(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from colotrain.engine.gradients.gradients import GradientState, counted, read
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
+from colotrain.events.gradients import Gradients, Parameters
 
 LARGEST, ZEROS, NONFINITE, UPDATE, WEIGHT = range(5)
 DIGITS = 8
@@ -59,10 +59,10 @@ class Recorder:
             row[UPDATE] = torch.linalg.vector_norm(shard - old).square()
             row[WEIGHT] = torch.linalg.vector_norm(old).square()
 
-    def finish(self) -> dict[str, Any]:
-        """Return the `gradients` event, the same on every rank. All ranks must call."""
+    def finish(self, step: int) -> Gradients:
+        """Return the gradients of `step`, the same on every rank. All ranks must call."""
         assert self.columns is not None
-        return _event(self.state, _over_all_ranks(self.columns, self.state))
+        return _event(self.state, _over_all_ranks(self.columns, self.state), step)
 
 
 def _over_all_ranks(mine: Tensor, state: GradientState) -> Tensor:
@@ -75,36 +75,37 @@ def _over_all_ranks(mine: Tensor, state: GradientState) -> Tensor:
     return total
 
 
-def _event(state: GradientState, totals: Tensor) -> dict[str, Any]:
+def _event(state: GradientState, totals: Tensor, step: int) -> Gradients:
     views = list(read(state.sharded.module))
     rows = totals.tolist()
     sizes = [math.prod(view.shape) for view in views]
     changes = [math.sqrt(row[UPDATE] / row[WEIGHT]) if row[WEIGHT] > 0 else 0.0 for row in rows]
     pairs = list(zip(rows, sizes, strict=True))
-    return {
-        "global_norm": state.norm,
-        "clipped_to": state.norm * state.clip_ratio if state.clip_ratio < 1.0 else None,
-        "status": [view.status for view in views],
-        "reason": {view.name: view.reason for view in views if view.reason is not None},
-        "norm": [_short(view.norm) for view in views],
-        "rms": [_short(v.norm / math.sqrt(n or 1)) for v, n in zip(views, sizes, strict=True)],
-        "max_abs": [_short(row[LARGEST]) for row in rows],
-        "zero_fraction": [_short(row[ZEROS] / n) if n else 0.0 for row, n in pairs],
-        "nonfinite": [int(row[NONFINITE]) for row in rows],
-        "update_ratio": [_short(change) for change in changes],
-    }
+    return Gradients(
+        step=step,
+        global_norm=state.norm,
+        clipped_to=state.norm * state.clip_ratio if state.clip_ratio < 1.0 else None,
+        status=[view.status for view in views],
+        reason={view.name: view.reason for view in views if view.reason is not None},
+        norm=[_short(view.norm) for view in views],
+        rms=[_short(v.norm / math.sqrt(n or 1)) for v, n in zip(views, sizes, strict=True)],
+        max_abs=[_short(row[LARGEST]) for row in rows],
+        zero_fraction=[_short(row[ZEROS] / n) if n else 0.0 for row, n in pairs],
+        nonfinite=[int(row[NONFINITE]) for row in rows],
+        update_ratio=[_short(change) for change in changes],
+    )
 
 
 def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def describe_parameters(model: nn.Module) -> dict[str, Any]:
-    """Return the `parameters` event, which names the columns of `gradients` events."""
+def describe_parameters(model: nn.Module) -> Parameters:
+    """Return the parameters in the order of the columns of `Gradients`."""
     views = list(read(model))
-    return {
-        "names": [view.name for view in views],
-        "shapes": [list(view.shape) for view in views],
-        "dtypes": [str(view.dtype).removeprefix("torch.") for view in views],
-        "aliases": {view.name: list(view.aliases) for view in views if view.aliases},
-    }
+    return Parameters(
+        names=[view.name for view in views],
+        shapes=[list(view.shape) for view in views],
+        dtypes=[str(view.dtype).removeprefix("torch.") for view in views],
+        aliases={view.name: list(view.aliases) for view in views if view.aliases},
+    )

@@ -33,6 +33,7 @@ from colotrain.engine.sharding.fsdp_internals import is_being_gathered, is_on_on
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.shm.shared_parameters import SharedParameters
 from colotrain.errors import ColotrainError
+from colotrain.events.kinds import TierBytes
 from colotrain.rundir import RunDir
 from colotrain.spec.offload import (
     GroupBytes,
@@ -164,22 +165,20 @@ class Tiers:
             for size, placed in zip(self.sizes, self.placement.groups, strict=True)
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Return the fields of the `tiers` event."""
-        moved = moved_bytes(
-            self.sizes,
-            self.placement,
-            micro_batches=self.plan.batch.accumulation_steps,
-        )
+    def describe(self, step: int) -> TierBytes:
+        """Return where the bytes of this rank are after `step`."""
+        num = self.plan.batch.accumulation_steps
+        moved = moved_bytes(self.sizes, self.placement, micro_batches=num)
         budget = {k: v for k, v in asdict(self.budget).items() if k.endswith("_bytes")}
-        return {
-            "bytes": bytes_by_tier(self.sizes, self.placement),
-            "need": dict(self.placement.need),
-            "other": asdict(self.non_model),
-            "moved_bytes": moved,
-            "fits": self.placement.fits,
-            "budget": budget,
-        }
+        return TierBytes(
+            step=step,
+            bytes=bytes_by_tier(self.sizes, self.placement),
+            need={str(tier): need for tier, need in self.placement.need.items()},
+            other=asdict(self.non_model),
+            moved_bytes=moved,
+            fits=self.placement.fits,
+            budget=budget,
+        )
 
     # -- carrying out
 
