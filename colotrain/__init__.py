@@ -31,7 +31,6 @@ __all__ = ["gradients", "read_run", "resolve", "run"]
 
 def resolve(overrides: Sequence[str]) -> RunPlan:
     """Return the run plan of `overrides`; raise `ConfigError` with all problems."""
-    _refuse_while_imported()
     from colotrain.runs.resolving import plan_from
 
     return plan_from(overrides)

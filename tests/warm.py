@@ -238,13 +238,18 @@ def rehearse() -> None:
     """
     cli = importlib.import_module("colotrain.cli.main")
     resolving = importlib.import_module("colotrain.runs.resolving")
-    before = os.getcwd()
+    dependencies = importlib.import_module("colotrain.planner.dependencies")
+    before, environment = os.getcwd(), dict(os.environ)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         os.chdir(folder)
+        os.environ["COLOTRAIN_CACHE"] = folder
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             cli.guarded(["runs"])
             resolving.settle(["recipe=llm-tiny"])
         os.chdir(before)
+    os.environ.clear()
+    os.environ.update(environment)
+    dependencies._loaded_before.cache_clear()
     assert threading.active_count() == 1, "a fork would lack its threads"
 
 

@@ -15,7 +15,7 @@ from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
 from colotrain.runs.resolving import ResolvedConfig
 from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
-from colotrain.spec.plan import CheckpointPlan, RunPlan, TrainPlan
+from colotrain.spec.plan import CheckpointPlan, DataPlan, RunPlan, TrainPlan
 
 CATEGORIES = (
     "parameters",
@@ -95,7 +95,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
-    yield "evaluations", _evaluations(plan.train)
+    yield "evaluations", _evaluations(plan.train, plan.data)
     yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
 
 
@@ -107,22 +107,23 @@ def _steps(train: TrainPlan) -> str:
     return f"{train.max_steps:,}: {epochs}{rest}"
 
 
-def _evaluations(train: TrainPlan) -> str:
+def _evaluations(train: TrainPlan, data: DataPlan) -> str:
     steps = train.eval_steps
     if steps == 0:
         return "none (train.eval_steps=0)"
     first = "before the first step and " if train.eval_first else ""
-    often = f"{_interval(train.eval_every, train)}{first}after the last; "
-    if steps == "all":
-        return f"{often}all validation samples"
-    return f"{often}at most {steps} global batch{'es' if steps > 1 else ''} of validation samples"
+    often = f"{_interval(train.eval_every, train)}{first}after the last"
+    num = "all" if steps == "all" else f"at most {steps} global batch{'es' * (steps > 1)} of"
+    from_files = data.source != "target" and data.validation_fraction == 0
+    only = " of a validation file, if there is one" if from_files else ""
+    return f"{often}; {num} validation samples{only}"
 
 
 def _interval(every: float, train: TrainPlan) -> str:
     """Return text like `every 20 steps, `; empty if there is no interval."""
     if every != int(every):  # only an interval in epochs is no whole number of steps
         return f"every {every / train.epoch_steps:.4g} epochs ({every:.4g} steps), "
-    return f"every {every:.6g} steps, " if every else ""
+    return f"every {every:.6g} step{'s' * (every > 1)}, " if every else ""
 
 
 def _checkpoints(checkpoint: CheckpointPlan, train: TrainPlan) -> str:

@@ -55,7 +55,7 @@ def format_size(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format seconds as `85 ms`, `1.25 s`, `20 min`, `10.5 h`, `46.3 days`."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"

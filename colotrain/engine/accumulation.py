@@ -88,6 +88,7 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any]:
     """Return the summed loss of a micro-batch, its number of targets, and the output.
 
+    The output is None if all labels are masked: it was computed with made-up ones.
     `model(**batch)` returns the first two as a pair, or the mean loss (either alone, as `.loss` or
     `["loss"]`). A mean is multiplied by the number of targets: the output's `num_targets` if it has
     that, otherwise labels that are not -100 (without each row's first, if the model shifts them
@@ -105,13 +106,13 @@ def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any
             raise _wrong_output(output)
         own_count = own_count.to(loss_sum.device).reshape(())
         if no_targets:
-            return _nothing(loss_sum), own_count * 0, output
+            return _nothing(loss_sum), own_count * 0, None
         return loss_sum, own_count, output
     loss = loss_in(output)
     if not _is_scalar(loss):
         raise _wrong_output(output)
     if no_targets:
-        return _nothing(_exact(loss)), torch.zeros((), device=loss.device), output
+        return _nothing(_exact(loss)), torch.zeros((), device=loss.device), None
     if (own := count_in(output)) is not None:
         weight = torch.as_tensor(own).reshape(()).float().to(loss.device)
     else:

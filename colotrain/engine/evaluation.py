@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,17 +84,25 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
     assert total is not None
     for index in range(total):
         run.at("evaluation")
-        run.progress.at_micro_batch(index, of=total, calls=len(run.sharded.calls))
+        run.sharded.calls.clear()
+        run.progress.at_micro_batch(index, of=total, calls=0)
         at = divmod(index, num)
-        batch = to_device(data.micro_batch(*at), run.device)
-        loss, count, output = weighted_output(run.sharded.module, batch)
-        if not data.positions(*at):  # no sample is left: it ran because other ranks wait for it
+        batch, num_samples = to_device(data.micro_batch(*at), run.device), len(data.positions(*at))
+        with _uncompiled(run, num_samples < run.plan.batch.micro_batch):
+            loss, count, output = weighted_output(run.sharded.module, batch)
+        if not num_samples:  # none is left: the forward ran because other ranks wait for it
             continue
         sums += torch.stack([loss.double(), count.double()])
         for name, value, weight in metrics_in(output, count):
             before = metrics.get(name, (0.0, 0.0))
             metrics[name] = before[0] + value.item(), before[1] + weight.item()
     return sums, metrics
+
+
+def _uncompiled(run: Run, is_short: bool) -> AbstractContextManager[Any]:
+    """Run a short micro-batch as it is: a second shape would make compiled blocks dynamic."""
+    short = run.plan.train.compile and is_short
+    return torch.compiler.set_stance("force_eager") if short else nullcontext()
 
 
 def _over_all_ranks(metrics: Metrics) -> dict[str, float]:

@@ -144,6 +144,8 @@ def _val_interval(value: Any, flat: Flat) -> Answer:
 
 
 def _val_batches(value: Any, _: Flat) -> Answer:
+    if isinstance(value, float) and value == 0:  # a share, but of nothing
+        return taken("train.eval_steps", whole)(0, {})
     if isinstance(value, float) and value == 1:
         return taken("train.eval_steps", lambda _: "all")(value, {})
     if isinstance(value, float) and value < 1:

@@ -85,12 +85,9 @@ def check_resumable(plan: RunPlan, rundir: RunDir) -> None:
     for folder in (*complete(where), where):
         if plan.checkpoint.resume == "none" or not (folder / MANIFEST).is_file():
             continue
-        try:
-            manifest = read_manifest(folder)
-        except ColotrainError:  # it is damaged: an older one is used
-            continue
-        _check_manifest(plan, manifest, folder)
-        return
+        if damage(folder, read_all=False) is None:  # otherwise an older one is used
+            _check_manifest(plan, read_manifest(folder), folder)
+            return
 
 
 def _check_manifest(plan: RunPlan, manifest: Manifest, folder: Path) -> None:

@@ -76,6 +76,7 @@ def run(
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
+        checkpoints.check_resumable(plan, rundir)
         return detached.detach(plan, rundir, resolved.config, as_json=as_json)
     return train(plan, rundir, resolved.config, node=node, as_json=as_json, began_at=began_at)
 
@@ -119,6 +120,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
         check_fits(resolved)
     rundir = RunDir(RUNS / resolved.plan.name)
     naming.check_name(rundir, resolved.plan, resolved.config)
+    checkpoints.check_resumable(resolved.plan, rundir)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
     exit_code, cause = execute(
         resolved.plan, rundir, resolved.config, console=console, began_at=began_at

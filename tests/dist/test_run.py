@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from colotrain.errors import ConfigError
+from colotrain.runs.start import run_quietly
 from colotrain.spec.plugins import ROWS
 from tests.running import SMALL, Colotrain, losses, pid_of, wait_for_step
 
@@ -237,7 +239,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_kept_for_a_good_one(
     assert [path.name for path in rundir.checkpoints.iterdir()] == ["step-00000004"]
 
 
-def test_a_resume_that_is_refused_leaves_the_run_as_it_was(colotrain: Colotrain) -> None:
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
+    colotrain: Colotrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
     colotrain.run(*SMALL, "name=kept", "train.max_steps=3", "plugin=zero1")
     rundir = colotrain.rundir("kept")
     files = (rundir.plan_file, rundir.config_file, rundir.summary_file)
@@ -257,6 +261,13 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(colotrain: Colotrain)
         result = colotrain("resume", "kept", *settings)
         assert (result.code, said in result.err) == (2, True), result.err
         assert [file.read_bytes() for file in files] == before
+    elsewhere = [*SMALL, "name=new", "checkpoint.resume=runs/kept", "train.max_steps=2"]
+    result = colotrain("run", *elsewhere, "--detach")
+    assert (result.code, "expected at least 3" in result.err) == (2, True), result.err
+    monkeypatch.chdir(colotrain.cwd)
+    with pytest.raises(ConfigError, match="expected at least 3, the steps that "):
+        run_quietly(elsewhere, progress=False, force=False)
+    assert not colotrain.rundir("new").path.exists()
     assert colotrain.resume("kept", "train.max_steps=3")["steps"] == 3
     assert [e.kind for e in colotrain.events("kept")[began:]].count("step") == 0
     before = [file.read_bytes() for file in files]

@@ -64,6 +64,8 @@ def test_a_folder_gives_its_text_files_sorted_and_leaves_out_hidden_and_binary_o
         write(tmp_path / name, name)
     write(tmp_path / "image.png", b"\x89PNG\0\0\0")
     write(tmp_path / "tokens.bin", "abcd")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("nowhere")
 
     found = find_files(plan_of(tmp_path))
 

@@ -388,6 +388,9 @@ def test_epochs_stay_epochs() -> None:
     assert recipes.settings(half)["train.eval_every"] == "0.5ep"
     whole = recipes.findings({"trainer": {"limit_val_batches": 1.0}}, "lightning")
     assert recipes.settings(whole)["train.eval_steps"] == "all"
+    for none in (0, 0.0):
+        off = recipes.findings({"trainer": {"limit_val_batches": none}}, "lightning")
+        assert recipes.settings(off)["train.eval_steps"] == 0
     longer = {"trainer": trainer, "lr_scheduler": {**scheduler, "init_args": {"T_max": 20}}}
     asked = [f.key for f in recipes.findings(longer, "lightning") if f.outcome == "asked"]
     assert asked == ["lr_scheduler.init_args.T_max"]

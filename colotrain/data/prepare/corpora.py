@@ -216,8 +216,16 @@ def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[Cor
                 if entry.is_dir(follow_symlinks=False):
                     if name != "__pycache__" and name not in left_out:
                         below.append(f"{inner}{name}/")
-                elif not name.endswith(".bin") and entry.is_file():
+                elif not name.endswith(".bin") and _is_file(entry):
                     yield CorpusFile(name=inner + name, path=Path(entry.path))
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a file, or a link to one; a link to itself is neither, and no error."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
 
 
 def _is_text(path: Path) -> bool:

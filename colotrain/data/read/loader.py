@@ -83,7 +83,8 @@ def planned_order(
 def count_evaluated(samples: Samples, plan: RunPlan) -> int:
     """Number of positions that an evaluation reads: at most one pass over the validation samples.
 
-    Only a mixture repeats samples of small parts, to keep its shares. Raises `ConfigError` for all
+    Only a mixture repeats samples of small parts, to keep its shares, and a stream those of its
+    beginning, because its length is not known. Raises `ConfigError` for all
     samples of a stream.
     """
     steps, num = plan.train.eval_steps, len(samples)

@@ -28,6 +28,7 @@ from colotrain.engine.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     check_batch,
+    check_steps,
     complete,
     damage,
     read_manifest,
@@ -205,6 +206,7 @@ def restore(run: Run, path: Path) -> None:
     """
     manifest = read_manifest(path)
     check_batch(manifest, path, run.plan.batch.global_batch)
+    check_steps(manifest, path, run.plan.train)
     if run.rank == 0 and (changed := _other_samples(run, manifest)):
         text = (
             f"warning: {path.name} was made with another {', '.join(changed)}: the order of "
