@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -91,9 +92,12 @@ def test_a_plan_shows_when_it_evaluates_and_how_long_it_warms_up() -> None:
     shown = (
         "every 0.25 epochs (2.5 steps), before the first step and after the last; all validation"
     )
-    assert _evaluations(broken.train) == f"{shown} samples"
+    assert _evaluations(broken.train, broken.data) == f"{shown} samples"
     never = planned(640, ("train.eval_steps", 0))
-    assert _evaluations(never.train) == "none (train.eval_steps=0)"
+    assert _evaluations(never.train, never.data) == "none (train.eval_steps=0)"
+    unsplit = replace(never.data, source="path", validation_fraction=0.0)
+    shown = _evaluations(broken.train, unsplit)
+    assert shown.endswith("all validation samples of a validation file, if there is one")
 
 
 def test_a_warm_up_that_never_ends_is_told_by_the_key_that_was_set() -> None:
