@@ -26,6 +26,7 @@ from colotrain.cli.arguments import (
     written_to,
 )
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.show.symbols import TO_ASCII
 from colotrain.spec.exit_codes import INTERRUPTED
 
 app = typer.Typer(
@@ -364,7 +365,7 @@ def main() -> None:
     """Entry point: user errors are printed as one line each, bugs as tracebacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=TO_ASCII)
     code = guarded(sys.argv[1:])
     try:
         if sys.stdout is not None:

@@ -33,8 +33,6 @@ STATUS_STYLES = {
     "nonfinite": f"bold {VERMILLION}",
 }
 WEIGHT = ("nonfinite", "trained", "zero", "unused", "frozen")
-ASCII = str.maketrans("▁▂▃▄▅▆▇█◆·…→×│", "._-:=+*#@.~>x|")
-"""Translation of the symbols for outputs without Unicode."""
 
 T = TypeVar("T")
 Pairs = Sequence[tuple[int, float]]

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.show import panes
-from colotrain.show.charts import ASCII
 from colotrain.show.frame import FOCI, Focus, FrameState
 from colotrain.show.panes import Pane
+from colotrain.show.symbols import ASCII
 
 NARROW, WIDE = 72, 140
 KEYS = "  ".join(f"{number} {focus}" for number, focus in enumerate(FOCI, 1)) + "  tab next"
