@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_devi
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.evaluation import evaluate
 from colotrain.engine.gradients import gradients, noise
-from colotrain.engine.gradients.nonfinite import locate
+from colotrain.engine.gradients.nonfinite import describe, locate
 from colotrain.engine.gradients.statistics import Recorder
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
@@ -249,10 +248,10 @@ def handle_nonfinite(run: Run, result: StepResult) -> None:
     with again(run, phase="search for the first value that is not finite") as batches:
         origin = locate(run.gradients, batches, ids, step=run.step + 1, nominal=run.nominal_targets)
     gradients.clear_(run.sharded.module)
-    where = f"it began in {origin}" if origin else "a second pass was clean"
+    where = f"it began in {describe(origin)}" if origin else "a second pass was clean"
     problem = f"step {run.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; {where}"
     if run.rank == 0:
-        run.events.write(Nonfinite(**(asdict(origin) if origin else {"step": run.step + 1})))
+        run.events.write(origin or Nonfinite(step=run.step + 1))
         run.events.write(Note(text=problem))
     run.must_roll_back = run.plan.train.on_nonfinite == "rollback"
     if run.plan.train.on_nonfinite == "stop":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from colotrain.engine.gradients.nonfinite import describe
+from colotrain.events.kinds import Nonfinite
 from tests.running import Colotrain
 
 # Two ranks, four micro-batches a step; the data's `index` tells a model where it is.
@@ -156,3 +159,14 @@ def test_the_second_pass_meets_the_random_numbers_of_the_first(colotrain: Colotr
     assert result.code == 1
     error = next(line for line in result.err.splitlines() if line.startswith("error:"))
     assert "it began in forward of micro-batch" in error
+
+
+def test_the_error_names_phase_place_and_samples() -> None:
+    where = Nonfinite(step=5, rank=1, micro_batch=3, phase="forward", module="", samples=[7, 8])
+    text = "forward of micro-batch 3 on rank 1, module (the model itself), samples [7, 8]"
+    assert describe(where) == text
+    assert describe(replace(where, input="x")) == f"{text}, whose x is not finite itself"
+    summed = replace(where, phase="reduce", module="a", parameter="a.weight", samples=[*range(9)])
+    assert describe(summed) == (
+        "reduce of micro-batch 3 on rank 1, parameter a.weight, samples [0, 1, 2, 3, 4, 5, 6, 7]"
+    )

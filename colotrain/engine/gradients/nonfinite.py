@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,33 +17,20 @@ from torch import Tensor, nn
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
 from colotrain.engine.sharding.sharded_model import local_shard
+from colotrain.events.kinds import Nonfinite
 
 PHASES = ("forward", "backward", "reduce")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Place of the first value that is not finite."""
-
-    step: int
-    rank: int
-    micro_batch: int
-    """Number of the micro-batch in the step, from 1."""
-    phase: str
-    module: str | None
-    parameter: str | None
-    samples: tuple[int, ...]
-    """Samples of that micro-batch with values that are not finite, or else all of them."""
-    input: str | None = None
-    """Name of the batch's tensor that is not finite itself."""
-
-    def __str__(self) -> str:
-        where = f"{self.phase} of micro-batch {self.micro_batch} on rank {self.rank}"
-        names = [f"module {self.module or '(the model itself)'}"] if self.phase != "reduce" else []
-        names += [f"parameter {self.parameter}"] if self.parameter else []
-        samples = f"samples {list(self.samples)[:8]}"
-        samples += f", whose {self.input} is not finite itself" if self.input else ""
-        return ", ".join([where, *names, samples])
+def describe(origin: Nonfinite) -> str:
+    """Return text like `backward of micro-batch 3 on rank 1, module mlp, samples [75]`."""
+    where = f"{origin.phase} of micro-batch {origin.micro_batch} on rank {origin.rank}"
+    has_module = origin.phase != "reduce"
+    names = [f"module {origin.module or '(the model itself)'}"] if has_module else []
+    names += [f"parameter {origin.parameter}"] if origin.parameter else []
+    samples = f"samples {(origin.samples or [])[:8]}"
+    samples += f", whose {origin.input} is not finite itself" if origin.input else ""
+    return ", ".join([where, *names, samples])
 
 
 class NonfiniteHooks:
@@ -101,7 +87,7 @@ def locate(
     *,
     step: int,
     nominal: float,
-) -> Origin | None:
+) -> Nonfinite | None:
     """Run the step's micro-batches again and return where the first non-finite value appeared.
 
     All ranks must call, and all get the same result; None where the second pass was clean (a
@@ -122,27 +108,29 @@ def locate(
         micro_batch, phase, module, parameter = watch.found
         bad, of_batch = seen[micro_batch - 1], ids[micro_batch - 1]
         rows = sorted({row for rows in bad.values() for row in rows})
-        mine = Origin(
+        mine = Nonfinite(
             step=step,
             rank=dist.get_rank(),
             micro_batch=micro_batch,
             phase=phase,
             module=module,
             parameter=parameter,
-            samples=tuple(of_batch[row] for row in rows) or tuple(of_batch),
+            samples=[of_batch[row] for row in rows] or list(of_batch),
             input=next(iter(bad), None),
         )
     return _first_of_all_ranks(mine) or _after_reduction(state, ids, step)
 
 
-def _first_of_all_ranks(mine: Origin | None) -> Origin | None:
-    everyone: list[dict[str, Any] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, None if mine is None else asdict(mine))
-    found = [Origin(**origin) for origin in everyone if origin is not None]
-    return min(found, key=lambda o: (o.micro_batch, PHASES.index(o.phase), o.rank), default=None)
+def _first_of_all_ranks(mine: Nonfinite | None) -> Nonfinite | None:
+    everyone: list[Nonfinite | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found = [origin for origin in everyone if origin is not None]
+    return min(
+        found, key=lambda o: (o.micro_batch or 0, PHASES.index(o.phase), o.rank or 0), default=None
+    )
 
 
-def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> Origin | None:
+def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> Nonfinite | None:
     """Return the origin for gradients that were finite on every rank and overflowed when summed."""
     bad = [
         name
@@ -151,14 +139,14 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> O
     ]
     if not bad:
         return _first_of_all_ranks(None)
-    own = Origin(
+    own = Nonfinite(
         step=step,
         rank=dist.get_rank(),
         micro_batch=len(ids),
         phase="reduce",
         module=bad[0].rpartition(".")[0],
         parameter=bad[0],
-        samples=tuple(i for batch in ids for i in batch),
+        samples=[i for batch in ids for i in batch],
     )
     return _first_of_all_ranks(own)
 
