@@ -81,7 +81,19 @@ def folders(rundir: RunDir) -> list[Path]:
 
 def check_resumable(plan: RunPlan, rundir: RunDir) -> None:
     """Raise the `ConfigError` with which the ranks would refuse to resume what is saved."""
-    where = where_to_resume(plan, rundir)
+    _check(plan, where_to_resume(plan, rundir))
+
+
+def check_named(plan: RunPlan, rundir: RunDir, *, overwrite: bool) -> None:
+    """Do the same for `checkpoint.resume=PATH`, before an older run of the name is looked at.
+
+    `overwrite`: whether that run will be set aside, so that its own checkpoints do not count.
+    """
+    if plan.checkpoint.resume != "auto":
+        _check(plan, where_to_resume(plan, rundir, own=not overwrite))
+
+
+def _check(plan: RunPlan, where: Path) -> None:
     for folder in (*complete(where), where):
         if plan.checkpoint.resume == "none" or not (folder / MANIFEST).is_file():
             continue

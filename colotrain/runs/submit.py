@@ -11,7 +11,7 @@ from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import UsageError
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
-from colotrain.runs import trust
+from colotrain.runs import checkpoints, trust
 from colotrain.runs.naming import check_job, check_name
 from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, settle
 from colotrain.runs.sweep import Element, elements_of, named, write_sweep
@@ -38,6 +38,7 @@ def submit(
         check_fits(resolved)
     plan = resolved.plan
     rundir = RunDir(RUNS / plan.name)
+    checkpoints.check_named(plan, rundir, overwrite=overwrite)
     slurm = section(resolved.config)
     job = job_of([rundir], plan, slurm, name=plan.name, logs=rundir.logs, cwd=Path.cwd())
     script = render(job, slurm)
@@ -86,10 +87,12 @@ def submit_sweep(
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
     check_one_section(configs)
     print_notes(*configs, warnings=True)
-    for element, resolved in zip(elements, configs, strict=True) if not force else ():
-        with named(element):
-            check_fits(resolved)
     rundirs = [RunDir(RUNS / plan.name) for plan in plans]
+    for element, resolved, rundir in zip(elements, configs, rundirs, strict=True):
+        with named(element):
+            if not force:
+                check_fits(resolved)
+            checkpoints.check_named(resolved.plan, rundir, overwrite=overwrite)
     folder, slurm = RunDir(RUNS / elements[0].sweep), section(configs[0].config)
     cwd = Path.cwd()
     job = job_of(rundirs, plans[0], slurm, name=folder.name, logs=folder.logs, cwd=cwd)

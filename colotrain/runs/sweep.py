@@ -96,6 +96,7 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
 
     Returns 1 if a run failed; a stop ends the sweep with the exit code of the stopped run.
     """
+    from colotrain.runs.checkpoints import check_named
     from colotrain.runs.naming import check_name
     from colotrain.runs.resolving import settle
     from colotrain.runs.start import run
@@ -105,8 +106,10 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
     for element in elements:  # all are checked before the first one runs
         with named(element):
             made = settle(element.overrides)
+            rundir = RunDir(RUNS / made.plan.name)
             if not overwrite:
-                check_name(RunDir(RUNS / made.plan.name), made.plan, made.config)
+                check_name(rundir, made.plan, made.config)
+            check_named(made.plan, rundir, overwrite=overwrite)
     write_sweep(RunDir(RUNS / elements[0].sweep), elements)
     codes: dict[str, int] = {}
     for element in elements:

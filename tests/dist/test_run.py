@@ -264,6 +264,16 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
     elsewhere = [*SMALL, "name=new", "checkpoint.resume=runs/kept", "train.max_steps=2"]
     result = colotrain("run", *elsewhere, "--detach")
     assert (result.code, "expected at least 3" in result.err) == (2, True), result.err
+    job = ("submit", *elsewhere[:-1], "cluster=slurm", "cluster.procs_per_node=1", "--dry-run")
+    result = colotrain(*job, "train.max_steps=2")
+    problems = [line for line in result.err.splitlines() if line.startswith("error")]
+    assert (result.code, result.out, len(problems)) == (2, "", 1), result.err
+    assert "train.max_steps=2: expected at least 3, the steps that " in problems[0]
+    for verb in (job, ("run", *elsewhere[:-1])):
+        result = colotrain(*verb, "--sweep", "train.max_steps=3,2")
+        assert (result.code, result.out) == (2, ""), result.err
+        assert "error: with train.max_steps=2: train.max_steps=2: expected at" in result.err
+    assert colotrain(*job, "train.max_steps=3").code == 0
     monkeypatch.chdir(colotrain.cwd)
     with pytest.raises(ConfigError, match="expected at least 3, the steps that "):
         run_quietly(elsewhere, progress=False, force=False)

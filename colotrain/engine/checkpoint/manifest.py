@@ -146,10 +146,13 @@ def complete(folder: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def where_to_resume(plan: RunPlan, rundir: RunDir) -> Path:
-    """Return the folder of the run's own checkpoints or, without any, of those the plan names."""
+def where_to_resume(plan: RunPlan, rundir: RunDir, *, own: bool = True) -> Path:
+    """Return the folder of the run's own checkpoints or, without any, of those the plan names.
+
+    `own`: whether checkpoints that the run has already count.
+    """
     asked = plan.checkpoint.resume
-    if asked in ("auto", "none") or complete(rundir.checkpoints):
+    if asked in ("auto", "none") or (own and complete(rundir.checkpoints)):
         return rundir.checkpoints
     inside = Path(asked) / "checkpoints"
     return inside if inside.is_dir() else Path(asked)
