@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 
 from colotrain.events.fold import follow
-from colotrain.events.liveness import find, state
+from colotrain.events.liveness import Launcher, find, is_running, launcher_of, state
+from colotrain.events.view import ENDED
 from colotrain.rundir import RUNS, RunDir
 from colotrain.schedulers.queue import job_log
 from colotrain.show.console import print_json
-from colotrain.show.logs import Lines, sources
+from colotrain.show.logs import LAUNCHERS, Lines, sources
 
 POLL_S = 0.5
+LAST_LINES_S = 30.0
+"""Seconds to wait after a run's end for its launcher's last lines: trackers may take 20 s."""
 
 
 def _has_logs(rundir: RunDir) -> bool:
@@ -41,10 +45,17 @@ def logs(
         print(line)
     if not found and not follows:
         print(f"{rundir.name}: nothing was printed yet", file=sys.stderr)
+    launcher, deadline = launcher_of(rundir), math.inf
     while follows:
-        ended = state(rundir, follow(rundir, ranks={0})) not in ("starting", "running")
-        if ended:
-            time.sleep(POLL_S)  # the launcher prints how the run ended after its last event
+        launcher = launcher_of(rundir) or launcher
+        now = state(rundir, follow(rundir, ranks={0}))
+        if now in ENDED and not LAUNCHERS.isdisjoint(found) and _may_print(rundir, launcher):
+            deadline = min(deadline, time.monotonic() + LAST_LINES_S)
+            is_over = time.monotonic() > deadline
+        else:
+            deadline, is_over = math.inf, now not in ("starting", "running")
+        if is_over:
+            time.sleep(POLL_S)  # what the launcher printed last may not be in the file yet
         for source in sources(rundir, job_log=job_log(rundir), rank=rank):
             known = found.get(source.name)
             if known is None or known.source != source:
@@ -52,7 +63,15 @@ def logs(
         for reader in found.values():
             for line in reader.more():
                 print(line, flush=True)
-        if ended:
+        if is_over:
             return 0
         time.sleep(POLL_S)
     return 0
+
+
+def _may_print(rundir: RunDir, launcher: Launcher | None) -> bool:
+    """Whether the launcher still exists or, if it is on another host, still has the run."""
+    if launcher is None:
+        return False
+    found = is_running(launcher)
+    return launcher_of(rundir) == launcher if found is None else found

@@ -82,13 +82,16 @@ def is_alive(rundir: RunDir) -> bool | None:
     It cannot be told if the launcher ran on another host, in another container or before a reboot.
     """
     holder = launcher_of(rundir)
-    if holder is None:
-        return False
+    return False if holder is None else is_running(holder)
+
+
+def is_running(launcher: Launcher) -> bool | None:
+    """Whether the process exists, also after it has released its run; None as for `is_alive`."""
     here = _identity(os.getpid())
-    if any(getattr(holder, name) != getattr(here, name) for name in _PLACE):
+    if any(getattr(launcher, name) != getattr(here, name) for name in _PLACE):
         return None
-    start_time = _start_time(holder.pid)
-    return start_time in (_UNKNOWN, holder.start_time)
+    start_time = _start_time(launcher.pid)
+    return start_time in (_UNKNOWN, launcher.start_time)
 
 
 def state(rundir: RunDir, view: RunView) -> str:

@@ -11,6 +11,9 @@ from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean
 
+LAUNCHER, JOB = "launcher", "job"
+LAUNCHERS = {LAUNCHER, JOB}
+"""Names of the logs in which a launcher's output is."""
 READ_BYTES = 1 << 20
 """Maximum number of bytes read from one file at once."""
 
@@ -46,9 +49,9 @@ def sources(
         launched_at = max((e.t for e in events if e.kind == LaunchStarted.KIND), default=0.0)
         printed = rundir.launcher_log
         if printed.is_file() and printed.stat().st_mtime >= launched_at:
-            found.append(Source(name="launcher", path=printed))
+            found.append(Source(name=LAUNCHER, path=printed))
         if job_log is not None and job_log.is_file():
-            found.append(Source(name="job", path=job_log))
+            found.append(Source(name=JOB, path=job_log))
     return found
 
 
