@@ -156,7 +156,7 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     run.stop_reason = run.reason_to_stop()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
-    short, due = run.tiers is not None and run.tiers.exceeds_budget(), run.saver.is_due()
+    short, due = run.tiers is not None and run.tiers.policy.exceeds_budget(), run.saver.is_due()
     flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
     took_s = run.progress.elapsed_s()
     requests = torch.tensor([*flags, order, order * order, took_s], dtype=torch.float64)
@@ -196,7 +196,7 @@ def update_placement_(run: Run) -> None:
     """
     assert run.tiers is not None
     run.phase = "placement"
-    first = not run.tiers.measured
+    first = not run.tiers.policy.measured
     run.saver.before_update()  # the save may read from tensors that move
     try:
         changed = run.tiers.update_placement(run.optimizer)
@@ -208,8 +208,8 @@ def update_placement_(run: Run) -> None:
     if run.rank != 0:
         return
     if changed or first:
-        run.events.write(run.tiers.describe(run.step))
-    if run.tiers.cannot_offload_more:
+        run.events.write(run.tiers.policy.describe(run.step))
+    if run.tiers.policy.cannot_offload_more:
         text = "plugin.budget is exceeded, and nothing is left that could go to a lower tier"
         run.events.write(Note(text=f"step {run.step + 1}: {text}"))
 

@@ -230,7 +230,7 @@ def prepare(
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, groups, plan, state_ratio(plan.optim))
         tiers = Tiers(plan, rundir, sizes, estimate_non_model_bytes(plan, sizes))
-    offloads = tiers.offloads if tiers else lambda index: False
+    offloads = tiers.policy.offloads if tiers else lambda index: False
     sharded = shard_(model, plan, mesh, groups, offloads=offloads)
     transport = install(sharded)
     alone = plan.plugin.dp_shard == 1
@@ -391,7 +391,7 @@ def announce(run: Run, attempt: int) -> None:
     if run.rank == 0:
         run.events.write(describe_parameters(run.sharded.module))
         if run.tiers is not None:
-            run.events.write(run.tiers.describe(run.step))
+            run.events.write(run.tiers.policy.describe(run.step))
 
 
 def announce_peak(events: EventWriter, plan: RunPlan, device: torch.device) -> None:
