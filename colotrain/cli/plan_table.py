@@ -13,9 +13,10 @@ from rich.text import Text
 
 from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
+from colotrain.planner.durations import evaluation_s
 from colotrain.runs.resolving import ResolvedConfig
 from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
-from colotrain.spec.plan import CheckpointPlan, DataPlan, RunPlan, TrainPlan
+from colotrain.spec.plan import CheckpointPlan, RunPlan, TrainPlan
 
 CATEGORIES = (
     "parameters",
@@ -95,7 +96,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
-    yield "evaluations", _evaluations(plan.train, plan.data)
+    yield "evaluations", _evaluations(plan)
     yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
 
 
@@ -107,16 +108,30 @@ def _steps(train: TrainPlan) -> str:
     return f"{train.max_steps:,}: {epochs}{rest}"
 
 
-def _evaluations(train: TrainPlan, data: DataPlan) -> str:
+def _evaluations(plan: RunPlan) -> str:
+    train, data, held = plan.train, plan.data, plan.train.num_validation
     steps = train.eval_steps
     if steps == 0:
         return "none (train.eval_steps=0)"
+    if held == 0:
+        return "none: the data has no validation samples"
     first = "before the first step and " if train.eval_first else ""
     often = f"{_interval(train.eval_every, train)}{first}after the last"
     num = "all" if steps == "all" else f"at most {steps} global batch{'es' * (steps > 1)} of"
     from_files = data.source != "target" and data.validation_fraction == 0
-    only = " of a validation file, if there is one" if from_files else ""
-    return f"{often}; {num} validation samples{only}"
+    only = " of a validation file, if there is one" if from_files and held is None else ""
+    return f"{often}; {num} validation samples{only}{_of_all(plan)}"
+
+
+def _of_all(plan: RunPlan) -> str:
+    """Return number and predicted time of `train.eval_steps=all`, or why they are not known."""
+    if plan.train.eval_steps != "all":
+        return ""
+    if plan.train.num_validation is None:
+        return ": how many, and so how long, is known once the data is prepared"
+    seconds = evaluation_s(plan.train, plan.batch, plan.time)
+    time = f", predicted to take {format_seconds(seconds)}" if seconds else ""
+    return f": {plan.train.num_validation:,}{time}"
 
 
 def _interval(every: float, train: TrainPlan) -> str:

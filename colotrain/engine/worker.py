@@ -307,10 +307,10 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
     """Return the micro-batches of a split; None where there is no validation split."""
     with seeded(plan.train.seed):  # a builder that shuffles must do so alike in each call
         samples = open_samples(plan.data, split)
+    end = count_evaluated(samples, plan) or None if split == "validation" else None
     if split == "validation" and len(samples) == 0:
         return None
     order, seed = planned_order(samples, plan, split), planned_draw_seed(samples, plan)
-    end = count_evaluated(samples, plan) or None if split == "validation" else None
     loader = BatchLoader(samples, order, plan.batch, rank=rank, draw_seed=seed, end=end)
     return read_ahead(loader, plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from colotrain.config.sizes import format_seconds
@@ -15,24 +16,27 @@ FORWARD_SHARE = 1 / 3
 """Forward's share of a step's computation: backward takes twice as long as forward."""
 
 
-def evaluation_s(train: TrainPlan, time: Prediction) -> float:
+def evaluation_s(train: TrainPlan, batch: BatchPlan, time: Prediction) -> float:
     """Predicted seconds of an evaluation; 0.0 where nothing is known."""
-    if train.eval_steps == "all":  # validation samples are not counted for a plan
-        return 0.0
-    return train.eval_steps * time.step_s * FORWARD_SHARE
+    num, steps = train.num_validation, train.eval_steps
+    asked = math.inf if steps == "all" else float(steps)
+    if num is not None:
+        micro_batches = math.ceil(num / (batch.data_parallel * batch.micro_batch))
+        asked = min(asked, micro_batches / batch.accumulation_steps)
+    return asked * time.step_s * FORWARD_SHARE if asked < math.inf else 0.0
 
 
-def evaluates_first(train: TrainPlan, time: Prediction) -> bool:
+def evaluates_first(train: TrainPlan, batch: BatchPlan, time: Prediction) -> bool:
     """Whether to evaluate before the first step, which is skipped where it would take long."""
-    return evaluation_s(train, time) < LONG_EVALUATION_S
+    return evaluation_s(train, batch, time) < LONG_EVALUATION_S
 
 
 def warn_of_durations(train: TrainPlan, batch: BatchPlan, time: Prediction) -> Iterator[str]:
     """Warnings about long steps and evaluations, with settings that shorten them."""
     if time.step_s >= LONG_STEP_S:
         yield f"a step is predicted to take {format_seconds(time.step_s)}{_shorter(batch, time)}"
-    if not evaluates_first(train, time):
-        whole_s = evaluation_s(train, time)
+    if not evaluates_first(train, batch, time):
+        whole_s = evaluation_s(train, batch, time)
         yield (
             f"train.eval_steps={train.eval_steps}: an evaluation is predicted to take "
             f"{format_seconds(whole_s)}, and is left out before the first step; "

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
 from colotrain.config.schema import Config, Data, Freeze, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
+from colotrain.planner.advise import Traces
 from colotrain.planner.scale import touches
-from colotrain.spec.plan import FreezePlan, ModelPlan, ParameterCounts
-from colotrain.spec.survey import Survey
+from colotrain.spec.plan import (
+    DataPlan,
+    FreezePlan,
+    ModelPlan,
+    ParameterCounts,
+    Recompute,
+    TrainPlan,
+)
+from colotrain.spec.survey import Survey, Trace
 
 SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
+TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int], Trace | None]
+"""(model, freezing, data, precision, checkpointing, device, samples) → trace of a micro-batch."""
 
 
 def survey_model(
@@ -145,3 +156,24 @@ def count(survey: Survey) -> ParameterCounts:
     total = sum(p.numel for p in survey.parameters)
     frozen = sum(p.numel for p in survey.parameters if p.frozen_by is not None)
     return ParameterCounts(total=total, trainable=total - frozen, frozen=frozen)
+
+
+def traces_of(
+    trace: TraceModel | None,
+    model: ModelPlan,
+    freeze: FreezePlan,
+    data: DataPlan,
+    train: TrainPlan,
+    device: str,
+) -> Traces:
+    """Function that traces the model after all scheduled unfreezing; results are cached."""
+    thawed = tuple(glob for globs in freeze.unfreeze.values() for glob in globs)
+    at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
+
+    @functools.cache
+    def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
+        if trace is None:
+            return None
+        return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)
+
+    return traces

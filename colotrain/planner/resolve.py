@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +15,21 @@ from colotrain.config.data import data_plan
 from colotrain.config.hints import hinted
 from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
 from colotrain.errors import ConfigError, Problem
-from colotrain.planner.advise import SearchSpace, Traces
+from colotrain.planner.advise import SearchSpace
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
+from colotrain.planner.evaluations import CountValidation, num_validation
 from colotrain.planner.fix_hints import memory_warnings, verdicts
 from colotrain.planner.machine import Machine
-from colotrain.planner.model import SurveyModel, at_peak, count, survey_model, warn_of_length
+from colotrain.planner.model import (
+    SurveyModel,
+    TraceModel,
+    at_peak,
+    count,
+    survey_model,
+    traces_of,
+    warn_of_length,
+)
 from colotrain.planner.plugin import (
     PlanningContext,
     check_override_names,
@@ -43,16 +52,11 @@ from colotrain.spec.plan import (
     ModelPlan,
     ObservePlan,
     OptimPlan,
-    Recompute,
     RulePlan,
     RunPlan,
     TrainPlan,
 )
 from colotrain.spec.resizing import reachable
-from colotrain.spec.survey import Trace
-
-TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int], Trace | None]
-"""(model, freezing, data, precision, checkpointing, device, samples) → trace of a micro-batch."""
 
 
 def resolve(
@@ -64,16 +68,17 @@ def resolve(
     found: Sequence[Problem] = (),
     trace: TraceModel | None = None,
     samples: CountSamples | None = None,
+    validation: CountValidation | None = None,
     hints: bool = True,
     smoke: bool = False,
 ) -> tuple[RunPlan, PlanningContext]:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
     `survey` examines the model, `trace` traces a micro-batch (without it, activations and time are
-    left out), `samples` counts the training samples. `found` are problems of composing `config`,
-    which are reported with the new ones. The returned `PlanningContext` can evaluate alternatives
-    to the plan. Without `hints` there are no warnings about memory, and for a `smoke` run none
-    about its length.
+    left out), `samples` and `validation` count the samples of the splits. `found` are problems of
+    composing `config`, which are reported with the new ones. The returned `PlanningContext` can
+    evaluate alternatives to the plan. Without `hints` there are no warnings about memory, and for a
+    `smoke` run none about its length.
     """
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)
@@ -97,10 +102,17 @@ def resolve(
     if problems or surveyed is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
     again = functools.partial(
-        resolve, survey=survey, machine=machine, trace=trace, samples=samples, hints=False
+        resolve,
+        survey=survey,
+        machine=machine,
+        trace=trace,
+        samples=samples,
+        validation=validation,
+        hints=False,
     )
     steps = in_steps(settings, data, global_batch=batch.global_batch, count=samples)
-    optim, train = _optim(settings.optim, steps), _train(settings.train, steps)
+    held = num_validation(settings, data, count=validation)
+    optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
     at_most = at_peak(surveyed, freeze)
@@ -108,7 +120,7 @@ def resolve(
         scale=scale,
         search_space=SearchSpace(
             survey=at_most,
-            traces=_traces(trace, model, freeze, data, train, scale.device),
+            traces=traces_of(trace, model, freeze, data, train, scale.device),
             hardware=timed_hardware(settings, scale, machine) if trace else None,
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
@@ -134,7 +146,9 @@ def resolve(
         model=model,
         data=data,
         batch=batch_plan,
-        train=dataclasses.replace(train, eval_first=evaluates_first(train, option.time)),
+        train=dataclasses.replace(
+            train, eval_first=evaluates_first(train, batch_plan, option.time)
+        ),
         optim=optim,
         freeze=dataclasses.replace(freeze, matched=surveyed.matched),
         cluster=_cluster(scale, machine),
@@ -159,27 +173,6 @@ def resolve(
         warnings = (*plan.warnings, *memory_warnings(context, plan))
         plan = dataclasses.replace(plan, warnings=warnings)
     return plan, context
-
-
-def _traces(
-    trace: TraceModel | None,
-    model: ModelPlan,
-    freeze: FreezePlan,
-    data: DataPlan,
-    train: TrainPlan,
-    device: str,
-) -> Traces:
-    """Function that traces the model after all scheduled unfreezing; results are cached."""
-    thawed = tuple(glob for globs in freeze.unfreeze.values() for glob in globs)
-    at_most = dataclasses.replace(freeze, exceptions=(*freeze.exceptions, *thawed), unfreeze={})
-
-    @functools.cache
-    def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
-        if trace is None:
-            return None
-        return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)
-
-    return traces
 
 
 def _may_hide_the_model(problems: Sequence[Problem]) -> bool:
@@ -229,7 +222,7 @@ def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
     )
 
 
-def _train(train: Train, steps: Steps) -> TrainPlan:
+def _train(train: Train, steps: Steps, num_validation: int | None) -> TrainPlan:
     return TrainPlan(
         max_steps=steps.max_steps,
         seed=train.seed,
@@ -245,6 +238,7 @@ def _train(train: Train, steps: Steps) -> TrainPlan:
         epochs=train.epochs,
         epoch_steps=steps.per_epoch,
         last_batch=train.last_batch,
+        num_validation=num_validation,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from colotrain import host
 from colotrain.config.checks import split_address
 from colotrain.config.sizes import format_size
+from colotrain.data.prepare.prepared import Split
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.compiler import postpone_compiler
 from colotrain.launch.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
@@ -159,6 +160,7 @@ def _resolve(
             found=found,
             trace=surveys.trace,
             samples=surveys.count,
+            validation=surveys.count_validation,
             smoke=smoke,
         )
 
@@ -195,18 +197,26 @@ class ModelSurveys:
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
         return result.trace
 
-    def count(self, data: DataPlan, seed: int) -> int:
-        """Return the number of training samples; untokenized data is tokenized, with progress."""
+    def count(self, data: DataPlan, seed: int, split: Split = "train") -> int:
+        """Return the number of a split's samples; untokenized data is tokenized, with progress."""
         from colotrain.data.prepare.tokens import prepare_all
         from colotrain.show.progress import preparation
 
-        key = repr((data, seed))
+        key = repr((data, seed, split))
         if key not in self.counted:
             if data.source != "target":
                 with preparation(stderr_console()) as progress:
                     prepare_all(data, progress=progress)
-            self.counted[key], _ = self._call("count_samples", data, seed)
+            self.counted[key], _ = self._call("count_samples", data, seed, split)
         return self.counted[key]
+
+    def count_validation(self, data: DataPlan, seed: int, *, prepare: bool) -> int | None:
+        """Return the number of validation samples; None if data has to be prepared and may not."""
+        from colotrain.data.prepare.tokens import is_prepared
+
+        if data.source != "target" and not prepare and not is_prepared(data):
+            return None
+        return self.count(data, seed, "validation")
 
     def _call(self, function: str, *args: Any) -> Any:
         if is_warm() and SURVEY not in sys.modules:

@@ -109,3 +109,16 @@ def too_few(samples: int, global_batch: int) -> Problem:
     expected = f"at most {samples}, the training samples, under train.last_batch=drop"
     fix = "lower it, or set train.last_batch=fill"
     return Problem(key="train.global_batch", value=global_batch, expected=expected, fix=fix)
+
+
+def endless_evaluation() -> Problem:
+    """The problem of evaluating all samples of a stream."""
+    expected = "a number: the length of a stream is not known"
+    return Problem(key="train.eval_steps", value="all", expected=expected, fix="for example 8")
+
+
+def no_best(metric: str, fraction: float) -> Problem:
+    """The problem of keeping the best evaluation's checkpoint of a run that never evaluates."""
+    expected = f"null: data.validation_fraction={fraction:g} leaves no validation samples"
+    fix = "raise it, give validation data of its own (docs/data.md), or remove checkpoint.best"
+    return Problem(key="checkpoint.best.metric", value=metric, expected=expected, fix=fix)

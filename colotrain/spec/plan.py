@@ -171,6 +171,9 @@ class TrainPlan:
     epoch_steps: float = 0.0
     """Steps per epoch; 0: not computed, because no setting is in epochs."""
     last_batch: Literal["fill", "drop"] = "fill"
+    num_validation: int | None = None
+    """Number of validation samples; None: not counted, as nothing needed it or the data was not
+    prepared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -19,9 +20,10 @@ import pytest
 
 from colotrain.data.prepare import cache as cache_module
 from colotrain.data.prepare.cache import cache_folder
-from colotrain.data.prepare.tokens import Prepared, prepare
+from colotrain.data.prepare.tokens import Prepared, is_prepared, prepare, prepare_all
 from colotrain.errors import ColotrainError
-from colotrain.spec.plan import DataPlan
+from colotrain.spec.plan import DataPlan, PartPlan
+from tests.formats import write_jsonl
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -354,3 +356,28 @@ def test_equal_data_under_two_paths_is_prepared_once(
         thread.join(60)
     assert len(written) == 1
     assert len(found) == 2
+
+
+def test_prepared_is_what_can_be_opened_without_reading_it(
+    corpus: Path, tmp_path: Path, cache: Path
+) -> None:
+    records = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(40)])
+    tokens = tmp_path / "train.bin"
+    tokens.write_bytes(bytes(1000))
+    for plan in (plan_of(corpus), plan_of(records), plan_of(tokens)):
+        assert not is_prepared(plan)
+        prepare(plan)
+        assert is_prepared(plan)
+    parts = tuple(PartPlan(paths=(str(p),), weight=1.0) for p in (records, tmp_path / "other"))
+    write_jsonl(tmp_path / "other", [{"text": f"row {i}"} for i in range(90, 99)])
+    mixture = dataclasses.replace(
+        plan_of(records), source="mixture", paths=(), mixture=parts, format="jsonl"
+    )
+    assert not is_prepared(mixture)
+    prepare_all(mixture)
+    assert is_prepared(mixture)
+    with records.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert not is_prepared(plan_of(records))
+    shutil.rmtree(cache / "tokens")
+    assert not is_prepared(plan_of(corpus))

@@ -444,3 +444,18 @@ def test_an_evaluation_is_at_most_one_pass() -> None:
     assert counted(stream, 2) == 24
     with pytest.raises(ConfigError, match="the length of a stream is not known"):
         counted(stream, "all")
+
+
+def test_ranks_refuse_a_best_checkpoint_without_validation_samples() -> None:
+    plan: Any = SimpleNamespace(
+        batch=batch_of(2, 3, 2),
+        train=SimpleNamespace(eval_steps=8),
+        checkpoint=SimpleNamespace(best_metric="score"),
+        data=SimpleNamespace(validation_fraction=0.05),
+    )
+    with pytest.raises(ConfigError, match=r"metric=score: expected null: data\.val"):
+        count_evaluated([], plan)
+    plan.train.eval_steps = 0
+    assert count_evaluated([], plan) == 0
+    plan.train.eval_steps, plan.checkpoint.best_metric = 8, None
+    assert count_evaluated([], plan) == 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from test_view import plan_of
 
 from colotrain.config.sizes import format_seconds
-from colotrain.planner.durations import evaluates_first, warn_of_durations
+from colotrain.planner.durations import evaluates_first, evaluation_s, warn_of_durations
 from colotrain.spec.plan import Prediction
 
 PLAN = plan_of()  # an evaluation of one global batch
@@ -25,7 +26,7 @@ def warnings(step_s: float, **batch: int) -> list[str]:
 @pytest.mark.parametrize("step_s", [0.0, 0.3, 59.0])
 def test_a_short_step_is_no_news(step_s: float) -> None:
     assert warnings(step_s) == []
-    assert evaluates_first(PLAN.train, Prediction(step_s=step_s))
+    assert evaluates_first(PLAN.train, BATCH, Prediction(step_s=step_s))
 
 
 def test_a_long_step_says_how_short_it_can_be() -> None:
@@ -39,13 +40,33 @@ def test_a_long_step_says_how_short_it_can_be() -> None:
 
 
 def test_an_evaluation_of_many_minutes_is_left_out_before_the_first_step() -> None:
-    assert not evaluates_first(PLAN.train, Prediction(step_s=1000.0))
+    assert not evaluates_first(PLAN.train, BATCH, Prediction(step_s=1000.0))
     _, evaluation = warnings(1000.0)
     assert "an evaluation is predicted to take 5.56 min, and is left out before" in evaluation
     never = dataclasses.replace(PLAN.train, eval_steps=0)
-    assert evaluates_first(never, Prediction(step_s=1e6))
+    assert evaluates_first(never, BATCH, Prediction(step_s=1e6))
     everything = dataclasses.replace(PLAN.train, eval_steps="all")  # nobody knows how many
-    assert evaluates_first(everything, Prediction(step_s=1e6))
+    assert evaluates_first(everything, BATCH, Prediction(step_s=1e6))
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "num", "seconds"),
+    [
+        (2, None, 20.0),
+        ("all", None, 0.0),
+        ("all", 0, 0.0),
+        ("all", 128, 10.0),
+        ("all", 640, 50.0),
+        ("all", 641, 50.3125),  # one more micro-batch of two samples on each of two ranks
+        (8, 64, 5.0),  # one pass at most
+        (8, 10_000, 80.0),
+    ],
+)
+def test_an_evaluation_takes_a_third_of_as_many_steps_and_one_pass_at_most(
+    eval_steps: Any, num: int | None, seconds: float
+) -> None:
+    train = dataclasses.replace(PLAN.train, eval_steps=eval_steps, num_validation=num)
+    assert evaluation_s(train, BATCH, Prediction(step_s=30.0)) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

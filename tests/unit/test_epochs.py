@@ -6,10 +6,12 @@ import random
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from colotrain.cli.main import guarded
 from colotrain.cli.plan_table import _checkpoints, _evaluations, _rows
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import SampleOrder
@@ -20,13 +22,21 @@ from tests.unit.test_resolve import LAPTOP, lines, resolve, survey, with_values
 OF_64 = ("train.global_batch", 64)
 
 
-def planned(samples: int, *pairs: tuple[str, Any]) -> RunPlan:
+def counts(samples: int, held: int | None) -> dict[str, Any]:
+    """What counts the training samples, and those held for validation."""
+    return {
+        "samples": lambda data, seed: samples,
+        "validation": lambda data, seed, *, prepare: held,
+    }
+
+
+def planned(samples: int, *pairs: tuple[str, Any], held: int | None = None) -> RunPlan:
     config = with_values(OF_64, *pairs)
-    return resolve(config, survey=survey, machine=LAPTOP, samples=lambda data, seed: samples)[0]
+    return resolve(config, survey=survey, machine=LAPTOP, **counts(samples, held))[0]
 
 
-def refused(samples: int, *pairs: tuple[str, Any]) -> list[str]:
-    return lines(with_values(OF_64, *pairs), samples=lambda data, seed: samples)
+def refused(samples: int, *pairs: tuple[str, Any], held: int | None = None) -> list[str]:
+    return lines(with_values(OF_64, *pairs), **counts(samples, held))
 
 
 @pytest.mark.parametrize(
@@ -92,12 +102,56 @@ def test_a_plan_shows_when_it_evaluates_and_how_long_it_warms_up() -> None:
     shown = (
         "every 0.25 epochs (2.5 steps), before the first step and after the last; all validation"
     )
-    assert _evaluations(broken.train, broken.data) == f"{shown} samples"
+    later = ": how many, and so how long, is known once the data is prepared"
+    assert _evaluations(broken) == f"{shown} samples{later}"
     never = planned(640, ("train.eval_steps", 0))
-    assert _evaluations(never.train, never.data) == "none (train.eval_steps=0)"
-    unsplit = replace(never.data, source="path", validation_fraction=0.0)
-    shown = _evaluations(broken.train, unsplit)
-    assert shown.endswith("all validation samples of a validation file, if there is one")
+    assert _evaluations(never) == "none (train.eval_steps=0)"
+    unsplit = replace(broken, data=replace(never.data, source="path", validation_fraction=0.0))
+    of_file = "all validation samples of a validation file, if there is one"
+    assert _evaluations(unsplit).endswith(f"{of_file}{later}")
+
+
+def test_a_plan_shows_how_many_samples_all_are_and_how_long_they_take() -> None:
+    counted = planned(640, ("train.eval_steps", "all"), held=1280)
+    assert _evaluations(counted).endswith("; all validation samples: 1,280")  # untimed
+    timed = replace(counted, time=replace(counted.time, step_s=3.0))
+    assert _evaluations(timed).endswith("samples: 1,280, predicted to take 20 s")
+    nothing = planned(640, ("train.eval_steps", "all"), held=0)
+    assert _evaluations(nothing) == "none: the data has no validation samples"
+
+
+BEST = ("checkpoint.best.metric", "validation_loss")
+
+
+def test_a_best_checkpoint_without_validation_samples_is_refused() -> None:
+    said = "checkpoint.best.metric=validation_loss: expected null: data.validation_fraction="
+    (line,) = refused(640, BEST, ("data.validation_fraction", 0.0), held=0)
+    assert line.startswith(f"{said}0 leaves no validation samples")
+    (line,) = refused(640, BEST, held=0)  # too few samples for the share
+    assert line.startswith(f"{said}0.05 leaves no validation samples")
+    (line,) = refused(640, BEST, ("train.eval_steps", 0), held=0)
+    assert "expected null under train.eval_steps=0" in line
+    assert planned(640, BEST, held=7).train.num_validation == 7
+    assert planned(640, BEST, held=None).train.num_validation is None
+
+
+def test_data_is_prepared_to_count_validation_samples_only_where_there_may_be_none() -> None:
+    asked: list[bool] = []
+
+    def count(data: object, seed: int, *, prepare: bool) -> int:
+        asked.append(prepare)
+        return 9
+
+    none, whole = ("data.validation_fraction", 0.0), ("train.eval_steps", "all")
+    for pairs in ((), (none,), (BEST,), (whole,), (whole, none), (BEST, none)):
+        resolve(with_values(OF_64, *pairs), survey=survey, machine=LAPTOP, validation=count)
+    assert asked == [False, False, False, True]
+
+
+def test_all_samples_of_a_stream_are_refused() -> None:
+    (line,) = refused(640, ("train.eval_steps", "all"), held=sys.maxsize)
+    assert line.startswith("train.eval_steps=all: expected a number: the length of a stream is")
+    assert planned(640, BEST, held=sys.maxsize).train.num_validation == sys.maxsize
 
 
 def test_a_warm_up_that_never_ends_is_told_by_the_key_that_was_set() -> None:
@@ -169,3 +223,48 @@ def test_epochs_that_an_argument_names_take_the_place_of_the_recipes_steps() -> 
     assert problems == []
     assert (config["train"]["max_steps"], config["train"]["epochs"]) == (None, 2)
     assert notices == ["train.epochs takes the place of train.max_steps=200"]
+
+
+STREAM = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, split):
+        pass
+
+    def __iter__(self):
+        while True:
+            yield {"x": torch.randn(4)}
+
+    def state_dict(self):
+        return {}
+"""
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["submit", "cluster=slurm", "--dry-run"]])
+def test_all_samples_of_a_users_stream_are_refused_before_anything_starts(
+    verb: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("endless.py").write_text(STREAM)
+    named = ("model.target=endless:Model", "data.target=endless:Stream", "train.eval_steps=all")
+    assert guarded([*verb, *named, "train.global_batch=8", "cluster.procs_per_node=1"]) == 2
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("error")]
+    said = "error: train.eval_steps=all: expected a number: the length of a stream is not known"
+    assert line == f"{said}; for example 8"
+    assert (printed.out, Path("runs").exists()) == ("", False)

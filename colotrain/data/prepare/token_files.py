@@ -43,6 +43,15 @@ def open_token_files(
     return found
 
 
+def are_known(plan: DataPlan, kind: str, store: Cache, *, salt: str) -> bool:
+    """Whether the token files were read before, so that opening them reads none of them."""
+    if kind == "megatron":
+        shards = [megatron.open_pair(file) for file in megatron.files(plan)]
+    else:
+        shards = [_open_nanogpt(file) for file in _nanogpt_files(plan)]
+    return all(store.recall(_fingerprint(shard, salt)) is not None for shard in shards)
+
+
 def _nanogpt_files(plan: DataPlan) -> list[Path]:
     places = [Path(match) for path in plan.paths for match in corpora.matches(path)]
     found = [file for place in places for file in (_bins_in(place) if place.is_dir() else [place])]
@@ -111,14 +120,18 @@ def _joined(shards: list[Prepared]) -> list[Prepared]:
 
 def _highest_token(shard: Prepared, store: Cache, report: Progress, salt: str) -> int:
     """The highest token id in a file, which is read once and then found in the cache's index."""
-    named = [CorpusFile(name=shard.train.name, path=shard.train)]
-    fingerprint = corpora.fingerprint(named, f"{salt} highest\n")
+    fingerprint = _fingerprint(shard, salt)
     known = store.recall(fingerprint)
     if known is None:
         with store.lock(fingerprint, report):
             known = store.recall(fingerprint) or {"highest": scan(shard, report)}
             store.remember(fingerprint, known)
     return int(known["highest"])
+
+
+def _fingerprint(shard: Prepared, salt: str) -> str:
+    named = [CorpusFile(name=shard.train.name, path=shard.train)]
+    return corpora.fingerprint(named, f"{salt} highest\n")
 
 
 def scan(shard: Prepared, report: Progress) -> int:

@@ -19,7 +19,7 @@ from colotrain.data.prepare.prepared import (
     read_entry,
     write_metadata,
 )
-from colotrain.data.prepare.token_files import open_token_files
+from colotrain.data.prepare.token_files import are_known, open_token_files
 from colotrain.data.prepare.vocabulary import Encoder, check_tokenizer, vocab_size_of
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.spec.plan import DataPlan
@@ -114,6 +114,24 @@ def decode(tokenizer: Prepared | Path | str, ids: Iterable[int]) -> str:
     return bytes(numbers).decode("utf-8", errors="replace")
 
 
+def is_prepared(plan: DataPlan, *, cache: Path | None = None) -> bool:
+    """Whether every part of the plan's data is in the cache, or token files known from before."""
+    return all(_is_known(part, Cache(cache)) for part in parts_of(plan))
+
+
+def _is_known(plan: DataPlan, store: Cache) -> bool:
+    kind = formats.recognise(plan)
+    if kind in ("nanogpt", "megatron"):
+        return are_known(plan, kind, store, salt=str(FORMAT))
+    own, salt = _own_files(plan)
+    if kind not in formats.RECORD_FORMATS:
+        files = corpora.list_files(plan)
+    else:
+        files = formats.as_corpus_files(formats.record_files(plan, kind))
+        salt += _salt_of_records(plan, kind)
+    return _find(store, corpora.fingerprint([*own, *files], salt)) is not None
+
+
 def _prepare_text(plan: DataPlan, store: Cache, report: Progress) -> Prepared:
     files = corpora.list_files(plan)
 
@@ -131,8 +149,13 @@ def _prepare_records(plan: DataPlan, kind: str, store: Cache, report: Progress) 
         tokenising.write_records(work, plan, files, kind, report)
 
     own, salt = _own_files(plan)
-    salt += f"{kind} {renderer_of(plan)!r} {plan.on_bad}\n"
+    salt += _salt_of_records(plan, kind)
     return _prepare(formats.as_corpus_files(files), list, own, salt, write, store, report)
+
+
+def _salt_of_records(plan: DataPlan, kind: str) -> str:
+    """Text of the settings that the tokens of records depend on, beside `_own_files`."""
+    return f"{kind} {renderer_of(plan)!r} {plan.on_bad}\n"
 
 
 def _prepare(

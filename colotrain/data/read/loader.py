@@ -21,7 +21,7 @@ from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
 from colotrain.data.read.samples import StreamSamples, user_samples
 from colotrain.dotted import described
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.spec.batch import too_few
+from colotrain.spec.batch import endless_evaluation, no_best, too_few
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
 
 __all__ = [
@@ -84,16 +84,14 @@ def count_evaluated(samples: Samples, plan: RunPlan) -> int:
     """Number of positions that an evaluation reads: at most one pass over the validation samples.
 
     Only a mixture repeats samples of small parts, to keep its shares, and a stream those of its
-    beginning, because its length is not known. Raises `ConfigError` for all
-    samples of a stream.
+    beginning, because its length is not known. Raises `ConfigError` for all samples of a stream,
+    and for no samples where the best evaluation's checkpoint is to be kept.
     """
     steps, num = plan.train.eval_steps, len(samples)
     if steps == "all" and num == sys.maxsize:
-        expected = "a number: the length of a stream is not known"
-        problem = Problem(
-            key="train.eval_steps", value="all", expected=expected, fix="for example 8"
-        )
-        raise ConfigError([problem])
+        raise ConfigError([endless_evaluation()])
+    if steps and num == 0 and plan.checkpoint.best_metric is not None:
+        raise ConfigError([no_best(plan.checkpoint.best_metric, plan.data.validation_fraction)])
     if steps == "all":
         return num
     wanted = steps * plan.batch.global_batch

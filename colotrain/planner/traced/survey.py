@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import open_samples, read_sample, refuse_empty, stack
+from colotrain.data.read.loader import Split, open_samples, read_sample, refuse_empty, stack
 from colotrain.dotted import users_line
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
@@ -143,7 +143,7 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def count_samples(data: DataPlan, seed: int) -> int:
-    """Number of training samples, opened as the ranks do; `sys.maxsize` for a stream."""
+def count_samples(data: DataPlan, seed: int, split: Split) -> int:
+    """Number of samples of a split, opened as the ranks do; `sys.maxsize` for a stream."""
     with seeded(seed):
-        return len(open_samples(data, "train"))
+        return len(open_samples(data, split))
