@@ -97,6 +97,17 @@ def test_adamw_may_differ_by_what_rounding_explains_and_no_more(
     assert "after step 2: differs by" in capsys.readouterr().err
 
 
+def test_progress_is_told_case_by_case(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--plugins", "zero1", "--world-sizes", "1", "--accumulation", "1", "--steps", "1")
+    assert guarded(["verify", *SMALL, *few, "--json"]) == 0
+    printed = capsys.readouterr()
+    total = len(json.loads(printed.out)["cases"])
+    lines = [line for line in printed.err.splitlines() if line.startswith("preparing=")]
+    assert f"preparing=training done=0 total={total}" in lines
+    assert f"preparing=training done={total} total={total}" in lines
+    assert f"preparing=reference done=0 total={total}" in lines
+
+
 def test_bad_options_are_one_line_each(colotrain: Colotrain) -> None:
     result = colotrain("verify", *SMALL, "--plugins", "zero4", "--world-sizes", "2")
     assert result.code == 2

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -185,6 +188,30 @@ def test_two_runs_are_compared(rundir: RunDir, capsys: pytest.CaptureFixture[str
     wide = ["inspect-grads", "tiny", "--against", "other", "--tolerance", "0.5", "--json"]
     assert guarded(wide) == 0
     assert json.loads(capsys.readouterr().out)["same"] is True
+
+
+SCRIPT = """
+for other in same other missing; do
+    colotrain inspect-grads tiny --against $other >/dev/null 2>&1
+    case $? in 0) echo "$other: same" ;; 4) echo "$other: differs" ;; *) echo "$other: $?" ;; esac
+done
+if colotrain inspect-grads tiny --against other >/dev/null; then echo same; else echo differs; fi
+"""
+
+
+def test_a_shell_script_learns_from_the_exit_code_whether_runs_differ(rundir: RunDir) -> None:
+    make("other", scale=1.5)
+    make("same")
+    bin_folder = Path("bin")
+    bin_folder.mkdir()
+    program = bin_folder / "colotrain"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m colotrain "$@"\n')
+    program.chmod(0o755)
+    path = f"{bin_folder.absolute()}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", SCRIPT], env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["same: same", "other: differs", "missing: 2", "differs"]
 
 
 @pytest.fixture

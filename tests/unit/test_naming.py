@@ -173,3 +173,8 @@ def test_runs_and_pictures_say_in_which_settings_runs_differ(
     assert told in capsys.readouterr().out
     elements = [Element(sweep="s", run=n, overrides=[], chosen={}) for n in "xy"]
     assert [row["run"] for row in table(elements)] == ["y", "x"]  # by validation loss
+    pytest.importorskip("matplotlib")
+    assert guarded(["plot", "x", "y", "--to", "both.svg"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == told.splitlines()
+    assert Path("both.svg").is_file()

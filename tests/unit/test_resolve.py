@@ -14,6 +14,8 @@ import pytest
 
 from colotrain import host
 from colotrain.config.sizes import format_size, parse_size
+from colotrain.doctor.finding import Environment
+from colotrain.doctor.machine import check_memory
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.planner import budget as budget_module
 from colotrain.planner import machine as machine_module
@@ -847,6 +849,24 @@ def test_the_limits_of_a_container_are_honoured(container: Files, files: dict[st
     container(files)
     found = this_machine()
     assert (found.num_cores, found.host_memory_bytes) == (1, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"job/memory.max": "104857600\n", "job/memory.stat": "anon 31457280\nshmem 10485760\n"},
+        {
+            "memory/job/memory.limit_in_bytes": "104857600\n",
+            "memory/job/memory.stat": "total_rss 31457280\ntotal_shmem 10485760\n",
+        },
+    ],
+)
+def test_the_doctor_tells_the_memory_of_the_control_group(
+    container: Files, files: dict[str, str]
+) -> None:
+    container(files)
+    (finding,) = check_memory(Environment(runs=Path("runs"), cache=Path("cache")))
+    assert (finding.status, finding.text) == ("fail", "60.0 MiB of 100.0 MiB are free")
 
 
 def test_no_limits_are_no_limits(container: Files) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from colotrain.cli.main import guarded
 from colotrain.errors import ColotrainError
 from colotrain.launch.startup import AskedToStop, ended_by_signals
 from colotrain.runs.resolving import plan_from
+from colotrain.show.formatting import format_duration
+from colotrain.spec.plan import RunPlan
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.masks import without_dropout
@@ -85,6 +87,28 @@ def test_a_signal_ends_a_backward() -> None:
 def test_a_reference_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert guarded(["verify", *SMALL, "--steps", "1000000000", "--plugins", "zero1"]) == 3
     assert "error: the reference, one process" in capsys.readouterr().err
+
+
+def test_a_long_verification_says_beforehand_how_long_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RunPlan] = []
+
+    def none_run(plans: Sequence[RunPlan], *_: object, **__: object) -> Iterator[CaseResult]:
+        asked[:] = plans
+        return iter(())
+
+    monkeypatch.setattr(runner, "verify", none_run)
+    cases = ["verify", *SMALL, "--plugins", "zero1,zero2", "--accumulation", "1,2"]
+    assert guarded([*cases, "--steps", "2"]) == 0
+    assert "note:" not in capsys.readouterr().err
+    assert guarded([*cases, "--steps", "20000"]) == 0
+    seconds = sum(plan.train.max_steps * plan.time.step_s for plan in asked)
+    assert (seconds > 60, {plan.train.max_steps for plan in asked}) == (True, {20000})
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: {len(asked)} cases of 20000 steps: about {format_duration(seconds)}, and the "
+        "reference beside them"
+    ]
 
 
 @pytest.mark.parametrize(
