@@ -262,3 +262,23 @@ def test_the_cap_on_restarts_holds(site: Site) -> None:
     assert site.lab.wait_for(job, "FAILED", "PENDING", "COMPLETED") == "FAILED"
     assert "which is the most" in site.log("capped")
     os.stat(site.rundir("capped").checkpoints)
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_suspends_for_longer_than_a_rank_may_hang_goes_on(site: Site) -> None:
+    settings = ("name=suspended", "elastic.hang_timeout_s=15", "train.max_steps=40")
+    job = site.submit(SLOW, *settings)
+    site.wait_for_step("suspended", 2)
+    site.lab("scontrol", "suspend", job)
+    assert site.lab.wait_for(job, "SUSPENDED") == "SUSPENDED"
+    time.sleep(10)  # the nodes stop a job's processes seconds later, one step after the other
+    before = len(site.events("suspended", "step"))
+    time.sleep(30)
+    assert len(site.events("suspended", "step")) == before < 80
+    site.lab("scontrol", "resume", job)
+    state = site.lab.wait_for(job, "COMPLETED", "FAILED", timeout_s=WAIT_S)
+    assert state == "COMPLETED", site.log("suspended")
+    assert len(site.losses("suspended")) == 40
+    assert not site.events("suspended", "restart")
+    notes = [event.fields["text"] for event in site.events("suspended", "note")]
+    assert any("were stopped for" in text for text in notes), notes
