@@ -141,6 +141,18 @@ def timeout_s(*groups: dist.ProcessGroup) -> float:
     return min(float(backend.options._timeout.total_seconds()) for backend in backends)
 
 
+def all_gather(output: Tensor, input: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Set `output` [size * n, ...] to the `input` [n, ...] of every rank of the group."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, input, group=group)
+
+
+def reduce_scatter(output: Tensor, input: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Set `output` [n, ...] to this rank's part of the sum of all ranks' [size * n, ...]."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, input, group=group)
+
+
 def wait_as_long_as_all_(group: dist.ProcessGroup) -> None:
     """Give `group` the timeout of the default process group."""
     if group is not _get_default_group() and dist.get_backend(group) != "fake":

@@ -86,6 +86,11 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
 def check_noise(plan: RunPlan) -> None:
     """Refuse a step of a single micro-batch: noise is measured between micro-batches."""
     batch = plan.batch
+    if plan.mesh.cp > 1:
+        raise UsageError(
+            f"--noise: with mesh.cp={plan.mesh.cp} each rank has the gradient of parts of samples",
+            "measure it with mesh.cp=1",
+        )
     if batch.accumulation_steps * batch.data_parallel < 2:
         raise UsageError(
             f"--noise: a step is one micro-batch of {batch.micro_batch}, and none to compare it to",

@@ -144,9 +144,8 @@ def plan(
 def verify(
     overrides: Overrides = None,
     plugins: Annotated[str, typer.Option(help="Plugins to check; by default all.")] = "",
-    world_sizes: Annotated[
-        str, typer.Option(help="Numbers of ranks, as in 1,2,4; by default the plan's.")
-    ] = "",
+    world_sizes: Annotated[str, typer.Option(help="Numbers of ranks; by default the plan's.")] = "",
+    cp: Annotated[str, typer.Option(help="Values of mesh.cp; by default the plan's.")] = "",
     accumulation: Annotated[str, typer.Option(help="Accumulation steps to check.")] = "1,4",
     optimizer: Annotated[
         str, typer.Option(help="sgd, or recipe: the plan's own (AdamW hides wrong scales).")
@@ -165,6 +164,7 @@ def verify(
         overrides or [],
         plugins=plugins,
         world_sizes=world_sizes,
+        cp=cp,
         accumulation=accumulation,
         optimizer=optimizer,
         steps=steps,

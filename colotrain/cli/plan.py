@@ -106,6 +106,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
             "micro": plan.batch.micro_batch,
             "accumulation_steps": plan.batch.accumulation_steps,
             "data_parallel": plan.batch.data_parallel,
+            "context_parallel": plan.mesh.cp,
             "owner": plan.batch.owner,
             "tokens_per_step": plan.batch.tokens_per_step,
             "unit": unit_of(None, plan),

@@ -69,12 +69,16 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     yield "plugin", f"{plan.plugin.name}: {plan.plugin.reason}"
     ranks = f"{plan.world_size} on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     mesh = " × ".join(map(str, plan.plugin.mesh))
-    yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}"
+    together = f", {plan.mesh.cp} to a sample" if plan.mesh.cp > 1 else ""
+    yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}{together}"
     unit = document["batch"]["unit"]
+    workers = "ranks"
+    if plan.mesh.cp > 1:
+        workers = f"group{'s' * (batch.data_parallel > 1)} of {plan.mesh.cp} ranks"
     yield (
         "batch",
         f"{batch.global_batch} = micro-batch {batch.micro_batch} × accumulation "
-        f"{batch.accumulation_steps} × {batch.data_parallel} ranks; "
+        f"{batch.accumulation_steps} × {batch.data_parallel} {workers}; "
         f"{batch.tokens_per_step:,} {unit} per step",
     )
     warmup = plan.optim.warmup_steps

@@ -43,6 +43,7 @@ def verify(
     *,
     plugins: str,
     world_sizes: str,
+    cp: str,
     accumulation: str,
     optimizer: str,
     steps: int,
@@ -68,6 +69,7 @@ def verify(
         resolved,
         plugins=names,
         world_sizes=sizes or [resolved.plan.world_size],
+        cps=_numbers("--cp", cp) if cp else [resolved.plan.mesh.cp],
         accumulation=cuts,
         optimizer=optimizer,
         steps=steps,
@@ -121,12 +123,17 @@ def _plans(
     *,
     plugins: Sequence[str],
     world_sizes: Sequence[int],
+    cps: Sequence[int],
     accumulation: Sequence[int],
     optimizer: str,
     steps: int,
 ) -> list[RunPlan]:
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
+    if not any(size % cp == 0 for size in world_sizes for cp in cps):
+        expected = f"a divisor of one of the world sizes {', '.join(map(str, world_sizes))}"
+        value, fix = ", ".join(map(str, cps)), "for example --world-sizes 2,4 --cp 1,2"
+        raise ConfigError([Problem(key="--cp", value=value, expected=expected, fix=fix)])
     global_batch = batch_size(world_sizes, accumulation)
     config = resolved.config if optimizer == "recipe" else {**resolved.config, "optim": SGD}
     freeze = resolved.plan.freeze
@@ -136,6 +143,7 @@ def _plans(
         for variant in variants(
             plugins=plugins,
             world_sizes=world_sizes,
+            cps=cps,
             accumulation=accumulation,
             freezes=freeze_sets(resolved.survey.parameters, own=own),
         )
@@ -184,16 +192,17 @@ def _check_optimizer(name: str) -> None:
 
 def _table(results: Sequence[CaseResult]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("plugin", "ranks", "accumulation", "frozen by", "loss", "gradient", "parameter"):
+    has_cp = any(result.cp > 1 for result in results)
+    names = ["plugin", "ranks", *(["cp"] if has_cp else []), "accumulation", "frozen by"]
+    for name in (*names, "loss", "gradient", "parameter", "steps"):
         table.add_column(name, justify="left" if name in ("plugin", "frozen by") else "right")
-    table.add_column("steps", justify="right")
     table.add_column("")
     for result in results:
-        table.add_row(*_cells(result))
+        table.add_row(*_cells(result, has_cp=has_cp))
     return table
 
 
-def _cells(result: CaseResult) -> tuple[Any, ...]:
+def _cells(result: CaseResult, *, has_cp: bool) -> tuple[Any, ...]:
     patterns = len(result.freeze)
     verdict = Text("same", style="green") if result.passed else Text("DIFFERS", style="bold red")
     if result.draws and not result.passed:
@@ -201,6 +210,7 @@ def _cells(result: CaseResult) -> tuple[Any, ...]:
     return (
         result.plugin,
         str(result.world_size),
+        *([str(result.cp)] if has_cp else []),
         str(result.accumulation_steps),
         f"{patterns} pattern{'s' * (patterns != 1)}" if patterns else "nothing",
         f"{result.max_abs_loss:.1e}",
@@ -213,6 +223,7 @@ def _cells(result: CaseResult) -> tuple[Any, ...]:
 
 def _describe(result: CaseResult) -> str:
     return (
-        f"{result.plugin} on {result.world_size} ranks, accumulation "
+        f"{result.plugin} on {result.world_size} ranks"
+        f"{f', mesh.cp={result.cp}' if result.cp > 1 else ''}, accumulation "
         f"{result.accumulation_steps}: {result.difference}"
     )

@@ -44,6 +44,15 @@ class Plugin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Axes of the mesh of ranks beside the plugin's."""
+
+    cp: int = 1
+    """Context parallelism: ranks that divide each sample's tokens among themselves, for samples too
+    long for one rank's memory. Model states are sharded over them, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """The model."""
 
@@ -327,6 +336,8 @@ class Config:
     """Name of a recipe: ./recipes/NAME.yaml, or one of those shipped."""
     plugin: Plugin = field(default_factory=Plugin)
     """The sharding strategy."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """Ranks that work on the same samples."""
     model: Model = field(default_factory=Model)
     """The model."""
     data: Data = field(default_factory=Data)

@@ -11,11 +11,12 @@ import torch
 
 from colotrain.dotted import described
 from colotrain.engine.gradients.statistics import Recorder
-from colotrain.engine.probes import highest_peak, memory_now
+from colotrain.engine.precision import dtype_of
+from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.sharding.sharded_model import local_shard
 from colotrain.errors import ColotrainError
-from colotrain.events.kinds import Failure, Note, PeakMemory, Step
+from colotrain.events.kinds import Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter
 from colotrain.spec.exit_codes import FAILED, WORKER_FINAL
 
@@ -25,8 +26,14 @@ FIX_MEMORY = (
 )
 
 
+def record_peak_flops(events: EventWriter, precision: str, device: torch.device) -> None:
+    """Measure the peak FLOP/s of this rank's device, before anything is allocated on it."""
+    flops = matmul_peak_flops(device, dtype_of(precision))
+    events.write(PeakFlops(flops_per_s=flops, what=f"measured {precision} matmul"))
+
+
 def record_step(
-    run: Run, result: StepResult, *, times: dict[str, Any], lr: float, skipped: bool
+    run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
 ) -> None:
     """Write one event per rank and step; rank 0 adds what all ranks agreed on."""
     rss, peak = memory_now()[0], highest_peak()

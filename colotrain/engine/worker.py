@@ -39,6 +39,7 @@ from colotrain.engine.changed_inputs import CHANGES_INPUTS
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.manifest import tidy, where_to_resume
 from colotrain.engine.checkpoint.saving import Saver
+from colotrain.engine.context_parallel import divide_among_ranks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
@@ -48,9 +49,9 @@ from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
-from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs, dtype_of
-from colotrain.engine.probes import matmul_peak_flops, memory_now, own_log
-from colotrain.engine.recording import lasting_bytes, record_failure
+from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs
+from colotrain.engine.probes import memory_now, own_log
+from colotrain.engine.recording import lasting_bytes, record_failure, record_peak_flops
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
@@ -65,7 +66,7 @@ from colotrain.engine.shm.shared_parameters import SharedParameters, share_param
 from colotrain.engine.shm.transport import install
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
-from colotrain.events.kinds import Note, PeakFlops, WorkerStarted
+from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
 from colotrain.models.loading import KEEPS_VALUES, UNCALLED, begin_training_, build
 from colotrain.models.seeding import seed_all, seeded
@@ -95,7 +96,7 @@ def main(path: str) -> int:
     run = None
     try:
         if rank == 0:
-            announce_peak(events, plan, device)
+            record_peak_flops(events, plan.train.precision, device)
         run = prepare(plan, rundir, device=device, events=events, stop=stop, heartbeat=heartbeat)
         if device.type == "cpu":
             run.baseline_bytes = max(0, memory_now()[0] - sum(lasting_bytes(run).values()))
@@ -224,6 +225,7 @@ def prepare(
     trial = first_micro_batch(train_data) if rank == 0 else None
     nominal, sample = agree_on_targets(plan, trial, events)
     groups = agree_on_groups(model, plan, trial, events)
+    divide_among_ranks_(model, plan)
     prepare_blocks_(model, plan.train)
     mesh = make_mesh(plan.plugin, plan.cluster.device)
     tiers = None
@@ -311,7 +313,8 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
     if split == "validation" and len(samples) == 0:
         return None
     order, seed = planned_order(samples, plan, split), planned_draw_seed(samples, plan)
-    loader = BatchLoader(samples, order, plan.batch, rank=rank, draw_seed=seed, end=end)
+    reader = plan.mesh.data_rank(rank)
+    loader = BatchLoader(samples, order, plan.batch, rank=reader, draw_seed=seed, end=end)
     return read_ahead(loader, plan)
 
 
@@ -392,9 +395,3 @@ def announce(run: Run, attempt: int) -> None:
         run.events.write(describe_parameters(run.sharded.module))
         if run.tiers is not None:
             run.events.write(run.tiers.policy.describe(run.step))
-
-
-def announce_peak(events: EventWriter, plan: RunPlan, device: torch.device) -> None:
-    """Measure the peak FLOP/s of this rank's device, before anything is allocated on it."""
-    flops = matmul_peak_flops(device, dtype_of(plan.train.precision))
-    events.write(PeakFlops(flops_per_s=flops, what=f"measured {plan.train.precision} matmul"))

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.models.context_parallel import ATTRIBUTE
+from colotrain.models.huggingface_attention import allow_division_, divided
 from colotrain.models.llm import positions_within
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.spec.plan import ModelPlan
@@ -50,6 +52,7 @@ def build(plan: ModelPlan) -> nn.Module:
     files = _open(folder)
     model.__dict__[_NAMES] = _match(model, files, folder)
     if _is_causal(config, type(model)):
+        allow_division_(model, config)
         loss = isolating_loss if _sees_documents(model) else shifted_loss
         model.forward = functools.partial(loss, model.forward)
     return model
@@ -60,6 +63,7 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
 
     Without labels it returns the output of `forward`.
     """
+    batch = divided(_model_of(forward), batch)
     labels = batch.pop("labels", None)
     tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
     with _without_packed_sequence_search() if any(t.is_meta for t in tensors) else nullcontext():
@@ -101,7 +105,14 @@ def isolating_loss(
     """`shifted_loss` of a model that sees a document's beginning where positions restart at 0."""
     if document_ids is not None:
         batch["position_ids"] = positions_within(document_ids)
+        if getattr(_model_of(forward), ATTRIBUTE, None) is not None:
+            batch["document_ids"] = document_ids
     return shifted_loss(forward, *inputs, **batch)
+
+
+def _model_of(forward: Any) -> nn.Module:
+    model: nn.Module = forward.__self__
+    return model
 
 
 def _sees_documents(model: nn.Module) -> bool:

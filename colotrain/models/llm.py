@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colotrain.models.context_parallel import SequenceShard, additive, attend
 from colotrain.models.loss import IGNORE_INDEX, Head
 
 INIT_STD = 0.02
@@ -31,6 +32,9 @@ class LLM(nn.Module):
         rope_theta: base of the rotary frequencies.
         norm_eps: epsilon of the RMS norms.
     """
+
+    sequence_shard: SequenceShard | None = None
+    """The part of each sequence that this rank computes; None: all of it."""
 
     def __init__(
         self,
@@ -85,14 +89,21 @@ class LLM(nn.Module):
 
         All arguments are int64 [batch, seq]; `labels[:, t]` is the token after `input_ids[:, t]`,
         and -100 is no target. Tokens attend to earlier tokens with the same `document_ids`.
-        A document is contiguous, and its positions begin at 0.
+        A document is contiguous, and its positions begin at 0. With `sequence_shard` the output is
+        that of this rank's tokens.
         """
-        x = self.embed(input_ids)
-        positions = torch.arange(input_ids.shape[1], device=x.device)
-        mask = None
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if document_ids is not None:
             positions = positions_within(document_ids)
-            mask = document_mask(document_ids)
+        if self.sequence_shard is not None:
+            shard = self.sequence_shard
+            shard.begin(input_ids.shape[1], document_ids)
+            input_ids, positions = shard.own(input_ids), shard.own(positions)
+            labels = None if labels is None else shard.own(labels)
+        x = self.embed(input_ids)
+        mask = None
+        if document_ids is not None and self.sequence_shard is None:
+            mask = additive(document_mask(document_ids), x.dtype)
         rope = rotary_tables(positions, self.head_dim, self.rope_theta, x)
         for block in self.blocks:
             x = block(x, *rope, mask)
@@ -139,6 +150,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
+    sequence_shard: SequenceShard | None = None
+
     def __init__(self, d_model: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -150,7 +163,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask`, bool [batch, 1, seq, seq], says what each token attends to; None: causal."""
+        """`mask` [batch, 1, seq, seq] is added to the scores; None: causal."""
 
         def heads(projected: Tensor, num_heads: int) -> Tensor:
             return projected.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
@@ -158,14 +171,13 @@ class Attention(nn.Module):
         query = rotate(heads(self.query(x), self.num_heads), cos, sin)
         key = rotate(heads(self.key(x), self.num_kv_heads), cos, sin)
         value = heads(self.value(x), self.num_kv_heads)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
+        options = {"enable_gqa": self.num_kv_heads != self.num_heads}
+        if self.sequence_shard is not None:
+            mixed = attend(query, key, value, self.sequence_shard, **options)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, **options
+            )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 

@@ -56,6 +56,8 @@ class SearchSpace:
     global_batch: int
     tokens_per_step: int
     world_size: int
+    data_parallel: int
+    """Ranks, or groups of ranks, that work on different samples."""
 
     def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
         trace = self.traces(checkpointing, layout.micro_batch)
@@ -88,7 +90,7 @@ class SearchSpace:
         ways = [recompute for recompute in checkpointing if self.can(recompute)]
         for plugin, layout in layouts:
             for size in self.micro_batches():
-                steps = self.global_batch // (self.world_size * size)
+                steps = self.global_batch // (self.data_parallel * size)
                 sized = replace(layout, micro_batch=size, accumulation_steps=steps)
                 for recompute in ways:
                     yield self.option(plugin, sized, checkpointing=recompute)
@@ -101,7 +103,7 @@ class SearchSpace:
             return False
 
     def micro_batches(self) -> list[int]:
-        share = self.global_batch // self.world_size
+        share = self.global_batch // self.data_parallel
         sizes = [size for size in range(1, share + 1) if share % size == 0]
         return [size for size in sizes if size & (size - 1) == 0] or sizes[:1]
 

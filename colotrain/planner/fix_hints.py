@@ -129,7 +129,7 @@ def _changes(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
     """Changes that may help on this machine, the smallest first."""
     search_space, recompute = context.search_space, plan.train.activation_checkpointing
     size = largest_micro_batch(search_space, context.layout(plan.plugin), checkpointing=recompute)
-    share = search_space.global_batch // search_space.world_size
+    share = search_space.global_batch // search_space.data_parallel
     if size:
         yield {"train.micro_batch": max(n for n in range(1, size + 1) if share % n == 0)}
     for more in RECOMPUTE[RECOMPUTE.index(recompute) + 1 :]:

@@ -45,6 +45,9 @@ class Costs:
     gathered_whole_s: float = 0.0
     """All-gathers on CPU, per byte that arrives: in shared memory nothing is sent."""
     reduced_whole_s: float = 0.0
+    attention_byte_s: float = 0.0
+    """Exchanges of keys and values inside a node, per byte that a ring would send; on CPU they
+    count as all-gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ def from_sheet(sheet: Sheet, layout: Layout, *, procs_per_node: int) -> Hardware
             collective_s=latency_s,
             element_s=ADAM_BYTES * memory_s,
             step_s=2e-3,
+            attention_byte_s=1 / (sheet.link_bytes_per_s * LINK_SHARE) + copies_s,
         ),
         peak_flops=sheet.peak_flops,
         overlaps=True,

@@ -11,10 +11,11 @@ from colotrain.config.data import holds_tokens
 from colotrain.config.schema import Config, Data, Freeze, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
-from colotrain.planner.scale import touches
+from colotrain.planner.scale import Scale, touches
 from colotrain.spec.plan import (
     DataPlan,
     FreezePlan,
+    MeshPlan,
     ModelPlan,
     ParameterCounts,
     Recompute,
@@ -23,8 +24,10 @@ from colotrain.spec.plan import (
 from colotrain.spec.survey import Survey, Trace
 
 SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
-TraceModel = Callable[[ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int], Trace | None]
-"""(model, freezing, data, precision, checkpointing, device, samples) → trace of a micro-batch."""
+TraceModel = Callable[
+    [ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int, MeshPlan], Trace | None
+]
+"""(model, freezing, data, precision, checkpointing, device, samples, mesh) → trace."""
 
 
 def survey_model(
@@ -54,6 +57,7 @@ def survey_model(
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
+    problems += _check_context_parallel(settings, model, found)
     return found
 
 
@@ -117,6 +121,28 @@ def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
         yield Problem(key="data.isolate", value=True, expected=expected, fix=fix)
 
 
+def _check_context_parallel(
+    settings: Config, model: ModelPlan, survey: Survey
+) -> Iterator[Problem]:
+    """Problems of dividing samples' tokens among ranks."""
+    cp, data = settings.mesh.cp, settings.data
+    if cp <= 1:
+        return
+    if not survey.divides_sequences:
+        expected = f"1: {model.value} cannot divide the tokens of a sample among ranks"
+        fix = "docs/context-parallel.md lists the models that can"
+        yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
+    if data.target is None and data.seq_len % (2 * cp):
+        unit, length = 2 * cp, data.seq_len
+        near = max(length // unit, 1) * unit
+        expected = f"a multiple of {unit} = 2 × mesh.cp={cp}"
+        fix = f"set data.seq_len={near} or {near + unit}"
+        yield Problem(key="data.seq_len", value=length, expected=expected, fix=fix)
+    if settings.train.compile:
+        expected, fix = f"false with mesh.cp={cp}", "set train.compile=false"
+        yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
+
+
 def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:
     """Problem of samples longer than a learned position embedding: an index out of range."""
     if survey.learned_positions and _is_too_long(data, survey):
@@ -164,7 +190,7 @@ def traces_of(
     freeze: FreezePlan,
     data: DataPlan,
     train: TrainPlan,
-    device: str,
+    scale: Scale,
 ) -> Traces:
     """Function that traces the model after all scheduled unfreezing; results are cached."""
     thawed = tuple(glob for globs in freeze.unfreeze.values() for glob in globs)
@@ -174,6 +200,7 @@ def traces_of(
     def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
         if trace is None:
             return None
-        return trace(model, at_most, data, train.precision, checkpointing, device, micro_batch)
+        how = train.precision, checkpointing, scale.device, micro_batch, scale.mesh
+        return trace(model, at_most, data, *how)
 
     return traces

@@ -120,12 +120,13 @@ def resolve(
         scale=scale,
         search_space=SearchSpace(
             survey=at_most,
-            traces=traces_of(trace, model, freeze, data, train, scale.device),
+            traces=traces_of(trace, model, freeze, data, train, scale),
             hardware=timed_hardware(settings, scale, machine) if trace else None,
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
             tokens_per_step=batch_plan.tokens_per_step,
             world_size=scale.world,
+            data_parallel=batch.world,
         ),
         batch=batch_plan,
         train=train,
@@ -143,6 +144,7 @@ def resolve(
         recipe=settings.recipe,
         world_size=scale.world,
         plugin=plugin,
+        mesh=scale.mesh,
         model=model,
         data=data,
         batch=batch_plan,
@@ -307,12 +309,13 @@ def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Probl
     """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = range(least, most + 1)
-    found = reachable(batch.global_batch, batch.micro_batch * scale.procs_per_node, wanted)
+    groups = scale.procs_per_node // scale.mesh.cp
+    found = reachable(batch.global_batch, batch.micro_batch * groups, wanted)
     missing = [str(nodes) for nodes in wanted if nodes not in found]
     if missing and (least, most) != (scale.nodes, scale.nodes):
         key, fix = "train.global_batch", "change one of these, or elastic.min_nodes and max_nodes"
         expected = (
-            f"a multiple of {batch.micro_batch} × {scale.procs_per_node} × nodes for every number "
+            f"a multiple of {batch.micro_batch} × {groups} × nodes for every number "
             f"of nodes from {least} to {most}, which it is not for {', '.join(missing)} "
             f"(reachable: {', '.join(map(str, found)) or 'none'})"
         )

@@ -13,6 +13,7 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine
 from colotrain.planner.rates import hardware_of, known
 from colotrain.spec.batch import Batch, Sizes, solve
+from colotrain.spec.plan import MeshPlan
 
 MOST_CPU_RANKS = 8
 
@@ -23,6 +24,7 @@ class Scale:
 
     nodes: int
     procs_per_node: int
+    mesh: MeshPlan
     device: str
     memory_bytes: int
 
@@ -45,14 +47,18 @@ def scale_out(
     default = ranks_here(device, machine)
     if hardware.name is not None and device == "cuda" and machine.num_devices == 0:
         default = (hardware.devices_per_node, hardware.devices_per_node)
+    problems += _check_mesh(settings)
+    mesh = MeshPlan(cp=settings.mesh.cp)
     batch = _solve(settings, default, problems)
     nodes = max(1, cluster.nodes)
     procs = 0 if cluster.procs_per_node == "auto" else cluster.procs_per_node
     if cluster.procs_per_node == "auto":
-        procs = batch.world // nodes if batch else default[0]
+        procs = batch.world * mesh.cp // nodes if batch else default[0]
     procs = max(1, procs)
     memory_bytes = _memory_bytes(settings, device, procs, machine, problems)
-    scale = Scale(nodes=nodes, procs_per_node=procs, device=device, memory_bytes=memory_bytes)
+    scale = Scale(
+        nodes=nodes, procs_per_node=procs, mesh=mesh, device=device, memory_bytes=memory_bytes
+    )
     return scale, batch
 
 
@@ -97,6 +103,15 @@ def _check_hardware(settings: Config) -> Iterator[Problem]:
             yield Problem(key=f"hardware.tflops.{name}", value=value, expected="a number above 0")
 
 
+def _check_mesh(settings: Config) -> Iterator[Problem]:
+    """Problem of ranks per node that cannot be divided into context-parallel groups."""
+    procs, cp = settings.cluster.procs_per_node, settings.mesh.cp
+    if procs != "auto" and procs >= 1 and cp > 1 and procs % cp:
+        expected = f"a divisor of cluster.procs_per_node={procs}"
+        sizes = ", ".join(str(n) for n in range(1, procs + 1) if procs % n == 0)
+        yield Problem(key="mesh.cp", value=cp, expected=expected, fix=f"one of {sizes}")
+
+
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
     """Number of ranks that a machine starts by default, and the most that a batch may imply."""
     if device == "cuda":
@@ -110,17 +125,20 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
     has_model = settings.model.target is not None or settings.model.hf is not None
     if unknown and (not has_model or touches(problems, ("recipe",))):
         return None  # a valid recipe would have set them
-    if touches(problems, ("train.global_batch", "train.micro_batch", "accumulate", "cluster")):
+    sized = ("train.global_batch", "train.micro_batch", "accumulate", "cluster", "mesh")
+    if touches(problems, sized):
         return None
+    cp, procs = settings.mesh.cp, cluster.procs_per_node
     found = solve(
         Sizes(
             global_batch=train.global_batch,
             micro_batch=train.micro_batch,
             accumulation=None if steps == "auto" else steps,
-            procs_per_node=None if cluster.procs_per_node == "auto" else cluster.procs_per_node,
+            procs_per_node=None if procs == "auto" else procs // cp,
             nodes=cluster.nodes,
-            default_procs=ranks[0],
-            most_procs=ranks[1],
+            default_procs=max(1, ranks[0] // cp),
+            most_procs=max(1, ranks[1] // cp),
+            ranks="world size" if cp == 1 else f"number of groups of mesh.cp={cp} ranks",
         )
     )
     if isinstance(found, Problem):

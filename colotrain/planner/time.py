@@ -37,15 +37,16 @@ def step_time(
     amounts = amounts_of(layout, survey, trace)
     spent = {name: amount * getattr(hardware.costs, name) for name, amount in amounts.items()}
     communicating = sum(spent.pop(name) for name in COMMUNICATION_COSTS)
+    attention = spent.pop("attention_byte_s")  # waited for in every layer
     after = spent.pop("element_s") + spent.pop("step_s")
     if hardware.overlaps:
         # the host launches the kernels, and is the limit where it is slower than the GPU
         host = spent.pop("op_s") + spent.pop("repeated_op_s")
         computing = max(sum(spent.values()), host)
         exposed = communicating * _exposed_share(layout, traffic(layout, survey, trace))
-        step_s = max(computing, communicating) + exposed + after
+        step_s = max(computing, communicating) + exposed + attention + after
     else:
-        step_s = sum(spent.values()) + communicating + after
+        step_s = sum(spent.values()) + communicating + attention + after
     tokens_per_s = tokens_per_step / step_s
     ideal = world_size * hardware.peak_flops
     mfu = flops_per_token * tokens_per_s / ideal if ideal else 0.0
@@ -55,6 +56,7 @@ def step_time(
 def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]:
     """Amount of each kind of work in a step, by the names of `Costs`."""
     sent, num = traffic(layout, survey, trace), layout.accumulation_steps
+    is_cpu = layout.device == "cpu"
     works = [segment.work for segment in trace.segments]
     groups = find(survey, trace, layout).values()
     return {
@@ -66,9 +68,11 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
         "gathered_byte_s": sent.gathered_bytes,
         "reduced_byte_s": sent.reduced_bytes,
         "replicated_byte_s": sent.replicated_bytes,
-        "gathered_whole_s": sent.gathered_whole,
+        "gathered_whole_s": sent.gathered_whole + (sent.attention_whole if is_cpu else 0.0),
         "reduced_whole_s": sent.reduced_whole,
-        "collective_s": sent.calls if layout.device == "cpu" else sent.gathers + sent.reductions,
+        "collective_s": (sent.calls if is_cpu else sent.gathers + sent.reductions)
+        + sent.attention_calls,
+        "attention_byte_s": sent.attention_bytes,
         "element_s": sum(group.trained_shard_numel for group in groups),
         "step_s": 1.0,
     }

@@ -184,7 +184,7 @@ class ModelSurveys:
     def trace(
         self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, *how: Any
     ) -> Trace | None:
-        """Trace one micro-batch; `how`: precision, checkpointing, device and micro-batch size."""
+        """Trace one micro-batch; `how`: precision, checkpointing, device, samples, mesh."""
 
         def compute() -> tuple[TraceResult, Dependencies | None]:
             result, dependencies = self._call("trace_micro_batch", model, freeze, data, *how)

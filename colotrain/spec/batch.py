@@ -1,4 +1,7 @@
-"""Batch arithmetic: global batch = micro-batch × accumulation × world size, any one left out."""
+"""Batch arithmetic: global batch = micro-batch × accumulation × world size, any one left out.
+
+Where several ranks work on the same samples, each such group counts as one rank here.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ class Sizes:
     """Ranks per node, as far as the other sizes allow it."""
     most_procs: int
     """Upper limit on ranks per node, unless `procs_per_node` asks for more."""
+    ranks: str = "world size"
+    """What messages call the number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +55,15 @@ def solve(sizes: Sizes) -> Batch | Problem:
 def _solve_at(sizes: Sizes, w: int) -> Batch | Problem:
     g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
     if g is not None and m is not None and a is not None:
-        return _compare(g, m, a, w)
+        return _compare(g, m, a, w, sizes.ranks)
     if g is not None and m is not None:
         if g % (m * w):
-            return _indivisible(g, {"micro_batch": m, "world size": w})
+            return _indivisible(g, {"micro_batch": m, sizes.ranks: w})
         return Batch(global_batch=g, micro_batch=m, accumulation=g // (m * w), world=w)
     a = a or 1
     if g is not None:
         if g % (a * w):
-            return _indivisible(g, {"accumulation": a, "world size": w})
+            return _indivisible(g, {"accumulation": a, sizes.ranks: w})
         return Batch(global_batch=g, micro_batch=g // (a * w), accumulation=a, world=w)
     if m is not None:
         return Batch(global_batch=m * a * w, micro_batch=m, accumulation=a, world=w)
@@ -72,22 +77,22 @@ def _solve_world(sizes: Sizes, g: int, m: int, a: int) -> Batch | Problem:
     world = g // (m * a)
     factors = f"global_batch {g} / (micro_batch {m} × accumulation {a})"
     if world % sizes.nodes:
-        expected = f"a world size that {sizes.nodes} nodes share evenly, not {world} = {factors}"
+        expected = f"a {sizes.ranks} that {sizes.nodes} nodes share evenly, not {world} = {factors}"
         fix = "change one of these, or cluster.nodes"
         return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
     most = sizes.nodes * sizes.most_procs
     if world > most:
-        expected = f"a world size of at most {most} here, not {world} = {factors}"
+        expected = f"a {sizes.ranks} of at most {most} here, not {world} = {factors}"
         fix = "leave accumulate.steps out, or set cluster.procs_per_node"
         return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
     return Batch(global_batch=g, micro_batch=m, accumulation=a, world=world)
 
 
-def _compare(g: int, m: int, a: int, w: int) -> Batch | Problem:
+def _compare(g: int, m: int, a: int, w: int, ranks: str) -> Batch | Problem:
     product = m * a * w
     if g == product:
         return Batch(global_batch=g, micro_batch=m, accumulation=a, world=w)
-    expected = f"{product} = micro_batch {m} × accumulation {a} × world size {w}"
+    expected = f"{product} = micro_batch {m} × accumulation {a} × {ranks} {w}"
     fix = f"set train.global_batch={product}, or leave one of the four out"
     return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
 

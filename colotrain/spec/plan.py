@@ -69,6 +69,22 @@ class PluginPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """Axes of the mesh whose ranks work on the same samples.
+
+    They are the innermost: ranks r·cp to r·cp + cp - 1 are a context-parallel group. The plugin's
+    mesh shards over them as well.
+    """
+
+    cp: int = 1
+    """Ranks that divide each sample's tokens among themselves."""
+
+    def data_rank(self, rank: int) -> int:
+        """Number of the group that `rank` belongs to, which reads its own samples."""
+        return rank // self.cp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPlan:
     """Small trainable matrices beside the frozen weights of linear layers."""
 
@@ -139,7 +155,10 @@ class DataPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """global_batch = micro_batch × accumulation_steps × data_parallel, always."""
+    """global_batch = micro_batch × accumulation_steps × data_parallel, always.
+
+    data_parallel is the number of ranks, or of context-parallel groups of ranks.
+    """
 
     global_batch: int
     micro_batch: int
@@ -282,6 +301,7 @@ class RunPlan:
     recipe: str | None
     world_size: int
     plugin: PluginPlan
+    mesh: MeshPlan = field(default_factory=MeshPlan)
     model: ModelPlan
     data: DataPlan
     batch: BatchPlan

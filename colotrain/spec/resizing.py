@@ -18,10 +18,12 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
         return plan
     procs, batch = plan.cluster.procs_per_node, plan.batch
     world = nodes * procs
-    steps, rest = divmod(batch.global_batch, batch.micro_batch * world)
+    groups = world // plan.mesh.cp
+    steps, rest = divmod(batch.global_batch, batch.micro_batch * groups)
     if rest:
         least, most = plan.elastic.min_nodes, max(plan.elastic.max_nodes, nodes)
-        sizes = reachable(batch.global_batch, batch.micro_batch * procs, range(least, most + 1))
+        per_node = batch.micro_batch * procs // plan.mesh.cp
+        sizes = reachable(batch.global_batch, per_node, range(least, most + 1))
         raise ColotrainError(
             f"{nodes} nodes: a global batch of {batch.global_batch} cannot be shared out among "
             f"{world} ranks in micro-batches of {batch.micro_batch}",
@@ -39,7 +41,7 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
         world_size=world,
         cluster=dataclasses.replace(plan.cluster, nodes=nodes),
         plugin=dataclasses.replace(plan.plugin, mesh=mesh),
-        batch=dataclasses.replace(batch, accumulation_steps=steps, data_parallel=world),
+        batch=dataclasses.replace(batch, accumulation_steps=steps, data_parallel=groups),
     )
 
 

@@ -36,6 +36,8 @@ class Survey:
     """Whether positions have an embedding, so that longer samples are impossible."""
     isolates: bool = False
     """Whether the model takes `document_ids` and keeps attention within documents."""
+    divides_sequences: bool = False
+    """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
     built_whole: bool = False
     """Whether the model cannot be built without storage, so that every rank holds it whole."""
     uses_transformers: bool = False
@@ -70,6 +72,21 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Collectives of one micro-batch under context parallelism."""
+
+    ranks: int = 1
+    calls: int = 0
+    whole_bytes: int = 0
+    """Bytes of the keys and values of whole samples that are gathered, and of gradients summed."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends, with ring algorithms."""
+        return self.whole_bytes * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Forward and backward of a micro-batch, as traced with unsharded parameters."""
 
@@ -82,3 +99,5 @@ class Trace:
     """Bytes of the model's buffers."""
     input_bytes: int = 0
     """Bytes of the micro-batch itself."""
+    exchange: Exchange = field(default_factory=Exchange)
+    """What ranks that divide the samples' tokens among themselves exchange."""

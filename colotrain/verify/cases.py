@@ -1,7 +1,11 @@
-"""The cases that a verification runs: plugins × world sizes × accumulation × freeze sets."""
+"""The cases that a verification runs.
+
+They are plugins × world sizes × context-parallel sizes × accumulation × freeze sets.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +20,8 @@ class Variant:
 
     plugin: str
     world_size: int
+    cp: int = 1
+    """Ranks that divide each sample; divides the world size."""
     accumulation_steps: int
     freeze: tuple[str, ...] | None
     """Patterns to freeze; None leaves the user's own freeze section."""
@@ -25,10 +31,11 @@ class Variant:
         train = config.get("train") or {}
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
-        micro_batch = global_batch // (self.accumulation_steps * self.world_size)
+        micro_batch = global_batch * self.cp // (self.accumulation_steps * self.world_size)
         changed = {
             "name": f"verify-{self.plugin}-{self.world_size}-{self.accumulation_steps}",
             "plugin": own or {"name": self.plugin},
+            "mesh": {"cp": self.cp},
             "train": {
                 **train,
                 "global_batch": global_batch,
@@ -59,19 +66,22 @@ def variants(
     *,
     plugins: Sequence[str],
     world_sizes: Sequence[int],
+    cps: Sequence[int] = (1,),
     accumulation: Sequence[int],
     freezes: Sequence[tuple[str, ...] | None],
 ) -> Iterator[Variant]:
-    for world_size in world_sizes:
-        for freeze in freezes:
-            for steps in accumulation:
-                for plugin in plugins:
-                    yield Variant(
-                        plugin=plugin,
-                        world_size=world_size,
-                        accumulation_steps=steps,
-                        freeze=freeze,
-                    )
+    """All combinations, but those with world sizes that a context-parallel size does not divide."""
+    for world_size, cp, freeze, steps, plugin in itertools.product(
+        world_sizes, cps, freezes, accumulation, plugins
+    ):
+        if world_size % cp == 0:
+            yield Variant(
+                plugin=plugin,
+                world_size=world_size,
+                cp=cp,
+                accumulation_steps=steps,
+                freeze=freeze,
+            )
 
 
 def freeze_sets(parameters: Sequence[ParameterInfo], *, own: bool) -> list[tuple[str, ...] | None]:

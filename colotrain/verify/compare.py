@@ -69,10 +69,12 @@ def _coarsest(precision: str, dtypes: Iterable[torch.dtype]) -> Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """One plugin × world size × accumulation × freeze set against the reference."""
+    """One case, a plugin on some ranks, against the reference."""
 
     plugin: str
     world_size: int
+    cp: int = 1
+    """Ranks that divide each sample."""
     accumulation_steps: int
     freeze: tuple[str, ...]
     max_abs_loss: float
@@ -114,6 +116,7 @@ def compare(
     return CaseResult(
         plugin=plan.plugin.name,
         world_size=plan.world_size,
+        cp=plan.mesh.cp,
         accumulation_steps=plan.batch.accumulation_steps,
         freeze=plan.freeze.patterns,
         max_abs_loss=check.largest["loss"],

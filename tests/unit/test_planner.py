@@ -460,6 +460,7 @@ def search_space(capacity: int) -> SearchSpace:
         global_batch=16,
         tokens_per_step=16 * SEQ_LEN,
         world_size=4,
+        data_parallel=4,
     )
 
 

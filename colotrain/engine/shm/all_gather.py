@@ -1,4 +1,4 @@
-"""All-gather between the ranks of one host, through shared memory.
+"""All-gather and reduce-scatter between the ranks of one host, through shared memory.
 
 Where possible the output buffer of an all-gather is itself shared memory, the same on all ranks:
 each rank has filled its own part before the call, so the all-gather is only a barrier. Other
@@ -132,6 +132,25 @@ class Channel:
             self.barrier()
             for peer in self.peers:
                 parts[peer, first:last] = windows[peer]
+
+    @torch.no_grad()
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> None:
+        """Set `output` [n] to this rank's part of the sum of all ranks' `input` [size · n].
+
+        Both are contiguous. Terms are added in the order of the ranks.
+        """
+        self.exchange((input.nbytes, _code(input.dtype), 0))
+        parts, result = input.view(self.size, -1), output.view(-1)
+        most = self.half_bytes // self.size // input.itemsize
+        for first in range(0, len(result), most):
+            piece = slice(first, first + most)
+            mine = parts[:, piece]
+            windows = [w.view(input.dtype).view(mine.shape) for w in self._halves(mine.nbytes)]
+            windows[self.rank].copy_(mine)
+            self.barrier()
+            result[piece] = windows[0][self.rank]
+            for window in windows[1:]:
+                result[piece] += window[self.rank]
 
     def _halves(self, num_bytes: int) -> list[Tensor]:
         """Return the next half of each rank's window, which every rank has finished reading."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import Any
@@ -14,11 +15,12 @@ from colotrain.dotted import users_line
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
+from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.seeding import seeded
 from colotrain.planner.traced.tracing import NotTraceable, trace
-from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
-from colotrain.spec.survey import ParameterInfo, Survey, Trace
+from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
+from colotrain.spec.survey import Exchange, ParameterInfo, Survey, Trace
 
 
 def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
@@ -53,6 +55,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         built_whole=whole,
         uses_transformers=any("transformers" in type(m).__module__ for m in module.modules()),
         isolates="document_ids" in inspect.signature(module.forward).parameters,
+        divides_sequences=hasattr(module, ATTRIBUTE),
     )
 
 
@@ -106,6 +109,7 @@ def trace_micro_batch(
     checkpointing: Recompute,
     device: str,
     micro_batch: int,
+    mesh: MeshPlan | None = None,
 ) -> Trace | str:
     """Trace a micro-batch through the model, or say why that does not work without values."""
     module = build_on_meta(model)
@@ -113,9 +117,12 @@ def trace_micro_batch(
         return "it cannot be built on the meta device"
     freeze_(module, freeze)
     begin_training_(module)
+    shard = SequenceShard(rank=0, size=mesh.cp if mesh else 1, device=device)
+    if shard.size > 1:
+        divide_sequences_(module, shard)
     try:
         sample = one_sample(data)
-        return trace(
+        found = trace(
             module,
             sample,
             precision=precision,
@@ -123,6 +130,8 @@ def trace_micro_batch(
             device=device,
             micro_batch=micro_batch,
         )
+        exchanged = Exchange(ranks=shard.size, calls=shard.calls, whole_bytes=shard.exchanged_bytes)
+        return dataclasses.replace(found, exchange=exchanged)
     except NotTraceable as error:
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

@@ -84,6 +84,8 @@ def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
         device="cuda",
         procs_per_node=plan.cluster.procs_per_node,
     )
+    if plan.mesh.cp > 1:
+        raise _cannot("mesh.cp", str(plan.mesh.cp), "1 under --trace")
     model = build_on_meta(plan.model)
     key, value = plan.model.key, plan.model.value
     if model is None:

@@ -1,0 +1,176 @@
+"""Context parallelism: the ranks of a group divide every sample's tokens among themselves.
+
+A sample is cut into 2n chunks, and rank r of n ranks holds chunks r and 2n - 1 - r. So all ranks
+have the same amount of causal attention (section 3.3.2 of "The Llama 3 Herd of Models", Dubey et
+al. 2024). Attention gathers the keys and values of the whole sample; its backward sums their
+gradients on the rank that holds them. Everything else in a decoder treats tokens one by one, and
+the loss is a sum over tokens, so that to the rest of the engine the ranks are just data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from colotrain.errors import ColotrainError
+
+ATTRIBUTE = "sequence_shard"
+"""Attribute of a model whose forward divides sequences where it is not None.
+
+The forward gets whole samples, takes its own part of them, and attends with `attend`.
+"""
+
+
+Collective = Callable[[Tensor, Tensor], None]
+"""(output, input) of an all-gather or reduce-scatter between the ranks of a group."""
+
+
+def without_sending(output: Tensor, input: Tensor) -> None:
+    """The collective of the meta device, where only shapes matter."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceShard:
+    """The part of every sequence that one rank of a context-parallel group holds."""
+
+    rank: int
+    size: int
+    """Ranks of the group."""
+    device: str = "cpu"
+    all_gather: Collective = without_sending
+    """Sets [size * n, ...] to [n, ...] of every rank, in their order."""
+    reduce_scatter: Collective = without_sending
+    """Sets [n, ...] to this rank's part of the sum of all ranks' [size * n, ...]."""
+    is_known_to_model: bool = False
+    """Whether a model with a choice of attention functions was told to use `attend`."""
+    calls: int = 0
+    """Number of collectives so far."""
+    exchanged_bytes: int = 0
+    """Bytes of what they gathered and summed: keys and values of whole samples, and gradients."""
+    length: int = 0
+    """Tokens of the present samples."""
+    documents: Tensor | None = None
+    """Document of each token, int64 [batch, length], where documents do not attend to others."""
+    masks: dict[Any, list[Tensor]] = field(default_factory=dict)
+    """Masks of the present samples, which all layers share."""
+
+    def begin(self, length: int, documents: Tensor | None = None) -> None:
+        """Begin the forward of a batch; `ColotrainError` where its tokens cannot be divided."""
+        parts = 2 * self.size
+        if length % parts:
+            raise ColotrainError(
+                f"mesh.cp={self.size}: samples of {length} tokens cannot be cut into {parts} parts",
+                f"pad samples to a multiple of {parts} tokens, or set mesh.cp=1",
+            )
+        self.length, self.documents, self.masks = length, documents, {}
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """First token of each of the rank's two chunks, and the token after its last."""
+        size = self.length // (2 * self.size)
+        indices = self.rank, 2 * self.size - 1 - self.rank
+        return [(index * size, (index + 1) * size) for index in indices]
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return the rank's tokens of [..., length]."""
+        return torch.cat([tensor[..., start:end] for start, end in self.chunks], dim=-1)
+
+    def mask_of(self, like: Tensor, window: int | None) -> list[Tensor]:
+        """Return what is added to attention's scores, for each of the rank's two chunks.
+
+        It is [chunk, keys] or [batch, 1, chunk, keys] with the device and dtype of `like`, for the
+        keys from the first to the chunk's last: 0 where a token attends to a key, otherwise
+        -infinity. With `window` a token attends to so many keys, itself included.
+        """
+        known = window, like.dtype
+        if known not in self.masks:
+            masks = [self._attends(start, end, like.device, window) for start, end in self.chunks]
+            self.masks[known] = [additive(mask, like.dtype) for mask in masks]
+        return self.masks[known]
+
+    def _attends(self, start: int, end: int, device: torch.device, window: int | None) -> Tensor:
+        keys = torch.arange(end, device=device)
+        queries = keys[start:].unsqueeze(1)
+        attends = keys <= queries
+        if window is not None:
+            attends &= keys > queries - window
+        if self.documents is None:
+            return attends
+        of_keys = self.documents[:, None, None, :end]
+        return attends & (of_keys == self.documents[:, None, start:end, None])
+
+    def count(self, whole: Tensor) -> None:
+        """Count a collective whose larger tensor is `whole`."""
+        self.calls += 1
+        self.exchanged_bytes += whole.nbytes
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where the bool `mask` is True, and -infinity elsewhere.
+
+    Attention with a bool mask makes such a tensor in every layer, and keeps it for backward.
+    """
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
+def divide_sequences_(model: nn.Module, shard: SequenceShard) -> None:
+    """Let `model`, which must have `sequence_shard`, train on the part that `shard` describes."""
+    for module in model.modules():
+        setattr(module, ATTRIBUTE, shard)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: SequenceShard,
+    *,
+    window: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return causal attention of this rank's tokens to those of the whole sample.
+
+    All are [batch, heads, own tokens, head size]. `options` are further arguments of
+    `scaled_dot_product_attention`. All ranks of the group must call.
+    """
+    sizes = key.shape[-1], value.shape[-1]
+    key, value = _Gather.apply(torch.cat((key, value), dim=-1), shard).split(sizes, dim=-1)
+    if shard.device != "cpu" and query.shape[1] != key.shape[1]:  # else all scores would exist
+        times = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
+    mixed = []
+    for rows, mask in zip(query.chunk(2, dim=2), shard.mask_of(query, window), strict=True):
+        end = mask.shape[-1]
+        known = key[:, :, :end], value[:, :, :end]
+        mixed.append(F.scaled_dot_product_attention(rows, *known, attn_mask=mask, **options))
+    return torch.cat(mixed, dim=2)
+
+
+class _Gather(torch.autograd.Function):
+    """All tokens, in their order, from the own tokens [batch, heads, own tokens, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        parts = own.new_empty(shard.size, *own.shape)
+        shard.all_gather(parts.flatten(0, 1), own.contiguous())
+        shard.count(parts)
+        firsts, seconds = parts.chunk(2, dim=3)
+        return torch.cat((*firsts, *seconds.flip(0)), dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shard: SequenceShard = ctx.shard
+        firsts, seconds = torch.stack(grad.chunk(2 * shard.size, dim=2)).chunk(2)
+        parts = torch.cat((firsts, seconds.flip(0)), dim=3)
+        own = parts.new_empty(parts.shape[1:])
+        shard.reduce_scatter(own, parts.flatten(0, 1))
+        shard.count(parts)
+        return own, None

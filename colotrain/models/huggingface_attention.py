@@ -1,0 +1,112 @@
+"""Context parallelism of transformers' models: their attention through its public registry."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.errors import ColotrainError
+from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend
+
+DIVISIBLE = (
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Model types, of config.json, whose layers exchange between tokens in attention alone.
+
+Each is compared with plain transformers in tests/dist/test_context_parallel.py.
+"""
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions that do not depend on the longest position in a forward."""
+NAME = "colotrain_context_parallel"
+
+
+def allow_division_(model: nn.Module, config: Any) -> None:
+    """Declare that ranks may divide the sequences of `model`, if its architecture is known to."""
+    known = config.model_type in DIVISIBLE and set(_ropes(config)) <= set(STATIC_ROPES)
+    if known and getattr(config, "attn_logit_softcapping", None) is None:
+        setattr(model, ATTRIBUTE, None)
+
+
+def _ropes(config: Any) -> Iterator[str]:
+    """The kinds of rotary positions, of all layers or by kind of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for each in (found, *found.values()):
+        if isinstance(each, dict) and "rope_type" in each:
+            yield each["rope_type"]
+
+
+def divided(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of the samples that `model` divides; without that, the batch itself.
+
+    `batch` has input_ids, and perhaps labels, position_ids and document_ids, all [batch, seq].
+    """
+    shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
+    if shard is None:
+        return batch
+    if not shard.is_known_to_model:
+        model.set_attn_implementation(_register())
+        shard.is_known_to_model = True
+    shape = batch["input_ids"].shape
+    shard.begin(shape[1], batch.pop("document_ids", None))
+    batch.setdefault("position_ids", torch.arange(shape[1], device=batch["input_ids"].device)[None])
+    other = batch.keys() - {"input_ids", "labels", "position_ids"}
+    if other:
+        raise ColotrainError(
+            f"mesh.cp={shard.size}: {', '.join(sorted(other))} cannot be divided among ranks",
+            "leave it out of the samples (padding needs no mask), or set mesh.cp=1",
+        )
+    return {name: shard.own(tensor) for name, tensor in batch.items()}
+
+
+@functools.cache
+def _register() -> str:
+    """Register the attention; there are no masks of its name, so that transformers makes none."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+    return NAME
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return [batch, own tokens, heads, size] for query, key and value [batch, heads, own, size].
+
+    As transformers calls it: `attention_mask` is None, for no masks are registered under this name.
+    """
+    assert attention_mask is None, "transformers made a mask of its own"
+    mixed = attend(
+        query,
+        key,
+        value,
+        getattr(module, ATTRIBUTE),
+        window=sliding_window,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return mixed.transpose(1, 2).contiguous(), None

@@ -1,0 +1,227 @@
+"""Ranks that divide samples among themselves compute what one process computes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from colotrain.cli.main import guarded
+from colotrain.models.huggingface_attention import DIVISIBLE
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plugins import ROWS
+from colotrain.verify import runner
+from tests.dist import hf
+from tests.dist.test_run import losses
+from tests.dist.test_transport import run
+from tests.running import SMALL, Colotrain
+
+VERIFY = ("verify", *SMALL, "model.args.num_heads=4", "model.args.num_kv_heads=2")
+OWN = ("freeze.patterns=[embed*,blocks.0.*]", "model.args.tie_embeddings=true", "data.isolate=true")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Records so short that each sample has several."""
+    file = tmp_path_factory.mktemp("documents") / "short.jsonl"
+    texts = (f"{n} " * (n % 7 + 1) for n in range(2000))
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return f"data.path={file}"
+
+
+def verified(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    guarded([*VERIFY, *options, "--json"])
+    cases: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["cases"]
+    return cases
+
+
+def test_every_plugin_equals_one_process_when_two_ranks_divide_each_sample(
+    documents: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = verified(capsys, "--world-sizes", "2", "--cp", "2", documents, *OWN)
+    assert {case["plugin"] for case in cases} == set(ROWS)
+    assert {case["accumulation_steps"] for case in cases} == {1, 4}
+    for case in cases:
+        assert case["passed"], case["difference"]
+        assert case["cp"] == 2
+        assert case["max_abs_gradient"] <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        (*OWN, "train.activation_checkpointing=full", "--optimizer", "recipe"),
+        ("train.activation_checkpointing=selective", "train.precision=bf16"),
+    ],
+    ids=["plain", "isolated, recomputed, adamw", "bf16"],
+)
+def test_every_plugin_equals_one_process_on_four_ranks(
+    options: tuple[str, ...], documents: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = verified(capsys, "--world-sizes", "4", "--cp", "2,4", documents, *options)
+    assert {(case["plugin"], case["cp"]) for case in cases} == {
+        (p, n) for p in ROWS for n in (2, 4)
+    }
+    assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "says"),
+    [
+        ("restarts_positions", "loss of step 1"),
+        ("looks_across_documents", "loss of step 1"),
+        ("keeps_gradients_of_keys", "gradient of"),
+        ("divides_by_parts_of_samples", "loss of step 1"),
+    ],
+)
+def test_a_fault_in_dividing_samples_is_found(
+    mutant: str,
+    says: str,
+    documents: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    options = ("--world-sizes", "2", "--cp", "2", "--plugins", "zero3", "--accumulation", "1")
+    (case,) = verified(capsys, *options, "--steps", "1", documents, *OWN)
+    assert not case["passed"]
+    assert says in case["difference"]
+
+
+LENGTH = 24
+BASE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "head_dim": 8,
+}
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+OF_KIND: dict[str, dict[str, Any]] = {
+    "gemma3_text": SLIDING,
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {"use_sliding_window": True, **SLIDING},
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.mark.parametrize("kind", DIVISIBLE)
+def test_a_transformers_model_divided_has_the_gradients_of_the_whole(kind: str) -> None:
+    pytest.importorskip("transformers")
+    run(compare_parts_with_whole, 2, kind)
+
+
+def compare_parts_with_whole(rank: int, kind: str) -> None:
+    import transformers
+
+    from colotrain.engine.context_parallel import make_shard
+    from colotrain.models.context_parallel import divide_sequences_
+    from colotrain.models.huggingface import _sees_documents, isolating_loss, shifted_loss
+    from colotrain.models.huggingface_attention import allow_division_
+
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(
+        kind, **{**BASE, **NO_DROPOUT, **OF_KIND.get(kind, {})}
+    )
+    config._experts_implementation = "eager"  # the fast one has no float64
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    allow_division_(model, config)
+    isolates = _sees_documents(model)
+    forward = functools.partial(isolating_loss if isolates else shifted_loss, model.forward)
+    ids, labels = torch.randint(0, 64, (2, 2, LENGTH)).unbind()
+    labels[0, :15] = -100  # the first rank's first part has no target
+    batch = {"input_ids": ids, "labels": labels}
+    if isolates:
+        batch["document_ids"] = (torch.arange(LENGTH) >= torch.tensor([[7], [20]])).long()
+    loss, count = forward(**batch)
+    loss.backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    divide_sequences_(model, make_shard(dist.group.WORLD, "cpu"))
+    part, own_count = forward(**batch)
+    part.backward()
+    sums = torch.stack([part.detach(), own_count.double()])
+    dist.all_reduce(sums)
+    assert sums.tolist() == pytest.approx([loss.item(), count.item()], rel=1e-6)
+    for name, parameter in model.named_parameters():
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(found)
+        assert (found - wanted.get(name, 0.0)).abs().max() <= 1e-6, name
+
+
+def test_a_hugging_face_directory_trains_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = hf.make_directory("llama", tmp_path / "llama")
+    plans = [
+        plan_from(
+            [
+                *(f"model.hf={folder}", "data.target=tests.dist.hf:samples", "mesh.cp=2"),
+                *("train.global_batch=8", "train.micro_batch=4", "train.max_steps=2"),
+                *("train.eval_steps=0", "optim.name=sgd", "optim.lr=0.2", "checkpoint.every=0"),
+                *("cluster.procs_per_node=2", f"plugin={plugin}", f"name={plugin}"),
+            ]
+        )
+        for plugin in ("zero2", "gemini")
+    ]
+    for result in runner.verify(plans, tmp_path / "cases"):
+        assert result.passed, result.difference
+
+
+def test_a_run_goes_on_with_other_axes(colotrain: Colotrain) -> None:
+    options = (*SMALL, "train.micro_batch=4", "observe.grads_every=1", "checkpoint.every=2")
+    whole = colotrain.run(*options, "train.max_steps=4", "plugin=zero1", "name=whole")
+    divided = colotrain.run(*options, "train.max_steps=4", "plugin=zero3", "mesh.cp=2", "name=cp")
+    assert losses(divided) == pytest.approx(losses(whole), abs=1e-6)
+    evaluations = [
+        [event.fields["loss"] for event in colotrain.events(name) if event.kind == "eval"]
+        for name in ("whole", "cp")
+    ]
+    assert evaluations[1] == pytest.approx(evaluations[0], abs=1e-6)
+    colotrain.run(
+        *options, "train.max_steps=2", "plugin=zero1", "name=begun", "optim.schedule.name=constant"
+    )
+    more = ("train.max_steps=4", "mesh.cp=2", "plugin=gemini")
+    resumed = colotrain("resume", "begun", *more, "--json")
+    unbroken = colotrain.run(
+        *options, "train.max_steps=4", "name=unbroken", "optim.schedule.name=constant"
+    )
+    assert losses(resumed.json) == pytest.approx(losses(unbroken), abs=1e-6)
+
+
+def test_what_cannot_be_divided_is_refused(colotrain: Colotrain) -> None:
+    odd = ("mesh.cp=3", "cluster.procs_per_node=4", "data.seq_len=32", "train.compile=true")
+    lines = colotrain("plan", *SMALL, *odd).err.splitlines()
+    assert [line.split(":")[1].strip().split("=")[0] for line in lines if "error" in line] == [
+        "mesh.cp",
+        "data.seq_len",
+        "train.compile",
+    ]
+    own = (
+        "model.target=tests.dist.difficult:make",
+        "model.args.name=Tied",
+        "data.target=tests.dist.difficult:samples",
+    )
+    refused = colotrain(
+        "plan", *own, "train.micro_batch=2", "cluster.procs_per_node=2", "mesh.cp=2"
+    )
+    assert refused.code == 2
+    assert "mesh.cp=2: expected 1" in refused.err
+    assert colotrain("verify", *SMALL, "--world-sizes", "3", "--cp", "2").code == 2
