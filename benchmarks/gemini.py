@@ -28,9 +28,10 @@ from statistics import median
 
 from processes import end
 
-from colotrain.config.sizes import format_size, parse_size
+from colotrain.config.sizes import parse_size
 from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir
+from colotrain.spec.quantities import format_size
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 TIMEOUT_S = 3600

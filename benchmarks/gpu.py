@@ -27,11 +27,11 @@ from typing import Any
 
 from processes import carry_out
 
-from colotrain.config.sizes import format_size
 from colotrain.events.fold import follow
 from colotrain.events.log import EventReader
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.quantities import format_size
 
 PEERS = Path(__file__).parent / "peers"
 PLAIN = PEERS / "one_device.py"

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from colotrain.rundir import write_atomically
-from colotrain.runs.resolving import settle
+from colotrain.runs.resolving import resolve_config
 from colotrain.spec.plugins import ROWS
 
 MIN_STEPS, MAX_STEPS, TRAINING_S = 12, 80, 5.0
@@ -67,7 +67,7 @@ def draw(seed: int) -> list[str]:
 
 def measure(words: list[str], folder: Path) -> dict[str, Any]:
     """One run: predicted and measured peak, and seconds of a step."""
-    plan = settle(words).plan
+    plan = resolve_config(words).plan
     num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRAINING_S / plan.time.step_s)))
     steps = f"train.max_steps={num_steps}"
     command = [sys.executable, "-m", "colotrain", "run", *words, steps, "--json"]

@@ -245,7 +245,7 @@ def rehearse() -> None:
         os.environ["COLOTRAIN_CACHE"] = folder
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             cli.guarded(["runs"])
-            resolving.settle(["recipe=llm-tiny"])
+            resolving.resolve_config(["recipe=llm-tiny"])
         os.chdir(before)
     os.environ.clear()
     os.environ.update(environment)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.probes import matmul_peak_flops, memory_now
 from colotrain.models.llm import LLM
-from colotrain.runs.resolving import settle
+from colotrain.runs.resolving import resolve_config
 from colotrain.spec.plan import RunPlan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--words", nargs="+", required=True, help="colotrain's overrides")
     asked = parser.parse_args()
-    plan = settle(asked.words, here=False).plan
+    plan = resolve_config(asked.words, here=False).plan
     document = describe(plan, asked.device) if asked.what == "describe" else train(plan, asked)
     asked.out.write_text(json.dumps(document))
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.config.sizes import format_size
 from colotrain.errors import UsageError
 from colotrain.runs.resolving import plan_from
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.terminal import is_live
+from colotrain.spec.quantities import format_size
 
 if TYPE_CHECKING:
     from colotrain.data.read.inspection import Token

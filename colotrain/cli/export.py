@@ -7,12 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colotrain.config.sizes import format_size, parse_size
+from colotrain.config.sizes import parse_size
 from colotrain.errors import UsageError, suggest
 from colotrain.events.liveness import find
 from colotrain.runs import trust
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.progress import preparation
+from colotrain.spec.quantities import format_size
 
 if TYPE_CHECKING:
     from colotrain.export.write import Exported

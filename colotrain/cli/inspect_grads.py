@@ -147,11 +147,11 @@ def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> Gra
 def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
     """Run the first step of a plan in a temporary folder, and show its gradients."""
     from colotrain.launch.forkserver import warm_up
-    from colotrain.runs.resolving import check_fits, settle
+    from colotrain.runs.resolving import check_fits, resolve_config
     from colotrain.runs.start import execute
 
     warm_up()
-    resolved = settle(list(overrides))
+    resolved = resolve_config(list(overrides))
     check_fits(resolved)
     plan = for_one_step(resolved.plan)
     if choice.noise:

@@ -18,7 +18,7 @@ from colotrain.launch.forkserver import environment
 from colotrain.planner import rates
 from colotrain.planner.time import amounts_of
 from colotrain.records import from_plain, to_plain
-from colotrain.runs.resolving import ResolvedConfig, settle
+from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import stderr_console
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _task(ranks: int, threads: int, precision: str) -> dict[str, object]:
     """Return `planner.traced.measuring.Task` as plain data."""
     cases = []
     for index in range(len(rates.SHAPES)):
-        case = settle(rates.overrides(index, ranks=ranks, precision=precision), here=False)
+        case = resolve_config(rates.overrides(index, ranks=ranks, precision=precision), here=False)
         search_space, layout = case.context.search_space, case.context.layout(case.plan.plugin)
         trace = search_space.traces(
             case.plan.train.activation_checkpointing, case.plan.batch.micro_batch

@@ -19,7 +19,7 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import most_activations
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.runs.resolving import ResolvedConfig, print_notes, settle
+from colotrain.runs.resolving import ResolvedConfig, print_notes, resolve_config
 from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan
@@ -62,10 +62,10 @@ def plan(
     if measure:
         from colotrain.cli.measure import measure as measure_machine
 
-        measure_machine(settle(words, here=False))
+        measure_machine(resolve_config(words, here=False))
     if compare is not None:
         return show_comparison(words, compare, as_json=as_json)
-    resolved = settle(words, here=False, job=None)
+    resolved = resolve_config(words, here=False, job=None)
     print_notes(resolved)
     document = describe(resolved, advise=advise)
     if cross_check:
@@ -241,7 +241,7 @@ def _sentences(resolved: ResolvedConfig, options: Sequence[Option], layout: Layo
 
 def show_comparison(words: list[str], both: tuple[str, str], *, as_json: bool) -> int:
     """Print two plans side by side; each has the common words and its own overrides."""
-    resolved = [settle([*words, *each.split()], here=False, job=None) for each in both]
+    resolved = [resolve_config([*words, *each.split()], here=False, job=None) for each in both]
     documents = [describe(each) for each in resolved]
     if as_json:
         print_json({"schema": 1, "plans": documents})

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.config.sizes import format_seconds, format_size
 from colotrain.errors import UsageError
 from colotrain.planner.durations import evaluation_s
 from colotrain.runs.resolving import ResolvedConfig
 from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
 from colotrain.spec.plan import CheckpointPlan, RunPlan, TrainPlan
+from colotrain.spec.quantities import format_seconds, format_size
 
 CATEGORIES = (
     "parameters",

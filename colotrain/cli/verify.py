@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from colotrain.config.sizes import format_size
 from colotrain.errors import ConfigError, DoesNotFit, Problem, suggest
 from colotrain.launch.compiler import postpone_compiler
 from colotrain.launch.forkserver import warm_up
 from colotrain.launch.startup import ended_by_signals
-from colotrain.runs.resolving import ResolvedConfig, settle
+from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import print_json, stderr_console, stdout_console
-from colotrain.show.formatting import format_duration
 from colotrain.spec.exit_codes import DONE, UNVERIFIED
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.quantities import format_size, short_duration
 
 if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
@@ -63,7 +62,7 @@ def verify(
     cuts = _numbers("--accumulation", accumulation)
     _check_optimizer(optimizer)
     warm_up()
-    resolved = settle(overrides)
+    resolved = resolve_config(overrides)
     _check_reference(resolved, steps)
     plans = _plans(
         resolved,
@@ -80,7 +79,7 @@ def verify(
     console = stderr_console()
     seconds = steps * sum(plan.time.step_s for plan in plans)
     if seconds > WORTH_SAYING_S:
-        text = f"note: {len(plans)} cases of {steps} steps: about {format_duration(seconds)}"
+        text = f"note: {len(plans)} cases of {steps} steps: about {short_duration(seconds)}"
         console.print(f"{text}, and the reference beside them", soft_wrap=True)
     folder = tempfile.mkdtemp(prefix="colotrain-verify-")
     try:

@@ -43,25 +43,3 @@ def check_size(key: str, value: float | str, whole: int) -> Iterator[Problem]:
         parse_size(value, whole=whole)
     except ValueError as error:
         yield Problem(key=key, value=value, expected=f"auto, {error}", fix=f"as in {key}=512MiB")
-
-
-def format_size(num_bytes: float) -> str:
-    """Format `1536` as `1.5 KiB`, with three significant digits."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.3g} {units[0]}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format seconds as `85 ms`, `1.25 s`, `20 min`, `10.5 h`, `46.3 days`."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.3g} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.3g} h"
-    days = seconds / 86400
-    return f"{days:.3g} days" if days < 100 else f"{days:,.0f} days"

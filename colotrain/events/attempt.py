@@ -31,7 +31,7 @@ class Attempt:
     steps: dict[int, kinds.Step] = field(default_factory=dict)
     evals: dict[int, float] = field(default_factory=dict)
     peaks: dict[int, int] = field(default_factory=dict)
-    ledgers: dict[int, MemoryBreakdown] = field(default_factory=dict)
+    memory_by_rank: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Memory breakdown of each rank at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
     failures: list[kinds.Failure] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Attempt:
             case kinds.Step.KIND:
                 self._add_step(kinds.Step.of(event), rank)
             case kinds.PeakMemory.KIND:
-                self.ledgers[rank] = kinds.PeakMemory.of(event).breakdown()
+                self.memory_by_rank[rank] = kinds.PeakMemory.of(event).breakdown()
             case _ if rank == 0:
                 self._add_of_first_rank(event)
 

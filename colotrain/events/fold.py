@@ -128,7 +128,9 @@ class Fold:
             peak_by_rank=_by_rank([a.peaks for a in attempts]),
             rss_by_rank=_by_rank([{r: v.rss for r, v in a.ranks.items()} for a in working]),
             tiers=tiers.bytes if tiers else {},
-            ledgers={r: breakdown for a in working for r, breakdown in sorted(a.ledgers.items())},
+            memory_by_rank={
+                r: breakdown for a in working for r, breakdown in sorted(a.memory_by_rank.items())
+            },
             ranks=tuple(a.ranks[rank] for a in working for rank in sorted(a.ranks)),
             gradients=_last_record(attempts),
             heat=heat_of(attempts),

@@ -93,7 +93,7 @@ class RunView:
     """Resident bytes per rank in the latest attempt that completed a step."""
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     """gemini only: category (parameters, gradients, optimizer) → tier → bytes per rank."""
-    ledgers: dict[int, MemoryBreakdown] = field(default_factory=dict)
+    memory_by_rank: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Rank → memory breakdown at its peak; activations include everything else within a step."""
     ranks: tuple[RankView, ...] = ()
     gradients: GradientRecord | None = None
@@ -125,7 +125,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     losses = [loss for _, loss in view.loss]
     tokens_per_s, step_s = overall_tokens_per_s(view), typical_step_s(view)
     measured = measured_peak(view, plan)
-    of_peak = max(view.ledgers.values(), key=lambda breakdown: breakdown.total, default=None)
+    of_peak = peak_memory(view)
     document = {
         "status": view.status,
         "steps": view.steps,
@@ -162,6 +162,11 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     }
     safe: dict[str, Any] = json_safe(document)
     return safe
+
+
+def peak_memory(view: RunView) -> MemoryBreakdown | None:
+    """Return the measured breakdown of the rank that needed most; None if none was measured."""
+    return max(view.memory_by_rank.values(), key=lambda breakdown: breakdown.total, default=None)
 
 
 def measured_peak(view: RunView, plan: RunPlan) -> int:

@@ -15,8 +15,8 @@ import psutil
 from colotrain import host
 from colotrain.launch.watch import Watch
 from colotrain.records import to_plain
-from colotrain.show.formatting import format_bytes as format_size
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_size
 
 RESERVE_SHARE, LEAST_RESERVE_BYTES, MOST_RESERVE_BYTES = 0.02, 64 << 20, 512 << 20
 """Free bytes below which a run is ended: a share of all memory, within these two limits."""
@@ -68,13 +68,13 @@ def held_bytes(pid: int) -> int:
 
 def describe(plan: RunPlan, held: Iterable[int], *, free: int, whole: int) -> str:
     """Return why a run was ended: free memory, the ranks' sizes, and what to change."""
-    sizes = ", ".join(format_size(n) for n in held)
+    sizes = ", ".join(short_size(n) for n in held)
     categories = sorted(to_plain(plan.memory).items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {format_size(n)}" for name, n in categories[:MOST_CATEGORIES] if n)
-    planned = f"{format_size(plan.peak.low)} to {format_size(plan.peak.high)} each"
+    parts = ", ".join(f"{name} {short_size(n)}" for name, n in categories[:MOST_CATEGORIES] if n)
+    planned = f"{short_size(plan.peak.low)} to {short_size(plan.peak.high)} each"
     return (
-        f"memory ran short, so the run was ended before the kernel did it: {format_size(free)} of "
-        f"{format_size(whole)} were left, and the ranks held {sizes} (planned: {planned}, of it "
+        f"memory ran short, so the run was ended before the kernel did it: {short_size(free)} of "
+        f"{short_size(whole)} were left, and the ranks held {sizes} (planned: {planned}, of it "
         f"{parts}); {' or '.join(changes(plan))}, or end other programs"
     )
 

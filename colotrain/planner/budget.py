@@ -10,12 +10,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from colotrain.config.schema import Plugin
-from colotrain.config.sizes import check_size, format_size, parse_size
+from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem
 from colotrain.planner.machine import Machine
 from colotrain.planner.scale import Scale
 from colotrain.rundir import OFFLOAD, RUNS
 from colotrain.spec.offload import Budget
+from colotrain.spec.quantities import format_size
 
 AUTOMATIC_SHARE = 0.9
 """Share of the free memory that a budget of `auto` may use."""

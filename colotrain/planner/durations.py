@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from colotrain.config.sizes import format_seconds
 from colotrain.spec.plan import BatchPlan, Prediction, TrainPlan
+from colotrain.spec.quantities import format_seconds
 
 LONG_STEP_S = 60.0
 """Seconds from which on a step gets a warning."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from colotrain.config.sizes import format_size
 from colotrain.errors import ColotrainError
 from colotrain.planner.advise import largest_micro_batch
 from colotrain.planner.budget import existing
@@ -18,6 +17,7 @@ from colotrain.rundir import OFFLOAD
 from colotrain.spec.memory import Verdict
 from colotrain.spec.plan import RECOMPUTE, RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.quantities import format_size
 
 Changes = dict[str, Any]
 """Settings by dotted key."""

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from colotrain.config.schema import Plugin
-from colotrain.config.sizes import check_size, format_seconds, format_size, parse_size
+from colotrain.config.sizes import check_size, parse_size
 from colotrain.errors import Problem, suggest
 from colotrain.planner import measured_peaks
 from colotrain.planner.advise import TIE, Option, SearchSpace, best
@@ -31,6 +31,7 @@ from colotrain.spec.offload import SAFETY
 from colotrain.spec.packing import choose_chunk_bytes, units_of
 from colotrain.spec.plan import BatchPlan, ObservePlan, OptimPlan, PluginPlan, TrainPlan
 from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
+from colotrain.spec.quantities import format_seconds, format_size
 from colotrain.spec.survey import Survey
 
 MOST_BLOCKS = 10_000

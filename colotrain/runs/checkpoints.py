@@ -25,9 +25,10 @@ from colotrain.events.liveness import find
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir
 from colotrain.show.console import print_json, stdout_console
-from colotrain.show.formatting import clean, format_bytes, format_duration
+from colotrain.show.formatting import clean
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_duration, short_size
 
 WITHOUT_TERMINAL = 1000  # columns
 SUPERSEDED = "superseded"
@@ -188,8 +189,8 @@ def cells(row: Row) -> list[Text]:
         state.append(clean(f": {row.problem}"))
     return [
         Text(clean(row.name.removeprefix("step-").lstrip("0") or "0")),
-        Text("-" if row.bytes is None else format_bytes(row.bytes)),
-        Text(format_duration(row.age_s)),
+        Text("-" if row.bytes is None else short_size(row.bytes)),
+        Text(short_duration(row.age_s)),
         Text("-" if row.world_size is None else str(row.world_size)),
         Text(clean(row.plugin or "-")),
         state,

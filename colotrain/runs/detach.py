@@ -18,7 +18,7 @@ from colotrain.show.console import print_json
 from colotrain.spec.plan import RunPlan
 
 START_S = 60.0
-SETTLE_S = 5.0
+EARLY_ERROR_S = 5.0
 """Seconds to watch a launcher that has claimed the run for an early error."""
 POLL_S = 0.05
 
@@ -37,7 +37,7 @@ def detach(plan: RunPlan, rundir: RunDir, config: dict[str, Any], *, as_json: bo
             raise ColotrainError(_why(rundir), f"its whole output is in {rundir.launcher_log}")
         if _has_claimed(rundir, process.pid):
             claimed_at = min(claimed_at, now)
-        if process.poll() == 0 or now > claimed_at + SETTLE_S:  # preparing data may take long
+        if process.poll() == 0 or now > claimed_at + EARLY_ERROR_S:  # preparing data may take long
             break
         time.sleep(POLL_S)
     if as_json:

@@ -14,12 +14,13 @@ from colotrain.config.compose import gather
 from colotrain.config.files import read_file
 from colotrain.config.schema_cluster import Hardware, Slurm
 from colotrain.config.shipped import Search
-from colotrain.config.sizes import format_size, parse_size
+from colotrain.config.sizes import parse_size
 from colotrain.errors import ColotrainError, Problem
 from colotrain.planner.machine import Machine, torch_has_cuda
 from colotrain.records import to_plain
 from colotrain.schedulers import queue
 from colotrain.schedulers.queue import NodeKind
+from colotrain.spec.quantities import format_size
 
 GIVES_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-job")
 """Flags of sbatch, besides --gpus-per-node, that give a job GPUs; so does --exclusive."""

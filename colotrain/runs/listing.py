@@ -25,9 +25,11 @@ from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import naming
 from colotrain.schedulers import queue
 from colotrain.show.console import print_json, stderr_console, stdout_console
-from colotrain.show.progress import clean, format_duration, print_plain, shown
+from colotrain.show.formatting import clean, shown
+from colotrain.show.progress import print_plain
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_duration
 
 STOP_TIMEOUT_S = 120.0
 POLL_S = 0.2
@@ -250,7 +252,7 @@ def cells(row: Row) -> list[Text]:
         shown(row.loss, ".4f"),
         shown(row.validation_loss, ".4f"),
         speed(row.tokens_per_s, row.unit),
-        format_duration(row.age_s),
+        short_duration(row.age_s),
     ]
     state = Text(row.state, style=STYLES.get(row.state, ""))
     return [Text(clean(row.name)), state, *(Text(text) for text in texts)]
@@ -351,7 +353,7 @@ def _waiting(name: str) -> Iterator[Callable[[float], None]]:
     what = f"waiting for {clean(name)} to save and stop"
     if is_live(console):
         with console.status(Text(what)) as status:
-            yield lambda left_s: status.update(Text(f"{what} ({format_duration(left_s)} left)"))
+            yield lambda left_s: status.update(Text(f"{what} ({short_duration(left_s)} left)"))
         return
     printed_at = -math.inf
 
@@ -359,7 +361,7 @@ def _waiting(name: str) -> Iterator[Callable[[float], None]]:
         nonlocal printed_at
         if time.monotonic() - printed_at >= REPORT_S:
             printed_at = time.monotonic()
-            print_plain(console, f"{what} ({format_duration(left_s)} left)")
+            print_plain(console, f"{what} ({short_duration(left_s)} left)")
 
     yield report
 
@@ -380,6 +382,6 @@ def _still_running(rundir: RunDir, waited_s: float) -> str:
     launcher = launcher_of(rundir)
     where = f": process {launcher.pid} on {launcher.host}" if launcher else ""
     return clean(
-        f"error: {rundir.name}: not stopped after {format_duration(waited_s)}; it stops after the "
+        f"error: {rundir.name}: not stopped after {short_duration(waited_s)}; it stops after the "
         f"step it is in: wait for it in `colotrain runs`, or end its launcher{where}"
     )

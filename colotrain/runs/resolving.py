@@ -11,7 +11,6 @@ from typing import Any
 
 from colotrain import host
 from colotrain.config.checks import split_address
-from colotrain.config.sizes import format_size
 from colotrain.data.prepare.prepared import Split
 from colotrain.errors import ConfigError, DoesNotFit, Problem
 from colotrain.launch.compiler import postpone_compiler
@@ -27,6 +26,7 @@ from colotrain.planner.smoke import shrink
 from colotrain.runs.job import is_job, on_nodes
 from colotrain.show.console import stderr_console
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan
+from colotrain.spec.quantities import format_size
 from colotrain.spec.survey import Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
@@ -60,10 +60,10 @@ class ResolvedConfig:
 
 def plan_from(overrides: Sequence[str], *, here: bool = True) -> RunPlan:
     """Return the plan that the arguments describe; raise `ConfigError` with all problems."""
-    return settle(overrides, here=here).plan
+    return resolve_config(overrides, here=here).plan
 
 
-def settle(
+def resolve_config(
     overrides: Sequence[str],
     *,
     here: bool = True,

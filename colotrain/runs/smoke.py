@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from colotrain.rundir import RunDir
-from colotrain.show.formatting import format_bytes, format_duration, shown
+from colotrain.show.formatting import shown
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_duration, short_size
 
 if TYPE_CHECKING:
     from colotrain.events.view import RunView
@@ -52,13 +53,13 @@ def close(document: dict[str, Any], plan: RunPlan, rundir: RunDir) -> str:
     evaluated = (
         f"{evals} evaluation{'s' * (evals > 1)}" if evals else "no evaluation (the plan has none)"
     )
-    predicted = format_bytes(memory["predicted_peak"])
-    peak = format_bytes(max(memory["peak_by_rank"], default=0))
+    predicted = short_size(memory["predicted_peak"])
+    peak = short_size(max(memory["peak_by_rank"], default=0))
     loss = shown(document["loss"]["last"], ".4f")
     return (
-        f"smoke run passed in {format_duration(found['seconds'])}: {plan.plugin.name} on "
+        f"smoke run passed in {short_duration(found['seconds'])}: {plan.plugin.name} on "
         f"{plan.world_size} {plan.cluster.device} rank{'s' * (plan.world_size > 1)}, "
         f"{document['steps']} steps of {each} (loss {loss}), {evaluated}, a checkpoint of "
-        f"{format_bytes(found['checkpoint_bytes'])} written, resumed from and removed; "
+        f"{short_size(found['checkpoint_bytes'])} written, resumed from and removed; "
         f"peak {peak} per rank ({predicted} predicted)"
     )

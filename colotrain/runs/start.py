@@ -22,7 +22,13 @@ from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
 from colotrain.runs import checkpoints, naming, smoke, trust
 from colotrain.runs import detach as detached
-from colotrain.runs.resolving import check_devices, check_fits, node_of, print_notes, settle
+from colotrain.runs.resolving import (
+    check_devices,
+    check_fits,
+    node_of,
+    print_notes,
+    resolve_config,
+)
 from colotrain.schedulers import queue
 from colotrain.show.console import print_json, stderr_console
 from colotrain.spec.plan import RunPlan
@@ -52,7 +58,7 @@ def run(
     `began_at` is the Unix time at which the command began, by default now.
     """
     began_at = began_at or time.time()
-    resolved = settle(overrides, several=True, smoke=smoke_run)
+    resolved = resolve_config(overrides, several=True, smoke=smoke_run)
     print_notes(resolved)
     plan = resolved.plan
     node = node_of(resolved.config, plan)
@@ -115,7 +121,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
 
     began_at = time.time()
     warm_up()
-    resolved = settle(overrides)
+    resolved = resolve_config(overrides)
     if not force:
         check_fits(resolved)
     rundir = RunDir(RUNS / resolved.plan.name)
@@ -159,7 +165,7 @@ def resume(
     recipe = as_override("recipe", str(rundir.config_file))
     trust.check_config(rundir, trusted=trust_code, given=given)
     words = [recipe, *overrides, as_override("name", rundir.name)]
-    resolved = settle(words, several=True, submit=submit)
+    resolved = resolve_config(words, several=True, submit=submit)
     node = node_of(resolved.config, resolved.plan)
     if not force:
         check_fits(resolved)

@@ -13,7 +13,7 @@ from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import checkpoints, trust
 from colotrain.runs.naming import check_job, check_name
-from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, settle
+from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, resolve_config
 from colotrain.runs.sweep import Element, elements_of, named, write_sweep
 from colotrain.schedulers import queue
 from colotrain.schedulers.slurm import Job, render
@@ -32,7 +32,7 @@ def submit(
     overwrite: bool = False,
 ) -> int:
     """Submit one run as one job; with `dry_run`, print its script and leave no files."""
-    resolved = settle_job(overrides, smoke=smoke)
+    resolved = resolve_job(overrides, smoke=smoke)
     print_notes(resolved, warnings=True)
     if not force:
         check_fits(resolved)
@@ -81,7 +81,7 @@ def submit_sweep(
     configs = []
     for element in elements:
         with named(element):
-            configs.append(settle_job(element.overrides))
+            configs.append(resolve_job(element.overrides))
     plans = [resolved.plan for resolved in configs]
     if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
@@ -143,9 +143,9 @@ def _element(element: Element) -> dict[str, Any]:
     return {"run": element.run, "chosen": element.chosen}
 
 
-def settle_job(overrides: list[str], *, smoke: bool = False) -> ResolvedConfig:
+def resolve_job(overrides: list[str], *, smoke: bool = False) -> ResolvedConfig:
     """Return a plan for the nodes of the cluster, independent of this machine."""
-    return settle(overrides, here=False, job=True, smoke=smoke)
+    return resolve_config(overrides, here=False, job=True, smoke=smoke)
 
 
 def section(config: dict[str, Any]) -> Slurm:

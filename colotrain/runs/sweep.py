@@ -98,14 +98,14 @@ def run_sweep(overrides: list[str], *, as_json: bool, force: bool, overwrite: bo
     """
     from colotrain.runs.checkpoints import check_named
     from colotrain.runs.naming import check_name
-    from colotrain.runs.resolving import settle
+    from colotrain.runs.resolving import resolve_config
     from colotrain.runs.start import run
     from colotrain.show.console import print_json
 
     elements = elements_of(overrides)
     for element in elements:  # all are checked before the first one runs
         with named(element):
-            made = settle(element.overrides)
+            made = resolve_config(element.overrides)
             rundir = RunDir(RUNS / made.plan.name)
             if not overwrite:
                 check_name(rundir, made.plan, made.config)
@@ -162,7 +162,7 @@ def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
 
     from colotrain.runs.listing import speed
     from colotrain.show.console import print_json, stdout_console
-    from colotrain.show.progress import clean, shown
+    from colotrain.show.formatting import clean, shown
 
     rows = table(find_sweep(name, root=root), root=root)
     if as_json:

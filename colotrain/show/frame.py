@@ -9,8 +9,8 @@ from typing import Literal
 
 from colotrain.events.gradients import ParameterGradient
 from colotrain.events.view import ENDED, RankView, RunView
-from colotrain.show.formatting import format_duration
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_duration
 
 Focus = Literal["overview", "gradients", "ranks", "output"]
 FOCI: tuple[Focus, ...] = ("overview", "gradients", "ranks", "output")
@@ -52,7 +52,7 @@ class FrameState:
         return self.view.ended_at or self.view.last_event_at or self.now
 
     def ago(self, t: float) -> str:
-        age = format_duration(max(0.0, self.until - t))
+        age = short_duration(max(0.0, self.until - t))
         return f"{age} before the end" if self.ended else f"{age} ago"
 
 
@@ -71,7 +71,7 @@ def _slowness(rank: RankView, median: float, newest: int, frame: FrameState) -> 
     silence = frame.until - rank.t
     limit = max(SILENT_S, 10 * (frame.view.pace_s or 0.0))
     if not frame.ended and silence > limit:
-        return f"silent for {format_duration(silence)}"
+        return f"silent for {short_duration(silence)}"
     if rank.step < newest - 1:
         return f"{newest - rank.step} steps behind"
     if rank.busy_s > SLOW * median and rank.busy_s > median + SLOW_S:

@@ -26,9 +26,10 @@ from colotrain.show.charts import (
     stacked,
     stacked_bar,
 )
-from colotrain.show.formatting import clean, epoch, format_bytes, format_duration, shortened, shown
+from colotrain.show.formatting import clean, epoch, shortened, shown
 from colotrain.show.frame import FrameState, stragglers, worst_parameters
 from colotrain.spec.memory import MemoryBreakdown
+from colotrain.spec.quantities import short_duration, short_size
 
 ROOMY = 72
 """Columns from which a pane has room for reasons."""
@@ -59,9 +60,9 @@ def header(frame: FrameState, width: int) -> list[Text]:
     numbers = f" step {view.steps}/{max_steps}"
     if plan.train.epoch_steps:
         numbers += f"  epoch {epoch(view.steps, plan.train)}"
-    numbers += f"  elapsed {format_duration(elapsed)}"
+    numbers += f"  elapsed {short_duration(elapsed)}"
     if not frame.ended:
-        numbers += f"  ETA {format_duration(view.eta_s)}"
+        numbers += f"  ETA {short_duration(view.eta_s)}"
         numbers += _within(frame)
     second = bar(view.steps, of=max_steps, width=max(4, width - len(numbers)), style=GREEN)
     return [first, second.append(numbers)]
@@ -75,7 +76,7 @@ def _within(frame: FrameState) -> str:
     what = f"step {progress.step}" if progress.what == "step" else clean(progress.what)
     left = None if progress.eta_s is None else progress.eta_s - (frame.until - progress.t)
     text = f"  {what}: micro-batch {progress.micro_batch}/{progress.micro_batches}"
-    return f"{text}, {progress.done:.0%}, {format_duration(left and max(0.0, left))} left"
+    return f"{text}, {progress.done:.0%}, {short_duration(left and max(0.0, left))} left"
 
 
 def loss(frame: FrameState, width: int, height: int) -> list[Text]:
@@ -95,9 +96,9 @@ def speed(frame: FrameState, width: int, height: int) -> list[Text]:
     lines = [Text(f"{shown(view.tokens_per_s_smooth, ',.0f')} {each}/s  ", "bold")]
     lines[0].append_text(spark(view.throughput, width=max(1, width - len(lines[0]))))
     lines.append(_mfu(frame))
-    pace = f"step {format_duration_ms(view.pace_s)}"
+    pace = f"step {short_duration_ms(view.pace_s)}"
     if view.lost_s:
-        pace += f"  restarts cost {format_duration(view.lost_s)}"
+        pace += f"  restarts cost {short_duration(view.lost_s)}"
     return [*lines, Text(pace), *time_split(frame, width, height - 3)]
 
 
@@ -128,10 +129,10 @@ def time_split(frame: FrameState, width: int, height: int) -> list[Text]:
     return [stacked(times, width=width), *legend][:height]
 
 
-def format_duration_ms(seconds: float | None) -> str:
-    """Same as `format_duration`, but in milliseconds below one second."""
+def short_duration_ms(seconds: float | None) -> str:
+    """Same as `short_duration`, but in milliseconds below one second."""
     if seconds is None or not 0 <= seconds < 1:
-        return format_duration(seconds)
+        return short_duration(seconds)
     return f"{seconds * 1000:.0f}ms"
 
 
@@ -141,7 +142,7 @@ def memory(frame: FrameState, width: int, height: int) -> list[Text]:
     predicted = plan.memory.total
     scale = scale_of(max(predicted, *view.peak_by_rank, 0), plan.cluster.memory_bytes)
     lines = [_prediction(frame, width)] if height > 2 else []
-    if height > 3 and view.ledgers:
+    if height > 3 and view.memory_by_rank:
         lines.append(_measurement(frame, width))
     if height > 4 and view.tiers:
         lines.append(_tiers(frame, width))
@@ -150,16 +151,16 @@ def memory(frame: FrameState, width: int, height: int) -> list[Text]:
     listed = peaks if len(peaks) <= room else peaks[: max(0, room - 1)]
     for rank, peak in sorted(listed) if len(listed) == len(peaks) else listed:
         rss = view.rss_by_rank[rank] if rank < len(view.rss_by_rank) else 0
-        numbers = f" peak {format_bytes(peak)}"
-        numbers += f", now {format_bytes(rss)}" if width > 50 else ""
+        numbers = f" peak {short_size(peak)}"
+        numbers += f", now {short_size(rss)}" if width > 50 else ""
         line = Text(f"{rank:>4} ")
         bar_width = max(4, width - 5 - (26 if width > 50 else 13))
-        parts = _parts(view.ledgers.get(rank)) or [("peak", float(peak))]
+        parts = _parts(view.memory_by_rank.get(rank)) or [("peak", float(peak))]
         line.append_text(stacked_bar(parts, of=scale, width=bar_width, mark=predicted))
         lines.append(line.append(numbers))
     if len(listed) < len(peaks):
         rest = peaks[len(listed) :]
-        least, most = format_bytes(rest[-1][1]), format_bytes(rest[0][1])
+        least, most = short_size(rest[-1][1]), short_size(rest[0][1])
         lines.append(Text(f"     {len(rest)} more ranks: {least} to {most}", "dim"))
     return lines or [Text("nothing measured yet", "dim")]
 
@@ -168,10 +169,10 @@ def _prediction(frame: FrameState, width: int) -> Text:
     """Return the plan's memory breakdown, largest categories first."""
     capacity, breakdown = frame.plan.cluster.memory_bytes, to_plain(frame.plan.memory)
     line = Text.assemble(("│", f"bold {ORANGE}"))
-    line.append(f" predicted {format_bytes(frame.plan.memory.total)}")
-    line.append(f" of {format_bytes(capacity)}")
+    line.append(f" predicted {short_size(frame.plan.memory.total)}")
+    line.append(f" of {short_size(capacity)}")
     for name, size in sorted(breakdown.items(), key=lambda item: -item[1]):
-        part = f" {name} {format_bytes(size)}"
+        part = f" {name} {short_size(size)}"
         if size > 0 and len(line) + len(part) <= width:
             line.append(part, "dim")
     return line
@@ -190,11 +191,11 @@ def _parts(breakdown: MemoryBreakdown | None) -> list[tuple[str, float]]:
 
 def _measurement(frame: FrameState, width: int) -> Text:
     """Return the legend of the bars, with the sizes of the rank with the highest peak."""
-    ledgers = frame.view.ledgers
-    rank = max(ledgers, key=lambda r: ledgers[r].total)
+    by_rank = frame.view.memory_by_rank
+    rank = max(by_rank, key=lambda r: by_rank[r].total)
     line = Text(f"  measured (rank {rank})")
-    for i, (name, size) in enumerate(_parts(ledgers[rank])):
-        part = f" {name} {format_bytes(int(size))}"
+    for i, (name, size) in enumerate(_parts(by_rank[rank])):
+        part = f" {name} {short_size(int(size))}"
         if len(line) + len(part) <= width:
             line.append(part[:2], SERIES[i % len(SERIES)]).append(part[2:], "dim")
     return line
@@ -207,10 +208,10 @@ def _tiers(frame: FrameState, width: int) -> Text:
     for kind, tiers in frame.view.tiers.items():
         for tier, size in tiers.items():
             totals[tier] = totals.get(tier, 0) + size
-            sums.setdefault(tier, []).append(f"{kind} {format_bytes(size)}")
+            sums.setdefault(tier, []).append(f"{kind} {short_size(size)}")
     line = Text()
     for tier, total in totals.items():
-        line.append(f"{clean(tier)} {format_bytes(total)} ", "bold")
+        line.append(f"{clean(tier)} {short_size(total)} ", "bold")
         detail = f"({clean(', '.join(sums[tier]))})  "
         if len(line) + len(detail) <= width:
             line.append(detail, "dim")
@@ -238,11 +239,11 @@ def ranks(frame: FrameState, width: int, height: int) -> list[Text]:
         line = Text(f"{rank.rank:>4} ")
         style = VERMILLION if rank.rank in slow else SKY
         line.append_text(bar(rank.busy_s, of=longest, width=bar_width, style=style))
-        line.append(f" {format_duration_ms(rank.busy_s):>6} step {rank.step} ")
+        line.append(f" {short_duration_ms(rank.busy_s):>6} step {rank.step} ")
         lines.append(line.append(slow.get(rank.rank, ""), VERMILLION))
     if len(known) > height - 1:
         median = statistics.median(rank.busy_s for rank in known)
-        lines[0].append(f"  ({len(known)} ranks, median {format_duration_ms(median)})", "dim")
+        lines[0].append(f"  ({len(known)} ranks, median {short_duration_ms(median)})", "dim")
     return lines
 
 
@@ -296,14 +297,14 @@ def _checkpoint(frame: FrameState) -> Text:
     if not frame.plan.checkpoint.enabled:
         return Text("checkpoints are off", ORANGE)
     if saving is not None and not frame.ended:
-        since = format_duration(frame.until - saving[1])
+        since = short_duration(frame.until - saving[1])
         before = f"; step {saved.step} is saved" if saved is not None else ""
         return Text(f"writing the checkpoint of step {saving[0]} for {since}{before}")
     if saved is None:
         return Text("no checkpoint yet", "dim")
     behind = frame.view.steps - saved.step
     age = f"checkpoint of step {saved.step}, {frame.ago(saved.t)}"
-    took = f", took {format_duration(saved.seconds)}" if saved.seconds is not None else ""
+    took = f", took {short_duration(saved.seconds)}" if saved.seconds is not None else ""
     return Text(f"{age}{took}" + (f"; {behind} steps since" if behind > 0 else ""))
 
 

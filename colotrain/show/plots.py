@@ -10,11 +10,12 @@ from typing import Any
 from colotrain.errors import ColotrainError
 from colotrain.events.fold import follow
 from colotrain.events.gradients import Heat
-from colotrain.events.view import Series, unit
+from colotrain.events.view import Series, peak_memory, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.show.formatting import clean, format_bytes
+from colotrain.show.formatting import clean
 from colotrain.spec.memory import MemoryBreakdown
+from colotrain.spec.quantities import short_size
 
 MOST_LABELS = 16
 MIB, GIB = 1 << 20, 1 << 30
@@ -47,9 +48,7 @@ def read_curves(rundir: RunDir) -> Curves:
     if not view.loss:
         fix = "name another run: `colotrain runs` shows them"
         raise ColotrainError(f"{rundir.name} ({view.status}): has made no step", fix)
-    of_peak = max(
-        view.ledgers.values(), key=lambda breakdown: breakdown.total, default=MemoryBreakdown()
-    )
+    of_peak = peak_memory(view) or MemoryBreakdown()
     peak = max(view.peak_by_rank, default=0)
     return Curves(
         name=clean(rundir.name),
@@ -175,7 +174,7 @@ def _bars(run: Curves) -> list[tuple[str, dict[str, int]]]:
 
 
 def _size(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else "not known"
+    return short_size(num_bytes) if num_bytes else "not known"
 
 
 def draw_throughput(axes: Any, runs: Sequence[Curves]) -> None:

@@ -19,9 +19,10 @@ from colotrain.events.event import Event
 from colotrain.events.fold import eta_s, follow
 from colotrain.events.view import ENDED, RunView, unit
 from colotrain.rundir import RunDir
-from colotrain.show.formatting import clean, epoch, format_bytes, format_duration, quoted, shown
+from colotrain.show.formatting import clean, epoch, quoted, shown
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan, TrainPlan
+from colotrain.spec.quantities import short_duration, short_size
 
 REFRESH_PER_SECOND = 4
 SHORTEST_LINE_S, LONGEST_LINE_S = 10.0, 60.0
@@ -186,7 +187,7 @@ def step_line(step: kinds.Step, view: RunView, plan: RunPlan) -> str:
         "val": shown(_validation_loss(view, step.step), ".4f"),
         f"{unit(view, plan)}_per_s": shown(step.tokens_per_s, ".0f"),
         "eta": _eta(view, plan),
-        "mem": format_bytes(max(view.peak_by_rank, default=0)),
+        "mem": short_size(max(view.peak_by_rank, default=0)),
         "lr": shown(step.lr, ".1e"),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
@@ -200,8 +201,8 @@ def progress_line(progress: kinds.StepProgress, plan: RunPlan) -> str:
         "step": f"{progress.step}/{plan.train.max_steps}",
         "micro_batch": f"{progress.micro_batch}/{progress.micro_batches}",
         "done": f"{progress.done:.1%}",
-        "elapsed": format_duration(progress.seconds),
-        "eta": format_duration(progress.eta_s),
+        "elapsed": short_duration(progress.seconds),
+        "eta": short_duration(progress.eta_s),
     }
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
@@ -234,7 +235,7 @@ def message_of(event: Event) -> Text | None:
             line += "".join(f", {name} {v:.4g}" for name, v in (found.metrics or {}).items())
         case kinds.Checkpoint.KIND:
             saved = kinds.Checkpoint.of(event)
-            line = f"step {saved.step}: checkpoint saved in {format_duration(saved.seconds)}"
+            line = f"step {saved.step}: checkpoint saved in {short_duration(saved.seconds)}"
         case kinds.CheckpointFailed.KIND:
             failed = kinds.CheckpointFailed.of(event)
             line = f"warning: step {failed.step}: no checkpoint: {failed.error}; training goes on"
@@ -285,7 +286,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"] or None, ",.0f")),
         ("MFU", _mfu(summary["mfu"], view)),
         ("peak memory", _peaks(peaks) + _foreseen(summary["memory"])),
-        ("time to first step", format_duration(summary["time_to_first_step_s"])),
+        ("time to first step", short_duration(summary["time_to_first_step_s"])),
         ("restarts", restarts),
         ("run directory", summary["run_dir"]),
     ]
@@ -308,16 +309,16 @@ def _mfu(mfu: Any, view: RunView) -> str:
 def _peaks(peaks: Sequence[int]) -> str:
     if len(peaks) > RANKS_SHOWN:
         highest = max(range(len(peaks)), key=peaks.__getitem__)
-        least, most = format_bytes(min(peaks)), format_bytes(peaks[highest])
+        least, most = short_size(min(peaks)), short_size(peaks[highest])
         return f"{least} to {most} on {len(peaks)} ranks (most on rank {highest})"
-    return ", ".join(f"rank {rank}: {format_bytes(peak)}" for rank, peak in enumerate(peaks)) or "-"
+    return ", ".join(f"rank {rank}: {short_size(peak)}" for rank, peak in enumerate(peaks)) or "-"
 
 
 def _foreseen(memory: dict[str, Any]) -> str:
     """Return the predicted peak memory and its relative error."""
     if memory.get("error") is None:
         return ""
-    return f"; predicted {format_bytes(memory['predicted_peak'])} ({memory['error']:+.1%})"
+    return f"; predicted {short_size(memory['predicted_peak'])} ({memory['error']:+.1%})"
 
 
 def _validation_loss(view: RunView, step: int | None = None) -> float | None:
@@ -330,7 +331,7 @@ def _eta(view: RunView, plan: RunPlan) -> str:
     if view.status in ENDED:
         return "-"
     steps_to_go = plan.train.max_steps - view.steps
-    return format_duration(eta_s(view.pace_s, view.lost_s, view.steps, steps_to_go))
+    return short_duration(eta_s(view.pace_s, view.lost_s, view.steps, steps_to_go))
 
 
 def print_plain(console: Console, line: str) -> None:

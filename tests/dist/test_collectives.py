@@ -22,7 +22,7 @@ from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.engine.shm.transport import SharedAllGather, install
 from colotrain.models.loading import build
 from colotrain.planner.communication import traffic
-from colotrain.runs.resolving import settle
+from colotrain.runs.resolving import resolve_config
 from colotrain.spec.plan import RunPlan
 from tests.dist.test_transport import run
 
@@ -140,7 +140,9 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict
     """Case → what the plan says, and what was counted."""
     folder = tmp_path_factory.mktemp("collectives")
     settings = {
-        f"{name}, {precision}": settle([*WORDS, *words, f"train.precision={precision}"], here=False)
+        f"{name}, {precision}": resolve_config(
+            [*WORDS, *words, f"train.precision={precision}"], here=False
+        )
         for name, words in CASES.items()
         for precision in PRECISIONS
     }

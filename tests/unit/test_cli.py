@@ -164,7 +164,7 @@ def test_all_mistakes_of_all_kinds_are_reported_at_once(colotrain: Run) -> None:
 def test_a_bug_shows_its_traceback() -> None:
     code = (
         "import sys; from colotrain.cli import plan, main\n"
-        "plan.settle = lambda *a, **k: 1 / 0\n"
+        "plan.resolve_config = lambda *a, **k: 1 / 0\n"
         "sys.argv = ['colotrain', 'plan']; main.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -195,10 +195,10 @@ def test_a_full_disk_is_a_line(
         write_atomically(tmp_path / "plan.json", "{}")
 
     monkeypatch.setattr("os.fsync", full)
-    monkeypatch.setattr("colotrain.cli.plan.settle", fill)
+    monkeypatch.setattr("colotrain.cli.plan.resolve_config", fill)
     line = f"error: {tmp_path}/plan.json: No space left on device; make room\n"
     assert colotrain("plan") == (1, "", line)
-    monkeypatch.setattr("colotrain.cli.plan.settle", lambda *_, **__: full(0))
+    monkeypatch.setattr("colotrain.cli.plan.resolve_config", lambda *_, **__: full(0))
     assert colotrain("plan") == (1, "", "error: a disk: No space left on device; make room\n")
 
 
@@ -223,7 +223,7 @@ def test_an_error_of_the_system_without_a_path_is_a_bug(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no path")
 
-    monkeypatch.setattr("colotrain.cli.plan.settle", fail)
+    monkeypatch.setattr("colotrain.cli.plan.resolve_config", fail)
     with pytest.raises(OSError, match="no path"):
         colotrain("plan")
 
@@ -253,7 +253,7 @@ def test_an_interrupt_is_exit_code_130(colotrain: Run, monkeypatch: pytest.Monke
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("colotrain.cli.plan.settle", interrupted)
+    monkeypatch.setattr("colotrain.cli.plan.resolve_config", interrupted)
     code, out, err = colotrain("plan")
     assert (code, out, err.strip()) == (130, "", "")
 
@@ -353,16 +353,16 @@ def test_ranks_need_a_place_here_to_run_but_not_to_be_planned() -> None:
 
 @pytest.mark.usefixtures("_model")
 def test_a_plan_that_cannot_fit_is_refused_before_it_runs() -> None:
-    resolving.check_fits(resolving.settle(["recipe=mine"]))
+    resolving.check_fits(resolving.resolve_config(["recipe=mine"]))
     with pytest.raises(DoesNotFit, match="--force"):
-        resolving.check_fits(resolving.settle(["recipe=mine", "cluster.memory=1KiB"]))
+        resolving.check_fits(resolving.resolve_config(["recipe=mine", "cluster.memory=1KiB"]))
 
 
 @pytest.mark.usefixtures("_model")
 def test_resume_with_changes_takes_any_folder_and_refuses_what_does_not_fit(
     colotrain: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = resolving.settle(["recipe=mine"])
+    made = resolving.resolve_config(["recipe=mine"])
     rundir = RunDir(folder / "josé, (old)" / "runs" / "one")
     rundir.create()
     write_signed(made.plan, rundir, made.config)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from test_view import plan_of
 
-from colotrain.config.sizes import format_seconds
 from colotrain.planner.durations import evaluates_first, evaluation_s, warn_of_durations
 from colotrain.spec.plan import Prediction
+from colotrain.spec.quantities import format_seconds
 
 PLAN = plan_of()  # an evaluation of one global batch
 BATCH = dataclasses.replace(

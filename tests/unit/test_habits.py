@@ -13,7 +13,7 @@ from colotrain.config.hints import KEYS, VALUES
 from colotrain.config.schema import Config
 from colotrain.records import leaves
 from colotrain.rundir import RUNS, RunDir
-from colotrain.runs.resolving import settle
+from colotrain.runs.resolving import resolve_config
 from colotrain.runs.trust import write_signed
 from colotrain.spec.plugins import ROWS
 
@@ -93,7 +93,7 @@ def test_settings_beside_a_run_are_planned_from_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = settle(["recipe=llm-tiny", "name=mine"])
+    made = resolve_config(["recipe=llm-tiny", "name=mine"])
     rundir = RunDir(RUNS / "mine")
     rundir.create()
     write_signed(made.plan, rundir, made.config)
@@ -102,7 +102,7 @@ def test_settings_beside_a_run_are_planned_from_its_own(
     assert told.startswith("error: mine: a run is shown as it was, without settings beside it;")
     command = re.search("`colotrain (.*) KEY=VALUE`", told)
     assert command is not None
-    changed = settle([*command[1].split()[1:], "train.max_steps=7"]).plan
+    changed = resolve_config([*command[1].split()[1:], "train.max_steps=7"]).plan
     assert (changed.name, changed.train.max_steps) == ("mine", 7)
 
 

@@ -14,7 +14,7 @@ from colotrain.config.shipped import Search
 from colotrain.errors import ConfigError
 from colotrain.rundir import RunDir
 from colotrain.runs.job import hardware_of
-from colotrain.runs.resolving import settle
+from colotrain.runs.resolving import resolve_config
 from colotrain.schedulers import queue
 from colotrain.schedulers.queue import NodeKind
 from tests.running import SMALL
@@ -56,8 +56,8 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def test_old_spellings_are_taken_and_announced(capsys: pytest.CaptureFixture[str]) -> None:
-    now = settle([*SEVEN, "hardware=a100-80g"], here=False)
-    before = settle([*SEVEN, "cluster=a100-80g"], here=False)
+    now = resolve_config([*SEVEN, "hardware=a100-80g"], here=False)
+    before = resolve_config([*SEVEN, "cluster=a100-80g"], here=False)
     assert before.plan.cluster == now.plan.cluster
     assert (now.plan.cluster.device, now.plan.world_size) == ("cuda", 8)
     assert now.plan.time.step_s > 0
@@ -79,7 +79,7 @@ def test_figures_in_the_section_that_they_were_in_before_count() -> None:
     rates = "tflops: {fp32: 9}, memory_gb_per_s: 9, link_gb_per_s: 9, node_gb_per_s: 9"
     text = f"memory: 10GiB\nprofile: {{name: mine, devices_per_node: 4, {rates}}}\n"
     write("conf/cluster/mine.yaml", text)
-    resolved = settle([*SEVEN, "cluster=mine"], here=False)
+    resolved = resolve_config([*SEVEN, "cluster=mine"], here=False)
     assert (resolved.plan.world_size, resolved.plan.cluster.memory_bytes) == (4, 10 << 30)
     assert resolved.plan.time.step_s > 0
     assert resolved.notices == ("cluster.profile is hardware now, and was taken for it",)
@@ -87,10 +87,10 @@ def test_figures_in_the_section_that_they_were_in_before_count() -> None:
 
 def test_hardware_of_ones_own_needs_a_name_and_what_is_known_of_it() -> None:
     write("conf/hardware/mine.yaml", "name: mine\nmemory: 12GiB\ndevices_per_node: 4\n")
-    plan = settle([*SEVEN, "hardware=mine", "cluster.nodes=2"], here=False).plan
+    plan = resolve_config([*SEVEN, "hardware=mine", "cluster.nodes=2"], here=False).plan
     assert (plan.world_size, plan.cluster.memory_bytes, plan.time.step_s) == (8, 12 << 30, 0)
     with pytest.raises(ConfigError) as caught:
-        settle([*SEVEN, "hardware=mine", "hardware.tflops={bf16:1}"], here=False)
+        resolve_config([*SEVEN, "hardware=mine", "hardware.tflops={bf16:1}"], here=False)
     keys = [problem.key for problem in caught.value.problems]
     assert keys[:2] == ["hardware.tflops", "hardware.memory_gb_per_s"]
 
@@ -103,7 +103,7 @@ def test_every_shipped_file_has_figures_a_source_and_a_name_of_its_own() -> None
         file = search.find(f"hardware/{name}")
         assert file is not None
         assert ".com" in file.read_text() or "whitepaper" in file.read_text()
-        resolved = settle([*SEVEN, f"hardware={name}"], here=False)
+        resolved = resolve_config([*SEVEN, f"hardware={name}"], here=False)
         assert resolved.plan.time.step_s > 0
         assert hardware_of(name.replace("-", "_").upper(), search) == name
 
@@ -169,7 +169,7 @@ def test_a_site_of_ones_own_means_a_job_for_plan_too(
     write("conf/cluster/mysite.yaml", "slurm: {partition: gpu, gpus_per_node: 8}\n")
     words = [*SEVEN, "cluster=mysite", "cluster.nodes=4", "hardware=h100"]
     assert planned(capsys, *words)["world_size"] == 32
-    assert settle(words, here=False, job=True).plan.world_size == 32
+    assert resolve_config(words, here=False, job=True).plan.world_size == 32
     assert planned(capsys, *SEVEN)["world_size"] < 32  # without a job it is this machine
 
 
@@ -185,24 +185,26 @@ def test_of_plugins_that_are_as_fast_auto_takes_the_simplest(
 
 def test_what_was_asked_for_is_not_decided_anew(site: Path) -> None:
     nodes(site, H100)
-    asked = settle([*SEVEN, "cluster=slurm", "cluster.slurm.gpus_per_node=2"], here=False, job=True)
+    asked = resolve_config(
+        [*SEVEN, "cluster=slurm", "cluster.slurm.gpus_per_node=2"], here=False, job=True
+    )
     assert (asked.plan.world_size, asked.config["cluster"]["slurm"]["gpus_per_node"]) == (2, 2)
-    on_cpu = settle([*SEVEN, "cluster=slurm", "cluster.device=cpu"], here=False, job=True)
+    on_cpu = resolve_config([*SEVEN, "cluster=slurm", "cluster.device=cpu"], here=False, job=True)
     assert on_cpu.plan.cluster.device == "cpu"
     assert on_cpu.config["cluster"]["slurm"]["gpus_per_node"] is None
     procs = on_cpu.plan.cluster.procs_per_node
     assert on_cpu.plan.cluster.memory_bytes == (1031000 << 20) // procs
-    other = settle([*SEVEN, "cluster=slurm", "hardware=h200"], here=False, job=True)
+    other = resolve_config([*SEVEN, "cluster=slurm", "hardware=h200"], here=False, job=True)
     assert other.config["hardware"]["name"] == "NVIDIA H200 141 GB SXM"
 
 
 def test_of_nodes_that_differ_those_are_taken_that_the_job_can_have(site: Path) -> None:
     nodes(site, "2|main*|2|48|1031000|gpu:h100:8", "40|main*|2|24|512000|gpu:l40s:4")
-    many = settle([*SEVEN, "cluster=slurm", "cluster.nodes=4"], here=False, job=True)
+    many = resolve_config([*SEVEN, "cluster=slurm", "cluster.nodes=4"], here=False, job=True)
     assert many.config["hardware"]["name"] == "NVIDIA L40S"
     assert "the partition's nodes differ: planned for its 40 with 4 × l40s" in many.notices[0]
     typed = ("cluster=slurm", "cluster.slurm.gpus_per_node=h100:8")
-    assert settle([*SEVEN, *typed], here=False, job=True).plan.world_size == 8
+    assert resolve_config([*SEVEN, *typed], here=False, job=True).plan.world_size == 8
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_a_job_on_cuda_that_asks_for_no_gpu_is_refused(
         (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
         assert line.startswith("error: cluster.slurm.gpus_per_node: expected GPUs for the ranks")
     words = ["hardware=h100", "+cluster.slurm.extra.exclusive=true"]
-    settle([*SEVEN, "cluster=slurm", *words], here=False, job=True)
+    resolve_config([*SEVEN, "cluster=slurm", *words], here=False, job=True)
 
 
 def test_a_job_does_not_train_on_the_cpu_of_a_login_node(
@@ -261,9 +263,9 @@ def test_a_job_does_not_train_on_the_cpu_of_a_login_node(
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: cluster.device=auto: expected a device by name")
     assert "`colotrain submit` with the same arguments runs it there" in line
-    assert settle([*job, "cluster.device=cpu"]).plan.cluster.device == "cpu"  # asked for
+    assert resolve_config([*job, "cluster.device=cpu"]).plan.cluster.device == "cpu"  # asked for
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert settle(job).plan.cluster.device == "cpu"  # on a node of the job
+    assert resolve_config(job).plan.cluster.device == "cpu"  # on a node of the job
 
 
 def test_a_job_is_gone_on_with_as_a_job(site: Path, capsys: pytest.CaptureFixture[str]) -> None:

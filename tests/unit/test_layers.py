@@ -77,7 +77,6 @@ EXCEPTIONS = {
     "config.compose": "hydra",  # its only importer
     "config.data": "data.prepare",  # its readers tell whether files can be read
     "schedulers.slurm": "config.schema_cluster",  # sbatch's settings are a section of the schema
-    "launch.memory_watch": "show.formatting",  # sizes in what is said of memory
 }
 """Module → what it may import beyond the rule of its folder."""
 

@@ -15,7 +15,7 @@ from colotrain.events import liveness
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.runs import naming
-from colotrain.runs.resolving import ResolvedConfig, settle
+from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.runs.sweep import Element, table
 from colotrain.runs.trust import write_signed
 from colotrain.schedulers import queue
@@ -31,7 +31,7 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(*overrides: str, status: str | None = "finished", steps: int = 200) -> RunDir:
     """A run with a checkpoint, as one that was trained before leaves it."""
-    resolved, rundir = settle([*X, *overrides]), RunDir("runs/x")
+    resolved, rundir = resolve_config([*X, *overrides]), RunDir("runs/x")
     rundir.create()
     write_signed(resolved.plan, rundir, resolved.config)
     rundir.checkpoint(steps).mkdir(exist_ok=True)
@@ -78,21 +78,25 @@ def test_a_job_with_other_settings_is_gone_on_with_as_a_job(
 
 def test_the_same_settings_in_another_spelling_go_on() -> None:
     made("optim.lr=0.5", status=None)
-    check(settle([*X, "optim.lr=5e-1", "cluster.rdzv_endpoint='host:1'", "checkpoint.resume=auto"]))
+    check(
+        resolve_config(
+            [*X, "optim.lr=5e-1", "cluster.rdzv_endpoint='host:1'", "checkpoint.resume=auto"]
+        )
+    )
     with pytest.raises(UsageError, match=r"optim\.lr=0\.5, not 0\.25"):
-        check(settle([*X, "optim.lr=0.25"]))
+        check(resolve_config([*X, "optim.lr=0.25"]))
     Path("runs/x/config.yaml").write_text(json.dumps({"optim": {"lr": 0.5}}))
     with pytest.raises(UsageError, match="more keys"):  # all else was the default there
-        check(settle([*X, "optim.lr=0.5"]))
+        check(resolve_config([*X, "optim.lr=0.5"]))
 
 
 def test_a_run_of_which_there_is_nothing_gives_its_name_away() -> None:
     rundir = made(status=None)
     rundir.checkpoint(200).rmdir()
-    check(settle([*X, "optim.lr=0.5"]))
+    check(resolve_config([*X, "optim.lr=0.5"]))
     queue.remember(rundir, queue.Submitted(job="7", script="x"))
     with pytest.raises(UsageError, match="other settings"):  # a job has it
-        check(settle([*X, "optim.lr=0.5"]))
+        check(resolve_config([*X, "optim.lr=0.5"]))
 
 
 def test_what_has_finished_says_so_and_is_left_as_it_is(
@@ -115,7 +119,7 @@ def test_overwrite_sets_the_old_run_aside_with_all_that_it_has(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made()
-    check(settle([*X, "optim.lr=0.5"]), overwrite=True)
+    check(resolve_config([*X, "optim.lr=0.5"]), overwrite=True)
     assert not Path("runs/x").exists()
     (old,) = Path("runs").iterdir()
     assert old.name.startswith("x.old-2")
@@ -156,7 +160,10 @@ def test_runs_and_pictures_say_in_which_settings_runs_differ(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, lr in (("x", 0.1), ("y", 0.5)):
-        resolved, rundir = settle([*X, f"name={name}", f"optim.lr={lr}"]), RunDir(f"runs/{name}")
+        resolved, rundir = (
+            resolve_config([*X, f"name={name}", f"optim.lr={lr}"]),
+            RunDir(f"runs/{name}"),
+        )
         rundir.create()
         write_signed(resolved.plan, rundir, resolved.config)
         with EventWriter(rundir.event_file(rank=0, attempt=0)) as events:

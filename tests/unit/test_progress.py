@@ -26,14 +26,13 @@ from colotrain.show import progress as module
 from colotrain.show.live import progress_for
 from colotrain.show.progress import (
     PlainProgress,
-    format_bytes,
-    format_duration,
     preparation,
     print_summary,
     step_line,
     summary_rows,
 )
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_duration, short_size
 
 EVIL = "\x1b[31mred\x1b[0m\r\nsecond line [bold]markup[/bold] :smile: \udcff"
 
@@ -133,7 +132,7 @@ def test_a_long_step_has_lines_about_its_micro_batches(
     lines = show(pipe(), events, plan_of(max_steps=20, log_every=log_every)).splitlines()
     assert lines == [
         f"event=progress what=step step=1/20 micro_batch={n}/64 done={n / 64:.1%} "
-        f"elapsed={n}s eta={format_duration(64.0 - n)}"
+        f"elapsed={n}s eta={short_duration(64.0 - n)}"
         for n in shown
     ]
 
@@ -305,7 +304,7 @@ def test_an_output_without_unicode_gets_what_it_can_show() -> None:
     ],
 )
 def test_durations(seconds: float | None, text: str) -> None:
-    assert format_duration(seconds) == text
+    assert short_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ def test_durations(seconds: float | None, text: str) -> None:
     ],
 )
 def test_sizes(num_bytes: float, text: str) -> None:
-    assert format_bytes(num_bytes) == text
+    assert short_size(num_bytes) == text
 
 
 def test_memory_now_sees_what_is_allocated() -> None:

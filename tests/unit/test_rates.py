@@ -13,7 +13,7 @@ from colotrain.errors import ColotrainError
 from colotrain.planner import rates
 from colotrain.planner.rates import Measurement
 from colotrain.planner.traced.measuring import LEAST, fit
-from colotrain.runs.resolving import settle
+from colotrain.runs.resolving import resolve_config
 from tests.running import SMALL, Colotrain
 
 GUESS = {"a": 1e-9, "b": 1e-6, "c": 1e-3}
@@ -79,11 +79,11 @@ def test_a_torn_measurement_counts_as_none(tmp_path: Path) -> None:
 
 
 def test_a_plan_takes_its_times_from_the_measurement_and_says_when_there_is_none() -> None:
-    resolved = settle([*SMALL, "plugin=zero2"], here=False)
+    resolved = resolve_config([*SMALL, "plugin=zero2"], here=False)
     assert any("--measure" in text for text in describe(resolved)["warnings"])
     cores = resolved.machine.num_cores
     rates.remember(measured(0.125), cores=cores, ranks=2, precision="fp32")
-    resolved = settle([*SMALL, "plugin=zero2"], here=False)
+    resolved = resolve_config([*SMALL, "plugin=zero2"], here=False)
     document = describe(resolved)
     assert document["time"]["step_s"] == pytest.approx(0.125)
     assert document["warnings"] == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from colotrain import host
-from colotrain.config.sizes import format_size, parse_size
+from colotrain.config.sizes import parse_size
 from colotrain.doctor.finding import Environment
 from colotrain.doctor.machine import check_memory
 from colotrain.errors import ColotrainError, ConfigError, Problem
@@ -28,6 +28,7 @@ from colotrain.spec.batch import Batch, Sizes, solve
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.quantities import format_size
 from colotrain.spec.survey import ParameterInfo, Survey
 from colotrain.verify.cases import Variant
 

@@ -12,7 +12,7 @@ from colotrain.cli.main import guarded
 from colotrain.events.event import Event
 from colotrain.launch import smoke
 from colotrain.rundir import RunDir
-from colotrain.runs.resolving import plan_from, settle
+from colotrain.runs.resolving import plan_from, resolve_config
 from colotrain.spec.plan import READ_BACK, RunPlan
 from tests.running import SMALL
 
@@ -26,7 +26,7 @@ LONG = (
 
 
 def smoke_plan(*overrides: str) -> RunPlan:
-    return settle([*overrides], smoke=True).plan
+    return resolve_config([*overrides], smoke=True).plan
 
 
 def test_the_plan_is_shrunk_and_what_would_come_later_comes_at_once() -> None:
@@ -71,7 +71,9 @@ def test_settings_that_stop_a_short_run_do_not_stop_this_one() -> None:
     wsd = ("optim.schedule.name=wsd", "optim.schedule.decay_steps=50")
     assert smoke_plan(*SMALL, *wsd).train.max_steps == 2
     nodes = ("cluster.nodes=2", "elastic.min_nodes=1", "elastic.max_nodes=4")
-    elastic = settle([*SMALL, *nodes, "train.global_batch=48"], here=False, smoke=True).plan.elastic
+    elastic = resolve_config(
+        [*SMALL, *nodes, "train.global_batch=48"], here=False, smoke=True
+    ).plan.elastic
     assert (elastic.min_nodes, elastic.max_nodes) == (2, 2)
 
 
@@ -85,7 +87,7 @@ def test_its_name_is_its_own_and_never_the_real_runs() -> None:
         "cluster.rdzv_endpoint=node0:29500",
         "name=real",
     )
-    assert settle([*SMALL, *by_hand], several=True, smoke=True).plan.name == "real-smoke"
+    assert resolve_config([*SMALL, *by_hand], several=True, smoke=True).plan.name == "real-smoke"
 
 
 def test_a_sweep_has_no_smoke_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from colotrain.cli.main import guarded
 from colotrain.errors import UsageError
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
-from colotrain.runs.resolving import settle
+from colotrain.runs.resolving import resolve_config
 from colotrain.runs.trust import write_signed
 
 TARGETS = (
@@ -35,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def rundir(home: Path) -> RunDir:
     """A run of this user's own."""
-    resolved = settle([*TARGETS, "name=mine"])
+    resolved = resolve_config([*TARGETS, "name=mine"])
     rundir = RunDir(home / "runs" / "mine")
     rundir.create()
     write_signed(resolved.plan, rundir, resolved.config)
@@ -98,7 +98,7 @@ def test_a_configuration_that_is_not_as_written_is_refused(rundir: RunDir, text:
 
 
 def test_a_run_that_names_no_code_needs_no_signature(home: Path) -> None:
-    resolved = settle(["recipe=llm-tiny", "name=plain"])
+    resolved = resolve_config(["recipe=llm-tiny", "name=plain"])
     rundir = RunDir(home / "plain")
     rundir.create()
     write_signed(resolved.plan, rundir, resolved.config)

@@ -15,8 +15,8 @@ from colotrain.cli.main import guarded
 from colotrain.errors import ColotrainError
 from colotrain.launch.startup import AskedToStop, ended_by_signals
 from colotrain.runs.resolving import plan_from
-from colotrain.show.formatting import format_duration
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.quantities import short_duration
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.masks import without_dropout
@@ -106,7 +106,7 @@ def test_a_long_verification_says_beforehand_how_long_it_takes(
     seconds = sum(plan.train.max_steps * plan.time.step_s for plan in asked)
     assert (seconds > 60, {plan.train.max_steps for plan in asked}) == (True, {20000})
     assert capsys.readouterr().err.splitlines() == [
-        f"note: {len(asked)} cases of 20000 steps: about {format_duration(seconds)}, and the "
+        f"note: {len(asked)} cases of 20000 steps: about {short_duration(seconds)}, and the "
         "reference beside them"
     ]
 

@@ -521,7 +521,10 @@ def test_what_each_rank_held_at_its_peak_is_told_by_category(rundir: RunDir) -> 
         for rank in (0, 1)
     ]
     view = fold([*(event for file in restarted_run()[:2] for event in file), *told])
-    assert {rank: breakdown.total for rank, breakdown in view.ledgers.items()} == {0: 177, 1: 187}
+    assert {rank: breakdown.total for rank, breakdown in view.memory_by_rank.items()} == {
+        0: 177,
+        1: 187,
+    }
     measured = summary(view, plan_of(), rundir)["memory"]["measured"]
     assert (measured["gradients"], measured["activations"], measured["gathered"]) == (10, 7, 0)
 
