@@ -81,6 +81,6 @@ def test_a_program_that_trained_and_goes_on_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(logs, "LAST_LINES_S", 60.0)
     began = time.monotonic()
-    with launcher(trackers_s=0.0, lives_s=600.0, detached=False):
+    with launcher(trackers_s=30.0, lives_s=600.0, detached=False):  # known when `logs` begins
         assert guarded(["logs", "late", "-f"]) == 0
     assert time.monotonic() - began < 40
