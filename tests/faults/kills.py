@@ -98,7 +98,12 @@ def environment(kills: Sequence[Kill] = ()) -> dict[str, str]:
 
 
 def inflict(
-    colotrain: Colotrain, name: str, plugin: str, kills: Sequence[Kill], steps: int = STEPS
+    colotrain: Colotrain,
+    name: str,
+    plugin: str,
+    kills: Sequence[Kill],
+    steps: int = STEPS,
+    options: Sequence[str] = (),
 ) -> int:
     """Run, kill again and again, resume where needed; returns how many kills happened.
 
@@ -106,7 +111,7 @@ def inflict(
     does not end as it should.
     """
     timed = [kill for kill in kills if kill.after_s is not None]
-    command: tuple[str, ...] = ("run", *plan(steps), f"plugin={plugin}", f"name={name}")
+    command: tuple[str, ...] = ("run", *plan(steps), f"plugin={plugin}", f"name={name}", *options)
     happened = 0
     for _ in range(len(kills) + 1):
         process = colotrain.start(*command, env=environment(kills))
@@ -236,9 +241,11 @@ def main() -> None:
             print(f"{done} kills so far, losses bit-equal, nothing left", flush=True)
 
 
-def straight(colotrain: Colotrain, plugin: str, steps: int = STEPS) -> list[float]:
+def straight(
+    colotrain: Colotrain, plugin: str, steps: int = STEPS, options: Sequence[str] = ()
+) -> list[float]:
     """The losses of the run that nothing happens to."""
-    command = ("run", *plan(steps), f"plugin={plugin}", "name=straight", "--json")
+    command = ("run", *plan(steps), f"plugin={plugin}", "name=straight", *options, "--json")
     result = colotrain(*command, env=environment())
     assert result.code == 0, result.err
     return losses(result.json)

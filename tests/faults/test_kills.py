@@ -43,6 +43,16 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert history(colotrain, "killed") == expected
 
 
+@pytest.mark.slow
+def test_a_killed_rank_of_a_group_that_divides_samples_leaves_no_trace_in_the_losses(
+    tmp_path: Path,
+) -> None:
+    colotrain, divided = Colotrain(tmp_path), ("mesh.cp=2",)
+    expected = straight(colotrain, "zero3", options=divided)
+    assert inflict(colotrain, "killed", "zero3", AT_A_TIME, options=divided) >= 2
+    assert history(colotrain, "killed") == expected
+
+
 def test_a_run_has_nothing_in_shared_memory_that_a_kill_could_leave(
     colotrain: Colotrain, started: Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
 ) -> None:
