@@ -33,5 +33,5 @@ def num_validation(
     if found == sys.maxsize and train.eval_steps == "all":
         raise ConfigError([endless_evaluation()])
     if found == 0 and metric is not None:
-        raise ConfigError([no_best(metric, fraction)])
+        raise ConfigError([no_best(metric, fraction, own_dataset=data.source == "target")])
     return found

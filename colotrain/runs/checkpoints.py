@@ -88,10 +88,16 @@ def check_resumable(plan: RunPlan, rundir: RunDir) -> None:
 def check_named(plan: RunPlan, rundir: RunDir, *, overwrite: bool) -> None:
     """Do the same for `checkpoint.resume=PATH`, before an older run of the name is looked at.
 
-    `overwrite`: whether that run will be set aside, so that its own checkpoints do not count.
+    `overwrite`: whether that run will be set aside, so that its own checkpoints do not count and
+    PATH may not be among them.
     """
-    if plan.checkpoint.resume != "auto":
-        _check(plan, where_to_resume(plan, rundir, own=not overwrite))
+    asked = plan.checkpoint.resume
+    if asked == "auto":
+        return
+    if overwrite and Path(asked).resolve().is_relative_to(rundir.path.resolve()):
+        problem = f"checkpoint.resume={asked}: --overwrite renames {rundir.path}, which has it"
+        raise UsageError(problem, "choose another name")
+    _check(plan, where_to_resume(plan, rundir, own=not overwrite))
 
 
 def _check(plan: RunPlan, where: Path) -> None:

@@ -69,6 +69,8 @@ def run(
         fix = f"move {rundir.path} away before the first node starts"
         raise UsageError("--overwrite: expected a run on one node", fix)
     if node.is_head:
+        if overwrite:  # before the older run is renamed
+            checkpoints.check_named(plan, rundir, overwrite=True)
         naming.check_name(rundir, plan, resolved.config, overwrite=overwrite)
     if plan.elastic.max_nodes == 1 and (summary := naming.finished(rundir, plan)):
         return report_finished(rundir, summary, as_json=as_json)

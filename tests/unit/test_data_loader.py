@@ -451,9 +451,12 @@ def test_ranks_refuse_a_best_checkpoint_without_validation_samples() -> None:
         batch=batch_of(2, 3, 2),
         train=SimpleNamespace(eval_steps=8),
         checkpoint=SimpleNamespace(best_metric="score"),
-        data=SimpleNamespace(validation_fraction=0.05),
+        data=SimpleNamespace(validation_fraction=0.05, source="path"),
     )
     with pytest.raises(ConfigError, match=r"metric=score: expected null: data\.val"):
+        count_evaluated([], plan)
+    plan.data.source = "target"
+    with pytest.raises(ConfigError, match=r"metric=score: expected null: the dataset of data\.t"):
         count_evaluated([], plan)
     plan.train.eval_steps = 0
     assert count_evaluated([], plan) == 0

@@ -129,6 +129,10 @@ def test_a_best_checkpoint_without_validation_samples_is_refused() -> None:
     assert line.startswith(f"{said}0 leaves no validation samples")
     (line,) = refused(640, BEST, held=0)  # too few samples for the share
     assert line.startswith(f"{said}0.05 leaves no validation samples")
+    own = ("data", {"target": "a.b:c"})
+    (line,) = refused(640, BEST, own, held=0)  # a stream, or a dataset that has splits of its own
+    assert "expected null: the dataset of data.target has no validation samples; return" in line
+    assert "raise" not in line
     (line,) = refused(640, BEST, ("train.eval_steps", 0), held=0)
     assert "expected null under train.eval_steps=0" in line
     assert planned(640, BEST, held=7).train.num_validation == 7

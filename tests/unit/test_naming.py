@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from colotrain.cli.main import guarded
+from colotrain.engine.checkpoint.manifest import Manifest, write_manifest
 from colotrain.errors import UsageError
 from colotrain.events import liveness
 from colotrain.events.log import EventWriter
@@ -146,6 +147,26 @@ def test_a_run_that_somebody_has_is_not_set_aside(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError, match="job 7 has this run"):
         naming.set_aside(rundir)
     assert rundir.path.is_dir()
+
+
+def test_a_run_is_not_set_aside_where_the_checkpoint_it_would_resume_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rundir, elsewhere = made(), RunDir("runs/elsewhere").checkpoint(200)
+    elsewhere.mkdir(parents=True)
+    batch = resolve_config(X).plan.batch.global_batch
+    how = {"loss_scale": None, "clean_steps": 0, "world_size": 2, "plugin": "zero2", "files": {}}
+    done = {"step": 200, "optimizer_steps": 200, "micro_batches": 400, "global_batch": batch}
+    write_manifest(elsewhere, Manifest(written_at=1e9, **how, **done))  # type: ignore[arg-type]
+    for resume, said in (
+        ("runs/elsewhere", "train.max_steps=3: expected at least 200, the steps that "),
+        ("runs/x", "runs/x: --overwrite renames "),
+    ):
+        words = [*X, "train.max_steps=3", f"checkpoint.resume={resume}", "--overwrite"]
+        assert guarded(["run", *words]) == 2
+        assert said in capsys.readouterr().err
+        assert rundir.checkpoint(200).is_dir()
+        assert {path.name for path in Path("runs").iterdir()} == {"x", "elsewhere"}
 
 
 def test_nodes_that_are_started_by_hand_cannot_set_a_run_aside(

@@ -91,7 +91,8 @@ def count_evaluated(samples: Samples, plan: RunPlan) -> int:
     if steps == "all" and num == sys.maxsize:
         raise ConfigError([endless_evaluation()])
     if steps and num == 0 and plan.checkpoint.best_metric is not None:
-        raise ConfigError([no_best(plan.checkpoint.best_metric, plan.data.validation_fraction)])
+        metric, fraction = plan.checkpoint.best_metric, plan.data.validation_fraction
+        raise ConfigError([no_best(metric, fraction, own_dataset=plan.data.source == "target")])
     if steps == "all":
         return num
     wanted = steps * plan.batch.global_batch
