@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -113,6 +114,22 @@ def test_a_run(
     assert guarded(words) == 0
     text = capsys.readouterr().out.replace(str(rundir.path.parent), "RUNS")
     compare(f"{words[0]}-{columns}", text)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_dashboard_without_unicode(width: int, rundir: RunDir) -> None:
+    """Its bars, charts and frames in the C locale, as the command itself writes them."""
+    locale = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "POSIX"}
+    done = subprocess.run(
+        [sys.executable, "-m", "colotrain", "dashboard", "tiny", "--once"],
+        capture_output=True,
+        env={**os.environ, **locale, "COLUMNS": str(width), "LINES": "24"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("ascii")
+    assert "?" not in text
+    compare(f"dashboard-posix-{width}", text)
 
 
 def test_a_run_that_is_followed(columns: int) -> None:
