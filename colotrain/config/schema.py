@@ -8,6 +8,9 @@ from typing import Any, Literal
 from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.sizes import Size
 from colotrain.spec.plan import Recompute
+from colotrain.spec.precisions import PrecisionName
+
+DataFormat = Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,7 @@ class Part:
     """Files as in `data.path`."""
     weight: float = 1.0
     """Share of the samples, relative to the other parts."""
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"] = "auto"
+    format: DataFormat = "auto"
     """Same as `data.format`."""
     columns: dict[str, str] = field(default_factory=dict)
     """Same as `data.columns`, and added to it."""
@@ -105,7 +108,7 @@ class Data:
     path: str | list[str] | None = None
     """Folder, file or glob of text, JSONL, Parquet, Arrow or token files, or a Hugging Face
     dataset's folder."""
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"] = "auto"
+    format: DataFormat = "auto"
     """Format of the files; auto: recognised by their names and contents."""
     mixture: list[Part] = field(default_factory=list)
     """Several sources instead of one: `[{path: a.jsonl, weight: 3}, {path: b/, weight: 1}]`."""
@@ -163,7 +166,7 @@ class Train:
     """Samples that one rank feeds forward at once."""
     seed: int = 0
     """Seed of initial weights, sample order and dropout."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: PrecisionName = "fp32"
     """Compute precision; weights and optimizer state stay in the model's own precision."""
     grad_clip: float | None = 1.0
     """Maximum global gradient norm, by clipping; null turns it off."""

@@ -15,6 +15,7 @@ from colotrain.records import from_plain, to_plain
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
+from colotrain.spec.precisions import PrecisionName
 
 SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
@@ -172,7 +173,7 @@ class BatchPlan:
 class TrainPlan:
     max_steps: int
     seed: int
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: PrecisionName
     grad_clip: float | None
     activation_checkpointing: Recompute
     compile: bool

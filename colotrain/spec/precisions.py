@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,7 @@ class Precision:
     """Whether the loss is scaled, because small gradients would underflow otherwise."""
 
 
-PRECISIONS = {
+PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(dtype="float32", num_bytes=4, is_cast=False, tolerance=1e-6),
     "bf16": Precision(dtype="bfloat16", num_bytes=2, is_cast=True, tolerance=3e-2),
     "fp16": Precision(dtype="float16", num_bytes=2, is_cast=True, tolerance=4e-3, scales_loss=True),

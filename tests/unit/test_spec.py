@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from colotrain.engine.optim.optimizers import make
 from colotrain.engine.precision import cast_dtype, dtype_of
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import OptimPlan
-from colotrain.spec.precisions import PRECISIONS
+from colotrain.spec.precisions import PRECISIONS, PrecisionName
 
 UNUSED_LAYOUT: Any = None
 
@@ -42,3 +42,7 @@ def test_an_optimizer_keeps_what_its_row_says(name: str) -> None:
     kept = optimizer.state[parameter].values()
     assert sum(value.numel() for value in kept if value.ndim) == row.state_tensors * 15
     assert any(value.numel() == 1 for value in kept) == row.counts_steps
+
+
+def test_every_precision_that_a_plan_may_name_is_described() -> None:
+    assert list(get_args(PrecisionName)) == list(PRECISIONS)
