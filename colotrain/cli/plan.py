@@ -16,7 +16,7 @@ from colotrain.planner.advise import Option, best, largest_micro_batch, rank
 from colotrain.planner.communication import traffic
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.layout import Layout
-from colotrain.planner.memory import most_activations
+from colotrain.planner.memory import non_model_bytes
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import ResolvedConfig, print_notes, resolve_config
@@ -142,6 +142,7 @@ def _groups(resolved: ResolvedConfig, layout: Layout, trace: Trace | None) -> di
     plan, survey = resolved.plan, resolved.survey
     if plan.plugin.chunk_bytes is None:
         return {}
+    activations, gathered = non_model_bytes(layout, survey, trace)
     return {
         "groups": offload.describe_groups(plan.plugin, survey),
         "tiers": offload.describe_tiers(
@@ -149,7 +150,8 @@ def _groups(resolved: ResolvedConfig, layout: Layout, trace: Trace | None) -> di
             survey,
             plan.optim,
             plan.cluster.device,
-            activations=most_activations(layout, survey, trace),
+            activations=activations,
+            gathered=gathered,
             micro_batches=plan.batch.accumulation_steps,
         ),
     }

@@ -61,21 +61,40 @@ def around(num_bytes: int, *, exact: int, share: float = RANGE) -> PeakRange:
     return PeakRange(exact=exact, low=max(exact, low), high=high)
 
 
-def most_activations(layout: Layout, survey: Survey, trace: Trace | None) -> int:
-    """Most bytes of activations that are alive at the same time."""
+def non_model_bytes(layout: Layout, survey: Survey, trace: Trace | None) -> tuple[int, int | None]:
+    """Most bytes of activations, and of gathered parameters and unreduced gradients beside them.
+
+    On CUDA both are those of the moment at which a step holds most beside parameters, sharded
+    gradients and optimizer state. The second is None on CPU and without a trace: then
+    `spec.offload.transient_bytes` estimates it.
+    """
     if trace is None:
-        return 0
-    allocations = AllocationCounter(on_cpu=False)
-    _StepSimulation(layout, survey, trace, allocations).run()
-    return allocations.most["activations"]
+        return 0, None
+    on_cpu, allocations = layout.device == "cpu", AllocationCounter(on_cpu=False)
+    _StepSimulation(layout, survey, trace, allocations, keeps_states=on_cpu).run()
+    if on_cpu:
+        return allocations.most["activations"], None
+    activations = allocations.at_fullest["activations"]
+    return activations, allocations.fullest - activations
 
 
 class _StepSimulation:
-    """Simulates the allocations of two steps of a rank."""
+    """Simulates the allocations of two steps of a rank.
+
+    Without `keeps_states` parameters, sharded gradients and optimizer state are on the host: shards
+    are copied to the GPU for their gather, sharded gradients to the host once they are reduced.
+    """
 
     def __init__(
-        self, layout: Layout, survey: Survey, trace: Trace, allocations: AllocationCounter
+        self,
+        layout: Layout,
+        survey: Survey,
+        trace: Trace,
+        allocations: AllocationCounter,
+        *,
+        keeps_states: bool = True,
     ) -> None:
+        self.keeps_states = keeps_states
         self.layout, self.survey, self.trace, self.allocations = layout, survey, trace, allocations
         self.groups = find(survey, trace, layout)
         self.root = self.groups[""]
@@ -101,6 +120,12 @@ class _StepSimulation:
 
     def build(self) -> None:
         """Allocate what lasts; models that cannot be built on the meta device begin unsharded."""
+        if self.keeps_states:
+            self._build_states()
+        self.allocations.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
+        self.allocations.begin("shared", "buffers", self.shared_bytes(), lasts=True)
+
+    def _build_states(self) -> None:
         layout, allocations, groups = self.layout, self.allocations, list(self.groups.values())
         parameters = self.survey.parameters
         whole = sum(p.numel * p.itemsize for p in parameters)
@@ -116,8 +141,6 @@ class _StepSimulation:
         trained = sum(p.frozen_by is None for p in parameters)
         moments += trained * counter_bytes(layout.optim)
         allocations.begin("moments", "optimizer", moments, lasts=True)
-        allocations.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
-        allocations.begin("shared", "buffers", self.shared_bytes(), lasts=True)
 
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a rank touches: its buffers, parts of others', windows."""
@@ -207,9 +230,12 @@ class _StepSimulation:
     def _fetch(self, group: Group) -> None:
         """Start an all-gather into a buffer, which lives until parameters are copied out of it."""
         if self.layout.shard > 1 and group.name not in self.gathered:
+            copied = 0 if self.keeps_states else group.shard_bytes
+            self.allocations.begin("copied", "buffers", copied)
             self.allocations.begin(
                 ("received", group.name), "buffers", self._private(group.gathered_bytes)
             )
+            self.allocations.end("copied")
 
     def _arrive(self, group: Group, *, frees: bool = True) -> None:
         """Copy parameters out of the buffer, which `fully_shard` keeps in forward until the next
@@ -299,7 +325,8 @@ class _StepSimulation:
         for key in whole:
             self.allocations.end(key)
         sharded = ("gradients", group.name)
-        place: object = sharded if sharded not in self.allocations.alive else "sum"
+        is_first = self.keeps_states and sharded not in self.allocations.alive
+        place: object = sharded if is_first else "sum"
         self.allocations.begin(place, "gradients", group.reduced_bytes // self.layout.shard)
         if self.layout.shard == 1:  # the divided copy
             self.allocations.begin("divided", "buffers", group.reduced_bytes)

@@ -19,6 +19,7 @@ from colotrain.spec.offload import (
     place,
     streaming_bytes,
     transient_bytes,
+    with_margin,
 )
 from colotrain.spec.packing import Chunk, pack, padding, units_of
 from colotrain.spec.plan import OptimPlan, PluginPlan
@@ -66,17 +67,23 @@ def predict(
     device: str,
     *,
     activations: int,
+    gathered: int | None = None,
     safety: float = 1.0,
 ) -> tuple[list[GroupBytes], Placement, NonModelBytes]:
     """Bytes per group, the placement they lead to, and the bytes of a rank that are not model data.
 
-    `safety` is `SAFETY` for a run's first placement, 1 for the one after its measurements.
+    `activations` and `gathered` are those of `non_model_bytes`. Where it knows `gathered`, the
+    placement leaves `MARGIN` free beside them, as the run does. Elsewhere `safety` is `SAFETY` for
+    a run's first placement, 1 for the one after its measurements.
     """
     assert plugin.budget is not None
     sizes = group_bytes(plugin, survey, optim)
     process = 0  # on CUDA the context is outside the budget
     if device == "cpu":
         process = baseline_bytes(device, uses_transformers=survey.uses_transformers)
+    if gathered is not None:
+        non_model = NonModelBytes(compute=activations + gathered, update=process)
+        return sizes, place(sizes, plugin.budget, with_margin(non_model), device=device), non_model
     transient = int(safety * transient_bytes(sizes, ranks=plugin.dp_shard)) + activations
     non_model = NonModelBytes(compute=process + transient, update=process)
     return sizes, place(sizes, plugin.budget, non_model, device=device), non_model
@@ -90,7 +97,13 @@ def least_bytes(sizes: Sequence[GroupBytes], plugin: PluginPlan) -> int:
 
 
 def offloaded_estimate(
-    plugin: PluginPlan, survey: Survey, optim: OptimPlan, device: str, *, activations: int
+    plugin: PluginPlan,
+    survey: Survey,
+    optim: OptimPlan,
+    device: str,
+    *,
+    activations: int,
+    gathered: int | None,
 ) -> Estimate | None:
     """Memory that the placement needs in the top tier; None where nothing is offloaded.
 
@@ -98,17 +111,24 @@ def offloaded_estimate(
     they do not exist at the same time. Only bytes that no lower tier can hold are certain, because
     a run decides its placement again after measuring.
     """
-    sizes, placement, non_model = predict(plugin, survey, optim, device, activations=activations)
+    sizes, placement, non_model = predict(
+        plugin, survey, optim, device, activations=activations, gathered=gathered
+    )
     if not placement.streams:
         return None
     top, here = placement.top, bytes_by_tier(sizes, placement)
     resting = {kind: tiers.get(top, 0) for kind, tiers in here.items()}
     window = streaming_bytes(sizes, placement.groups, top)
-    if non_model.update + window > non_model.compute:
+    if gathered is not None:  # the run reads both in its plan
+        more = max(0, non_model.update + window - non_model.compute)
+        breakdown = MemoryBreakdown(
+            **resting, gathered=gathered, activations=activations, buffers=more
+        )
+    elif non_model.update + window > non_model.compute:
         breakdown = MemoryBreakdown(**resting, buffers=window, baseline=non_model.update)
     else:
-        gathered = non_model.compute - non_model.update - activations
-        transient = {"gathered": gathered, "activations": activations}
+        rest = non_model.compute - non_model.update - activations
+        transient = {"gathered": rest, "activations": activations}
         breakdown = MemoryBreakdown(**resting, **transient, baseline=non_model.update)
     exact = min(breakdown.total, non_model.update + max(activations, least_bytes(sizes, plugin)))
     return Estimate(breakdown=breakdown, peak=around(breakdown.total, exact=exact))
@@ -140,6 +160,7 @@ def describe_tiers(
     device: str,
     *,
     activations: int,
+    gathered: int | None,
     micro_batches: int,
 ) -> dict[str, Any]:
     """Bytes per tier, and bytes that a step moves; without a budget all are in the top tier."""
@@ -148,6 +169,8 @@ def describe_tiers(
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
         placement = place(sizes, unlimited, NonModelBytes(compute=0, update=0), device=device)
     else:
-        _, placement, _ = predict(plugin, survey, optim, device, activations=activations)
+        _, placement, _ = predict(
+            plugin, survey, optim, device, activations=activations, gathered=gathered
+        )
     moved = moved_bytes(sizes, placement, micro_batches=micro_batches)
     return {"bytes": bytes_by_tier(sizes, placement), "moved_bytes": moved}

@@ -23,7 +23,7 @@ from colotrain.planner.budget import (
 )
 from colotrain.planner.layout import Layout, layout_of
 from colotrain.planner.machine import Machine
-from colotrain.planner.memory import Estimate, most_activations
+from colotrain.planner.memory import Estimate, non_model_bytes
 from colotrain.planner.offload import least_bytes, offloaded_estimate, predict
 from colotrain.planner.scale import Scale
 from colotrain.spec.memory import Verdict
@@ -60,8 +60,11 @@ class PlanningContext:
         trace = self.search_space.traces(recompute, layout.micro_batch)
         need = Estimate(breakdown=option.memory, peak=option.peak)
         if plugin.budget is not None:
-            kept = most_activations(layout, survey, trace)
-            need = offloaded_estimate(plugin, survey, self.optim, device, activations=kept) or need
+            activations, gathered = non_model_bytes(layout, survey, trace)
+            lowered = offloaded_estimate(
+                *(plugin, survey, self.optim, device), activations=activations, gathered=gathered
+            )
+            need = lowered or need
         measured = measured_peaks.recall(self.shape(plugin))
         if measured is not None:
             need = measured_peaks.corrected(need, measured)

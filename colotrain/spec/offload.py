@@ -21,6 +21,9 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 SAFETY = 1.5
 """Factor added to the first estimate of a run, before anything was measured: a first step that is
 killed for lack of memory measures nothing. After the measurement more can stay in memory."""
+MARGIN = 0.1
+"""Fraction added to bytes that were measured, or on CUDA traced, because the next step's peak
+differs a little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,12 @@ class Placement:
         return any("disk" in dataclasses.astuple(placed) for placed in self.groups)
 
 
+def with_margin(non_model: NonModelBytes) -> NonModelBytes:
+    """`non_model` and `MARGIN` of it."""
+    compute, update = (int(n * (1 + MARGIN)) for n in dataclasses.astuple(non_model))
+    return NonModelBytes(compute=compute, update=update)
+
+
 def place(
     groups: Sequence[GroupBytes], budget: Budget, non_model: NonModelBytes, *, device: str
 ) -> Placement:
@@ -130,9 +139,16 @@ def lower_of(placement: Placement, other: Placement) -> Placement:
 
 
 def with_parameters_of(placement: Placement, current: Placement) -> Placement:
-    """`placement` with the parameters and gradients in the tiers that `current` has them in."""
+    """`placement` with the parameters and gradients in the tiers that `current` has them in.
+
+    A group's optimizer state is not above its parameters: the update is where they are.
+    """
     groups = tuple(
-        dataclasses.replace(wanted, parameters=now.parameters, gradients=now.gradients)
+        GroupTiers(
+            parameters=now.parameters,
+            gradients=now.gradients,
+            optimizer=_lower(wanted.optimizer, now.parameters),
+        )
         for wanted, now in zip(placement.groups, current.groups, strict=True)
     )
     return dataclasses.replace(placement, groups=groups)
@@ -180,7 +196,10 @@ def _need(
 
 
 def transient_bytes(groups: Sequence[GroupBytes], *, ranks: int) -> int:
-    """Bytes of gathered parameters and of gradients that are not reduced yet.
+    """Estimate the bytes of gathered parameters and of gradients that are not reduced yet.
+
+    It is for the CPU, and for models that cannot be traced; on CUDA the planner follows a step's
+    allocations (`planner.memory.non_model_bytes`), and the run takes the sum from its plan.
 
     Gathered are the root group (with the output of its gather) and two more groups. Gradients are
     those of one group: unsharded, being added, and as input of the reduction. The root group's
@@ -192,12 +211,16 @@ def transient_bytes(groups: Sequence[GroupBytes], *, ranks: int) -> int:
 
 
 def streaming_bytes(groups: Sequence[GroupBytes], placed: Sequence[GroupTiers], tier: Tier) -> int:
-    """Most bytes that an update brings up to `tier` at once: a group and the prefetched next."""
+    """Most bytes that an update brings up to `tier` at once: a group and the prefetched next.
+
+    Groups whose parameters are below a GPU are updated on the host, so nothing of them comes up.
+    """
     streamed = [
         sum(
             getattr(group, field.name)
             for field in dataclasses.fields(its)
             if TIERS.index(getattr(its, field.name)) > TIERS.index(tier)
+            and (tier != "device" or its.parameters == tier)
         )
         for group, its in zip(groups, placed, strict=True)
     ]

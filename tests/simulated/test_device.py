@@ -90,7 +90,10 @@ def test_the_host_waits_once_per_step(name: str, found: dict[str, Found]) -> Non
     assert sum(found[name].waits.values()) == STEPS, found[name].waits
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    "name",
+    [*PLANNED, "25 %", *(pytest.param(n, marks=pytest.mark.slow) for n in ("100 %", "50 %"))],
+)
 def test_the_plan_is_the_peak(name: str, found: dict[str, Found]) -> None:
     assert found[name].races == []
     assert found[name].planned == pytest.approx(found[name].peak, rel=0.03)

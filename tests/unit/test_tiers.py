@@ -18,6 +18,7 @@ from colotrain.spec.offload import (
     lower_of,
     moved_bytes,
     place,
+    with_parameters_of,
 )
 
 MB = 1_000_000
@@ -99,6 +100,21 @@ def test_on_cuda_the_host_comes_before_the_disk() -> None:
     least = place(GROUPS, budget(1000 * MB, device=45 * MB), NOTHING, device="cuda")
     for placed in least.groups:
         assert placed.parameters == placed.gradients
+
+
+def test_groups_that_are_updated_on_the_host_need_no_room_on_the_device_for_it() -> None:
+    placement = place(GROUPS, budget(300 * MB, device=1 * MB), NOTHING, device="cuda")
+    assert set(tiers(placement)) == {("host", "host", "host")}
+    assert placement.need["device"] == 0
+    kept = place(GROUPS, budget(300 * MB, device=120 * MB), NOTHING, device="cuda")
+    assert set(tiers(kept)) == {("device", "device", "host")}
+    assert kept.need["device"] == 80 * MB + 2 * 20 * MB
+
+
+def test_optimizer_state_is_never_above_pinned_parameters() -> None:
+    below = place(GROUPS, budget(300 * MB, device=1 * MB), NOTHING, device="cuda")
+    above = place(GROUPS, budget(300 * MB, device=200 * MB), NOTHING, device="cuda")
+    assert tiers(with_parameters_of(above, below)) == tiers(below)
 
 
 def test_without_a_disk_nothing_goes_there() -> None:

@@ -10,7 +10,13 @@ from torch import nn
 
 from colotrain.engine.freezing import matches
 from colotrain.engine.probes import memory_now
-from colotrain.spec.offload import SAFETY, GroupBytes, NonModelBytes, transient_bytes
+from colotrain.spec.offload import (
+    SAFETY,
+    GroupBytes,
+    NonModelBytes,
+    transient_bytes,
+    with_margin,
+)
 from colotrain.spec.plan import RunPlan
 
 Modules = list[tuple[str, list[nn.Module]]]
@@ -48,7 +54,15 @@ def measure_bytes(
 
 
 def estimate_non_model_bytes(plan: RunPlan, sizes: Sequence[GroupBytes]) -> NonModelBytes:
-    """Estimate what else a rank needs, before any step was measured. All ranks must call."""
+    """Estimate what else a rank needs, before any step was measured. All ranks must call.
+
+    On CUDA the plan has it, unless the model could not be traced. Parameters are not moved after
+    this first estimate there, so that it must be neither too small nor much too large.
+    """
+    planned = plan.memory
+    if plan.cluster.device != "cpu" and planned.activations:
+        compute = planned.activations + planned.gathered
+        return with_margin(NonModelBytes(compute=compute, update=0))
     now = memory_now()[0] if plan.cluster.device == "cpu" else 0
     base = torch.tensor(now, dtype=torch.int64, device=plan.cluster.device)
     dist.all_reduce(base, op=dist.ReduceOp.MAX)

@@ -12,6 +12,7 @@ from colotrain.engine.offload.disk import return_free_memory
 from colotrain.engine.probes import held_now, memory_now, reset_peak
 from colotrain.events.kinds import TierBytes
 from colotrain.spec.offload import (
+    MARGIN,
     GroupBytes,
     NonModelBytes,
     Placement,
@@ -23,9 +24,6 @@ from colotrain.spec.offload import (
     with_parameters_of,
 )
 from colotrain.spec.plan import RunPlan
-
-MARGIN = 0.1
-"""Fraction added to measured bytes, because the next step's peak differs a little."""
 
 
 class PlacementPolicy:
