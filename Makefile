@@ -30,7 +30,7 @@ run: $(VENV)/.core ## install, then train the smallest recipe (or ARGS)
 test: lint types ## install, then every check, and every test that is not slow
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.dev ## the slow tests alone: new processes, several hosts, SLURM's jobs, terminals, minutes
+test-slow: $(VENV)/.dev ## the slow tests alone: whole matrices, new processes, several hosts, SLURM's jobs, minutes
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
 test-all: lint types ## every check, and every test

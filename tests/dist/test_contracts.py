@@ -10,6 +10,7 @@ import torch
 
 from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.spec.plugins import ROWS
+from tests.representatives import representatives
 from tests.running import SMALL, Colotrain, losses
 
 CONSTANT = "optim.schedule.name=constant"
@@ -141,7 +142,7 @@ def test_the_freeze_set_may_change_at_resume(colotrain: Colotrain) -> None:
     assert after["optim.head.weight.step"].item() == 6
 
 
-@pytest.mark.parametrize("plugin", ROWS)
+@pytest.mark.parametrize("plugin", representatives(ROWS, kept=["zero2", "gemini"]))
 def test_a_parameter_trains_from_the_step_that_unfreezes_it_also_across_resume(
     colotrain: Colotrain, plugin: str
 ) -> None:

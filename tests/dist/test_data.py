@@ -17,6 +17,7 @@ import torch
 from colotrain.engine.checkpoint.dcp_json import read_whole
 from tests.dist.conftest import SMALL, Colotrain
 from tests.formats import WRITERS, random_texts, write_jsonl, write_megatron
+from tests.representatives import representatives
 
 
 def write_chat(path: Path, count: int) -> None:
@@ -123,7 +124,7 @@ FORMATS: dict[str, Callable[[Path], str]] = {
 """Writes random data into a folder; the setting that trains on them."""
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", representatives(FORMATS, kept=["text", "chat", "mixture"]))
 def test_in_the_middle_of_any_format_a_run_goes_on_bit_for_bit(
     colotrain: Colotrain, kind: str
 ) -> None:
@@ -198,6 +199,7 @@ def test_the_python_api_trains_looks_and_draws(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import torch\nNet = torch.nn.Linear\ndef data(): return [{'input': torch.ones(2)}] * 8\n"

@@ -15,6 +15,7 @@ from colotrain.verify.compare import CaseResult
 from colotrain.verify.reference import Trajectory, run_reference
 from colotrain.verify.runner import verify
 from tests.dist.difficult import MODELS
+from tests.representatives import representatives
 from tests.running import Colotrain
 
 REFERENCES: dict[str, Trajectory] = {}
@@ -88,11 +89,12 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("plugin", ROWS)
+@pytest.mark.parametrize("plugin", representatives(ROWS, kept=["zero3"]))
 def test_difficult_models_train_as_in_one_process(plugin: str, tmp_path: Path) -> None:
     check([plan_of(model, plugin, *overrides) for model, overrides in VARIANTS], tmp_path)
 
 
+@pytest.mark.slow
 def test_they_do_where_parameters_are_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from colotrain.engine.checkpoint.dcp_json import read_whole
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_contracts import watched
 from tests.dist.test_run import losses, pid_of, wait_for_step
+from tests.representatives import representatives
 
 BASE = (*SMALL, "plugin=gemini", "optim.schedule.name=constant", "train.max_steps=4")
 LORA_LIKE = ("freeze.patterns=[*]", "freeze.except=[blocks.*.attention.*]")
@@ -40,6 +41,14 @@ CASES = {
     ),
     "one rank": ("cluster.procs_per_node=1",),
 }
+KEPT = (
+    "accumulation 4",
+    "unfreezing",
+    "split blocks",
+    "half precision",
+    "odd shapes on three ranks",
+)
+"""Cases that `make test` has."""
 
 
 def on_disk(colotrain: Colotrain, host: str = "1MiB") -> tuple[str, str]:
@@ -63,7 +72,7 @@ def assert_same_state(colotrain: Colotrain, one: str, two: str, step: int = 4) -
         assert torch.equal(tensor, its[name]), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", representatives(CASES, kept=KEPT))
 def test_a_run_from_disk_is_bit_identical_to_one_in_memory(colotrain: Colotrain, case: str) -> None:
     always = (*BASE, *CASES[case], "observe.grads_every=2")
     memory = colotrain.run(*always, "name=memory")

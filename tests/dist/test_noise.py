@@ -14,6 +14,7 @@ from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_run import losses
+from tests.representatives import representatives
 
 FROZEN = "freeze.patterns=[blocks.0.*]"
 CUT = (*SMALL, FROZEN, "train.global_batch=8", "train.micro_batch=2")  # 2 ranks × 2 micro-batches
@@ -55,7 +56,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan, list[d
     return plan, single_gradients(plan)
 
 
-@pytest.mark.parametrize("plugin", ROWS)
+@pytest.mark.parametrize("plugin", representatives(ROWS, kept=["zero1", "fsdp-hybrid"]))
 def test_noise_is_that_of_single_gradients_in_one_process(
     colotrain: Colotrain, reference: tuple[RunPlan, list[dict[str, Tensor]]], plugin: str
 ) -> None:

@@ -17,6 +17,7 @@ from colotrain.verify.runner import verify
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_difficult_models import plan_of
 from tests.dist.test_run import losses
+from tests.representatives import representatives
 
 RULES = "optim.rules=[{match: '*bias',weight_decay: 0.2},{match: 'layers.1.*',lr_scale: 0.5}]"
 WSD = ("optim.schedule.name=wsd", "optim.schedule.decay_steps=2", "optim.schedule.warmup_steps=1")
@@ -31,7 +32,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", representatives(OPTIMIZERS, kept=["adamw", "adafactor", "muon"]))
 def test_an_optimizer_updates_shards_as_it_updates_whole_parameters(
     name: str, tmp_path: Path
 ) -> None:

@@ -28,9 +28,26 @@ def test_a_run_is_shown_beside_its_plan_by_category(tmp_path: Path) -> None:
     assert rows["within a step"][-1].endswith("%")
 
 
-@pytest.mark.parametrize("plugin", ["zero2", "zero3", "fsdp-hybrid"])
-@pytest.mark.parametrize("freeze", [[], ["freeze.patterns=[embed*,blocks.0.*]"]])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+FREEZE = [[], ["freeze.patterns=[embed*,blocks.0.*]"]]
+KEPT = {("selective", 1, "zero3"), ("full", 1, "zero2"), ("full", 0, "fsdp-hybrid")}
+"""Cases that `make test` has: recomputation, index of `FREEZE`, plugin."""
+
+
+@pytest.mark.parametrize(
+    ("recompute", "freeze", "plugin"),
+    [
+        pytest.param(
+            recompute,
+            FREEZE[freeze],
+            plugin,
+            id=f"{recompute}-freeze{freeze}-{plugin}",
+            marks=() if (recompute, freeze, plugin) in KEPT else pytest.mark.slow,
+        )
+        for recompute in ("selective", "full")
+        for freeze in (0, 1)
+        for plugin in ("zero2", "zero3", "fsdp-hybrid")
+    ],
+)
 def test_the_plan_of_64_ranks_is_what_torch_s_tracker_sees(
     tmp_path: Path, plugin: str, freeze: list[str], recompute: str
 ) -> None:

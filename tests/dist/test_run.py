@@ -175,6 +175,7 @@ def test_frozen_parameters_are_counted_and_never_change(colotrain: Colotrain) ->
             assert (f"optim.{key}.exp_avg" in saved) != frozen, (name, key)
 
 
+@pytest.mark.slow
 def test_signals_to_the_whole_process_group_save_once(
     colotrain: Colotrain, started: Callable[[subprocess.Popen], subprocess.Popen]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from colotrain.cli.main import guarded
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
+from tests.representatives import representatives
 from tests.running import SMALL, Colotrain
 
 KEYS = {
@@ -26,15 +27,17 @@ KEYS = {
 }
 
 
-def test_every_plugin_equals_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    code = guarded(["verify", *SMALL, "--world-sizes", "2,3", "--json"])
+def check_every_plugin(world_sizes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = guarded(["verify", *SMALL, "--world-sizes", world_sizes, "--json"])
     document = json.loads(capsys.readouterr().out)
     assert code == 0
     assert document["passed"]
     assert document["reference"] == "single process"
     cases = document["cases"]
-    assert len(cases) == 2 * 5 * 2 * 3  # world sizes, plugins, accumulation, freeze sets
+    sizes = [int(size) for size in world_sizes.split(",")]
+    assert len(cases) == len(sizes) * 5 * 2 * 3  # world sizes, plugins, accumulation, freeze sets
     assert {case["plugin"] for case in cases} == set(ROWS)
+    assert {case["world_size"] for case in cases} == set(sizes)
     for case in cases:
         assert set(case) >= KEYS
         assert case["optimizer_steps"] == case["expected_optimizer_steps"] == 3
@@ -43,7 +46,17 @@ def test_every_plugin_equals_one_process(capsys: pytest.CaptureFixture[str]) -> 
         assert case["max_abs_parameter"] <= 1e-6
 
 
-@pytest.mark.parametrize("plugin", ["zero1", "zero3"])
+def test_every_plugin_equals_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """On three ranks, over which rows do not divide."""
+    check_every_plugin("3", capsys)
+
+
+@pytest.mark.slow
+def test_every_plugin_does_on_several_numbers_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    check_every_plugin("2,3", capsys)
+
+
+@pytest.mark.parametrize("plugin", representatives(["zero1", "zero3"], kept=["zero3"]))
 @pytest.mark.parametrize(
     ("mutant", "says"),
     [

@@ -18,6 +18,7 @@ import pytest
 
 from colotrain.engine.checkpoint.manifest import damage
 from tests.faults.kills import ROOT
+from tests.representatives import representatives
 from tests.running import COMMAND_TIMEOUT_S, SMALL, Colotrain, Result, losses, pid_of, wait_for_step
 
 pytestmark = [
@@ -135,6 +136,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(
     assert losses(resumed.json) == straight
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_outlives_its_terminal(colotrain: Colotrain, started: Started) -> None:
     order = {"what": "pause", "rank": 0, "steps": [6]}
     ignores = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does, before it executes
@@ -266,7 +268,7 @@ def wait_for(
     raise TimeoutError(f"no {kind} of step {step}")
 
 
-@pytest.mark.parametrize("plugin", ["zero1", "fsdp-hybrid"])
+@pytest.mark.parametrize("plugin", representatives(["zero1", "fsdp-hybrid"], kept=["fsdp-hybrid"]))
 def test_a_flipped_bit_is_found_named_and_undone(
     colotrain: Colotrain, straight: list[float], plugin: str
 ) -> None:
@@ -297,6 +299,7 @@ def test_a_rank_that_holds_nothing_takes_part_in_the_search(
     assert summary["steps"] == 4
 
 
+@pytest.mark.slow
 def test_a_detached_run_outlives_the_terminal_and_is_reached(colotrain: Colotrain) -> None:
     settings = ("train.max_steps=5000", "checkpoint.every=0")
     command = ("run", *PLAN, *settings, "--detach")

@@ -9,6 +9,7 @@ import torch
 
 from colotrain.engine.checkpoint.dcp_json import read_whole
 from tests.faults.test_resume import ledger
+from tests.representatives import representatives
 from tests.running import Colotrain, losses
 
 pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
@@ -81,7 +82,7 @@ PLUGINS = {
 }
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("plugin", representatives(PLUGINS, kept=["zero1", "gemini"]))
 def test_a_step_that_was_left_is_made_again_bit_for_bit(colotrain: Colotrain, plugin: str) -> None:
     (colotrain.cwd / "slow.py").write_text(MODEL)
     plan = (*PLAN, f"plugin={plugin}", *PLUGINS[plugin])

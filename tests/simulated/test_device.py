@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.representatives import representatives, selected
 from tests.simulated.case import Case
 from tests.simulated.ordering import Memory, Timeline
 from tests.simulated.running import SMALL, WIDER, Found, apart, carry_out
@@ -48,12 +49,17 @@ RESUMED = {
     "zero2, not behind": ("zero2", "checkpoint.async=false"),
     "gemini below": ("gemini", "plugin.budget.device=4MiB", "model.args.d_model=128"),
 }
+KEPT = ("zero1", "zero3 in bf16", "zero3, recomputing some")
+"""Cases of `PLANNED` that `make test` has."""
 NOT_FINITE = ("model.target=tests.simulated.models:Explodes", "train.on_nonfinite=skip")
 RECORDED = ("plugin=zero3", "observe.grads_every=1", "train.eval_every=2")
 
 
 @pytest.fixture(scope="module")
-def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def found(
+    guard: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Found]:
+    wanted = {name for (name,) in selected(request, "name")}
     disk = tmp_path_factory.mktemp("disk")
     lower = (f"plugin.disk_path={disk}", "plugin.budget.host=20MiB")
     cases = [
@@ -61,13 +67,20 @@ def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fo
         *(
             Case(name=n, words=(*WIDER, *TRAIN, *QUIET, *words), looks=False)
             for n, words in PLANNED.items()
+            if n in wanted
         ),
         *(
             Case(name=n, words=(*GEMINI, *QUIET, f"plugin.budget.device={size}"), limit=size)
             for n, size in BUDGETS.items()
+            if n in {*wanted, "25 %"}
         ),
         Case(name="disk", words=(*GEMINI, BELOW, *lower), limit=30 * MIB),
-        *(case for name, words in RESUMED.items() for case in saving(name, *words)),
+        *(
+            case
+            for name, words in RESUMED.items()
+            if name in wanted
+            for case in saving(name, *words)
+        ),
         *(
             Case(name=f"{name} on {on}", words=(*SMALL, *TRAIN, *words), on=on)
             for name, words in (("user", (USER,)), ("recorded", RECORDED), ("huge", NOT_FINITE))
@@ -85,21 +98,27 @@ def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fo
     return carry_out(cases, tmp_path_factory.mktemp("device"), guard)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3 in bf16"])
+@pytest.mark.parametrize(
+    "name", representatives(["zero1", "zero2", "zero3", "zero3 in bf16"], kept=KEPT[:2])
+)
 def test_the_host_waits_once_per_step(name: str, found: dict[str, Found]) -> None:
     assert sum(found[name].waits.values()) == STEPS, found[name].waits
 
 
 @pytest.mark.parametrize(
     "name",
-    [*PLANNED, "25 %", *(pytest.param(n, marks=pytest.mark.slow) for n in ("100 %", "50 %"))],
+    [
+        *representatives(PLANNED, kept=KEPT),
+        "25 %",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("100 %", "50 %")),
+    ],
 )
 def test_the_plan_is_the_peak(name: str, found: dict[str, Found]) -> None:
     assert found[name].races == []
     assert found[name].planned == pytest.approx(found[name].peak, rel=0.03)
 
 
-@pytest.mark.parametrize("name", [*BUDGETS, "disk"])
+@pytest.mark.parametrize("name", representatives([*BUDGETS, "disk"], kept=["25 %", "disk"]))
 def test_gemini_trains_below_its_budget(name: str, found: dict[str, Found]) -> None:
     losses, gradients = apart(found[name], found["cpu"])
     assert found[name].races == []
@@ -113,7 +132,7 @@ def test_page_locked_memory_is_not_rounded_up(found: dict[str, Found]) -> None:
     assert found["25 %"].pinned == pytest.approx(on_host, rel=0.05)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", representatives(RESUMED, kept=["gemini below"]))
 def test_a_resumed_run_goes_on_bit_for_bit(name: str, found: dict[str, Found]) -> None:
     whole, begun, more = (found[f"{name} {part}"] for part in ("whole", "begun", "resumed"))
     assert whole.races == begun.races == more.races == []

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from colotrain.spec.plugins import ROWS
+from tests.representatives import representatives, selected
 from tests.simulated.case import Case
 from tests.simulated.running import SMALL, Found, Ranks, apart
 
@@ -94,12 +95,29 @@ def check(setting: Setting, found: dict[str, Found]) -> None:
     assert gradients <= TOLERANCE[setting.precision][1]
 
 
+def of_every_value(settings: list[Setting]) -> list[Setting]:
+    """Few of the settings, in which every value of every factor occurs."""
+    missing, chosen = {(i, value) for s in settings for i, value in enumerate(s)}, list[Setting]()
+    while missing:
+        best = max(settings, key=lambda setting: len({*enumerate(setting)} & missing))
+        chosen.append(best)
+        missing -= {*enumerate(best)}
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def found(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    return carried_out(pairwise(), tmp_path_factory.mktemp("matrix"), guard)
+def found(
+    guard: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Found]:
+    settings = sorted(setting for (setting,) in selected(request, "setting"))
+    return carried_out(settings, tmp_path_factory.mktemp("matrix"), guard)
 
 
-@pytest.mark.parametrize("setting", pairwise(), ids=lambda setting: setting.case().name)
+@pytest.mark.parametrize(
+    "setting",
+    representatives(pairwise(), kept=of_every_value(pairwise())),
+    ids=lambda setting: setting.case().name,
+)
 def test_a_run_on_the_device_is_that_on_the_cpu(setting: Setting, found: dict[str, Found]) -> None:
     check(setting, found)
 

@@ -211,7 +211,11 @@ def test_of_nodes_that_differ_those_are_taken_that_the_job_can_have(site: Path) 
     ("lines", "warning"),
     [
         (["4|main*|2|24|512000|gpu:mi999:4"], "GPUs that SLURM calls mi999 are not known"),
-        (["4|main*|2|24|512000|gpu:4"], "GPUs without a type are not known"),
+        pytest.param(
+            ["4|main*|2|24|512000|gpu:4"],
+            "GPUs without a type are not known",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_unknown_hardware_is_a_warning_and_never_a_refusal(

@@ -1,0 +1,28 @@
+"""Parametrised tests of which `make test` runs a part: the other cases are marked slow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def representatives(values: Iterable[Any], *, kept: Collection[Any]) -> list[Any]:
+    """Parameters of which those in `kept` run in `make test`, and the others in `make test-slow`.
+
+    Their test ids are those of `values` themselves.
+    """
+    values = list(values)
+    assert all(value in values for value in kept), kept
+    return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def selected(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:
+    """Values of the parameters `names` in those tests of the requesting module that will run.
+
+    A fixture that carries out many cases at once leaves out those that no test asks for.
+    """
+    items = [item for item in request.session.items if item.module is request.module]  # type: ignore[attr-defined]
+    every = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return {tuple(params[n] for n in names) for params in every if params.keys() >= set(names)}
