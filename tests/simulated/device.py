@@ -346,6 +346,8 @@ class Device:
                 return leaf
             if id(leaf) in own:
                 return own[id(leaf)]
+            if any(leaf is given for given in args):  # the CPU's tensor that was copied to
+                return leaf
             return OnDevice(leaf) if to == "cuda" and leaf.device.type == "cpu" else leaf
 
         pins = kwargs.get("pin_memory")

@@ -74,7 +74,7 @@ def found(
             for n, size in BUDGETS.items()
             if n in {*wanted, "25 %"}
         ),
-        Case(name="disk", words=(*GEMINI, BELOW, *lower), limit=30 * MIB),
+        Case(name="disk", words=(*GEMINI, *QUIET, BELOW, *lower), limit=30 * MIB),
         *(
             case
             for name, words in RESUMED.items()
@@ -110,7 +110,7 @@ def test_the_host_waits_once_per_step(name: str, found: dict[str, Found]) -> Non
     [
         *representatives(PLANNED, kept=KEPT),
         "25 %",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("100 %", "50 %")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("100 %", "50 %", "disk")),
     ],
 )
 def test_the_plan_is_the_peak(name: str, found: dict[str, Found]) -> None:
