@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from colotrain.engine.evaluation import evaluate
 from colotrain.engine.gradients import gradients, noise
 from colotrain.engine.gradients.nonfinite import describe, locate
 from colotrain.engine.gradients.statistics import Recorder
+from colotrain.engine.lap_times import Clock, DeviceClock
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
@@ -42,19 +43,22 @@ def train(run: Run) -> str:
         evaluate(run)
     if plan.train.on_nonfinite == "rollback":
         checkpoint.save(run)  # so that the run always has a checkpoint of its own to roll back to
+    gpu = DeviceClock(run.device)
     while run.step < plan.train.max_steps:
         clock = Clock()
+        gpu.begin_step()
         run.generators = generators.states(run.device)
         run.sharded.calls.clear()
         if run.tiers is not None:
             run.tiers.begin_step()
         unfreeze_(run)
         gradients.clear_(run.sharded.module)
-        batches, num = Fetch(run), plan.batch.accumulation_steps
+        batches, num = Fetch(run, gpu), plan.batch.accumulation_steps
         with monitor.interruptible(run):
             totals = accumulate(run.gradients, batches, num=num, totals=new_totals(run))
             clock.lap("compute_s", less=batches.seconds)
-            result = agree(run, totals)
+            gpu.mark("computed")
+            result = agree(run, totals, gpu)
         clock.lap("reduce_s")
         if result.update_placement:
             update_placement_(run)
@@ -69,9 +73,10 @@ def train(run: Run) -> str:
         if result.record:
             record_gradients(run, recorder, noise=noise_columns)
         clock.lap("optimizer_s")
+        gpu.mark("updated")
         run.step += 1
         run.heartbeat.patience_s = patience_s(plan, clock.laps)  # only a first step is slow
-        times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps}
+        times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps, **gpu.seconds()}
         record_step(run, result, times=times, lr=lr, skipped=skipped)
         if is_due(run.step, plan.elastic.check_every):
             run.at("search for corruption")
@@ -97,39 +102,28 @@ def train(run: Run) -> str:
 
 
 def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:
-    """Return the seconds for which a rank may be silent: a micro-batch may take long."""
+    """Return the seconds for which a rank may be silent: a micro-batch may take long.
+
+    `laps` are the host's: on a GPU the host is silent while it waits for all that it has queued.
+    """
     micro_batch_s = laps["compute_s"] / plan.batch.accumulation_steps
     longest = max(micro_batch_s, laps["reduce_s"], laps["optimizer_s"])
     return max(plan.elastic.hang_timeout_s, PATIENCE_FACTOR * longest)
 
 
-class Clock:
-    """Seconds of a step's parts, one after the other."""
-
-    def __init__(self) -> None:
-        self.started = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str, *, less: float = 0.0) -> None:
-        now = time.perf_counter()
-        self.laps[name], self.last = now - self.last - less, now
-
-    def total(self) -> float:
-        return time.perf_counter() - self.started
-
-
 class Fetch:
     """The micro-batches of one step on the device, with the time that fetching them took."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.seconds = run, 0.0
+    def __init__(self, run: Run, gpu: DeviceClock | None = None) -> None:
+        self.run, self.gpu, self.seconds = run, gpu, 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         run = self.run
         for index in range(run.plan.batch.accumulation_steps):
             run.at("data")
             started = time.perf_counter()
-            batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
+            with self.gpu.fetching() if self.gpu is not None else nullcontext():
+                batch = to_device(run.train_data.micro_batch(run.batch_index, index), run.device)
             self.seconds += time.perf_counter() - started
             run.at("forward or backward")
             run.progress.at_micro_batch(
@@ -149,7 +143,7 @@ def new_totals(run: Run) -> StepTotals:
     )
 
 
-def agree(run: Run, totals: StepTotals) -> StepResult:
+def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     """Run the one small all-reduce of a step: loss, targets, gradient norm, requests to stop."""
     run.at("reduce")
     run.progress.begin_agreement()
@@ -165,6 +159,7 @@ def agree(run: Run, totals: StepTotals) -> StepResult:
     mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
     shared = torch.cat((mine, known_here[: len(requests)], norms, known_here[len(requests) :]))
     dist.all_reduce(shared)
+    gpu.mark("reduced")
     shared = shared.cpu()  # the only wait for the device in a step
     sums = shared[:10].tolist()
     loss_sum, count, stop, record, noisy, update_placement, save, orders, squares, took_s = sums

@@ -33,7 +33,7 @@ def record_peak_flops(events: EventWriter, precision: str, device: torch.device)
 
 
 def record_step(
-    run: Run, result: StepResult, *, times: dict[str, float], lr: float, skipped: bool
+    run: Run, result: StepResult, *, times: dict[str, Any], lr: float, skipped: bool
 ) -> None:
     """Write one event per rank and step; rank 0 adds what all ranks agreed on."""
     rss, peak = memory_now()[0], highest_peak()

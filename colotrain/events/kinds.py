@@ -143,6 +143,7 @@ class Step(EventKind):
     reduce_s: float | None
     """Seconds of waiting for the other ranks."""
     optimizer_s: float | None
+    """On a GPU the update of the step before, which the GPU computes within this step's time."""
     micro_batches: int
     samples: list[int] = field(metadata=WRITE_ONLY)
     """Positions of this rank's samples in the data."""

@@ -168,11 +168,11 @@ class Stream(Timeline):
 
 
 class Event:
-    """torch.cuda.Event; its time is the number of things done before it."""
+    """torch.cuda.Event; its time in ms is the number of things done before it."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.known: dict[Timeline, int] = {}
-        self.at = 0
+        self.at, self.enable_timing = 0, enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current().stream
@@ -188,6 +188,11 @@ class Event:
         return True
 
     def elapsed_time(self, later: Event) -> float:
+        host = current().host.known
+        for event in (self, later):
+            assert event.enable_timing, "an event without a time"
+            open_ = [t.name for t, tick in event.known.items() if host.get(t, 0) < tick]
+            assert not open_, f"an event is read before it is over: {open_}"
         return float(later.at - self.at)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,4 +35,20 @@ def stays_on_host() -> Iterator[None]:
     from colotrain.engine.gradients import gradients
 
     with mock.patch.object(gradients, "to_device", lambda values, device: values):
+        yield
+
+
+@contextlib.contextmanager
+def slow_optimizer() -> Iterator[None]:
+    """Every update keeps the device busy for ten seconds, and the host not at all."""
+    from colotrain.engine.optim.shard_optimizer import ShardOptimizer
+    from tests.simulated.device import current
+
+    update = ShardOptimizer._update
+
+    def slow(self: ShardOptimizer, *args: Any) -> None:
+        update(self, *args)
+        current().num_launches += 10_000
+
+    with mock.patch.object(ShardOptimizer, "_update", slow):
         yield

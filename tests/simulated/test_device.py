@@ -93,6 +93,7 @@ def found(
             plant="no_synchronize",
         ),
         Case(name="hybrid", words=(*SMALL, *TRAIN, "plugin=fsdp-hybrid", *QUIET)),
+        Case(name="slow", words=(*SMALL, *TRAIN, *QUIET), plant="slow_optimizer", looks=False),
         Case(name="stays", words=(*SMALL, *TRAIN), plant="stays_on_host"),
     ]
     return carry_out(cases, tmp_path_factory.mktemp("device"), guard)
@@ -103,6 +104,17 @@ def found(
 )
 def test_the_host_waits_once_per_step(name: str, found: dict[str, Found]) -> None:
     assert sum(found[name].waits.values()) == STEPS, found[name].waits
+
+
+def test_an_update_s_time_is_the_device_s_and_not_that_of_the_data(found: dict[str, Found]) -> None:
+    slow = found["slow"]
+    first, *later = slow.laps
+    assert first["optimizer_s"] is None
+    assert all(10 < laps["optimizer_s"] < 11 for laps in later)
+    for laps in slow.laps:
+        assert 0 <= laps["data_s"] < laps["compute_s"] < 5
+        assert 0 < laps["reduce_s"] < 1
+    assert sum(slow.waits.values()) == STEPS, slow.waits
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
         seen = EventReader(rundir).drain()
         steps = [e.fields for e in seen if e.kind == "step" and e.rank == 0]
         found["losses"] = [fields["loss"] for fields in steps if "loss" in fields]
+        found["laps"] = [{k: fields[k] for k in fields if k.endswith("_s")} for fields in steps]
         found["events"] = [[e.kind, e.rank, e.fields] for e in seen if e.kind != "step"]
         if rank == 0:
             torch.save(dict(GRADIENTS), folder / case.name / "gradients.pt")
