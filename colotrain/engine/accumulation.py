@@ -19,6 +19,7 @@ from colotrain.data.read.loader import count_targets
 from colotrain.engine.gradients.gradients import GradientState, note_use
 from colotrain.engine.sharding.sharded_model import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
+from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
 Batch = dict[str, Tensor]
@@ -111,6 +112,11 @@ def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any
     loss = loss_in(output)
     if not _is_scalar(loss):
         raise _wrong_output(output)
+    if getattr(model, ATTRIBUTE, None) is not None:
+        raise ColotrainError(
+            "mesh.cp: forward returned a mean loss, and the ranks' parts have different weights",
+            "return (loss_sum, count) of this rank's tokens",
+        )
     if no_targets:
         return _nothing(_exact(loss)), torch.zeros((), device=loss.device), None
     if (own := count_in(output)) is not None:

@@ -94,6 +94,8 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
             continue
         sums += torch.stack([loss.double(), count.double()])
         for name, value, weight in metrics_in(output, count):
+            if not weight.item():  # a rank's part of a sample may have no target
+                continue
             before = metrics.get(name, (0.0, 0.0))
             metrics[name] = before[0] + value.item(), before[1] + weight.item()
     return sums, metrics

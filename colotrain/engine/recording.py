@@ -39,6 +39,8 @@ def record_step(
     rss, peak = memory_now()[0], highest_peak()
     indices = range(run.plan.batch.accumulation_steps)
     samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
+    if run.rank % run.plan.mesh.cp:  # another rank of the group names them
+        samples = []
     values: dict[str, Any] = {**times, "samples": samples, "rss": rss, "peak": peak}
     if run.rank == 0:
         values |= {

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from colotrain.errors import ColotrainError
+from colotrain.errors import UsageError
 
 ATTRIBUTE = "sequence_shard"
 """Attribute of a model whose forward divides sequences where it is not None.
@@ -61,10 +61,10 @@ class SequenceShard:
     """Masks of the present samples, which all layers share."""
 
     def begin(self, length: int, documents: Tensor | None = None) -> None:
-        """Begin the forward of a batch; `ColotrainError` where its tokens cannot be divided."""
+        """Begin the forward of a batch; `UsageError` where its tokens cannot be divided."""
         parts = 2 * self.size
         if length % parts:
-            raise ColotrainError(
+            raise UsageError(
                 f"mesh.cp={self.size}: samples of {length} tokens cannot be cut into {parts} parts",
                 f"pad samples to a multiple of {parts} tokens, or set mesh.cp=1",
             )

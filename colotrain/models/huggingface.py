@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.context_parallel import ATTRIBUTE
-from colotrain.models.huggingface_attention import allow_division_, divided
+from colotrain.models.huggingface_attention import allow_division_, check_calls, divided, num_calls
 from colotrain.models.llm import positions_within
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.spec.plan import ModelPlan
@@ -63,11 +63,13 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
 
     Without labels it returns the output of `forward`.
     """
-    batch = divided(_model_of(forward), batch)
+    model = _model_of(forward)
+    batch, before = divided(model, batch), num_calls(model)
     labels = batch.pop("labels", None)
     tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
     with _without_packed_sequence_search() if any(t.is_meta for t in tensors) else nullcontext():
         output = forward(*inputs, use_cache=False, **batch)
+    check_calls(model, before)
     if labels is None:
         return output
     loss = F.cross_entropy(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.errors import ColotrainError
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, attend
 
 DIVISIBLE = (
@@ -39,7 +39,10 @@ NAME = "colotrain_context_parallel"
 def allow_division_(model: nn.Module, config: Any) -> None:
     """Declare that ranks may divide the sequences of `model`, if its architecture is known to."""
     known = config.model_type in DIVISIBLE and set(_ropes(config)) <= set(STATIC_ROPES)
-    if known and getattr(config, "attn_logit_softcapping", None) is None:
+    other = getattr(config, "attn_logit_softcapping", None) is not None
+    other |= not getattr(config, "is_causal", True)
+    other |= bool(getattr(config, "use_bidirectional_attention", False))
+    if known and not other:
         setattr(model, ATTRIBUTE, None)
 
 
@@ -63,15 +66,43 @@ def divided(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         model.set_attn_implementation(_register())
         shard.is_known_to_model = True
     shape = batch["input_ids"].shape
-    shard.begin(shape[1], batch.pop("document_ids", None))
+    documents = batch.pop("document_ids", None)
+    if documents is None and "position_ids" in batch:
+        documents = _documents_of(batch["position_ids"])
+    shard.begin(shape[1], documents)
     batch.setdefault("position_ids", torch.arange(shape[1], device=batch["input_ids"].device)[None])
     other = batch.keys() - {"input_ids", "labels", "position_ids"}
     if other:
-        raise ColotrainError(
+        raise UsageError(
             f"mesh.cp={shard.size}: {', '.join(sorted(other))} cannot be divided among ranks",
             "leave it out of the samples (padding needs no mask), or set mesh.cp=1",
         )
     return {name: shard.own(tensor) for name, tensor in batch.items()}
+
+
+def check_calls(model: Any, before: int) -> None:
+    """Raise `ColotrainError` unless every layer of a forward attended to whole samples.
+
+    `before` is what `num_calls` was then.
+    """
+    layers = model.config.num_hidden_layers
+    if getattr(model, ATTRIBUTE, None) is not None and num_calls(model) - before != layers:
+        raise ColotrainError(
+            f"mesh.cp: {num_calls(model) - before} of {layers} layers exchanged keys and values",
+            "set mesh.cp=1: this version of transformers does not use a registered attention",
+        )
+
+
+def num_calls(model: Any) -> int:
+    """Number of exchanges so far of a model that divides sequences; 0 for others."""
+    shard: SequenceShard | None = getattr(model, ATTRIBUTE, None)
+    return 0 if shard is None else shard.calls
+
+
+def _documents_of(position_ids: Tensor) -> Tensor:
+    """Document of each token, which begins where positions do not go on, as in transformers."""
+    first = position_ids[:, :1] - 1
+    return (position_ids.diff(dim=-1, prepend=first) != 1).cumsum(-1)
 
 
 @functools.cache

@@ -27,19 +27,24 @@ def evaluation_s(train: TrainPlan, batch: BatchPlan, time: Prediction) -> float:
 
 
 def evaluates_first(train: TrainPlan, batch: BatchPlan, time: Prediction) -> bool:
-    """Whether to evaluate before the first step, which is skipped where it would take long."""
-    return evaluation_s(train, batch, time) < LONG_EVALUATION_S
+    """Whether to evaluate before the first step, which is skipped where it would take long.
+
+    For all samples it never is: their number may be known to one of two equal commands only.
+    """
+    return train.eval_steps == "all" or evaluation_s(train, batch, time) < LONG_EVALUATION_S
 
 
 def warn_of_durations(train: TrainPlan, batch: BatchPlan, time: Prediction) -> Iterator[str]:
     """Warnings about long steps and evaluations, with settings that shorten them."""
     if time.step_s >= LONG_STEP_S:
         yield f"a step is predicted to take {format_seconds(time.step_s)}{_shorter(batch, time)}"
-    if not evaluates_first(train, batch, time):
-        whole_s = evaluation_s(train, batch, time)
+    whole_s = evaluation_s(train, batch, time)
+    if whole_s >= LONG_EVALUATION_S:
+        first = evaluates_first(train, batch, time)
+        left_out = "" if first else ", and is left out before the first step"
         yield (
             f"train.eval_steps={train.eval_steps}: an evaluation is predicted to take "
-            f"{format_seconds(whole_s)}, and is left out before the first step; "
+            f"{format_seconds(whole_s)}{left_out}; "
             f"train.eval_steps=1 makes it {format_seconds(time.step_s * FORWARD_SHARE)}, 0 turns "
             "evaluations off"
         )

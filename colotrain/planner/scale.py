@@ -47,7 +47,7 @@ def scale_out(
     default = ranks_here(device, machine)
     if hardware.name is not None and device == "cuda" and machine.num_devices == 0:
         default = (hardware.devices_per_node, hardware.devices_per_node)
-    problems += _check_mesh(settings)
+    problems += _check_mesh(settings, most_procs=default[1])
     mesh = MeshPlan(cp=settings.mesh.cp)
     batch = _solve(settings, default, problems)
     nodes = max(1, cluster.nodes)
@@ -103,9 +103,13 @@ def _check_hardware(settings: Config) -> Iterator[Problem]:
             yield Problem(key=f"hardware.tflops.{name}", value=value, expected="a number above 0")
 
 
-def _check_mesh(settings: Config) -> Iterator[Problem]:
+def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
     """Problem of ranks per node that cannot be divided into context-parallel groups."""
     procs, cp = settings.cluster.procs_per_node, settings.mesh.cp
+    if procs == "auto" and cp > most_procs:
+        expected = f"at most {most_procs}, the ranks of a node, where each group is"
+        fix = "lower it, or set cluster.procs_per_node"
+        yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
     if procs != "auto" and procs >= 1 and cp > 1 and procs % cp:
         expected = f"a divisor of cluster.procs_per_node={procs}"
         sizes = ", ".join(str(n) for n in range(1, procs + 1) if procs % n == 0)

@@ -97,16 +97,21 @@ def check_named(plan: RunPlan, rundir: RunDir, *, overwrite: bool) -> None:
     if overwrite and Path(asked).resolve().is_relative_to(rundir.path.resolve()):
         problem = f"checkpoint.resume={asked}: --overwrite renames {rundir.path}, which has it"
         raise UsageError(problem, "choose another name")
-    _check(plan, where_to_resume(plan, rundir, own=not overwrite))
+    found = _check(plan, where_to_resume(plan, rundir, own=not overwrite))
+    if overwrite and asked != "none" and not found:
+        problem = f"checkpoint.resume={asked}: holds no complete checkpoint"
+        raise UsageError(problem, "give a run or a checkpoint folder that does")
 
 
-def _check(plan: RunPlan, where: Path) -> None:
+def _check(plan: RunPlan, where: Path) -> bool:
+    """Check the plan against the checkpoint to be resumed; return whether there is one."""
     for folder in (*complete(where), where):
         if plan.checkpoint.resume == "none" or not (folder / MANIFEST).is_file():
             continue
         if damage(folder, read_all=False) is None:  # otherwise an older one is used
             _check_manifest(plan, read_manifest(folder), folder)
-            return
+            return True
+    return False
 
 
 def _check_manifest(plan: RunPlan, manifest: Manifest, folder: Path) -> None:

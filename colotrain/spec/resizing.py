@@ -22,11 +22,12 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
     steps, rest = divmod(batch.global_batch, batch.micro_batch * groups)
     if rest:
         least, most = plan.elastic.min_nodes, max(plan.elastic.max_nodes, nodes)
+        who = f"{groups} groups of {plan.mesh.cp} ranks" if groups < world else f"{world} ranks"
         per_node = batch.micro_batch * procs // plan.mesh.cp
         sizes = reachable(batch.global_batch, per_node, range(least, most + 1))
         raise ColotrainError(
             f"{nodes} nodes: a global batch of {batch.global_batch} cannot be shared out among "
-            f"{world} ranks in micro-batches of {batch.micro_batch}",
+            f"{who} in micro-batches of {batch.micro_batch}",
             f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
         )
     shard = plan.plugin.dp_shard if plan.plugin.is_hybrid else world

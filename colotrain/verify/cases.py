@@ -33,7 +33,7 @@ class Variant:
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
         micro_batch = global_batch * self.cp // (self.accumulation_steps * self.world_size)
         changed = {
-            "name": f"verify-{self.plugin}-{self.world_size}-{self.accumulation_steps}",
+            "name": f"verify-{self.plugin}-{self.world_size}-{self.cp}-{self.accumulation_steps}",
             "plugin": own or {"name": self.plugin},
             "mesh": {"cp": self.cp},
             "train": {

@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 
 from colotrain.cli.main import guarded
+from colotrain.data.read.loader import planned_draw_seed
+from colotrain.data.read.samples import StreamSamples
+from colotrain.engine.accumulation import weighted_output
+from colotrain.engine.context_parallel import make_shard
+from colotrain.errors import ColotrainError
+from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.huggingface_attention import DIVISIBLE
-from colotrain.runs.resolving import plan_from
+from colotrain.runs.resolving import plan_from, resolve_config
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.dist import hf
@@ -130,41 +136,49 @@ def test_a_transformers_model_divided_has_the_gradients_of_the_whole(kind: str) 
 
 
 def compare_parts_with_whole(rank: int, kind: str) -> None:
+    for packed in ("document_ids", "position_ids"):
+        model, forward = make_model(kind)
+        ids, labels = torch.randint(0, 64, (2, 2, LENGTH)).unbind()
+        labels[0, :15] = -100  # the first rank's first part has no target
+        begins, index = torch.tensor([[7], [20]]), torch.arange(LENGTH)
+        positions = index - begins * (index >= begins)
+        document = positions if packed == "position_ids" else (index >= begins).long()
+        batch = {"input_ids": ids, "labels": labels, packed: document}
+        loss, count = forward(**batch)
+        loss.backward()
+        wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        divide_sequences_(model, make_shard(dist.group.WORLD, "cpu"))
+        part, own_count = forward(**batch)
+        part.backward()
+        sums = torch.stack([part.detach(), own_count.double()])
+        dist.all_reduce(sums)
+        assert sums.tolist() == pytest.approx([loss.item(), count.item()], rel=1e-6)
+        for name, parameter in model.named_parameters():
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(found)
+            assert (found - wanted.get(name, 0.0)).abs().max() <= 1e-6, name
+
+
+def make_model(kind: str) -> tuple[Any, Any]:
+    """A model of transformers in float64, and its forward as `model.hf` has it."""
     import transformers
 
-    from colotrain.engine.context_parallel import make_shard
-    from colotrain.models.context_parallel import divide_sequences_
-    from colotrain.models.huggingface import _sees_documents, isolating_loss, shifted_loss
+    from colotrain.models.huggingface import _sees_documents, isolating_loss
     from colotrain.models.huggingface_attention import allow_division_
 
     torch.manual_seed(5)
-    config = transformers.AutoConfig.for_model(
-        kind, **{**BASE, **NO_DROPOUT, **OF_KIND.get(kind, {})}
-    )
+    words = {**BASE, **NO_DROPOUT, **OF_KIND.get(kind, {})}
+    config = transformers.AutoConfig.for_model(kind, **words)
     config._experts_implementation = "eager"  # the fast one has no float64
     model: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    assert _sees_documents(model)
     allow_division_(model, config)
-    isolates = _sees_documents(model)
-    forward = functools.partial(isolating_loss if isolates else shifted_loss, model.forward)
-    ids, labels = torch.randint(0, 64, (2, 2, LENGTH)).unbind()
-    labels[0, :15] = -100  # the first rank's first part has no target
-    batch = {"input_ids": ids, "labels": labels}
-    if isolates:
-        batch["document_ids"] = (torch.arange(LENGTH) >= torch.tensor([[7], [20]])).long()
-    loss, count = forward(**batch)
-    loss.backward()
-    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    divide_sequences_(model, make_shard(dist.group.WORLD, "cpu"))
-    part, own_count = forward(**batch)
-    part.backward()
-    sums = torch.stack([part.detach(), own_count.double()])
-    dist.all_reduce(sums)
-    assert sums.tolist() == pytest.approx([loss.item(), count.item()], rel=1e-6)
-    for name, parameter in model.named_parameters():
-        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(found)
-        assert (found - wanted.get(name, 0.0)).abs().max() <= 1e-6, name
+    config.is_causal, other = False, torch.nn.Module()
+    allow_division_(other, config)
+    assert not hasattr(other, ATTRIBUTE)
+    config.is_causal = True
+    return model, functools.partial(isolating_loss, model.forward)
 
 
 def test_a_hugging_face_directory_trains_as_in_one_process(tmp_path: Path) -> None:
@@ -225,3 +239,27 @@ def test_what_cannot_be_divided_is_refused(colotrain: Colotrain) -> None:
     assert refused.code == 2
     assert "mesh.cp=2: expected 1" in refused.err
     assert colotrain("verify", *SMALL, "--world-sizes", "3", "--cp", "2").code == 2
+    wide = ("hardware=h100", "cluster.nodes=2", "mesh.cp=16", "data.seq_len=1024")
+    refused = colotrain("plan", "recipe=llm-tiny", *wide)
+    assert "mesh.cp=16: expected at most 8" in refused.err
+
+
+def test_a_smoke_run_keeps_samples_that_can_be_divided() -> None:
+    words = ("mesh.cp=3", "data.seq_len=384", "cluster.procs_per_node=3")
+    assert resolve_config([*SMALL, *words], smoke=True, here=False).plan.data.seq_len == 126
+
+
+def test_a_mean_loss_of_a_part_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    divide_sequences_(model, SequenceShard(rank=0, size=2))
+    model.forward = lambda input_ids, labels: input_ids.float().mean()  # type: ignore[method-assign]
+    with pytest.raises(ColotrainError, match="forward returned a mean loss"):
+        weighted_output(model, {"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 4).long()})
+
+
+def test_what_a_stream_draws_is_the_same_on_all_ranks_of_a_group() -> None:
+    plan = plan_from([*SMALL, "data.target=tests.dist.hf:samples"])
+    divided = plan_from([*SMALL, "data.target=tests.dist.hf:samples", "mesh.cp=2"])
+    stream = StreamSamples.__new__(StreamSamples)
+    assert planned_draw_seed(stream, plan) is None
+    assert planned_draw_seed(stream, divided) == plan.train.seed

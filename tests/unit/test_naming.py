@@ -154,6 +154,7 @@ def test_a_run_is_not_set_aside_where_the_checkpoint_it_would_resume_is_refused(
 ) -> None:
     rundir, elsewhere = made(), RunDir("runs/elsewhere").checkpoint(200)
     elsewhere.mkdir(parents=True)
+    Path("runs/empty").mkdir()
     batch = resolve_config(X).plan.batch.global_batch
     how = {"loss_scale": None, "clean_steps": 0, "world_size": 2, "plugin": "zero2", "files": {}}
     done = {"step": 200, "optimizer_steps": 200, "micro_batches": 400, "global_batch": batch}
@@ -161,12 +162,13 @@ def test_a_run_is_not_set_aside_where_the_checkpoint_it_would_resume_is_refused(
     for resume, said in (
         ("runs/elsewhere", "train.max_steps=3: expected at least 200, the steps that "),
         ("runs/x", "runs/x: --overwrite renames "),
+        ("runs/empty", "runs/empty: holds no complete checkpoint"),
     ):
         words = [*X, "train.max_steps=3", f"checkpoint.resume={resume}", "--overwrite"]
         assert guarded(["run", *words]) == 2
         assert said in capsys.readouterr().err
         assert rundir.checkpoint(200).is_dir()
-        assert {path.name for path in Path("runs").iterdir()} == {"x", "elsewhere"}
+        assert {path.name for path in Path("runs").iterdir()} == {"x", "elsewhere", "empty"}
 
 
 def test_nodes_that_are_started_by_hand_cannot_set_a_run_aside(

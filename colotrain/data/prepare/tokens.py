@@ -115,8 +115,14 @@ def decode(tokenizer: Prepared | Path | str, ids: Iterable[int]) -> str:
 
 
 def is_prepared(plan: DataPlan, *, cache: Path | None = None) -> bool:
-    """Whether every part of the plan's data is in the cache, or token files known from before."""
-    return all(_is_known(part, Cache(cache)) for part in parts_of(plan))
+    """Whether every part of the plan's data is in the cache, or token files known from before.
+
+    False for files that cannot be read: preparing the data says what is wrong with them.
+    """
+    try:
+        return all(_is_known(part, Cache(cache)) for part in parts_of(plan))
+    except OSError:
+        return False
 
 
 def _is_known(plan: DataPlan, store: Cache) -> bool:

@@ -102,10 +102,11 @@ def count_evaluated(samples: Samples, plan: RunPlan) -> int:
 def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
     """The seed of what samples draw at random; None for files and streams.
 
-    Files draw nothing, and a stream is read in one order whose draws are its own.
+    Files draw nothing, and a stream is read in one order whose draws are its own. Where several
+    ranks divide a sample, it has to be the same on each of them, so that a stream is seeded, too.
     """
-    own = plan.data.source == "target" and not isinstance(samples, StreamSamples)
-    return plan.train.seed if own else None
+    of_its_own = isinstance(samples, StreamSamples) and plan.mesh.cp == 1
+    return plan.train.seed if plan.data.source == "target" and not of_its_own else None
 
 
 def order_of(

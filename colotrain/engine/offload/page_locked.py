@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ def page_locked(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Ten
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, num_bytes, 0)) if runtime else NOT_SUPPORTED
     if code == NOT_SUPPORTED:
+        with suppress(
+            RuntimeError, AssertionError
+        ):  # a launch reads CUDA's last error, the refusal
+            torch.zeros(1, device="cuda")
         return [torch.empty(size, dtype=dtype, pin_memory=True) for size, dtype in each]
     if code != 0:
         raise ColotrainError(
