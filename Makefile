@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?= recipe=llm-tiny
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 # Test processes at once: most of a test's time is spent waiting for workers to start and to end.
 JOBS ?= 4
 # Where to take torch from; empty: wherever pip looks.
@@ -14,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-all bench lint types fmt docs frames site wheel constraints clean
+.PHONY: help run test test-slow test-all bench gpu gpu-fast gpu-wheels lint types fmt docs frames site wheel constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +48,17 @@ bench: $(VENV)/.core ## colotrain beside what else trains; writes bench.json and
 	$(INSTALL) accelerate lightning ninja setuptools wheel
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
 	$(BIN)/python benchmarks/compare.py
+
+# With the machine's own Python and torch: nothing is installed but what gpu-wheels prepared.
+gpu: ## the first ten minutes on a GPU: what is right (GPU_ARGS="--device cpu" to try it)
+	$(PYTHON) benchmarks/first_gpu.py right $(GPU_ARGS)
+
+gpu-fast: ## the next ten minutes: speed and memory of llm-1b
+	$(PYTHON) benchmarks/first_gpu.py fast $(GPU_ARGS)
+
+gpu-wheels: $(VENV)/.torch ## put into build/gpu-wheels what a machine without an index may lack
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt \
+	  -w build/gpu-wheels hydra-core omegaconf antlr4-python3-runtime pytest pluggy iniconfig
 
 fmt: $(VENV)/.dev ## rewrite the code as ruff formats it
 	$(BIN)/ruff check --fix
