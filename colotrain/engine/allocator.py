@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 
+from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameter numbers of mallopt, from glibc's malloc.h."""
 BUILD_MMAP_BYTES = 128 << 10
 """While the model is built, allocations of at least this size get their own pages."""
-STEP_MMAP_BYTES = 32 << 20
-"""While training, only allocations of at least this size do; malloc accepts no larger value."""
 STEP_TRIM_BYTES = 1 << 30
 """While training, free bytes at the end of the heap that are kept for the next step."""
 
@@ -29,7 +29,7 @@ def configure_malloc_for_steps() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-    _set(M_MMAP_THRESHOLD, STEP_MMAP_BYTES)
+    _set(M_MMAP_THRESHOLD, OWN_PAGES_BYTES)
     _set(M_TRIM_THRESHOLD, STEP_TRIM_BYTES)
 
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 import dataclasses
 
 from colotrain.planner.heap import Heap
+from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
 from colotrain.spec.memory import MemoryBreakdown
 
-OWN_PAGES_BYTES = 32 << 20
-"""Size from which on a CPU allocation has its own pages, which are returned to the system when it
-is freed (`engine.allocator.STEP_MMAP_BYTES`). Smaller ones are in malloc's heap, which stays
-resident."""
 REUSED_SHARE = 0.5
 """Share of a later micro-batch's activations that fits in the heap between existing gradients; the
 rest makes the heap larger."""

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from colotrain.planner.allocations import RANGE, AllocationCounter
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
+from colotrain.spec.cpu_memory import (
+    LARGEST_BUFFER_BYTES,
+    MOST_WRITTEN_BYTES,
+    NUM_SLOTS,
+    WINDOW_BYTES,
+)
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
-
-LARGEST_SHARED_BYTES = 64 << 20
-"""Largest shared buffer, as in `engine.shm.transport`; larger groups are gathered in windows."""
-WINDOW_BYTES = 4 << 20
-"""Bytes of a rank's window, as in `engine.shm.all_gather`."""
-MOST_WRITTEN_BYTES, NUM_SLOTS = 32 << 20, 2
-"""Most bytes that a rank writes for the others in all slots, as in `engine.shm.reduce_scatter`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +147,15 @@ class _StepSimulation:
         if not self.layout.shared_memory or size == 1:
             return 0
         gathers = [g.gathered_bytes for g in self.groups.values()]
-        gather = max((n for n in gathers if n <= LARGEST_SHARED_BYTES), default=0)
-        windows = size * WINDOW_BYTES if max(gathers) > LARGEST_SHARED_BYTES else 0
+        gather = max((n for n in gathers if n <= LARGEST_BUFFER_BYTES), default=0)
+        windows = size * WINDOW_BYTES if max(gathers) > LARGEST_BUFFER_BYTES else 0
         part = max(g.reduced_bytes for g in self.groups.values()) // size
         written = min(part * (size - 1) * NUM_SLOTS, MOST_WRITTEN_BYTES)
         return gather + windows + 2 * written  # it reads as much as it writes
 
     def _private(self, num_bytes: int) -> int:
         """Bytes of a collective's buffer that are not in shared memory."""
-        shared = self.layout.shared_memory and num_bytes <= LARGEST_SHARED_BYTES
+        shared = self.layout.shared_memory and num_bytes <= LARGEST_BUFFER_BYTES
         return 0 if shared else num_bytes
 
     def step(self) -> None:

@@ -15,7 +15,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.planner.advise import SearchSpace, best, largest_micro_batch
-from colotrain.planner.allocations import OWN_PAGES_BYTES, SMALL_SHARE, AllocationCounter
+from colotrain.planner.allocations import SMALL_SHARE, AllocationCounter
 from colotrain.planner.communication import traffic
 from colotrain.planner.groups import Group, fetched_ahead, find
 from colotrain.planner.hardware import Sheet, from_sheet
@@ -25,6 +25,7 @@ from colotrain.planner.memory import _StepSimulation, model_state_bytes, predict
 from colotrain.planner.time import step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
+from colotrain.spec.cpu_memory import OWN_PAGES_BYTES
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import RECOMPUTE, DataPlan, FreezePlan, ModelPlan, OptimPlan, Recompute
 from colotrain.spec.plugins import ROWS

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
+from colotrain.spec.cpu_memory import WINDOW_BYTES
 
-WINDOW_BYTES = 4 << 20
-"""Bytes of each rank's window. It has two halves: one is filled while the other is read."""
 PATIENCE_S = 0.5
 """Seconds to wait until other ranks have released a buffer, before using ordinary memory."""
 BARRIER, RELEASED, NUM_SEMAPHORES = 0, 1, 2  # what the semaphores count

@@ -29,12 +29,9 @@ from colotrain.engine.sharding.fsdp_internals import (
 )
 from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
 from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
+from colotrain.spec.cpu_memory import MOST_WRITTEN_BYTES, NUM_SLOTS
 from colotrain.torch_internals import call_after_backward, hooks_after_gradient_of
 
-NUM_SLOTS = 2
-"""Slots per pair of ranks: one is written while the other is read."""
-MOST_WRITTEN_BYTES = 32 << 20
-"""Upper bound of the bytes that a rank writes for all others; larger groups go in pieces."""
 SUM_BYTES = 256 << 10
 """Bytes summed at a time, so that a piece stays in a core's cache."""
 WRITTEN, READ, NUM_SEMAPHORES = 0, 1, 2  # what the semaphores count

@@ -28,9 +28,7 @@ from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
 from colotrain.engine.shm.all_gather import Channel
 from colotrain.engine.shm.reduce_scatter import Reduction, SingleRankGradients
 from colotrain.engine.shm.shared_memory import Unavailable
-
-LARGEST_BUFFER_BYTES = 64 << 20
-"""Bytes of the largest shared buffer. Larger groups use windows, which take less memory."""
+from colotrain.spec.cpu_memory import LARGEST_BUFFER_BYTES
 
 
 class SharedAllGather(AllGather):
