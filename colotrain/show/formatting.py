@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from colotrain.spec.plan import TrainPlan
@@ -36,8 +37,12 @@ def quoted(value: Any) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Shorten a name in the middle: `blocks.3.a…query.weight`."""
+    """Shorten a name in the middle, but keep its first number: `model.layers.10…q_proj.weight`."""
     if len(name) <= width:
         return name
-    front = (width - 1) // 2
-    return f"{name[:front]}…{name[front + 1 - width :]}"
+    front, number = name[: (width - 1) // 2], re.search(r"\.\d+(?=\.)", name)
+    if number and number.end() > len(front):
+        most = 2 * width // 3
+        front = name[: number.end()]
+        front = front if len(front) <= most else f"…{front[1 - most :]}"
+    return f"{front}…{name[len(front) + 1 - width :]}"

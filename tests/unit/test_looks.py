@@ -18,6 +18,7 @@ from colotrain.cli.main import guarded
 from colotrain.events.gradients import GradientRecord, ParameterGradient
 from colotrain.launch.process_titles import name_process
 from colotrain.show.charts import scale_of
+from colotrain.show.formatting import shortened
 from colotrain.spec.plan import ModelPlan
 from tests.running import SMALL
 
@@ -75,6 +76,22 @@ def test_names_of_parameters_take_one_line(columns: int, monkeypatch: pytest.Mon
     assert len(lines) == 5
     assert max(map(len, lines)) <= columns
     assert ["RMS" in lines[1], "self_attn" in lines[2]] == [columns > 80] * 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.{}.self_attn.q_proj.weight",
+        "transformer.h.{}.attn.c_proj.weight",
+        "blocks.{}.attention.query.weight",
+        "model.language_model.layers.{}.self_attn.q_proj.weight",
+    ],
+)
+@pytest.mark.parametrize("width", [20, 30])
+def test_shortened_names_of_layers_differ(name: str, width: int) -> None:
+    found = [shortened(name.format(layer), width) for layer in (1, 10, 11, 21, 101)]
+    assert len(set(found)) == len(found), found
+    assert all(len(each) <= width and each.endswith("weight") for each in found)
 
 
 @pytest.mark.parametrize(
