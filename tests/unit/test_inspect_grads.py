@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from colotrain.cli.main import guarded
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.events import liveness
 from colotrain.events.log import EventWriter
+from colotrain.events.view import ENDED
 from colotrain.rundir import RunDir
 
 
@@ -142,6 +144,26 @@ def test_a_run_without_records_says_how_to_get_one(
     assert "wait" not in said
 
 
+@pytest.mark.parametrize("status", [*ENDED, "dead"])
+def test_nobody_is_told_to_wait_for_a_run_that_has_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rundir = RunDir(Path("runs") / "over")
+    rundir.create()
+    rundir.write_plan(plan_of())
+    done = [launcher("done", 2.0, status=status, exit_code=1)] if status in ENDED else []
+    write_files(rundir, [[launcher("launch", 1.0), *done], [worker("started", 1.5, step=0)]])
+    rundir.launcher_file.write_text("{}")
+    assert guarded(["inspect-grads", "over"]) == 2
+    said = capsys.readouterr().err
+    assert f"over ({status}): has no gradient records" in said
+    assert not re.search(r"\bwait\b|--live", said)
+
+
 def test_the_table_is_a_line_per_parameter(
     rundir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +210,17 @@ def test_two_runs_are_compared(rundir: RunDir, capsys: pytest.CaptureFixture[str
     wide = ["inspect-grads", "tiny", "--against", "other", "--tolerance", "0.5", "--json"]
     assert guarded(wide) == 0
     assert json.loads(capsys.readouterr().out)["same"] is True
+
+
+def test_a_comparison_says_in_which_settings_the_runs_differ(
+    rundir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run, lr in ((rundir, 0.125), (make("other"), 0.25)):
+        run.config_file.write_text(json.dumps({"optim": {"lr": lr}}))
+    assert guarded(["inspect-grads", "tiny", "--against", "other"]) == 0
+    said = capsys.readouterr().out
+    assert "settings that differ: tiny: optim.lr=0.125" in said
+    assert "settings that differ: other: optim.lr=0.25" in said
 
 
 SCRIPT = """

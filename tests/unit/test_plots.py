@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,18 @@ def test_a_run_is_drawn_with_every_layer_that_has_a_norm(runs: list[RunDir]) -> 
     assert layer.get_ydata()[-1] < layer.get_ydata()[0]
     assert list(speed.lines[0].get_xdata()) == [step for step, _ in curves.throughput]
     assert len(STATUSES) == 7
+
+
+def test_the_loss_of_tokens_is_in_nats_per_token(runs: list[RunDir]) -> None:
+    """That samples are not called tokens is a statement of the tests of `runs`."""
+    drawn = draw([read_curves(runs[0])])
+    assert drawn.axes[0].get_ylabel() == "nats per token"
+    plan = runs[1].plan()
+    counted = dataclasses.replace(plan.data, source="target")
+    runs[1].write_plan(dataclasses.replace(plan, data=counted))
+    others = draw([read_curves(runs[1])]).axes[0].get_ylabel()
+    assert others.startswith("loss per ")
+    assert "token" not in others
 
 
 def bars(memory: Any) -> dict[str, list[float]]:
