@@ -51,6 +51,27 @@ def data():
     return [{"x": torch.randn(6)} for _ in range(32)]
 """
 """One output: of two ranks, one holds nothing."""
+FLAWED = """
+import pathlib
+import torch
+from torch import nn
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        if index == 7:
+            title = pathlib.Path("/proc/self/cmdline").read_text().strip(chr(0))
+            pathlib.Path("title").write_text(title)
+            raise KeyError("no such column")
+        return {"x": torch.ones(8)}
+"""
+"""A sample that cannot be read."""
 Started = Callable[[subprocess.Popen[str]], subprocess.Popen[str]]
 
 
@@ -173,6 +194,28 @@ def test_what_fails_in_the_same_place_again_is_not_tried_a_third_time(colotrain:
     assert "1 restart did not help" in error
     assert result.err.count("the reactor is too warm") == 2  # the restart, and the end
     assert len(causes(colotrain)) == 1
+
+
+def test_an_error_in_a_dataset_ends_the_run_at_once(colotrain: Colotrain) -> None:
+    """No restart would read another sample there; a rank also has its name in the process list."""
+    (colotrain.cwd / "flawed.py").write_text(FLAWED)
+    settings = (
+        "model.target=flawed:Model",
+        "model.args={in_features: 8, out_features: 2}",
+        "data.target=flawed:Data",
+        "train={max_steps: 50, global_batch: 8, micro_batch: 2}",
+        "cluster.procs_per_node=2",
+        "elastic.max_restarts=3",
+        "name=flawed",
+    )
+    result = colotrain("run", *settings)
+    assert result.code == 1, result.err
+    [error] = [line for line in result.err.splitlines() if line.startswith("error:")]
+    assert "sample 7 raised KeyError" in error
+    assert "flawed.py:18" in error  # the line that raised it
+    assert not any(event.kind == "restart" for event in colotrain.events("flawed"))
+    title = (colotrain.cwd / "title").read_text()
+    assert re.fullmatch(r"colotrain: flawed rank [01]", title)
 
 
 def test_workers_that_all_leave_early_have_not_finished(colotrain: Colotrain) -> None:

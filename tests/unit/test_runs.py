@@ -650,6 +650,20 @@ def test_samples_are_nowhere_called_tokens(
     assert (_per(drawn), _rate(drawn)) == ("loss per sample", "samples per second")
 
 
+def test_a_sweep_is_ranked_by_validation_loss_where_there_is_one(root: Path) -> None:
+    """Training losses are 1/2 and 1/4: by them the second run would be the first."""
+    for name, steps, validation_loss in (("one", 2, 0.3), ("two", 4, 0.9)):
+        rundir = launched(new_run(root, name), steps=steps)
+        with EventWriter(rundir.event_file(rank=0, attempt=rundir.next_attempt())) as worker:
+            worker.write_record("eval", step=steps, loss=validation_loss, tokens=8)
+    launched(new_run(root, "three"), steps=3)  # without an evaluation
+    elements = [
+        Element(sweep="s", run=name, overrides=[], chosen={}) for name in ("two", "three", "one")
+    ]
+    rows = [(row["run"], row["validation_loss"]) for row in table(elements, root=root)]
+    assert rows == [("one", 0.3), ("three", None), ("two", 0.9)]
+
+
 @pytest.mark.parametrize("option", ["--advise", "--trace", "--measure", "--svg x.svg"])
 def test_a_plan_beside_a_run_or_a_comparison_refuses_what_it_would_ignore(
     rundir: RunDir,
