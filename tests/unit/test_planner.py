@@ -151,6 +151,40 @@ def test_backward_fetches_the_frozen_group_before_its_first_and_holds_it() -> No
     assert fetched == 2 * [*forward, "blocks.3", "blocks.2"]
 
 
+class Pictures(nn.Module):
+    """Float inputs beside float targets, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, image: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        features = self.norm(self.convolution(image)).relu().mean((2, 3))
+        return nn.functional.mse_loss(self.out(features).float(), target)
+
+
+def test_float_inputs_are_followed_in_the_precision_of_the_run() -> None:
+    """The engine casts images to half precision; keeping theirs was an error of every such plan."""
+    with torch.device("meta"):
+        sample = {"image": torch.empty(3, 32, 32), "target": torch.empty(4)}
+        made = {
+            precision: trace(
+                Pictures(),
+                sample,
+                precision=precision,
+                checkpointing="none",
+                device="cuda",
+                micro_batch=4,
+            )
+            for precision in ("fp32", "bf16", "fp16")
+        }
+    images, targets = 4 * 3 * 32 * 32, 4 * 4
+    assert made["fp32"].input_bytes == 4 * images + 4 * targets
+    assert made["bf16"].input_bytes == made["fp16"].input_bytes == 2 * images + 4 * targets
+    assert 0 < sum(made["bf16"].storages) < sum(made["fp32"].storages)
+
+
 def test_matrix_products_are_counted_as_two_operations_per_weight_and_token() -> None:
     matrices = sum(p.numel for p in looked_at().parameters if len(p.shape) == 2)
     matrices -= 128 * 64  # the embedding is looked up

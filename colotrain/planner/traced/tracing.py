@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
-from colotrain.engine.precision import cast_dtype
+from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.errors import UsageError
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.spec.plan import Recompute
@@ -71,22 +71,19 @@ def trace(
     sample, without batch dimension; `device` is the one of the run. Raises `NotTraceable` where
     forward or backward needs values, `UsageError` where the model cannot be trained this way.
     """
-    for parameter in model.parameters():
-        compute = cast_dtype(precision)
-        if compute is not None and parameter.ndim and parameter.is_floating_point():
-            parameter.data = parameter.data.to(compute)  # as the all-gather casts it
+    if compute := cast_dtype(precision):
+        keep_statistics_exact_(model)
+        for parameter in model.parameters():
+            if parameter.ndim and parameter.is_floating_point():
+                parameter.data = parameter.data.to(compute)  # as the all-gather casts it
     for _, block in find_blocks(model):
         block.forward = _always_as_on(device, block.forward)
     checkpoint_blocks_(model, checkpointing)
-    batch = _batch(sample, micro_batch)
+    batch = {}
+    for name, tensor in sample.items():
+        dtype = compute if cast_of(name, tensor, compute) else tensor.dtype
+        batch[name] = torch.empty((micro_batch, *tensor.shape), dtype=dtype, device="meta")
     return read(record(model, batch, device=device, repeated=REPEATED[checkpointing]), model, batch)
-
-
-def _batch(sample: Batch, size: int) -> Batch:
-    return {
-        name: torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="meta")
-        for name, tensor in sample.items()
-    }
 
 
 @dataclass(slots=True)
