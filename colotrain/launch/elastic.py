@@ -5,7 +5,6 @@ The main thread keeps the terminal and the signals; the agent restarts workers t
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import socket
@@ -14,27 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from colotrain.errors import UsageError
 from colotrain.events.event import Event
 from colotrain.events.kinds import LaunchEnded, LaunchStarted, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
-from colotrain.launch.forkserver import ENTRY, import_agent, warm_up, without_results, work
+from colotrain.launch.forkserver import ENTRY, import_agent, warm_up
 from colotrain.launch.memory_watch import MemoryWatch
 from colotrain.launch.node_registry import Refused, Stopped
-from colotrain.launch.rendezvous import Node, Rendezvous
+from colotrain.launch.rendezvous import Node
 from colotrain.launch.state import POLL_S, Launch
-from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.watch import Watch
-from colotrain.launch.worker_exits import clean_exits, worker_exits
 from colotrain.rundir import RunDir
-from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, INTERRUPTED, WORKER_FINAL
+from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, INTERRUPTED
 from colotrain.spec.plan import RunPlan
-
-LOST_GRACE_S = 10.0
-"""Seconds of grace for workers that wait for a lost rank: they cannot save any more."""
 
 
 def launch(
@@ -142,115 +135,12 @@ def _outcome(current: Launch) -> str:
 def _run_agent(current: Launch) -> None:
     """Body of the agent's thread."""
     try:
-        _elastic(current)
+        import_agent()
+        from colotrain.launch.agent import run_workers
+
+        run_workers(current)
     except BaseException as error:  # the main thread reports it
         current.error = error
-
-
-def _elastic(current: Launch) -> None:
-    import_agent()
-    from torch.distributed.elastic.agent.server.api import (
-        RunResult,
-        WorkerGroup,
-        WorkerSpec,
-        WorkerState,
-    )
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-
-    plan, rundir, interrupted = current.plan, current.rundir, current.was_regrouped
-    rendezvous = Rendezvous(plan, rundir, current.node, stop=current.asked_to_stop, say=current.say)
-
-    class Agent(LocalElasticAgent):
-        """Records why workers died; stops restarting when another attempt cannot help."""
-
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            result: RunResult = super()._monitor_workers(worker_group)
-            left = result.state == WorkerState.HEALTHY and clean_exits(self._pcontext, worker_group)
-            if left:
-                if not current.have_ended_cleanly(left):
-                    result = RunResult(state=WorkerState.FAILED, failures=left)
-                elif not interrupted(rendezvous):  # otherwise the agent checks for waiting nodes
-                    results = dict.fromkeys(left, 0)
-                    result = RunResult(state=WorkerState.SUCCEEDED, return_values=results)
-            if result.is_failed():
-                current.catch_up()
-                current.record_exits(worker_exits(folder, self._pcontext, result.failures))
-                final = any(x.exit_code == WORKER_FINAL for x in current.exits)
-                again = not current.progressed or current.is_repeated_failure()
-                if final or again or current.watch.is_final:
-                    self._remaining_restarts = 0
-                if self._remaining_restarts:
-                    current.record_restart()
-            return result
-
-        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-            with without_results():
-                result: dict[int, Any] = super()._start_workers(worker_group)
-                return result
-
-        def _let_save(self, worker_group: WorkerGroup, grace_s: float) -> None:
-            """Send SIGTERM, on which workers save, and wait until they have exited."""
-            for pid in self._pcontext.pids().values() if self._pcontext else ():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline and not clean_exits(self._pcontext, worker_group):
-                if super()._monitor_workers(worker_group).state != WorkerState.HEALTHY:
-                    return
-                time.sleep(POLL_S)
-
-        def _restart_workers(self, worker_group: WorkerGroup) -> None:
-            if worker_group.state == WorkerState.HEALTHY:  # nodes join or leave
-                grace_s = plan.elastic.grace_s if rendezvous.is_orderly() else LOST_GRACE_S
-                reason = rendezvous.regroup()
-                time.sleep(2 * POLL_S)  # reports of the other nodes may still arrive
-                current.begin_attempt(current.cause() if current.remote_exits else reason)
-                self._let_save(worker_group, grace_s)
-            super()._restart_workers(worker_group)
-
-    folder = _log_folder(current)
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=plan.cluster.procs_per_node,
-        entrypoint=work,
-        args=(current.worker, str(rundir.path), os.getpid()),
-        rdzv_handler=rendezvous.handler(),
-        max_restarts=plan.elastic.max_restarts,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1",
-    )
-    logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
-    agent = Agent(
-        spec=spec,
-        logs_specs=logs,
-        start_method="forkserver",
-        **_shutdown_timeout(LocalElasticAgent),
-        exit_barrier_timeout=min(300.0, plan.elastic.hang_timeout_s),
-    )
-    current.watch.pids = lambda: agent._pcontext.pids() if agent._pcontext else {}
-    current.watch.first_rank = lambda: (
-        (agent.get_worker_group().group_rank or 0) * plan.cluster.procs_per_node
-    )
-    current.watch.logs = folder
-    failed: BaseException | None = None
-    try:
-        with torch_logs_to(folder / "torch.log"):  # our events replace its messages
-            result = agent.run()
-        if result.is_failed():
-            raise RuntimeError("workers failed")
-    except BaseException as error:
-        failed = error
-        raise
-    finally:
-        ends_all = failed is not None and not isinstance(failed, Stopped)
-        rendezvous.end(current.full_cause() if ends_all else "")
-
-
-def _shutdown_timeout(agent: type) -> dict[str, Any]:
-    """Return the agent's option for the seconds that workers get to exit (torch 2.12)."""
-    known = inspect.signature(agent).parameters
-    return {"shutdown_timeout": 10} if "shutdown_timeout" in known else {}
 
 
 def _end_now(current: Launch) -> None:
@@ -261,13 +151,6 @@ def _end_now(current: Launch) -> None:
     with suppress(OSError):
         os.write(sys.stderr.fileno(), show_cursor + b"ended at once, without saving\n")
     os._exit(INTERRUPTED)
-
-
-def _log_folder(current: Launch) -> Path:
-    of_node = f"-node{current.node.rank}" if current.plan.elastic.max_nodes > 1 else ""
-    folder = current.rundir.logs / (time.strftime("%Y%m%d-%H%M%S") + of_node)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
 
 
 @contextmanager

@@ -51,7 +51,7 @@ DOORS = {
     "colotrain/config/compose.py": "hydra, of which it is the only importer",
     "colotrain/config/values.py": "omegaconf",
     "colotrain/models/huggingface.py": "transformers, of which it is the only importer",
-    "colotrain/launch/elastic.py": "torch's elastic agent",
+    "colotrain/launch/agent.py": "torch's elastic agent",
     "colotrain/launch/worker_exits.py": "torch's elastic agent",
 }
 PUBLIC = {"_exit", "_getframe", "_Environ", "_concrete_contexts", "_reset_parameters"}

@@ -54,7 +54,8 @@ RULES = {
     "planner.traced": Rule(
         "spec events models data.prepare data.read engine planner torch_internals", TENSORS
     ),
-    "launch": Rule("spec events", "psutil", "torch"),
+    "launch": Rule("spec events", "psutil", "torch launch.agent"),
+    "launch.agent": Rule("spec events launch", "torch"),
     "schedulers": Rule("spec events"),
     "verify": Rule(
         "spec events models data.prepare data.read engine launch torch_internals", TENSORS

@@ -1,0 +1,154 @@
+"""torch's elastic agent with colotrain's rules: when workers are done, and when a restart helps.
+
+This module imports torch, so `launch.elastic` imports it on the agent's thread only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from colotrain.launch.forkserver import without_results, work
+from colotrain.launch.node_registry import Stopped
+from colotrain.launch.rendezvous import Rendezvous
+from colotrain.launch.state import POLL_S, Launch
+from colotrain.launch.torch_log import torch_logs_to
+from colotrain.launch.worker_exits import clean_exits, worker_exits
+from colotrain.spec.exit_codes import WORKER_FINAL
+
+LOST_GRACE_S = 10.0
+"""Seconds of grace for workers that wait for a lost rank: they cannot save any more."""
+
+
+class Agent(LocalElasticAgent):
+    """Records why workers died; stops restarting when another attempt cannot help."""
+
+    def __init__(self, launch: Launch, rendezvous: Rendezvous, logs: Path) -> None:
+        plan = launch.plan
+        self.launch, self.rendezvous, self.logs = launch, rendezvous, logs
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=plan.cluster.procs_per_node,
+            entrypoint=work,
+            args=(launch.worker, str(launch.rundir.path), os.getpid()),
+            rdzv_handler=rendezvous.handler(),
+            max_restarts=plan.elastic.max_restarts,
+            monitor_interval=0.1,
+            local_addr="127.0.0.1",
+        )
+        known = inspect.signature(LocalElasticAgent).parameters
+        timeout: dict[str, Any] = {"shutdown_timeout": 10}  # since torch 2.12
+        super().__init__(
+            spec=spec,
+            logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+            start_method="forkserver",
+            exit_barrier_timeout=min(300.0, plan.elastic.hang_timeout_s),
+            **(timeout if "shutdown_timeout" in known else {}),
+        )
+
+    def pids(self) -> dict[int, int]:
+        """Local rank → process id of the workers; empty before they are started."""
+        return self._pcontext.pids() if self._pcontext else {}
+
+    def first_rank(self) -> int:
+        """Rank of this machine's first worker."""
+        return (self.get_worker_group().group_rank or 0) * self.launch.plan.cluster.procs_per_node
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Notice workers that exit with code 0, which torch would wait for, and record failures."""
+        result: RunResult = super()._monitor_workers(worker_group)
+        left = result.state == WorkerState.HEALTHY and clean_exits(self._pcontext, worker_group)
+        if left:
+            if not self.launch.have_ended_cleanly(left):
+                result = RunResult(state=WorkerState.FAILED, failures=left)
+            elif not self.launch.was_regrouped(self.rendezvous):  # else torch checks for nodes
+                results = dict.fromkeys(left, 0)
+                result = RunResult(state=WorkerState.SUCCEEDED, return_values=results)
+        if result.is_failed():
+            self._record_failure(result)
+        return result
+
+    def _record_failure(self, result: RunResult) -> None:
+        """Record the exits; allow no further restart where it cannot help."""
+        launch = self.launch
+        launch.catch_up()
+        launch.record_exits(worker_exits(self.logs, self._pcontext, result.failures))
+        final = any(x.exit_code == WORKER_FINAL for x in launch.exits)
+        again = not launch.progressed or launch.is_repeated_failure()
+        if final or again or launch.watch.is_final:
+            self._remaining_restarts = 0
+        if self._remaining_restarts:
+            launch.record_restart()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start workers without torch's queues for results, which ours do not send."""
+        with without_results():
+            result: dict[int, Any] = super()._start_workers(worker_group)
+            return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Let healthy workers save first, where they restart because nodes join or leave."""
+        if worker_group.state == WorkerState.HEALTHY:
+            orderly = self.rendezvous.is_orderly()
+            grace_s = self.launch.plan.elastic.grace_s if orderly else LOST_GRACE_S
+            reason = self.rendezvous.regroup()
+            time.sleep(2 * POLL_S)  # reports of the other nodes may still arrive
+            remote = self.launch.remote_exits
+            self.launch.begin_attempt(self.launch.cause() if remote else reason)
+            self._let_save(worker_group, grace_s)
+        super()._restart_workers(worker_group)
+
+    def _let_save(self, worker_group: WorkerGroup, grace_s: float) -> None:
+        """Send SIGTERM, on which workers save, and wait until they have exited."""
+        for pid in self.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and not clean_exits(self._pcontext, worker_group):
+            if super()._monitor_workers(worker_group).state != WorkerState.HEALTHY:
+                return
+            time.sleep(POLL_S)
+
+
+def run_workers(launch: Launch) -> None:
+    """Run the launch's workers until they end; raises if they fail."""
+    rendezvous = Rendezvous(
+        launch.plan, launch.rundir, launch.node, stop=launch.asked_to_stop, say=launch.say
+    )
+    logs = _log_folder(launch)
+    agent = Agent(launch, rendezvous, logs)
+    watch = launch.watch
+    watch.pids, watch.first_rank, watch.logs = agent.pids, agent.first_rank, logs
+    failed: BaseException | None = None
+    try:
+        with torch_logs_to(logs / "torch.log"):  # our events replace its messages
+            result = agent.run()
+        if result.is_failed():
+            raise RuntimeError("workers failed")
+    except BaseException as error:
+        failed = error
+        raise
+    finally:
+        ends_all = failed is not None and not isinstance(failed, Stopped)
+        rendezvous.end(launch.full_cause() if ends_all else "")
+
+
+def _log_folder(launch: Launch) -> Path:
+    of_node = f"-node{launch.node.rank}" if launch.plan.elastic.max_nodes > 1 else ""
+    folder = launch.rundir.logs / (time.strftime("%Y%m%d-%H%M%S") + of_node)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
