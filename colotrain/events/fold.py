@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from colotrain.errors import ColotrainError
 from colotrain.events import kinds
@@ -74,26 +75,23 @@ class Fold:
             self._history = None
 
     def view(self) -> RunView:
+        attempts = self._ordered()
         if self._history is None:
             self._history = History()
-            for step in merge(self._ordered(), lambda attempt: attempt.steps).values():
+            for step in merge(attempts, lambda attempt: attempt.steps).values():
                 self._history.append(step)
-        attempts, history, done = self._ordered(), self._history, self._done
-        newest, working = attempts[-1:], [a for a in attempts if a.ranks][-1:]
-        last, status = history.last, self._status()
-        base = (attempts[-1].base() if attempts else None) or 0
-        steps = max(base, last.step if last else 0)
-        lost_s = history.lost_s(self._launches)
+        view = with_latest(self._outcome(attempts), attempts)
+        view = with_ranks(view, attempts)
+        saves = attempts[-1].saves if attempts else ()
+        times, lost_s = self._history.times(saves), self._history.lost_s(self._launches)
+        view = replace(with_history(view, self._history), times=times, lost_s=lost_s)
+        return self._with_progress(view, attempts)
+
+    def _outcome(self, attempts: list[Attempt]) -> RunView:
+        """Return a view with the status of the run, why it has it, and when what happened."""
+        done, status = self._done, self._status()
         failures = attempts[-1].failures if attempts else []
         failure = min(failures, key=lambda f: (f.t, f.rank), default=None)
-        launched_at = self._launches[0].t if self._launches else math.inf
-        to_go = self._max_steps - steps if self._max_steps > 0 and done is None else None
-        progress = next((a.progress for a in newest if done is None), None)
-        pace_s = history.pace_s()
-        if pace_s is None and progress is not None and progress.what == "step":
-            pace_s = progress.whole_s
-        peak_flops, tiers = _latest(attempts, kinds.PeakFlops), _latest(attempts, kinds.TierBytes)
-        evaluation = _latest(attempts, kinds.Evaluation)
         return RunView(
             status=status,
             cause=None if status == "finished" else self._cause(failure),
@@ -101,53 +99,34 @@ class Fold:
             exit_code=done.exit_code if done else None,
             world_size=self._world_size(),
             attempt=attempts[-1].number if attempts else None,
-            steps=steps,
             max_steps=self._max_steps,
-            progress=progress,
-            optimizer_steps=(last.optimizer_steps if last else None) or 0,
-            micro_batches=(last.total_micro_batches if last else None) or 0,
-            skipped_steps=history.skipped,
-            loss=tuple(history.loss),
-            evals=tuple(merge(attempts, lambda attempt: attempt.evals).items()),
-            metrics=(evaluation.metrics if evaluation else None) or {},
-            grad_norms=tuple(history.grad_norms),
-            throughput=tuple(history.throughput),
-            step_times=tuple(history.step_times),
-            tokens_per_step=last.tokens if last else None,
-            tokens_per_s=last.tokens_per_s if last else None,
-            tokens_per_s_smooth=history.speed(),
-            step_s=last.step_s if last else None,
-            data_s=last.data_s if last else None,
-            pace_s=history.pace_s(),
-            lost_s=lost_s,
-            eta_s=eta_s(pace_s, lost_s, steps, to_go),
-            times=history.times(save for a in newest for save in a.saves),
-            grad_norm=last.grad_norm if last else None,
-            clip_ratio=last.clip_ratio if last else None,
-            lr=last.lr if last else None,
-            peak_by_rank=_by_rank([a.peaks for a in attempts]),
-            rss_by_rank=_by_rank([{r: v.rss for r, v in a.ranks.items()} for a in working]),
-            tiers=tiers.bytes if tiers else {},
-            memory_by_rank={
-                r: breakdown for a in working for r, breakdown in sorted(a.memory_by_rank.items())
-            },
-            ranks=tuple(a.ranks[rank] for a in working for rank in sorted(a.ranks)),
-            gradients=_last_record(attempts),
-            heat=heat_of(attempts),
-            nonfinite=next((a.nonfinite for a in newest), None),
             restarts=len(self._restarts),
             restart_causes=tuple(restart.cause for restart in self._restarts),
-            resumed=tuple(resumed.step for a in attempts if (resumed := a.last(kinds.Resumed))),
-            checkpoint=_last_checkpoint(attempts),
-            saving=next((a.saving() for a in newest if done is None), None),
-            save_failure=next((a.save_failure() for a in newest), None),
-            launched_at=_finite(launched_at),
+            launched_at=_finite(self._launches[0].t) if self._launches else None,
             first_step_at=min(self._first_steps.values(), default=None),
             last_event_at=_finite(self._last_event_at),
             ended_at=done.t if done else None,
             time_to_first_step_s=self._time_to_first_step_s(),
-            peak_flops_per_s=peak_flops.flops_per_s if peak_flops else None,
-            peak_flops_what=peak_flops.what if peak_flops else "",
+        )
+
+    def _with_progress(self, view: RunView, attempts: list[Attempt]) -> RunView:
+        """Add the steps done, the time to the end, and what is under way; `view` has the pace."""
+        base = (attempts[-1].base() if attempts else None) or 0
+        last = self._history.last if self._history else None
+        steps, running = max(base, last.step if last else 0), self._done is None
+        to_go = self._max_steps - steps if self._max_steps > 0 and running else None
+        newest = attempts[-1] if attempts else Attempt(number=0)
+        progress, pace_s = newest.progress if running else None, view.pace_s
+        if pace_s is None and progress is not None and progress.what == "step":
+            pace_s = progress.whole_s
+        return replace(
+            view,
+            steps=steps,
+            progress=progress,
+            eta_s=eta_s(pace_s, view.lost_s, steps, to_go),
+            saving=newest.saving() if running else None,
+            save_failure=newest.save_failure(),
+            nonfinite=newest.nonfinite,
         )
 
     def _time_to_first_step_s(self) -> float | None:
@@ -198,6 +177,67 @@ def follow(rundir: RunDir, *, ranks: Collection[int] | None = None) -> RunView:
     while reader.behind:
         found.add(reader.poll())
     return found.view()
+
+
+def with_latest(view: RunView, attempts: list[Attempt]) -> RunView:
+    """Add the last evaluation, gradient record and checkpoint, and what rank 0 said once."""
+    peak_flops, tiers = _latest(attempts, kinds.PeakFlops), _latest(attempts, kinds.TierBytes)
+    evaluation = _latest(attempts, kinds.Evaluation)
+    return replace(
+        view,
+        evals=tuple(merge(attempts, lambda attempt: attempt.evals).items()),
+        metrics=(evaluation.metrics if evaluation else None) or {},
+        tiers=tiers.bytes if tiers else {},
+        gradients=_last_record(attempts),
+        heat=heat_of(attempts),
+        resumed=tuple(resumed.step for a in attempts if (resumed := a.last(kinds.Resumed))),
+        checkpoint=_last_checkpoint(attempts),
+        peak_flops_per_s=peak_flops.flops_per_s if peak_flops else None,
+        peak_flops_what=peak_flops.what if peak_flops else "",
+    )
+
+
+def with_ranks(view: RunView, attempts: list[Attempt]) -> RunView:
+    """Add memory and progress of each rank."""
+    view = replace(view, peak_by_rank=_by_rank([attempt.peaks for attempt in attempts]))
+    working = next((attempt for attempt in reversed(attempts) if attempt.ranks), None)
+    if working is None:
+        return view
+    return replace(
+        view,
+        rss_by_rank=_by_rank([{rank: its.rss for rank, its in working.ranks.items()}]),
+        memory_by_rank=dict(sorted(working.memory_by_rank.items())),
+        ranks=tuple(working.ranks[rank] for rank in sorted(working.ranks)),
+    )
+
+
+def with_history(view: RunView, history: History) -> RunView:
+    """Add the columns of `history` and what its last step reported."""
+    view = replace(
+        view,
+        skipped_steps=history.skipped,
+        loss=tuple(history.loss),
+        grad_norms=tuple(history.grad_norms),
+        throughput=tuple(history.throughput),
+        step_times=tuple(history.step_times),
+        tokens_per_s_smooth=history.speed(),
+        pace_s=history.pace_s(),
+    )
+    last = history.last
+    if last is None:
+        return view
+    return replace(
+        view,
+        optimizer_steps=last.optimizer_steps or 0,
+        micro_batches=last.total_micro_batches or 0,
+        tokens_per_step=last.tokens,
+        tokens_per_s=last.tokens_per_s,
+        step_s=last.step_s,
+        data_s=last.data_s,
+        grad_norm=last.grad_norm,
+        clip_ratio=last.clip_ratio,
+        lr=last.lr,
+    )
 
 
 def eta_s(pace_s: float | None, lost_s: float, steps: int, steps_to_go: int | None) -> float | None:
