@@ -130,9 +130,13 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-def default_store() -> Any:
-    """Return the store of the default process group."""
-    return _get_default_store()
+def own_store() -> Any:
+    """Make another connection to the default process group's store.
+
+    One thread's wait on a connection blocks the others that use it.
+    """
+    store: Any = _get_default_store()
+    return store.clone()
 
 
 def timeout_s(*groups: dist.ProcessGroup) -> float:

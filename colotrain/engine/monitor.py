@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.manifest import Manifest
-from colotrain.engine.checkpoint.saving import own_store
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
 from colotrain.events import kinds
+from colotrain.torch_internals import own_store
 
 LONG_STEP_S = 2.0
 """Seconds; a step shorter than this is always finished, without progress events."""
