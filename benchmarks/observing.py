@@ -33,7 +33,8 @@ import torch.multiprocessing as mp
 
 from colotrain import resolve
 from colotrain.engine import loop
-from colotrain.engine.worker import StopRequest, announce, connect, prepare
+from colotrain.engine.process import StopRequest, connect
+from colotrain.engine.worker import announce, prepare
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan

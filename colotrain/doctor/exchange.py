@@ -99,7 +99,7 @@ def time_all_reduce(exchange: Exchange) -> dict[str, object]:
     import torch
     import torch.distributed as dist
 
-    from colotrain.engine.worker import choose_interface
+    from colotrain.engine.process import choose_interface
 
     timeout = datetime.timedelta(seconds=LIMIT_S * 2 / 3)
     choose_interface(exchange.host)

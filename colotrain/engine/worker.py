@@ -5,16 +5,14 @@ It reads the run's plan and torchrun's variables, and nothing else.
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
 import os
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,13 +42,14 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.label_shift import is_in_question
-from colotrain.engine.loop import PATIENCE_FACTOR, train
+from colotrain.engine.loop import train
 from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
 from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs
 from colotrain.engine.probes import memory_now, own_log
+from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
 from colotrain.engine.recording import lasting_bytes, record_failure, record_peak_flops
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
@@ -73,10 +72,6 @@ from colotrain.models.seeding import seed_all, seeded
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
-
-STARTING_S, COMPILING_S = 600.0, 1800.0
-SUSPENDED_S = 24 * 3600.0
-"""Seconds for which all processes of a run may be stopped in the middle of a collective."""
 
 
 def main(path: str) -> int:
@@ -113,84 +108,6 @@ def main(path: str) -> int:
     return 0
 
 
-def start_patience(plan: RunPlan) -> float:
-    """Return the seconds a rank may be silent before its first step: imports, building, compiling.
-
-    The plan may predict that a micro-batch takes longer.
-    """
-    micro_batch_s = plan.time.step_s / plan.batch.accumulation_steps
-    starting_s = COMPILING_S if plan.train.compile else STARTING_S
-    return max(plan.elastic.hang_timeout_s, starting_s, PATIENCE_FACTOR * micro_batch_s)
-
-
-class StopRequest:
-    """Receives requests to save and stop: a signal to this rank, or the run's control file."""
-
-    def __init__(self, rundir: RunDir) -> None:
-        self.file = rundir.stop_file
-        self.signal: str | None = None
-        self.arrived, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Python's own handlers run between two bytecodes, and a backward may take a minute
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
-        for number in (signal.SIGINT, signal.SIGHUP):  # the launcher handles these
-            signal.signal(number, signal.SIG_IGN)
-
-    def _on_signal(self, number: int, _: object) -> None:
-        self.signal = signal.Signals(number).name
-
-    def __call__(self) -> str | None:
-        with suppress(BlockingIOError):
-            for number in os.read(self.arrived, 64):
-                self._on_signal(number, None)
-        return self.signal or ("asked to stop" if self.file.exists() else None)
-
-
-def connect(plan: RunPlan) -> torch.device:
-    """Join the process group; every wait in it has a timeout.
-
-    The launchers notice a rank that hangs or a node that is gone earlier, and can name it. A run
-    whose processes were all stopped for hours (Ctrl-Z, SLURM's suspend) continues.
-    """
-    torch.set_num_threads(plan.cluster.threads_per_rank)
-    choose_interface(os.environ["MASTER_ADDR"])
-    longest_s = start_patience(plan) + plan.elastic.hang_timeout_s + SUSPENDED_S
-    timeout = datetime.timedelta(seconds=longest_s)
-    if plan.cluster.device == "cpu":
-        dist.init_process_group("gloo", timeout=timeout)
-        return torch.device("cpu")
-    device = torch.device(plan.cluster.device, int(os.environ["LOCAL_RANK"]))
-    torch.accelerator.set_device_index(device.index)
-    backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, timeout=timeout, device_id=device)
-    return device
-
-
-def choose_interface(store: str) -> None:
-    """Let gloo use the interface that reaches the store's host, unless the user chose one.
-
-    By default gloo takes the address of the host's own name, which may be 127.0.1.1.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    with suppress(OSError):
-        family = socket.getaddrinfo(store, None)[0][0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((store, 9))  # a datagram socket sends nothing here
-            address = probe.getsockname()[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(a.address.partition("%")[0] == address for a in addresses):
-                os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def agree_on_attempt(rundir: RunDir) -> int:
-    """Return the number of this attempt over all launches of the run, the same on every rank."""
-    number = [rundir.next_attempt() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(number)
-    return int(number[0])  # type: ignore[arg-type]
-
-
 def prepare(
     plan: RunPlan,
     rundir: RunDir,
@@ -203,16 +120,7 @@ def prepare(
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
     configure_malloc_for_build()
-    if rank == 0:
-        tidy(rundir.checkpoints)
-    dist.barrier()
-    where = where_to_resume(plan, rundir)
-    resumed = checkpoint.choose(where, events)
-    if resumed is None and where != rundir.checkpoints:
-        raise ColotrainError(
-            f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
-            "give a run or a checkpoint folder that does",
-        )
+    resumed = choose_checkpoint(plan, rundir, events)
     import_targets(plan)
     train_data = cast(BatchLoader, open_loader(plan, "train", rank))
     validation_data = open_loader(plan, "validation", rank)
@@ -227,20 +135,7 @@ def prepare(
     groups = agree_on_groups(model, plan, trial, events)
     divide_among_ranks_(model, plan)
     prepare_blocks_(model, plan.train)
-    mesh = make_mesh(plan.plugin, plan.cluster.device)
-    tiers = None
-    if plan.plugin.budget is not None:
-        sizes = measure_bytes(model, groups, plan, state_ratio(plan.optim))
-        tiers = Tiers(plan, rundir, sizes, estimate_non_model_bytes(plan, sizes))
-    offloads = tiers.policy.offloads if tiers else lambda index: False
-    sharded = shard_(model, plan, mesh, groups, offloads=offloads)
-    transport = install(sharded)
-    alone = plan.plugin.dp_shard == 1
-    shared_params = share_parameters(sharded) if transport is not None or alone else None
-    if tiers is not None:
-        tiers.attach(sharded, shared_params)
-    allocate_parameters_(sharded, plan, shared_params, tiers)
-    check_filled_alike(model)
+    sharded, tiers = shard_and_fill_(model, plan, rundir, groups)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
     run = Run(
@@ -274,6 +169,42 @@ def prepare(
         optimizer.prepare_state_()
     configure_malloc_for_steps()
     return run
+
+
+def choose_checkpoint(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Path | None:
+    """Return the checkpoint to resume from, or None. All ranks must call."""
+    if dist.get_rank() == 0:
+        tidy(rundir.checkpoints)
+    dist.barrier()
+    where = where_to_resume(plan, rundir)
+    resumed = checkpoint.choose(where, events)
+    if resumed is None and where != rundir.checkpoints:
+        raise ColotrainError(
+            f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
+            "give a run or a checkpoint folder that does",
+        )
+    return resumed
+
+
+def shard_and_fill_(
+    model: nn.Module, plan: RunPlan, rundir: RunDir, groups: list[tuple[str, list[nn.Module]]]
+) -> tuple[ShardedModel, Tiers | None]:
+    """Shard the model's groups, and give their parameters storage and values in their tiers."""
+    mesh = make_mesh(plan.plugin, plan.cluster.device)
+    tiers = None
+    if plan.plugin.budget is not None:
+        sizes = measure_bytes(model, groups, plan, state_ratio(plan.optim))
+        tiers = Tiers(plan, rundir, sizes, estimate_non_model_bytes(plan, sizes))
+    offloads = tiers.policy.offloads if tiers else lambda index: False
+    sharded = shard_(model, plan, mesh, groups, offloads=offloads)
+    transport = install(sharded)
+    alone = plan.plugin.dp_shard == 1
+    shared_params = share_parameters(sharded) if transport is not None or alone else None
+    if tiers is not None:
+        tiers.attach(sharded, shared_params)
+    allocate_parameters_(sharded, plan, shared_params, tiers)
+    check_filled_alike(model)
+    return sharded, tiers
 
 
 def allocate_parameters_(

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import loop
 from colotrain.engine.gradients import gradients
+from colotrain.engine.process import StopRequest, connect
 from colotrain.engine.sharding.sharded_model import local_shard, shard_range
-from colotrain.engine.worker import StopRequest, connect, prepare
+from colotrain.engine.worker import prepare
 from colotrain.events.kinds import CaseDone, Step, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir

@@ -1,0 +1,99 @@
+"""A worker as a process: its process group, the requests to stop it, and its first patience."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+from contextlib import suppress
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from colotrain.engine.loop import PATIENCE_FACTOR
+from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
+
+STARTING_S, COMPILING_S = 600.0, 1800.0
+SUSPENDED_S = 24 * 3600.0
+"""Seconds for which all processes of a run may be stopped in the middle of a collective."""
+
+
+def start_patience(plan: RunPlan) -> float:
+    """Return the seconds a rank may be silent before its first step: imports, building, compiling.
+
+    The plan may predict that a micro-batch takes longer.
+    """
+    micro_batch_s = plan.time.step_s / plan.batch.accumulation_steps
+    starting_s = COMPILING_S if plan.train.compile else STARTING_S
+    return max(plan.elastic.hang_timeout_s, starting_s, PATIENCE_FACTOR * micro_batch_s)
+
+
+class StopRequest:
+    """Receives requests to save and stop: a signal to this rank, or the run's control file."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.file = rundir.stop_file
+        self.signal: str | None = None
+        self.arrived, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Python's own handlers run between two bytecodes, and a backward may take a minute
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGHUP):  # the launcher handles these
+            signal.signal(number, signal.SIG_IGN)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.signal = signal.Signals(number).name
+
+    def __call__(self) -> str | None:
+        with suppress(BlockingIOError):
+            for number in os.read(self.arrived, 64):
+                self._on_signal(number, None)
+        return self.signal or ("asked to stop" if self.file.exists() else None)
+
+
+def connect(plan: RunPlan) -> torch.device:
+    """Join the process group; every wait in it has a timeout.
+
+    The launchers notice a rank that hangs or a node that is gone earlier, and can name it. A run
+    whose processes were all stopped for hours (Ctrl-Z, SLURM's suspend) continues.
+    """
+    torch.set_num_threads(plan.cluster.threads_per_rank)
+    choose_interface(os.environ["MASTER_ADDR"])
+    longest_s = start_patience(plan) + plan.elastic.hang_timeout_s + SUSPENDED_S
+    timeout = datetime.timedelta(seconds=longest_s)
+    if plan.cluster.device == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    device = torch.device(plan.cluster.device, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, timeout=timeout, device_id=device)
+    return device
+
+
+def choose_interface(store: str) -> None:
+    """Let gloo use the interface that reaches the store's host, unless the user chose one.
+
+    By default gloo takes the address of the host's own name, which may be 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError):
+        family = socket.getaddrinfo(store, None)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((store, 9))  # a datagram socket sends nothing here
+            address = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(a.address.partition("%")[0] == address for a in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def agree_on_attempt(rundir: RunDir) -> int:
+    """Return the number of this attempt over all launches of the run, the same on every rank."""
+    number = [rundir.next_attempt() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(number)
+    return int(number[0])  # type: ignore[arg-type]
