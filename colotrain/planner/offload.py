@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from colotrain.planner.groups import shard_numel
-from colotrain.planner.layout import baseline_bytes, state_bytes
+from colotrain.planner.layout import STATE_BYTES, baseline_bytes, state_bytes
 from colotrain.planner.memory import Estimate, around
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.offload import (
     Budget,
+    Declared,
     GroupBytes,
     NonModelBytes,
     Placement,
     bytes_by_tier,
+    group_bytes,
     moved_bytes,
     place,
     streaming_bytes,
@@ -44,20 +46,20 @@ def members(chunks: Sequence[Chunk], survey: Survey) -> list[list[ParameterInfo]
     return found
 
 
-def group_bytes(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
+def planned_bytes(plugin: PluginPlan, survey: Survey, optim: OptimPlan) -> list[GroupBytes]:
     """Bytes of each group on a rank with padding, those of the root group last."""
-    ranks, chunks = plugin.dp_shard, chunks_of(plugin, survey)
+    chunks = chunks_of(plugin, survey)
     names = [chunk.names[0] for chunk in chunks] + [""]
-    sizes = []
-    for name, inside in zip(names, members(chunks, survey), strict=True):
-        trained = [p for p in inside if p.frozen_by is None]
-        gradients = sum(shard_numel(p, ranks) * p.itemsize for p in trained)
-        state = sum(shard_numel(p, ranks) for p in trained) * state_bytes(optim)
-        parameters = sum(shard_numel(p, ranks) * p.itemsize for p in inside)
-        sizes.append(
-            GroupBytes(name=name, parameters=parameters, gradients=gradients, optimizer=state)
-        )
-    return sizes
+    ratio = state_bytes(optim) / STATE_BYTES
+    return [
+        group_bytes(name, map(_declared, inside), ranks=plugin.dp_shard, state_ratio=ratio)
+        for name, inside in zip(names, members(chunks, survey), strict=True)
+    ]
+
+
+def _declared(parameter: ParameterInfo) -> Declared:
+    trains = parameter.frozen_by is None
+    return Declared(shape=parameter.shape, itemsize=parameter.itemsize, trains=trains)
 
 
 def predict(
@@ -77,7 +79,7 @@ def predict(
     a run's first placement, 1 for the one after its measurements.
     """
     assert plugin.budget is not None
-    sizes = group_bytes(plugin, survey, optim)
+    sizes = planned_bytes(plugin, survey, optim)
     process = 0  # on CUDA the context is outside the budget
     if device == "cpu":
         process = baseline_bytes(device, uses_transformers=survey.uses_transformers)
@@ -164,7 +166,7 @@ def describe_tiers(
     micro_batches: int,
 ) -> dict[str, Any]:
     """Bytes per tier, and bytes that a step moves; without a budget all are in the top tier."""
-    sizes = group_bytes(plugin, survey, optim)
+    sizes = planned_bytes(plugin, survey, optim)
     if plugin.budget is None:
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
         placement = place(sizes, unlimited, NonModelBytes(compute=0, update=0), device=device)

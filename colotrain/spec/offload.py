@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -47,6 +48,42 @@ class GroupBytes:
     parameters: int
     gradients: int
     optimizer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A parameter as the model declares it, before sharding."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes per element."""
+    trains: bool
+    """Whether it trains now or is unfrozen later."""
+
+
+def shard_bytes(parameter: Declared, ranks: int) -> int:
+    """Bytes of a rank's rows, padded so that every rank has as many.
+
+    Scalars and empty parameters are not sharded: 0.
+    """
+    rows, *rest = parameter.shape or (0,)
+    return math.ceil(rows / ranks) * math.prod(rest) * parameter.itemsize
+
+
+def group_bytes(
+    name: str, parameters: Iterable[Declared], *, ranks: int, state_ratio: float
+) -> GroupBytes:
+    """Bytes of a group; `state_ratio` is bytes of optimizer state per byte of parameter.
+
+    Optimizers keep their state in the parameter's own dtype, as gradients are.
+    """
+    whole = trained = 0
+    for parameter in parameters:
+        size = shard_bytes(parameter, ranks)
+        whole += size
+        trained += size * parameter.trains
+    state = round(trained * state_ratio)
+    return GroupBytes(name=name, parameters=whole, gradients=trained, optimizer=state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,10 @@ from colotrain.engine.freezing import matches
 from colotrain.engine.probes import memory_now
 from colotrain.spec.offload import (
     SAFETY,
+    Declared,
     GroupBytes,
     NonModelBytes,
+    group_bytes,
     transient_bytes,
     with_margin,
 )
@@ -31,25 +33,22 @@ def measure_bytes(
     `state_ratio` is bytes of optimizer state per byte of parameter. The result is the same on every
     rank, because shards are counted with the padding that makes them equal.
     """
-    ranks = plan.plugin.dp_shard
     unfrozen = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.ndim and parameter.numel():
-            names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(name)
     sizes = []
     for name, modules in [*groups, ("", [model])]:
-        whole = trained = 0
+        declared = []
         for parameter in (p for module in modules for p in module.parameters()):
             known_as = names.pop(parameter, None)
             if known_as is None:  # counted with a group inside this one already
                 continue
-            rows = -(-parameter.shape[0] // ranks)
-            size = rows * (parameter.numel() // parameter.shape[0]) * parameter.itemsize
-            whole += size
-            trained += size if parameter.requires_grad or matches(known_as, unfrozen) else 0
-        state = round(trained * state_ratio)
-        sizes.append(GroupBytes(name=name, parameters=whole, gradients=trained, optimizer=state))
+            trains = parameter.requires_grad or matches(known_as, unfrozen)
+            shape, itemsize = tuple(parameter.shape), parameter.itemsize
+            declared.append(Declared(shape=shape, itemsize=itemsize, trains=trains))
+        ranks = plan.plugin.dp_shard
+        sizes.append(group_bytes(name, declared, ranks=ranks, state_ratio=state_ratio))
     return sizes
 
 
