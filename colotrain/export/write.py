@@ -17,9 +17,11 @@ from colotrain.engine.checkpoint.checkpoint import step_of
 from colotrain.errors import ColotrainError, UsageError
 from colotrain.export import llama
 from colotrain.export.source import CheckpointTensors, choose
+from colotrain.export.stored_layout import as_in_files
 from colotrain.export.stream import Entry, write_file, write_files
 from colotrain.export.tokenizer import copy_tokenizer, write_tokenizer
 from colotrain.models import adapters, huggingface
+from colotrain.models.huggingface_files import Source
 from colotrain.models.loading import build_on_meta, build_whole
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.rundir import RunDir
@@ -158,7 +160,7 @@ def _write_hf(job: _Job) -> list[Entry]:
 def _write_hf_directory(job: _Job, source: Path) -> list[Entry]:
     """Write the model under its own names, with its configuration and tokenizer."""
     model = _bare(job.plan.model)
-    entries = _write_weights(job, _entries(job))
+    entries = _write_weights(job, as_in_files(_entries(job), model))
     settings = model.config.to_dict()  # type: ignore[operator,union-attr]
     settings.pop("auto_map", None)  # code is never exported
     settings.pop("torch_dtype", None)
@@ -309,19 +311,19 @@ def _base(job: _Job) -> dict[str, Entry]:
     plan = job.plan.model
     if plan.hf is not None:
         stored = StoredTensors(weight_files(Path(plan.hf)))
-        known = huggingface.stored_names(_on_meta(plan))
+        found = huggingface.sources_of(_on_meta(plan)).found
         dtype = DTYPES[str(plan.args.get("dtype", "float32"))]
-        return {n: _stored_entry(n, stored, known[n], dtype) for n in left_out}
+        return {n: _stored_entry(n, stored, found[n], dtype) for n in left_out}
     whole = dict(build_whole(plan, seed=job.plan.train.seed).named_parameters())
     return {n: _whole_entry(n, whole[n].detach()) for n in left_out}
 
 
-def _stored_entry(name: str, stored: StoredTensors, known: str, dtype: torch.dtype) -> Entry:
+def _stored_entry(name: str, stored: StoredTensors, source: Source, dtype: torch.dtype) -> Entry:
     return Entry(
         name=name,
-        shape=stored.shape(known),
+        shape=source.shape,
         dtype=dtype,
-        read=lambda: stored.rows(known).to(dtype),
+        read=lambda: source.rows(stored).to(dtype),
     )
 
 

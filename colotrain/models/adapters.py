@@ -82,7 +82,12 @@ def is_target(name: str, globs: tuple[str, ...]) -> bool:
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that have an adapter, by name."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "lora_scale")}
+    return {name: m for name, m in model.named_modules() if is_adapted(m)}
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether the module is a layer that has an adapter."""
+    return hasattr(module, "lora_scale")
 
 
 def _unmatched(plan: AdapterPlan, layers: dict[str, nn.Module]) -> Iterator[Problem]:

@@ -10,111 +10,67 @@ import functools
 import hashlib
 import json
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
-from colotrain.models.context_parallel import ATTRIBUTE
-from colotrain.models.huggingface_attention import allow_division_, check_calls, divided, num_calls
-from colotrain.models.llm import positions_within
+from colotrain.models.huggingface_attention import allow_division_
+from colotrain.models.huggingface_files import Source, Sources, find_sources, more_layers
+from colotrain.models.huggingface_loss import chunk_loss_, isolating_loss, own_loss, shifted_loss
+from colotrain.models.huggingface_task import CAUSAL, WITHOUT_LOSS, Task, is_in, task_of
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
-IGNORE_INDEX = -100
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
-_NAMES = "_colotrain_stored_names"
-"""Attribute of a model with a dictionary: parameter → its name in the files."""
+_SOURCES = "_colotrain_sources"
+"""Attribute of a model with the `Sources` of its parameters and persistent buffers."""
+_TASK = "_colotrain_task"
+"""Attribute of a model with its `Task`, or None."""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
 
 
 def build(plan: ModelPlan) -> nn.Module:
     """The model of `plan.hf` with parameters on the meta device, and real buffers.
 
-    Its forward takes batches in colotrain's convention (labels already shifted) and returns the
-    summed loss and the number of targets. Raises `ConfigError` for anything wrong in the directory.
+    A causal language model takes batches in colotrain's convention (labels already shifted) and
+    returns the summed loss and the number of targets; any other has transformers' own loss. Raises
+    `ConfigError` for anything wrong in the directory.
     """
     folder = Path(str(plan.hf))
     args = dict(plan.args)
     dtype = _dtype(args.pop("dtype", "float32"))
     config = _config(folder, args)
-    model = _construct(_architecture(folder, config), config, dtype)
+    architecture = _architecture(folder, config)
+    task = task_of(_transformers(), config, architecture)
+    _check_has_loss(folder, config, architecture)
+    model = _construct(architecture, config, dtype)
     files = _open(folder)
-    model.__dict__[_NAMES] = _match(model, files, folder)
-    if _is_causal(config, type(model)):
+    model.__dict__[_SOURCES] = _match(model, files, folder)
+    model.__dict__[_TASK] = task
+    if task is CAUSAL:
+        _check_sees_no_future(folder, model)
         allow_division_(model, config)
+        chunk_loss_(model)
         loss = isolating_loss if _sees_documents(model) else shifted_loss
         model.forward = functools.partial(loss, model.forward)
+    elif task is not None:
+        model.forward = functools.partial(own_loss, model.forward, task)
     return model
 
 
-def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> Any:
-    """(summed loss, number of targets) of a causal language model, for labels shifted already.
-
-    Without labels it returns the output of `forward`.
-    """
-    model = _model_of(forward)
-    batch, before = divided(model, batch), num_calls(model)
-    labels = batch.pop("labels", None)
-    tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
-    with _without_packed_sequence_search() if any(t.is_meta for t in tensors) else nullcontext():
-        output = forward(*inputs, use_cache=False, **batch)
-    check_calls(model, before)
-    if labels is None:
-        return output
-    loss = F.cross_entropy(
-        output.logits.float().flatten(0, 1),
-        labels.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
-    return loss, (labels != IGNORE_INDEX).sum()
-
-
-@contextmanager
-def _without_packed_sequence_search() -> Iterator[None]:
-    """Skip transformers' search for packed sequences, which needs values, on the meta device."""
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    found = getattr(masks, name, None)
-    if masks is None or found is None:
-        yield
-        return
-    setattr(masks, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(masks, name, found)
-
-
-def isolating_loss(
-    forward: Callable[..., Any],
-    /,
-    *inputs: Any,
-    document_ids: Tensor | None = None,
-    **batch: Any,
-) -> Any:
-    """`shifted_loss` of a model that sees a document's beginning where positions restart at 0."""
-    if document_ids is not None:
-        batch["position_ids"] = positions_within(document_ids)
-        if getattr(_model_of(forward), ATTRIBUTE, None) is not None:
-            batch["document_ids"] = document_ids
-    return shifted_loss(forward, *inputs, **batch)
-
-
-def _model_of(forward: Any) -> nn.Module:
-    model: nn.Module = forward.__self__
-    return model
+def task_in(model: nn.Module) -> Task | None:
+    """The task of a model that `build` made; None for any other, and for one without a known."""
+    task: Task | None = model.__dict__.get(_TASK)
+    return task
 
 
 def _sees_documents(model: nn.Module) -> bool:
@@ -135,28 +91,38 @@ def fill_(
     `release(tensor)` is called when a tensor is not needed for the moment.
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
-    known = stored_names(model)
+    found = sources_of(model).found
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name in known:
-                read_rows_(tensor, stored, known[name], rows(tensor))
+            if name in found:
+                _read_rows_(tensor, stored, found[name], rows(tensor))
                 release(tensor)
 
 
-def stored_names(model: nn.Module) -> dict[str, str]:
-    """Parameter or persistent buffer of a model that `build` made → its name in the files."""
-    names: dict[str, str] = model.__dict__[_NAMES]
-    return names
-
-
-def read_rows_(
-    tensor: Tensor, stored: StoredTensors, name: str, part: tuple[int, int] | None
+def _read_rows_(
+    tensor: Tensor, stored: StoredTensors, source: Source, part: tuple[int, int] | None
 ) -> None:
-    """Fill `tensor` (a DTensor's local part) with `part` of the stored tensor `name`."""
+    """Fill `tensor` (a DTensor's local part) with `part` of the rows of its source."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.numel():
-        local.copy_(stored.rows(name, *(part or ())))
+        local.copy_(source.rows(stored, *(part or ())))
+
+
+def sources_of(model: nn.Module) -> Sources:
+    """The places in the files of what is in a model that `build` made."""
+    sources: Sources = model.__dict__[_SOURCES]
+    return sources
+
+
+def as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the model under the names, and in the parts, that they have in its files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    made: Any = model
+    made._weight_conversions = sources_of(model).transforms
+    found: dict[str, Tensor] = revert_weight_conversion(made, tensors)
+    return found
 
 
 @functools.cache
@@ -233,10 +199,20 @@ def _architecture(folder: Path, config: Any) -> type[nn.Module]:
     raise _wrong(folder, f"{expected} (config.json names {config.architectures})")
 
 
-def _is_causal(config: Any, architecture: type) -> bool:
-    """Whether `architecture` predicts next tokens, so that colotrain computes its loss."""
-    mapping = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING
-    return type(config) in mapping and issubclass(architecture, mapping[type(config)])
+def _check_has_loss(folder: Path, config: Any, architecture: type) -> None:
+    if is_in(_transformers(), WITHOUT_LOSS, config, architecture):
+        expected = f"an architecture with a loss ({architecture.__name__} has no head)"
+        fix = "load it into one with a head, such as AutoModelForCausalLM, and save that"
+        raise _wrong(folder, expected, fix)
+
+
+def _check_sees_no_future(folder: Path, model: nn.Module) -> None:
+    """Refuse an encoder under a causal head: it would see the tokens that it is to predict."""
+    config: Any = model.config
+    is_encoder = type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
+    if is_encoder and not getattr(config, "is_decoder", False):
+        expected = f"a decoder ({type(model).__name__} sees all tokens: is_decoder is false)"
+        raise _wrong(folder, expected, "set model.args.is_decoder=true")
 
 
 def _construct(architecture: Any, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -293,56 +269,32 @@ def _open(folder: Path) -> StoredTensors:
         raise ConfigError([problem]) from error
 
 
-def _match(model: nn.Module, files: StoredTensors, folder: Path) -> dict[str, str]:
-    """Parameter or persistent buffer → its name in the files; raises `ConfigError` on a mismatch.
-
-    A tied parameter is found under any of its names. Directories of a base model (as GPT-2's) lack
-    the prefix that names have in the model with a head.
-    """
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    base = f"{getattr(model, 'base_model_prefix', '')}."
-    wanted: dict[str, tuple[Tensor, list[str]]] = {
-        name: (p, aliases[id(p)]) for name, p in model.named_parameters()
-    }
-    persistent = model.state_dict().keys()
-    wanted |= {n: (b, [n]) for n, b in model.named_buffers() if n in persistent}
-    found, problems = {}, []
-    for name, (tensor, names) in wanted.items():
-        candidates = [*names, *(n.removeprefix(base) for n in names), *(base + n for n in names)]
-        stored = next((c for c in candidates if c in files), None)
-        if stored is None:
-            if isinstance(tensor, nn.Parameter):  # a buffer keeps what the constructor gave it
-                problems.append(f"{name} is missing")
-        elif files.shape(stored) != tuple(tensor.shape):
-            problems.append(f"{name} is {files.shape(stored)}, not {tuple(tensor.shape)}")
-        else:
-            found[name] = stored
-    _refuse_more_layers(model, set(files) - set(found.values()), folder)
+def _match(model: nn.Module, files: StoredTensors, folder: Path) -> Sources:
+    """The sources of the model's tensors in its files; raises `ConfigError` on a mismatch."""
+    sources = find_sources(model, files)
+    problems = []
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        source = sources.found.get(name)
+        if source is None and isinstance(tensor, nn.Parameter):
+            problems.append(f"{name} is missing")  # a buffer keeps what the constructor gave it
+        elif source is not None and source.shape != tuple(tensor.shape):
+            problems.append(f"{name} is {source.shape}, not {tuple(tensor.shape)}")
+    ignored: Any = model._keys_to_ignore_on_load_unexpected or ()
+    if beyond := more_layers(model, sources.unused, ignored):
+        name, layers, count = beyond
+        fix = "correct config.json, or model.args; what is left out would be lost"
+        raise _wrong(
+            folder,
+            f"{count} layers of {layers}, as its config.json says (its weights have {name})",
+            fix,
+        )
     if problems:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        fix = "its names or shapes are not those of this version of transformers: load it with "
-        fix += "transformers and save it again; architectures that it converts are not supported"
+        fix = f"give the directory of a {type(model).__name__}; what is new in a model, such as a "
+        fix += "head, gets its first values in a function of yours that model.target names"
         raise _wrong(folder, f"weights of its config.json ({problems[0]}{more})", fix)
-    return found
-
-
-def _refuse_more_layers(model: nn.Module, unused: set[str], folder: Path) -> None:
-    """Raise `ConfigError` where the files hold more layers of a list than config.json says."""
-    ignored: Any = model._keys_to_ignore_on_load_unexpected or ()
-    lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    base = f"{getattr(model, 'base_model_prefix', '')}."
-    lists |= {n.removeprefix(base): count for n, count in lists.items()}
-    for name in sorted(unused):
-        parts = name.split(".")
-        for at, part in enumerate(parts):
-            count = lists.get(".".join(parts[:at])) if part.isdecimal() else None
-            if count is None or int(part) < count or any(re.search(g, name) for g in ignored):
-                continue
-            known = f"{count} layers of {'.'.join(parts[:at])}, as its config.json says"
-            fix = "correct config.json, or model.args; what is left out would be lost"
-            raise _wrong(folder, f"{known} (its weights have {name})", fix)
+    return sources
 
 
 def _dtype(name: Any) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,20 @@ CHUNK_LOGITS = 1 << 22
 """Logits that exist at a time: 16 MiB in float32."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """What a model does with the products of its head before they are logits."""
+
+    scale: float = 1.0
+    """Factor of the products."""
+    cap: float | None = None
+    """The scaled products x become cap · tanh(x / cap)."""
+
+
+PRODUCTS = Logits()
+"""The products themselves are the logits."""
+
+
 class Head(nn.Linear):
     """Hidden states to logits, or with `labels` to the summed cross-entropy."""
 
@@ -24,51 +39,71 @@ class Head(nn.Linear):
         return cross_entropy(x.flatten(0, -2), self.weight, labels.flatten())
 
 
-def cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Σ cross-entropy of the logits `x @ weight.T` over the rows whose label is not -100.
+def cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logits: Logits = PRODUCTS,
+) -> Tensor:
+    """Σ cross-entropy of the logits of `x @ weight.T + bias` over the rows whose label is not -100.
 
     `x` [rows, d], `weight` [vocab, d], `labels` int64 [rows]; float32, or float64 as `x`.
     Gradients are computed in the forward pass, chunk by chunk, as in "Cut Your Losses in
     Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu et al. 2024):
     a separate backward pass would compute every logit again.
     """
-    total: Tensor = _CrossEntropy.apply(x, weight, labels, torch.is_grad_enabled())
+    grad = torch.is_grad_enabled()
+    total: Tensor = _CrossEntropy.apply(x, weight, bias, labels, logits, grad)
     return total
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, with_grad: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        logits: Logits,
+        with_grad: bool,
+    ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        needs_x, needs_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        needs_x, needs_weight, needs_bias = (with_grad and n for n in ctx.needs_input_grad[:3])
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None  # type: ignore
         total = torch.zeros((), dtype=exact, device=x.device)
         step = max(1, CHUNK_LOGITS // weight.shape[0])
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
-            loss, slope = _chunk(x[rows], weight, labels[rows], exact)
+            products = F.linear(x[rows], weight, bias).to(exact)
+            loss, slope = _chunk(products, labels[rows], logits)
+            slope = slope.to(x.dtype)
             total += loss
             if grad_x is not None:
                 torch.mm(slope, weight, out=grad_x[rows])
             if grad_weight is not None:
                 _add_product_(grad_weight, slope.t(), x[rows])
-        ctx.gradients, ctx.dtype = (grad_x, grad_weight), weight.dtype
+            if grad_bias is not None:
+                grad_bias += slope.sum(0, dtype=exact)
+        ctx.gradients, ctx.dtype = (grad_x, grad_weight, grad_bias), weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_x, grad_weight = ctx.gradients
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, *of_parameters = ctx.gradients
         ctx.gradients = None  # scaled in place to save a copy, so only one backward
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(scale).to(ctx.dtype)
-        return None if grad_x is None else grad_x * scale, grad_weight, None, None
+        scaled = (None if g is None else g.mul_(scale).to(ctx.dtype) for g in of_parameters)
+        return None if grad_x is None else grad_x * scale, *scaled, None, None, None
 
 
-def _chunk(x: Tensor, weight: Tensor, labels: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Summed loss of some rows, and its gradient with respect to their logits, in `x`'s dtype."""
-    logits = F.linear(x, weight).to(exact)
+def _chunk(products: Tensor, labels: Tensor, shape: Logits) -> tuple[Tensor, Tensor]:
+    """Summed loss of some rows, and its gradient with respect to the products, which are lost."""
+    logits, damping = _shape_(products, shape)
     valid = labels != IGNORE_INDEX
     index = labels.where(valid, 0).unsqueeze(1)
     logits -= logits.amax(1, keepdim=True)
@@ -78,7 +113,20 @@ def _chunk(x: Tensor, weight: Tensor, labels: Tensor, exact: torch.dtype) -> tup
     slope = logits.div_(sums)
     slope.scatter_add_(1, index, torch.full_like(picked, -1.0))
     slope *= valid.unsqueeze(1)
-    return loss, slope.to(x.dtype)
+    if damping is not None:
+        slope *= damping
+    return loss, slope if shape.scale == 1.0 else slope.mul_(shape.scale)
+
+
+def _shape_(products: Tensor, shape: Logits) -> tuple[Tensor, Tensor | None]:
+    """The logits, in the memory of the products, and the derivative of the cap if there is one."""
+    if shape.scale != 1.0:
+        products *= shape.scale
+    if shape.cap is None:
+        return products, None
+    bent = products.div_(shape.cap).tanh_()
+    damping = bent.square().neg_().add_(1.0)
+    return bent.mul_(shape.cap), damping
 
 
 def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:

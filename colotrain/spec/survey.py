@@ -36,6 +36,12 @@ class Survey:
     """Whether positions have an embedding, so that longer samples are impossible."""
     isolates: bool = False
     """Whether the model takes `document_ids` and keeps attention within documents."""
+    other_task: str = ""
+    """What a model of transformers is for, if that is not the prediction of next tokens."""
+    samples: str = ""
+    """Entries of samples for that task."""
+    holds_all_logits: bool = False
+    """Whether the loss of a causal model of transformers needs all logits of a micro-batch."""
     divides_sequences: bool = False
     """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
     built_whole: bool = False

@@ -164,8 +164,9 @@ def make_model(kind: str) -> tuple[Any, Any]:
     """A model of transformers in float64, and its forward as `model.hf` has it."""
     import transformers
 
-    from colotrain.models.huggingface import _sees_documents, isolating_loss
+    from colotrain.models.huggingface import _sees_documents
     from colotrain.models.huggingface_attention import allow_division_
+    from colotrain.models.huggingface_loss import isolating_loss
 
     torch.manual_seed(5)
     words = {**BASE, **NO_DROPOUT, **OF_KIND.get(kind, {})}

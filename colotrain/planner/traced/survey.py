@@ -16,6 +16,9 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
+from colotrain.models.huggingface import task_in
+from colotrain.models.huggingface_loss import holds_all_logits
+from colotrain.models.huggingface_task import CAUSAL
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.seeding import seeded
 from colotrain.planner.traced.tracing import NotTraceable, trace
@@ -54,9 +57,19 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         **positions(module),
         built_whole=whole,
         uses_transformers=any("transformers" in type(m).__module__ for m in module.modules()),
+        **huggingface_task(module, model),
         isolates="document_ids" in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
     )
+
+
+def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
+    """The task of a Hugging Face model, and how its loss is computed."""
+    task = task_in(module)
+    if model.hf is None or task is CAUSAL:
+        return {"holds_all_logits": model.hf is not None and holds_all_logits(module)}
+    unknown = f"another task ({type(module).__name__})"
+    return {"other_task": task.name, "samples": task.sample} if task else {"other_task": unknown}
 
 
 def vocab_size(module: nn.Module) -> int | None:

@@ -1,0 +1,210 @@
+"""Where the files of a model directory hold each parameter, under its own name or in other parts.
+
+Older and published checkpoints have other names than transformers' models of today, and experts one
+by one where a model has them in one tensor. What transformers does about it when it loads a model
+is data (its conversion mapping), which is read here; parameters are put together row by row.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.models.stored import StoredTensors
+
+ROW_WISE = ("Concatenate", "Transpose")
+"""Operations of transformers that leave the rows of stacked experts as they are, beyond dim 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A parameter or buffer that is in the files as it is, under the name `name`."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors in the files that it is read from."""
+        return {self.name}
+
+    def rows(self, files: StoredTensors, start: int = 0, count: int | None = None) -> Tensor:
+        """`count` rows of dimension 0 from `start` on (default: all of the tensor)."""
+        return files.rows(self.name, start, count)
+
+
+@dataclass(slots=True, eq=False)
+class Conversion:
+    """Tensors of the files that become one or more parameters by a converter of transformers."""
+
+    converter: Any
+    first: str
+    """Name of the first parameter."""
+    model: Any
+    sources: dict[str, list[str]]
+    """Pattern of the converter → names of stored tensors that it matches, in order."""
+
+    def results(
+        self, read: Callable[[str], Tensor], part: slice | None = None
+    ) -> dict[str, Tensor]:
+        """Parameters by name; with `part` those rows alone, of a conversion that `is_row_wise`."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, names in self.sources.items():
+            for name in names[part or slice(None)]:
+                converter.add_tensor(self.first, name, pattern, read(name))
+        found = converter.convert(self.first, model=self.model, config=self.model.config)
+        return {n: t[0] if isinstance(t, list) else t for n, t in found.items()}
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether row n of the parameter is made of the n-th tensor of each pattern alone."""
+        first, *others = self.converter.operations
+        dims = [getattr(o, d) for o in others for d in ("dim", "dim0", "dim1") if hasattr(o, d)]
+        known = all(type(o).__name__ in ROW_WISE for o in others) and all(d > 0 for d in dims)
+        return known and type(first).__name__ == "MergeModulelist" and first.dim == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Converted:
+    """A parameter that is made of other tensors in the files."""
+
+    conversion: Conversion
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for names in self.conversion.sources.values() for name in names}
+
+    def rows(self, files: StoredTensors, start: int = 0, count: int | None = None) -> Tensor:
+        """`count` rows of dimension 0 from `start` on; only these are read where possible."""
+        part = slice(start, None if count is None else start + count)
+        if self.conversion.is_row_wise:
+            return self.conversion.results(files.rows, part)[self.name]
+        return self.conversion.results(files.rows)[self.name][part].clone()
+
+
+Source = Stored | Converted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """The sources of a model's parameters and persistent buffers."""
+
+    found: dict[str, Source]
+    unused: set[str]
+    """Other tensors in the files, by the names that they would have in the model."""
+    transforms: list[Any]
+    """Conversions of transformers that the files needed."""
+
+
+def find_sources(model: Any, files: StoredTensors) -> Sources:
+    """Find every parameter and persistent buffer of a model of transformers in the files.
+
+    A tied parameter is found under any of its names. Directories of a base model (as GPT-2's) lack
+    the prefix that names have in the model with a head.
+    """
+    names = dict(_known_as(model))
+    found: dict[str, Source] = {}
+    for name, others in names.items():
+        stored = next((c for c in _candidates(model, others) if c in files), None)
+        if stored is not None:
+            found[name] = Stored(stored, files.shape(stored))
+    renamed: dict[str, str] = {}
+    transforms: list[Any] = []
+    if len(found) < len(names):
+        transforms = _transforms(model)
+        converted = dict(_convert(model, files, transforms, renamed))
+        found |= {n: s for n, others in names.items() if (s := _first(converted, others))}
+        transforms = [transform for transform in transforms if transform.was_used()]
+    used = {name for source in found.values() for name in source.names}
+    unused = {renamed.get(name, name) for name in set(files) - used}
+    return Sources(found=found, unused=unused, transforms=transforms)
+
+
+def _known_as(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Each parameter and persistent buffer, with all of its names."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    for name, parameter in model.named_parameters():
+        yield name, aliases[id(parameter)]
+    persistent = model.state_dict().keys()
+    yield from ((name, [name]) for name, _ in model.named_buffers() if name in persistent)
+
+
+def _candidates(model: nn.Module, names: Sequence[str]) -> list[str]:
+    base = _prefix(model)
+    return [*names, *(n.removeprefix(base) for n in names), *(base + n for n in names)]
+
+
+def _prefix(model: nn.Module) -> str:
+    """Begin of the names of the model without its head."""
+    return f"{getattr(model, 'base_model_prefix', '')}."
+
+
+def _first(converted: dict[str, Source], names: Sequence[str]) -> Source | None:
+    return next((converted[name] for name in names if name in converted), None)
+
+
+def _transforms(model: Any) -> list[Any]:
+    """What transformers does with the tensors of this architecture's files; [] before 5.0's."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        return []
+    return list(get_model_conversion_mapping(model))
+
+
+def _convert(
+    model: Any, files: StoredTensors, transforms: list[Any], renamed: dict[str, str]
+) -> Iterator[tuple[str, Source]]:
+    """(parameter, source) of all that transformers finds; sets the new name of each tensor."""
+    from transformers import core_model_loading as loading
+
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    wanted = model.state_dict()
+    groups: dict[str, Conversion] = {}
+    for name in sorted(files, key=loading.dot_natural_key):
+        rename = loading.rename_source_key
+        target, pattern = rename(name, renamings, converters, model.base_model_prefix, wanted)
+        renamed[name] = target
+        if pattern is None:
+            if target in wanted:
+                yield target, Stored(name, files.shape(name))
+            continue
+        converter = next(c for c in converters if pattern in c.source_patterns)
+        group = groups.setdefault(target, Conversion(converter, target, model, {}))
+        group.sources.setdefault(pattern, []).append(name)
+    for group in groups.values():
+        results = group.results(lambda name: torch.empty(files.shape(name), device="meta"))
+        for target, tensor in results.items():
+            yield target, Converted(group, target, tuple(tensor.shape))
+
+
+def more_layers(
+    model: nn.Module, unused: set[str], ignored: Sequence[str]
+) -> tuple[str, str, int] | None:
+    """(tensor, list of layers, its length) of a tensor beyond the model's last layer, if any.
+
+    `ignored` are regular expressions of names that may be in the files without being used.
+    """
+    lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    base = _prefix(model)
+    lists |= {n.removeprefix(base): count for n, count in lists.items()}
+    for name in sorted(unused):
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            layers = ".".join(parts[:at])
+            count = lists.get(layers) if part.isdecimal() else None
+            if count is None or int(part) < count or any(re.search(g, name) for g in ignored):
+                continue
+            return name, layers, count
+    return None

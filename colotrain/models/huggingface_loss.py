@@ -1,0 +1,218 @@
+"""Losses of transformers' models: of causal ones chunk by chunk, of the others their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colotrain.models.adapters import is_adapted
+from colotrain.models.context_parallel import ATTRIBUTE
+from colotrain.models.huggingface_attention import check_calls, divided, num_calls
+from colotrain.models.huggingface_task import SEQUENCE_TO_SEQUENCE, Task, check_batch
+from colotrain.models.llm import positions_within
+from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy
+
+_HEAD = "_colotrain_head"
+"""Attribute of a model with the `ChunkedHead` of its output embeddings."""
+
+
+def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> Any:
+    """(summed loss, number of targets) of a causal language model, for labels shifted already.
+
+    Without labels it returns the output of `forward`.
+    """
+    model = _model_of(forward)
+    batch, before = divided(model, batch), num_calls(model)
+    labels = batch.pop("labels", None)
+    tensors = [value for value in (*inputs, *batch.values()) if isinstance(value, Tensor)]
+    head = None if holds_all_logits(model) else _head_of(model)
+    on_meta = any(tensor.is_meta for tensor in tensors)
+    with ExitStack() as contexts:
+        if on_meta:
+            contexts.enter_context(_without_packed_sequence_search())
+        if head is not None:
+            contexts.enter_context(head.given(labels))
+        output = forward(*inputs, use_cache=False, **batch)
+        loss = head and head.loss
+    check_calls(model, before)
+    if labels is None:
+        return output
+    if loss is None:
+        loss = F.cross_entropy(
+            output.logits.float().flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+    return loss, (labels != IGNORE_INDEX).sum()
+
+
+@contextmanager
+def _without_packed_sequence_search() -> Iterator[None]:
+    """Skip transformers' search for packed sequences, which needs values, on the meta device."""
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    found = getattr(masks, name, None)
+    if masks is None or found is None:
+        yield
+        return
+    setattr(masks, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, found)
+
+
+def isolating_loss(
+    forward: Callable[..., Any],
+    /,
+    *inputs: Any,
+    document_ids: Tensor | None = None,
+    **batch: Any,
+) -> Any:
+    """`shifted_loss` of a model that sees a document's beginning where positions restart at 0."""
+    if document_ids is not None:
+        batch["position_ids"] = positions_within(document_ids)
+        if getattr(_model_of(forward), ATTRIBUTE, None) is not None:
+            batch["document_ids"] = document_ids
+    return shifted_loss(forward, *inputs, **batch)
+
+
+def own_loss(forward: Callable[..., Any], task: Task, /, *inputs: Any, **batch: Any) -> Any:
+    """Output of a model of another task, with the mean loss that transformers computes.
+
+    Raises `UsageError` for labels that are not the task's. Without targets, no loss is computed.
+    """
+    if inputs or not {"labels", "start_positions"} & batch.keys():
+        return forward(*inputs, **batch)
+    check_batch(task, type(_model_of(forward)).__name__, batch)
+    if task is SEQUENCE_TO_SEQUENCE:
+        batch["use_cache"] = False
+    return forward(**batch)
+
+
+def _model_of(forward: Any) -> nn.Module:
+    model: nn.Module = forward.__self__
+    return model
+
+
+class ChunkedHead:
+    """Forward of a head that returns the summed loss where labels are given, otherwise products.
+
+    What the model does with the products of its head is part of the loss; so the rest of its
+    forward may treat the returned number as it likes.
+    """
+
+    def __init__(self, linear: nn.Linear, logits: Logits) -> None:
+        self.linear, self.logits = linear, logits
+        self.labels: Tensor | None = None
+        self.loss: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.linear.weight, self.linear.bias
+        if self.labels is None:
+            return F.linear(x, weight, bias)
+        self.loss = cross_entropy(
+            x.flatten(0, -2), weight, self.labels.flatten(), bias=bias, logits=self.logits
+        )
+        return self.loss
+
+    @contextmanager
+    def given(self, labels: Tensor | None) -> Iterator[None]:
+        """Compute the loss of `labels` in the context; `loss` is then that of the last forward."""
+        self.labels, self.loss = labels, None
+        try:
+            yield
+        finally:
+            self.labels = self.loss = None
+
+
+def chunk_loss_(model: Any) -> None:
+    """Let a causal model compute its loss without all logits, where its head is understood."""
+    head, logits = model.get_output_embeddings(), logits_of(model)
+    if logits is not None:
+        chunked = ChunkedHead(head, logits)
+        model.__dict__[_HEAD] = head.forward = chunked
+
+
+def holds_all_logits(model: nn.Module) -> bool:
+    """Whether the loss of a causal model needs all logits of a micro-batch in memory."""
+    return _HEAD not in model.__dict__ or is_adapted(_head_of(model).linear)
+
+
+def _head_of(model: nn.Module) -> ChunkedHead:
+    head: ChunkedHead = model.__dict__[_HEAD]
+    return head
+
+
+def logits_of(model: Any) -> Logits | None:
+    """What the model makes of the products of its head; None if that is not understood.
+
+    The model's forward is run without its decoder, with known numbers for the products, and what it
+    returns is compared with what the settings of its configuration would make of them.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or model.base_model is model:
+        return None
+    numbers = torch.linspace(-50.0, 50.0, 2 * head.out_features, dtype=torch.float64, device="cpu")
+    numbers = numbers.view(1, 2, -1)
+    single = torch.tensor(1.25, dtype=torch.float64, device="cpu")
+    try:
+        found = _after_head(model, head, numbers.clone())
+        _after_head(model, head, single)
+    except Exception:  # whatever a forward raises that does more with its products
+        return None
+    if single.item() != 1.25 or found.shape != numbers.shape or found.is_meta:
+        return None
+    return next((c for c in _candidates(model.config) if _close(found, c, numbers)), None)
+
+
+def _after_head(model: Any, head: nn.Linear, products: Tensor) -> Tensor:
+    """The logits that the model's forward makes of given products of its head."""
+    base = model.base_model
+    hidden = torch.zeros((1, 2, head.in_features), device="cpu")
+    base.forward = lambda *args, **kwargs: _OnlyHidden(hidden)
+    head.forward = lambda x: products  # type: ignore[method-assign, assignment]
+    try:
+        with torch.no_grad():
+            ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+            return logits
+    finally:
+        del base.forward, head.forward
+
+
+class _OnlyHidden:
+    """Output of a decoder with hidden states; everything else in it is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+
+def _candidates(config: Any) -> Iterator[Logits]:
+    """What the settings of a configuration may make of products."""
+    config = config.get_text_config()
+    factors = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
+    divisor = getattr(config, "logits_scaling", None)
+    factors.append(1.0 / divisor if divisor else None)
+    for cap in (None, getattr(config, "final_logit_softcapping", None)):
+        yield from (Logits(scale=float(factor), cap=cap) for factor in (1.0, *factors) if factor)
+
+
+def _close(found: Tensor, shape: Logits, products: Tensor) -> bool:
+    wanted = products * shape.scale
+    if shape.cap is not None:
+        wanted = shape.cap * torch.tanh(wanted / shape.cap)
+    return torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,119 @@
+"""What an architecture of transformers is made for, and the labels that its loss takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from colotrain.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A task, as transformers' registries divide architectures."""
+
+    name: str
+    registry: str
+    """Name of transformers' mapping of configurations to architectures."""
+    needs: tuple[str, ...]
+    """Entries of every sample."""
+    label_dims: int | None = None
+    """Dimensions of the labels of one sample; None where there may be any number."""
+    labels: str = ""
+    """What the labels are."""
+
+    @property
+    def sample(self) -> str:
+        """What a sample must have, for people."""
+        keys = ", ".join(self.needs[:-1])
+        return f"{keys} and {self.needs[-1]}" + (f" ({self.labels})" if self.labels else "")
+
+
+CAUSAL = Task(
+    name="causal language modelling",
+    registry="MODEL_FOR_CAUSAL_LM_MAPPING",
+    needs=("input_ids", "labels"),
+    label_dims=1,
+    labels="the next tokens, -100 for no target",
+)
+SEQUENCE_TO_SEQUENCE = Task(
+    name="sequence-to-sequence language modelling",
+    registry="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    needs=("input_ids", "labels"),
+    label_dims=1,
+    labels="the output's tokens, -100 for no target",
+)
+TASKS = (
+    CAUSAL,
+    SEQUENCE_TO_SEQUENCE,
+    Task(
+        name="masked language modelling",
+        registry="MODEL_FOR_MASKED_LM_MAPPING",
+        needs=("input_ids", "labels"),
+        label_dims=1,
+        labels="the token where one is hidden, -100 elsewhere",
+    ),
+    Task(
+        name="sequence classification",
+        registry="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        needs=("input_ids", "labels"),
+        label_dims=0,
+        labels="one class",
+    ),
+    Task(
+        name="token classification",
+        registry="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+        needs=("input_ids", "labels"),
+        label_dims=1,
+        labels="a class for each token, -100 for none",
+    ),
+    Task(
+        name="question answering",
+        registry="MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+        needs=("input_ids", "start_positions", "end_positions"),
+    ),
+    Task(
+        name="multiple choice",
+        registry="MODEL_FOR_MULTIPLE_CHOICE_MAPPING",
+        needs=("input_ids", "labels"),
+        label_dims=0,
+        labels="the right choice's number",
+    ),
+    Task(
+        name="image classification",
+        registry="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+        needs=("pixel_values", "labels"),
+        label_dims=0,
+        labels="one class",
+    ),
+)
+"""The tasks whose labels are known; an architecture has the first that names it."""
+WITHOUT_LOSS = "MODEL_MAPPING"
+"""Name of transformers' mapping of architectures that compute no loss."""
+
+
+def task_of(transformers: Any, config: Any, architecture: type) -> Task | None:
+    """The task of an architecture; None where it is none of `TASKS`."""
+    return next((t for t in TASKS if is_in(transformers, t.registry, config, architecture)), None)
+
+
+def is_in(transformers: Any, registry: str, config: Any, architecture: type) -> bool:
+    """Whether a mapping of transformers names the architecture, or a class that it extends."""
+    found = getattr(transformers, registry, {}).get(type(config), ())
+    return issubclass(architecture, tuple(found) if isinstance(found, list | tuple) else found)
+
+
+def check_batch(task: Task, model: str, batch: Mapping[str, Tensor]) -> None:
+    """Raise `UsageError` for samples that lack what the task needs, or have other labels."""
+    fix = f"let data.target return samples with {task.sample}"
+    missing = [name for name in task.needs if name not in batch]
+    if missing and not {"inputs_embeds", "input_features"} & batch.keys():
+        raise UsageError(f"{model} is for {task.name}: samples have no {missing[0]}", fix)
+    labels = batch.get("labels")
+    is_classes = labels is not None and not labels.is_floating_point()
+    if labels is not None and is_classes and labels.ndim - 1 not in (task.label_dims, None):
+        shape = "a number" if labels.ndim == 1 else f"{tuple(labels.shape[1:])}"
+        raise UsageError(f"{model} is for {task.name}: the labels of a sample are {shape}", fix)

@@ -1,0 +1,196 @@
+"""Tiny model directories with random weights, one per architecture of transformers, and data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB, SEQ, NUM_LABELS, PIXELS = 260, 12, 3, 8
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {
+    **{"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4},
+    **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+}
+T5 = {
+    **{"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    **{"dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+}
+BART = {
+    **{"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64},
+    **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "init_std": 0.1},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 2},
+    "forced_eos_token_id": None,
+}
+VISION = {
+    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"intermediate_size": 48, "image_size": PIXELS, "patch_size": 4, "num_labels": NUM_LABELS},
+    **NO_DROPOUT,
+    "initializer_range": 0.1,
+}
+BERT = {**SMALL, **NO_DROPOUT}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture with settings that make it tiny."""
+
+    name: str
+    architecture: str
+    kind: str
+    """`model_type` of its config.json."""
+    settings: dict[str, Any] = field(default_factory=lambda: GROUPED)
+    data: str = "causal"
+    """Function of this module that makes its samples."""
+
+    def make(self, folder: Path) -> Path:
+        """Save a model with random weights as transformers does."""
+        import transformers
+
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.for_model(self.kind, **self.settings)
+        model = getattr(transformers, self.architecture)(config)
+        model.save_pretrained(folder)
+        return folder
+
+    def load(self, folder: Path) -> Any:
+        """The directory as transformers itself loads it."""
+        import transformers
+
+        return getattr(transformers, self.architecture).from_pretrained(folder)
+
+
+CAUSAL = (
+    Family("Llama", "LlamaForCausalLM", "llama"),
+    Family("Llama, tied", "LlamaForCausalLM", "llama", {**GROUPED, "tie_word_embeddings": True}),
+    Family("Mistral", "MistralForCausalLM", "mistral"),
+    Family("Qwen2", "Qwen2ForCausalLM", "qwen2"),
+    Family("Qwen3", "Qwen3ForCausalLM", "qwen3"),
+    Family("Gemma 2", "Gemma2ForCausalLM", "gemma2", {**GROUPED, "final_logit_softcapping": 3.0}),
+    Family(
+        "Gemma 3",
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {**GROUPED, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
+    ),
+    Family("Phi-3", "Phi3ForCausalLM", "phi3"),
+    Family("OLMo 2", "Olmo2ForCausalLM", "olmo2"),
+    Family("GPT-2", "GPT2LMHeadModel", "gpt2", GPT2),
+    Family("GPT-NeoX, Pythia", "GPTNeoXForCausalLM", "gpt_neox", SMALL),
+    Family("Granite", "GraniteForCausalLM", "granite", {**GROUPED, "logits_scaling": 4.0}),
+    Family("Cohere", "CohereForCausalLM", "cohere", {**GROUPED, "logit_scale": 0.25}),
+    Family("Phi", "PhiForCausalLM", "phi", SMALL),
+    Family(
+        "Falcon",
+        "FalconForCausalLM",
+        "falcon",
+        {**SMALL, "num_kv_heads": 2, "new_decoder_architecture": True, "hidden_dropout": 0.0},
+    ),
+)
+MIXTURES = (
+    Family(
+        "Mixtral",
+        "MixtralForCausalLM",
+        "mixtral",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    Family("Qwen3-MoE", "Qwen3MoeForCausalLM", "qwen3_moe", {**GROUPED, **EXPERTS}),
+)
+OTHERS = (
+    Family("BERT", "BertForMaskedLM", "bert", BERT, "masked"),
+    Family("RoBERTa", "RobertaForMaskedLM", "roberta", BERT, "masked"),
+    Family(
+        "BERT",
+        "BertForSequenceClassification",
+        "bert",
+        {**BERT, "num_labels": NUM_LABELS},
+        "classes",
+    ),
+    Family(
+        "BERT",
+        "BertForTokenClassification",
+        "bert",
+        {**BERT, "num_labels": NUM_LABELS},
+        "token_classes",
+    ),
+    Family(
+        "Llama",
+        "LlamaForSequenceClassification",
+        "llama",
+        {**GROUPED, "num_labels": NUM_LABELS},
+        "classes",
+    ),
+    Family("T5", "T5ForConditionalGeneration", "t5", T5, "pairs"),
+    Family("BART", "BartForConditionalGeneration", "bart", BART, "pairs"),
+    Family("ViT", "ViTForImageClassification", "vit", VISION, "images"),
+)
+FAMILIES = (*CAUSAL, *MIXTURES, *OTHERS)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def causal(count: int = 64) -> list[dict[str, Tensor]]:
+    """Random tokens, with labels that are shifted already."""
+    tokens = torch.randint(VOCAB, (count, SEQ + 1), generator=generator())
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+
+
+def masked(count: int = 64) -> list[dict[str, Tensor]]:
+    """Random tokens of which some are replaced by one that stands for nothing."""
+    found = []
+    for row in causal(count):
+        labels = row["input_ids"].clone()
+        chosen = torch.arange(SEQ) % 4 == len(found) % 4
+        ids = labels.masked_fill(chosen, VOCAB - 1)
+        found.append({"input_ids": ids, "labels": labels.masked_fill(~chosen, -100)})
+    return found
+
+
+def classes(count: int = 64) -> list[dict[str, Tensor]]:
+    rows = causal(count)
+    return [
+        {"input_ids": row["input_ids"], "labels": row["input_ids"][0] % NUM_LABELS} for row in rows
+    ]
+
+
+def token_classes(count: int = 64) -> list[dict[str, Tensor]]:
+    rows = causal(count)
+    return [
+        {"input_ids": row["input_ids"], "labels": row["input_ids"] % NUM_LABELS} for row in rows
+    ]
+
+
+def pairs(count: int = 64) -> list[dict[str, Tensor]]:
+    """Inputs and outputs of other lengths; outputs end at different places."""
+    rows = []
+    for index, row in enumerate(causal(count)):
+        labels = row["input_ids"][: SEQ - 3].flip(0).clamp(min=2)
+        labels[SEQ - 3 - index % 3 :] = -100
+        rows.append({"input_ids": row["input_ids"], "labels": labels})
+    return rows
+
+
+def images(count: int = 64) -> list[dict[str, Tensor]]:
+    pixels = torch.randn(count, 3, PIXELS, PIXELS, generator=generator())
+    return [{"pixel_values": image, "labels": (image.mean() > 0).long()} for image in pixels]
