@@ -90,7 +90,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from _check_optim(settings)
     yield from _check_nodes(settings)
     yield from check_slurm(settings.cluster.slurm)
-    for key in ("model.target", "data.target", "train.on_gradients"):
+    for key in ("model.target", "data.target", "train.loss", "train.on_gradients"):
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)
     yield from _check_rollback(settings)

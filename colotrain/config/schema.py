@@ -187,6 +187,9 @@ class Train:
     the last checkpoint and skip the batches since then."""
     max_rollbacks: int = 3
     """How often `train.on_nonfinite=rollback` may go back before the run ends."""
+    loss: str | None = None
+    """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
+    targets; null: the model's forward has the loss."""
     on_gradients: str | None = None
     """`package.module:callable`, called with the gradients of each step before clipping."""
 

@@ -20,6 +20,7 @@ from colotrain.engine.gradients.gradients import GradientState, note_use
 from colotrain.engine.sharding.sharded_model import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
 from colotrain.models.context_parallel import ATTRIBUTE
+from colotrain.models.objective import objective_of, output_of
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
 Batch = dict[str, Tensor]
@@ -90,28 +91,29 @@ def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any
     """Return the summed loss of a micro-batch, its number of targets, and the output.
 
     The output is None if all labels are masked: it was computed with made-up ones.
-    `model(**batch)` returns the first two as a pair, or the mean loss (either alone, as `.loss` or
-    `["loss"]`). A mean is multiplied by the number of targets: the output's `num_targets` if it has
-    that, otherwise labels that are not -100 (without each row's first, if the model shifts them
-    itself), or the samples of a batch without labels. The sum is at least in float32: a
-    half-precision mean times a number of tokens would be rounded again, or would overflow.
+    `model(**batch)`, or the function `train.loss`, returns the first two as a pair, or the mean
+    loss (either alone, as `.loss` or `["loss"]`). A mean is multiplied by the number of targets:
+    the output's `num_targets` if it has that, otherwise labels that are not -100 (without each
+    row's first, if the model shifts them itself), or the samples of a batch without labels. The sum
+    is at least in float32: a half-precision mean times a number of tokens would be rounded again,
+    or would overflow.
     """
     counted = batch.on_host if isinstance(batch, OnDevice) else batch
     count = count_targets(counted, shifted=getattr(model, SHIFTS, False))
     no_targets = count == 0
-    output = model(**(_with_targets(batch) if no_targets else batch))
+    output = output_of(model, _with_targets(batch) if no_targets else batch)
     pair = pair_in(output)
     if pair is not None and _is_scalar(pair[0]):
         loss_sum, own_count = _exact(pair[0]), torch.as_tensor(pair[1])
         if own_count.numel() != 1 or not _may_be_count(own_count):
-            raise _wrong_output(output)
+            raise _wrong_output(model, output)
         own_count = own_count.to(loss_sum.device).reshape(())
         if no_targets:
             return _nothing(loss_sum), own_count * 0, None
         return loss_sum, own_count, output
     loss = loss_in(output)
     if not _is_scalar(loss):
-        raise _wrong_output(output)
+        raise _wrong_output(model, output)
     if getattr(model, ATTRIBUTE, None) is not None:
         raise ColotrainError(
             "mesh.cp: forward returned a mean loss, and the ranks' parts have different weights",
@@ -147,9 +149,11 @@ def _may_be_count(value: Tensor) -> bool:
     return value.device.type != "cpu" or 0 <= value.item() < float("inf")
 
 
-def _wrong_output(output: Any) -> ColotrainError:
+def _wrong_output(model: nn.Module, output: Any) -> ColotrainError:
+    objective = objective_of(model)
+    what = "model: forward" if objective is None else f"train.loss={objective.dotted}"
     return ColotrainError(
-        f"model: forward returned {_describe(output)}",
+        f"{what} returned {_describe(output)}",
         "return the mean loss as a scalar, (loss_sum, count), or one of these as `loss` of a dict",
     )
 

@@ -19,6 +19,7 @@ from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
+from colotrain.models.objective import output_of
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
 MIN_LABELS = 3
@@ -71,7 +72,7 @@ def shifts_labels(model: nn.Module, sample: Batch) -> bool:
     def loss(*places: int) -> Tensor | None:
         masked = torch.full_like(labels, IGNORE_INDEX)
         masked[:, list(places)] = target
-        output = model(**{**sample, "labels": masked})
+        output = output_of(model, {**sample, "labels": masked})
         if isinstance(output, tuple) or pair_in(output) or count_in(output) is not None:
             return None
         return loss_in(output)

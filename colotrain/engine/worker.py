@@ -68,6 +68,7 @@ from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
 from colotrain.models.loading import KEEPS_VALUES, UNCALLED, begin_training_, build
+from colotrain.models.objective import attach_
 from colotrain.models.seeding import seed_all, seeded
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -125,6 +126,7 @@ def prepare(
     train_data = cast(BatchLoader, open_loader(plan, "train", rank))
     validation_data = open_loader(plan, "validation", rank)
     model = build(plan.model, seed=seed)
+    attach_(model, plan.model)
     if rank == 0 and hasattr(model, KEEPS_VALUES):
         events.write(Note(text=UNCALLED))
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)

@@ -161,6 +161,10 @@ def _check_context_parallel(
         expected = f"a multiple of {unit} = 2 × mesh.cp={cp}"
         fix = f"set data.seq_len={near} or {near + unit}"
         yield Problem(key="data.seq_len", value=length, expected=expected, fix=fix)
+    if settings.train.loss is not None:
+        expected = f"null with mesh.cp={cp}, where a rank has the outputs of a part of the tokens"
+        fix = "set mesh.cp=1, or let the model return its loss"
+        yield Problem(key="train.loss", value=settings.train.loss, expected=expected, fix=fix)
     if settings.train.compile:
         expected, fix = f"false with mesh.cp={cp}", "set train.compile=false"
         yield Problem(key="train.compile", value=True, expected=expected, fix=fix)

@@ -192,6 +192,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         args=model.args,
         hf=str(Path(hf).expanduser().absolute()) if hf else None,
         adapter=plan_adapter(settings.adapter, problems),
+        loss=settings.train.loss,
     )
 
 

@@ -23,6 +23,8 @@ from colotrain.spec.plan import RunPlan
 
 OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
 """Models of this package, which any plan may name."""
+CODE_SETTINGS = ("model.target", "data.target", "train.loss", "train.on_gradients", "optim.name")
+"""Settings whose value is a dotted path of the user's code, as `calls` has them."""
 KEY_BYTES = 32
 
 
@@ -31,6 +33,7 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
     found = {
         "model.target": (plan.model.target, plan.model.args),
         "data.target": (plan.data.target or "", plan.data.args),
+        "train.loss": (plan.model.loss or "", {}),
         "train.on_gradients": (plan.train.on_gradients or "", {}),
         "optim.name": (plan.optim.name if ":" in plan.optim.name else "", plan.optim.args),
     }
@@ -93,7 +96,7 @@ def _named_in(text: str) -> dict[str, str]:
         config = json.loads(text)
         found = {
             key: config[section].get(setting)
-            for key in ("model.target", "data.target", "train.on_gradients", "optim.name")
+            for key in CODE_SETTINGS
             for section, setting in [key.split(".")]
         }
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -107,6 +107,8 @@ class ModelPlan:
     hf: str | None = None
     """A Hugging Face model directory."""
     adapter: AdapterPlan | None = None
+    loss: str | None = None
+    """`package.module:callable` of a batch and the model's outputs; None: forward has the loss."""
 
     @property
     def key(self) -> str:

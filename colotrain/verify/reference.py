@@ -26,6 +26,7 @@ from colotrain.data.read.loader import (
 )
 from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
+from colotrain.models.objective import attach_, output_of
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import FreezePlan, RunPlan
@@ -100,6 +101,7 @@ def max_abs(tensor: Tensor) -> float:
 
 def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajectory:
     model = build_whole(plan.model, seed=plan.train.seed)
+    attach_(model, plan.model)
     frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in model.named_parameters()}
     model.to(dtype)
@@ -124,7 +126,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         before = states(CPU)
         with without_dropout(model):
             with seen:
-                loss = _mean_loss(model(**batch))
+                loss = _mean_loss(output_of(model, batch))
             draws = draws or _differ(before, states(CPU))
             loss.backward()
         losses.append(loss.item())

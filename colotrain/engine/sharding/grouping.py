@@ -28,6 +28,7 @@ from colotrain.engine.model_blocks import (
     sharded_parameters,
 )
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
+from colotrain.models.objective import inputs_of
 from colotrain.spec.packing import Unit, pack
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.precisions import PRECISIONS
@@ -229,7 +230,7 @@ def _trial(
     state = torch.get_rng_state()
     try:
         with torch.no_grad(), mode:
-            trial, inputs = make_copy(model), make_copy(batch)
+            trial, inputs = make_copy(model), make_copy(inputs_of(model, batch))
             uses = UsesOutside((name, trial.get_submodule(name)) for name, _ in blocks)
             for name, module in blocks:
                 block = trial.get_submodule(name)

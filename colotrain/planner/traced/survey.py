@@ -20,6 +20,7 @@ from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import holds_all_logits
 from colotrain.models.huggingface_task import CAUSAL
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
+from colotrain.models.objective import attach_
 from colotrain.models.seeding import seeded
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
@@ -32,6 +33,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     whole = module is None or not (model.hf or fills_itself(module))
     if module is None:
         module = build(model, seed=0)
+    attach_(module, model)
     frozen = freeze_(module, freeze)
     check_parameters(module, model)
     check_dtypes(module, [(name, [block]) for name, block in find_blocks(module)], model, freeze)
@@ -128,6 +130,7 @@ def trace_micro_batch(
     module = build_on_meta(model)
     if module is None:
         return "it cannot be built on the meta device"
+    attach_(module, model)
     freeze_(module, freeze)
     begin_training_(module)
     shard = SequenceShard(rank=0, size=mesh.cp if mesh else 1, device=device)

@@ -28,6 +28,7 @@ from colotrain.engine.sharding.sharded_model import (
 )
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.loading import build_on_meta
+from colotrain.models.objective import attach_, output_of
 from colotrain.planner.layout import layout_of
 from colotrain.planner.memory import predict
 from colotrain.planner.traced.survey import one_sample, survey
@@ -136,6 +137,7 @@ def _by_tracker(plan: RunPlan, sample: Batch) -> dict[str, int]:
         mesh = make_mesh(plan.plugin, "cpu")
         model = build_on_meta(plan.model)
         assert model is not None
+        attach_(model, plan.model)
         freeze_(model, plan.freeze)
         trial = _batch(plan, sample, "meta")
         groups = find_groups(model, chunk_bytes=plan.plugin.chunk_bytes, batch=trial)
@@ -184,7 +186,7 @@ def _step(
         begin_micro_batch(sharded, last=index == plan.batch.accumulation_steps - 1)
         if tracker is not None:
             tracker.reset_mod_stats()  # it tracks one micro-batch at a time
-        loss_of(sharded.module(**batch)).backward()
+        loss_of(output_of(sharded.module, batch)).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

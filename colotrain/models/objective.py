@@ -1,0 +1,92 @@
+"""A loss of the user's own, computed from a batch and what the model's forward returns for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from colotrain.dotted import import_target
+from colotrain.spec.plan import ModelPlan
+
+_OBJECTIVE = "_colotrain_objective"
+"""Attribute of a model whose loss is the user's function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The function `train.loss`, and the entries of a batch that the model's forward takes."""
+
+    dotted: str
+    loss: Callable[[Mapping[str, Tensor], Any], Any]
+    taken: frozenset[str] | None
+    """None: all of them."""
+
+
+def attach_(model: nn.Module, plan: ModelPlan) -> None:
+    """Let `output_of` compute the loss with the function that `train.loss` names, if it does.
+
+    Raises `ConfigError` where the function cannot be imported.
+    """
+    if plan.loss is not None:
+        loss = import_target("train.loss", plan.loss)
+        taken = _taken_by(model, is_hf=plan.hf is not None)
+        model.__dict__[_OBJECTIVE] = Objective(plan.loss, loss, taken)
+
+
+def objective_of(model: nn.Module) -> Objective | None:
+    found: Objective | None = model.__dict__.get(_OBJECTIVE)
+    return found
+
+
+def output_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """What stands for the loss: the output of forward, or what `train.loss` makes of it."""
+    objective = objective_of(model)
+    if objective is None:
+        return model(**batch)
+    return objective.loss(batch, model(**inputs_of(model, batch)))
+
+
+def inputs_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The entries of a batch that forward gets: with `train.loss`, those that it takes."""
+    objective = objective_of(model)
+    if objective is None:
+        return dict(batch)
+    return taken_from(batch, model, objective.taken)
+
+
+def outputs_alone(model: nn.Module, batch: Mapping[str, Tensor], *, is_hf: bool) -> Any:
+    """The output of a forward that computes no loss of its own."""
+    return model(**taken_from(batch, model, _taken_by(model, is_hf=is_hf)))
+
+
+def taken_from(
+    batch: Mapping[str, Tensor], model: nn.Module, taken: frozenset[str] | None
+) -> dict[str, Any]:
+    """The entries of a batch whose names are `taken`.
+
+    A transformers encoder-decoder without decoder inputs gets the shifted labels, as in its own
+    forward.
+    """
+    inputs: dict[str, Any] = {n: t for n, t in batch.items() if taken is None or n in taken}
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) and "labels" not in inputs:
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None and "labels" in batch and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = shift(labels=batch["labels"])
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _taken_by(model: nn.Module, *, is_hf: bool) -> frozenset[str] | None:
+    """Names that forward takes; a Hugging Face model does not get labels, for it has a loss."""
+    forward: Any = type(model).forward if is_hf else model.forward
+    parameters = inspect.signature(forward).parameters
+    if is_hf:
+        return frozenset({*parameters, "document_ids"} - {"self", "labels"})
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters)
