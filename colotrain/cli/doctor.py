@@ -14,6 +14,7 @@ from colotrain.doctor.finding import Environment, Finding, fail
 from colotrain.errors import UsageError, suggest
 from colotrain.rundir import RUNS
 from colotrain.show.console import print_json, stdout_console
+from colotrain.spec.schedulers import DEFAULT, SCHEDULERS, is_on_every_node, job_here, job_id
 
 Check = Callable[[Environment], Iterator[Finding]]
 CHECKS: dict[str, Check] = {
@@ -40,7 +41,7 @@ def doctor(overrides: list[str], *, as_json: bool, all_nodes: bool, only: str) -
     """Print the findings; return 1 if one of them would make a run fail."""
     chosen = list(_choose(only))
     env = read_environment(overrides)
-    if all_nodes and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ:
+    if all_nodes and job_here() and not is_on_every_node():
         return _on_each_node(overrides, as_json=as_json, only=only)
     if all_nodes and (env.head is None or env.nodes < 2):
         raise UsageError(
@@ -87,45 +88,29 @@ def read_environment(overrides: list[str]) -> Environment:
     problems += check_head(cluster.rdzv_endpoint) if cluster else []
     if problems:
         raise ConfigError(problems)
-    step = os.environ if "SLURM_STEP_ID" in os.environ else {}
+    step = os.environ if is_on_every_node() else {}
+    variables = SCHEDULERS[job_here() or DEFAULT]
     given, head = cluster.node_rank, cluster.rdzv_endpoint or step.get("COLOTRAIN_HEAD")
     return Environment(
         runs=RUNS.absolute(),
         cache=cache_folder(),
         head=split_address(head) if head else None,
-        rank=int(step.get("SLURM_NODEID", "0")) if given is None else given,
-        nodes=int(step.get("SLURM_NNODES", cluster.nodes)),
+        rank=int(step.get(variables.node_rank, "0")) if given is None else given,
+        nodes=int(step.get(variables.num_nodes, cluster.nodes)),
     )
 
 
 def _on_each_node(overrides: list[str], *, as_json: bool, only: str) -> int:
-    """Run one doctor per node of the SLURM allocation with srun; node 0 prints."""
-    port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
-    words = ["srun", "--ntasks-per-node=1", f"--ntasks={os.environ.get('SLURM_NNODES', '1')}"]
-    words += [sys.executable, "-m", "colotrain", "doctor", "--all-nodes", *overrides]
+    """Run one doctor per node of the job's allocation; node 0 prints."""
+    from colotrain.schedulers import registry
+
+    commands = registry.SCHEDULERS[job_here() or DEFAULT].commands
+    port = 20000 + int(job_id()) % 10000
+    words = [sys.executable, "-m", "colotrain", "doctor", "--all-nodes", *overrides]
     words += ["--json"] if as_json else []
     words += ["--only", only] if only else []
-    head = f"{_first_address()}:{port}"
-    return subprocess.run(
-        words, env={**os.environ, "COLOTRAIN_HEAD": head}, timeout=STEP_S
-    ).returncode
-
-
-def _first_address() -> str:
-    """Return the address at which SLURM reaches the job's first node."""
-    import re
-    import socket
-
-    def said(*words: str) -> str:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10)
-        return done.stdout
-
-    try:
-        first = said("show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()[0]
-        found = re.search(r"NodeAddr=(\S+)", said("show", "node", first))
-        return found[1] if found else first
-    except (OSError, IndexError, subprocess.SubprocessError):
-        return socket.gethostname()
+    environment = {**os.environ, "COLOTRAIN_HEAD": f"{commands.first_address()}:{port}"}
+    return subprocess.run(commands.on_every_node(words), env=environment, timeout=STEP_S).returncode
 
 
 def show(by_host: dict[str, list[Finding]], *, as_json: bool) -> None:

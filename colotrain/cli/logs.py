@@ -10,7 +10,7 @@ from colotrain.events.fold import follow
 from colotrain.events.liveness import Launcher, find, is_running, launcher_of, state
 from colotrain.events.view import ENDED
 from colotrain.rundir import RUNS, RunDir
-from colotrain.schedulers.queue import job_log
+from colotrain.schedulers.job import job_log
 from colotrain.show.console import print_json
 from colotrain.show.logs import LAUNCHERS, Lines, sources
 

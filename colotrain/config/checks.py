@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from colotrain.config import slurm
 from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
 from colotrain.config.schema import Config
 from colotrain.config.shipped import recipe_names
-from colotrain.config.slurm import check_slurm
 from colotrain.dotted import FORM
 from colotrain.errors import Problem, suggest
 from colotrain.records import to_plain
@@ -40,9 +40,7 @@ AT_LEAST: dict[str, float] = {
     "cluster.nodes": 1,
     "cluster.procs_per_node": 1,
     "train.max_rollbacks": 1,
-    "cluster.slurm.cpus_per_task": 1,
-    "cluster.slurm.warn_s": 1,
-    "cluster.slurm.max_requeues": 0,
+    **slurm.AT_LEAST,
     "elastic.max_restarts": 0,
     "elastic.check_every": 0,
     "checkpoint.every": 0,
@@ -89,7 +87,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from check_adapter(settings.adapter)
     yield from _check_optim(settings)
     yield from _check_nodes(settings)
-    yield from check_slurm(settings.cluster.slurm)
+    yield from slurm.check_slurm(settings.cluster.slurm)
     for key in ("model.target", "data.target", "train.loss", "train.on_gradients"):
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)

@@ -1,14 +1,66 @@
-"""Checks of the `cluster.slurm` section, whose values go into a job script."""
+"""Schema of `cluster.slurm`, whose values go into a job script, and its checks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slurm:
+    """The job that `colotrain submit` submits to SLURM; null leaves a setting to the site."""
+
+    partition: str | None = None
+    """Partition, or several separated by commas."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    time: str | int | None = None
+    """Time limit: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
+    gpus_per_node: int | str | None = None
+    """GPUs on each node (`8`, `h100:8`): one rank each, unless `cluster.procs_per_node` is set."""
+    gres: str | None = None
+    """Generic resources of each node, for sites without `gpus_per_node`: `gpu:8`."""
+    cpus_per_task: int | None = None
+    """CPUs of each node, shared by its launcher and all its ranks."""
+    memory: str | int | None = None
+    """Memory of each node: `64G`; `0` is all of it."""
+    exclude: str | None = None
+    """Nodes not to use."""
+    nodelist: str | None = None
+    """Nodes to use."""
+    dependency: str | None = None
+    """Jobs to wait for: `afterok:1234`."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    reservation: str | None = None
+    """Reservation to run in."""
+    mail_user: str | None = None
+    """Recipient of mail."""
+    mail_type: str | None = None
+    """Events that send mail: `END,FAIL`."""
+    comment: str | None = None
+    """Any text."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Any other flag of sbatch, without its dashes: `{exclusive: true, switches: 1}`."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines to run first, unquoted: `module load cuda`."""
+    container: list[str] = field(default_factory=list)
+    """Words before the command on each node: `[apptainer, exec, --nv, image.sif]`."""
+    python: str | None = None
+    """Python interpreter on the nodes; null: the one that submits."""
+    snapshot: bool = False
+    """Run from a copy of the git working tree, so that later edits do not affect a queued job."""
+    warn_s: int = 60
+    """Seconds before the time limit at which the run saves and is requeued."""
+    max_requeues: int = 100
+    """Maximum number of times that a job is requeued after preemption or its time limit."""
+
 
 TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|infinite|unlimited", re.I)
 FLAG = re.compile(r"[a-z][a-z0-9-]*")
@@ -31,6 +83,12 @@ OWN = {
     "test-only": "`colotrain submit --test-only`",
 }
 """sbatch flags that colotrain sets itself → the setting that they come from."""
+AT_LEAST = {
+    "cluster.slurm.cpus_per_task": 1,
+    "cluster.slurm.warn_s": 1,
+    "cluster.slurm.max_requeues": 0,
+}
+"""Key → least value."""
 SECTION = {f.name.replace("_", "-") for f in fields(Slurm)} | {"mem", "gpus-per-node"}
 
 

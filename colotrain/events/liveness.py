@@ -23,6 +23,7 @@ from colotrain.events.log import event_files
 from colotrain.events.view import ENDED, RunView
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import HOW_TO_START, RUNS, RunDir, write_atomically
+from colotrain.spec.schedulers import job_id
 
 SILENT_S = 120.0
 """Seconds without new events after which a run on another host is presumed dead."""
@@ -40,7 +41,7 @@ class Launcher:
     start_time: str
     """Opaque value, equal only for the same process; empty where the system does not tell."""
     job: str = ""
-    """SLURM job id. SLURM never runs two allocations of one job at once."""
+    """Id of the scheduler's job, of which no scheduler runs two allocations at once."""
 
 
 _UNKNOWN = ""
@@ -172,7 +173,7 @@ def _identity(pid: int) -> Launcher:
         pid_namespace=_pid_namespace(),
         pid=pid,
         start_time=_start_time(pid) or _UNKNOWN,
-        job=os.environ.get("SLURM_JOB_ID", ""),
+        job=job_id(),
     )
 
 

@@ -1,36 +1,33 @@
-"""Machines of a SLURM job: what its ranks will find on the nodes, not on this machine."""
+"""Machines of a job: what its ranks will find on the nodes, not on this machine."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from colotrain.config.compose import gather
 from colotrain.config.files import read_file
-from colotrain.config.schema_cluster import Hardware, Slurm
+from colotrain.config.schema_cluster import Hardware
 from colotrain.config.shipped import Search
 from colotrain.config.sizes import parse_size
 from colotrain.errors import ColotrainError, Problem
 from colotrain.planner.machine import Machine, torch_has_cuda
-from colotrain.records import to_plain
-from colotrain.schedulers import queue
-from colotrain.schedulers.queue import NodeKind
+from colotrain.schedulers.job import NodeKind
+from colotrain.schedulers.registry import SCHEDULERS, Scheduler, scheduler_or_default
 from colotrain.spec.quantities import format_size
-
-GIVES_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-job")
-"""Flags of sbatch, besides --gpus-per-node, that give a job GPUs; so does --exclusive."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A configuration whose ranks run on SLURM's nodes. `config` is changed in place."""
+    """A configuration whose ranks run on a scheduler's nodes. `config` is changed in place."""
 
     config: dict[str, Any]
+    scheduler: Scheduler
     machine: Machine
     """A node of the job as far as it is known; unknown fields are this machine's."""
     notices: list[str] = field(default_factory=list)
@@ -39,70 +36,64 @@ class Job:
     """Warnings about what is not known."""
     problems: list[Problem] = field(default_factory=list)
 
+    @property
+    def section(self) -> dict[str, Any]:
+        """The scheduler's section, as it is written."""
+        section: dict[str, Any] = self.config["cluster"][self.scheduler.name]
+        return section
 
-def is_job(config: dict[str, Any]) -> bool:
-    """Whether a configuration describes a SLURM job, by its scheduler or SLURM settings."""
-    cluster = config.get("cluster")
-    if not isinstance(cluster, dict):
-        return False
-    return cluster.get("scheduler") == "slurm" or cluster.get("slurm") != to_plain(Slurm())
+    @property
+    def settings(self) -> Any:
+        """The scheduler's settings; their types are checked later."""
+        kind = self.scheduler.settings
+        names = [field.name for field in fields(kind) if field.name in self.section]
+        return kind(**{name: self.section[name] for name in names})
 
 
 def on_nodes(config: dict[str, Any], here: Machine) -> Job:
-    """Fill in the settings that a job leaves open, from what SLURM reports about its nodes.
+    """Fill in the settings that a job leaves open, from what its scheduler reports on its nodes.
 
     GPUs are requested if the user requested none, with one rank each; their type selects the file
     under `hardware` that lists it. Unknown facts are warnings, not errors; but ranks on GPUs that
     the job does not get are an error.
     """
-    job = Job(config=config, machine=here)
+    scheduler = scheduler_or_default(config)
+    job = Job(config=config, scheduler=scheduler, machine=here)
     cluster = config.get("cluster")
-    if not isinstance(cluster, dict) or not isinstance(cluster.get("slurm"), dict):
+    if not isinstance(cluster, dict) or not isinstance(cluster.get(scheduler.name), dict):
         return job  # another check reports this
     kind = _ask_for_kind(job, cluster)
-    gpu_type, num_gpus = asked_gpus(_slurm(cluster))
+    gpu_type, num_gpus = job.scheduler.commands.asked_gpus(job.settings)
     if not num_gpus and kind and kind.num_gpus and cluster.get("device") in ("auto", "cuda"):
         gpu_type, num_gpus = kind.gpu_type, kind.num_gpus
         asked = f"{gpu_type}:{num_gpus}" if gpu_type else num_gpus
-        cluster["slurm"]["gpus_per_node"] = asked
-        job.notices.append(f"cluster.slurm.gpus_per_node={asked}: what the partition's nodes have")
+        job.section["gpus_per_node"] = asked
+        key = f"cluster.{scheduler.name}.gpus_per_node"
+        job.notices.append(f"{key}={asked}: what the partition's nodes have")
     if num_gpus and cluster.get("device") in ("auto", "cuda"):
         _take_gpus(job, cluster, gpu_type or (kind.gpu_type if kind else ""), num_gpus, kind)
     elif kind:
-        num_cores = _cores(cluster, kind, here)
+        num_cores = _cores(job, kind)
         cpus = {"device": "cpu", "num_devices": 0, "device_memory_bytes": 0}
         job.machine = _node(here, kind, num_cores=num_cores, **cpus)
-    job.problems += _check_gpus(config, num_gpus)
+    job.problems += _check_gpus(job, num_gpus)
     return job
 
 
-def asked_gpus(slurm: Slurm) -> tuple[str, int]:
-    """Return type and number per node of the requested GPUs; `("", 0)` if none are requested.
-
-    A setting is `8`, `h100:8`, `gpu:8`, `gpu:h100:8` or a list of resources with one of these.
-    """
-    if slurm.gpus_per_node is not None:
-        return queue.gpus_of(f"gpu:{slurm.gpus_per_node}")
-    return queue.gpus_of(slurm.gres or "")
-
-
-def _slurm(cluster: dict[str, Any]) -> Slurm:
-    known = {key: cluster["slurm"].get(key) for key in ("gpus_per_node", "gres", "partition")}
-    return Slurm(**known)
-
-
 def _ask_for_kind(job: Job, cluster: dict[str, Any]) -> NodeKind | None:
-    """Return the kind of nodes that the job will most likely get; None if SLURM does not tell."""
-    partition = cluster["slurm"].get("partition")
-    kinds = _kinds(str(partition or ""), os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
+    """Return the kind of nodes that the job will most likely get; None if that is unknown."""
+    partition = job.section.get("partition")
+    name, label = job.scheduler.name, job.scheduler.label
+    environment = os.environ.get("PATH"), os.environ.get(f"{name.upper()}_CONF")
+    kinds = _kinds(name, str(partition or ""), *environment)
     if isinstance(kinds, str):
-        job.warnings.append(f"SLURM does not say what its nodes are ({kinds})")
+        job.warnings.append(f"{label} does not say what its nodes are ({kinds})")
         return None
     if not kinds:
         what = f"partition {partition}" if partition else "default partition"
-        job.warnings.append(f"SLURM does not say what its nodes are (it has no {what})")
+        job.warnings.append(f"{label} does not say what its nodes are (it has no {what})")
         return None
-    wanted, _ = asked_gpus(_slurm(cluster))
+    wanted, _ = job.scheduler.commands.asked_gpus(job.settings)
     described = job.config.get("hardware") or {}
     nodes = cluster.get("nodes")
     chosen = max(
@@ -125,10 +116,10 @@ def _ask_for_kind(job: Job, cluster: dict[str, Any]) -> NodeKind | None:
 
 
 @functools.cache
-def _kinds(partition: str, *_: str | None) -> list[NodeKind] | str:
+def _kinds(scheduler: str, partition: str, *_: str | None) -> list[NodeKind] | str:
     """Return the kinds of nodes or an error message; cached for all runs of a sweep."""
     try:
-        return queue.node_kinds(partition or None)
+        return SCHEDULERS[scheduler].commands.node_kinds(partition or None)
     except ColotrainError as error:
         return error.problem
 
@@ -137,20 +128,20 @@ def _take_gpus(
     job: Job, cluster: dict[str, Any], gpu_type: str, num_gpus: int, kind: NodeKind | None
 ) -> None:
     """Plan one rank per GPU, on the described hardware or the one that the GPU type selects."""
-    described = job.config.get("hardware")
+    described, label = job.config.get("hardware"), job.scheduler.label
     if isinstance(described, dict) and described.get("name") is None:
         name = hardware_of(gpu_type, Search.at(Path.cwd())) if gpu_type else None
         if name:
-            job.notices.append(f"hardware={name}: what SLURM calls {gpu_type}")
+            job.notices.append(f"hardware={name}: what {label} calls {gpu_type}")
             described.update(gather([f"hardware={name}"])[0]["hardware"])
         else:
-            what = f"GPUs that SLURM calls {gpu_type}" if gpu_type else "GPUs without a type"
+            what = f"GPUs that {label} calls {gpu_type}" if gpu_type else "GPUs without a type"
             fix = "choose hardware=NAME, or describe them in ./conf/hardware/NAME.yaml"
             job.warnings.append(f"{what} are not known: {fix}")
-    if not torch_has_cuda() and not cluster["slurm"].get("container"):
-        python = cluster["slurm"].get("python")
+    if not torch_has_cuda() and not job.section.get("container"):
+        python = job.section.get("python")
         if python is None:
-            fix = "name one that has it in cluster.slurm.python"
+            fix = f"name one that has it in cluster.{job.scheduler.name}.python"
             job.warnings.append(f"the job's interpreter has a torch without CUDA: {fix}")
     if cluster.get("procs_per_node") == "auto":
         cluster["procs_per_node"] = num_gpus
@@ -159,7 +150,7 @@ def _take_gpus(
         kind,
         device="cuda",
         num_devices=num_gpus,
-        num_cores=_cores(cluster, kind, job.machine),
+        num_cores=_cores(job, kind),
         device_memory_bytes=_memory_bytes(described),
     )
 
@@ -172,9 +163,9 @@ def _memory_bytes(described: Any) -> int:
         return 0
 
 
-def _cores(cluster: dict[str, Any], kind: NodeKind | None, here: Machine) -> int:
+def _cores(job: Job, kind: NodeKind | None) -> int:
     """Return the cores that a node's ranks share: those requested, else the number known."""
-    asked = cluster["slurm"].get("cpus_per_task")
+    asked, here = job.section.get("cpus_per_task"), job.machine
     if isinstance(asked, int) and asked > 0:
         return asked
     return min(here.num_cores, kind.num_cores or here.num_cores) if kind else here.num_cores
@@ -186,7 +177,7 @@ def _node(here: Machine, kind: NodeKind | None, **known: Any) -> Machine:
 
 
 def hardware_of(gpu_type: str, search: Search) -> str | None:
-    """Return the name of the file under `hardware` that describes SLURM's `gpu_type`."""
+    """Return the name of the file under `hardware` that describes a scheduler's `gpu_type`."""
     names = search.names("hardware")
     if _plain(gpu_type) in names:
         return _plain(gpu_type)
@@ -202,22 +193,21 @@ def _plain(gpu_type: str) -> str:
 
 
 def _gres(name: str, search: Search) -> list[str]:
-    """Return the patterns of SLURM's GPU types for the hardware that a file describes."""
+    """Return the patterns of schedulers' GPU types for the hardware that a file describes."""
     file = search.find(f"hardware/{name}")
     found = read_file(file, []).settings.get("gres") if file else None
     return [str(glob) for glob in found or []]
 
 
-def _check_gpus(config: dict[str, Any], num_gpus: int | None) -> Iterator[Problem]:
+def _check_gpus(job: Job, num_gpus: int | None) -> Iterator[Problem]:
     """Yield a problem if ranks on GPUs would get none."""
-    cluster, described = config["cluster"], config.get("hardware")
-    device, extra = cluster.get("device"), cluster["slurm"].get("extra")
+    described, device = job.config.get("hardware"), job.config["cluster"].get("device")
     if device == "auto" and isinstance(described, dict) and described.get("name") is not None:
         device = described.get("device", Hardware().device)
-    given = isinstance(extra, dict) and any(extra.get(name) for name in (*GIVES_GPUS, "exclusive"))
-    if device == "cuda" and not num_gpus and not given:
+    if device == "cuda" and not num_gpus and not job.scheduler.commands.gives_gpus(job.settings):
+        key = f"cluster.{job.scheduler.name}.gpus_per_node"
         yield Problem(
-            key="cluster.slurm.gpus_per_node",
+            key=key,
             expected="GPUs for the ranks of a job on cuda, which asks for none",
-            fix="set it, as in cluster.slurm.gpus_per_node=8, or set cluster.device=cpu",
+            fix=f"set it, as in {key}=8, or set cluster.device=cpu",
         )

@@ -23,7 +23,8 @@ from colotrain.events.view import ENDED, RunView, overall_tokens_per_s, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import naming
-from colotrain.schedulers import queue
+from colotrain.schedulers import registry
+from colotrain.schedulers.job import OVER, JobState, Submitted, recall
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.formatting import clean, shown
 from colotrain.show.progress import print_plain
@@ -69,7 +70,7 @@ class Row:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings that differ from those of other runs with the same recipe."""
     job: str | None = None
-    """Id of the run's SLURM job."""
+    """Id of the run's job."""
     job_state: str | None = None
     job_reason: str | None = None
 
@@ -95,26 +96,26 @@ def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
 
 
 def rows_of(rundirs: list[RunDir]) -> list[Row]:
-    """Return the rows of runs, from their folders and from SLURM for their jobs."""
+    """Return the rows of runs, from their folders and from the schedulers of their jobs."""
     rows = [row_of(rundir) for rundir in rundirs]
-    jobs = {rundir.name: known.job for rundir in rundirs if (known := queue.recall(rundir))}
+    jobs = {rundir.name: known for rundir in rundirs if (known := recall(rundir))}
     if not jobs:
         return rows
-    answers = queue.ask(jobs.values())
+    answers = registry.ask(jobs.values())
     if answers.trouble:
         print(f"warning: {answers.trouble}", file=sys.stderr)
     return [
-        row if row.name not in jobs else _with_job(row, jobs[row.name], answers.states)
+        row if row.name not in jobs else _with_job(row, jobs[row.name].job, answers.states)
         for row in rows
     ]
 
 
-def _with_job(row: Row, job: str, states: dict[str, queue.JobState]) -> Row:
+def _with_job(row: Row, job: str, states: dict[str, JobState]) -> Row:
     """Add the job's state to a row; a run whose job ended before it started is "cancelled"."""
     said = states.get(job)
     if said is None:
         return replace(row, job=job)
-    now = "cancelled" if row.state == "starting" and said.state in queue.OVER else row.state
+    now = "cancelled" if row.state == "starting" and said.state in OVER else row.state
     return replace(row, state=now, job=job, job_state=said.state, job_reason=said.reason or None)
 
 
@@ -267,10 +268,10 @@ def stop(
 ) -> int:
     """Ask a run to save and stop, and wait until it has; return 1 if it fails or runs on."""
     rundir = find(run, root=root)
-    submitted, launcher = queue.recall(rundir), launcher_of(rundir)
+    submitted, launcher = recall(rundir), launcher_of(rundir)
     by_hand = launcher is not None and not launcher.job  # as after `resume` of a former job
     if submitted is not None and not by_hand:
-        return stop_job(rundir, submitted.job, as_json=as_json, timeout_s=timeout_s)
+        return stop_job(rundir, submitted, as_json=as_json, timeout_s=timeout_s)
     view = follow(rundir, ranks={0})
     now = state(rundir, view)
     waiting = now == "starting" and not is_alive(rundir) and view.launched_at is None
@@ -284,11 +285,11 @@ def stop(
     return tell_end(rundir, ended, as_json=as_json, timeout_s=timeout_s)
 
 
-def stop_job(rundir: RunDir, job: str, *, as_json: bool, timeout_s: float) -> int:
+def stop_job(rundir: RunDir, submitted: Submitted, *, as_json: bool, timeout_s: float) -> int:
     """Let a job's run save, then cancel the job, so that it is not requeued."""
-    answers = queue.ask([job])
+    job, answers = submitted.job, registry.ask([submitted])
     said = answers.states.get(job)
-    if said is None or said.state in queue.OVER:
+    if said is None or said.state in OVER:
         what = f"job {job} is over ({said.state})" if said else f"job {job} is not known"
         trouble = f" ({answers.trouble})" if answers.trouble else ""
         raise UsageError(f"{rundir.name}: {what}{trouble}", "`colotrain runs` shows what runs")
@@ -298,7 +299,7 @@ def stop_job(rundir: RunDir, job: str, *, as_json: bool, timeout_s: float) -> in
         ask_to_stop(rundir)
         ended = wait_for_end(rundir, timeout_s=timeout_s)
         rundir.stop_file.unlink(missing_ok=True)
-    queue.cancel(job)
+    registry.cancel(submitted)
     return tell_end(rundir, ended, job=job, as_json=as_json, timeout_s=timeout_s)
 
 
@@ -307,7 +308,7 @@ def tell_end(
 ) -> int:
     """Report how a run that was asked to stop ended.
 
-    `ended` is the run's state, the SLURM state of a job that was waiting, or None if the run still
+    `ended` is the run's state, the state of a job that was waiting, or None if the run still
     runs. Returns 1 if it still runs or has failed, else 0.
     """
     view = follow(rundir, ranks={0})
@@ -367,7 +368,7 @@ def _waiting(name: str) -> Iterator[Callable[[float], None]]:
 
 
 def _how_it_ended(rundir: RunDir, view: RunView, ended: str) -> str:
-    if ended.isupper():  # SLURM's name of a state
+    if ended.isupper():  # a job's state
         return clean(f"{rundir.name}: was waiting ({ended})")
     saved, goes_on = "; nothing was saved", "starts over"
     if view.checkpoint:

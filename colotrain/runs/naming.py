@@ -14,7 +14,8 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events import liveness
 from colotrain.records import read, to_plain
 from colotrain.rundir import RunDir
-from colotrain.schedulers import queue
+from colotrain.schedulers import registry
+from colotrain.schedulers.job import OVER, recall
 from colotrain.spec.plan import RunPlan
 
 WHERE_IT_STARTS = (
@@ -48,7 +49,7 @@ def check_name(
             "choose another name, or --overwrite to rename that run"
             + ("" if plan.smoke else ", or checkpoint.resume=auto to go on with it"),
         )
-    if not (has_begun(rundir) or queue.recall(rundir)):
+    if not (has_begun(rundir) or recall(rundir)):
         return  # it failed before it produced anything
     changed = list(differences(_config_of(rundir), config))
     if changed:
@@ -57,7 +58,7 @@ def check_name(
             keys = ", ".join(key for key, _, _ in changed[:MOST_SHOWN])
             what = f"{keys} and {len(changed) - MOST_SHOWN} more keys"
         change = f"`colotrain resume {rundir.name} KEY=VALUE`"
-        if queue.recall(rundir):  # it was submitted and has to go on as a job
+        if recall(rundir):  # it was submitted and has to go on as a job
             change = f"one with checkpoint.resume={os.path.relpath(rundir.path)}"
         raise UsageError(
             f"name={rundir.name}: that run was made with other settings: {what}",
@@ -111,10 +112,10 @@ def set_aside(rundir: RunDir) -> None:
 
 
 def check_job(rundir: RunDir) -> None:
-    """Raise `UsageError` if an unfinished SLURM job has the run."""
-    known = queue.recall(rundir)
-    state = queue.ask([known.job]).states.get(known.job) if known else None
-    if known and state and state.state not in queue.OVER:
+    """Raise `UsageError` if an unfinished job has the run."""
+    known = recall(rundir)
+    state = registry.ask([known]).states.get(known.job) if known else None
+    if known and state and state.state not in OVER:
         raise UsageError(
             f"name={rundir.name}: job {known.job} has this run ({state.state})",
             f"choose another name, or `colotrain stop {rundir.name}`",

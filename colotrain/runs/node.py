@@ -11,10 +11,11 @@ from colotrain.launch.rendezvous import Node
 from colotrain.rundir import RunDir
 from colotrain.runs import trust
 from colotrain.runs.start import train
+from colotrain.spec.schedulers import DEFAULT, SCHEDULERS, job_here
 
 
 def node(path: str, head: str, *, trust_code: bool = False) -> int:
-    """Train this node's part of the run in `path`; `SLURM_NODEID` is the node rank.
+    """Train this node's part of the run in `path`; the scheduler sets the node rank.
 
     A job's script sets `trust_code`, because the submitting user's home, which holds the signing
     key, may be missing on the nodes.
@@ -23,9 +24,10 @@ def node(path: str, head: str, *, trust_code: bool = False) -> int:
     rundir = RunDir(path)
     plan = rundir.plan()
     trust.check(rundir, plan, trusted=trust_code)
-    number, where = os.environ.get("SLURM_NODEID", "0"), split_address(head)
+    variable = SCHEDULERS[job_here() or DEFAULT].node_rank
+    number, where = os.environ.get(variable, "0"), split_address(head)
     if not number.isdigit():
-        raise UsageError(f"SLURM_NODEID={number}: expected a number", "start it with srun")
+        raise UsageError(f"{variable}={number}: expected a number", "start it with srun")
     if where is None:
         raise UsageError(f"--head {head}: expected HOST:PORT", "see job.sbatch")
     place = Node(rank=int(number), host=where[0], port=where[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,10 +22,12 @@ from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.plugin import PlanningContext
 from colotrain.planner.smoke import shrink
-from colotrain.runs.job import is_job, on_nodes
+from colotrain.runs.job import on_nodes
+from colotrain.schedulers.registry import scheduler_of
 from colotrain.show.console import stderr_console
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan
 from colotrain.spec.quantities import format_size
+from colotrain.spec.schedulers import job_here
 from colotrain.spec.survey import Survey, Trace
 
 MOST_RANKS_PER_CORE = 16
@@ -75,7 +76,7 @@ def resolve_config(
     """Compose the arguments and resolve them; raise `ConfigError` with all problems.
 
     `here`: the plan will run on this machine, so its ranks must find a place on it; `several`: on
-    other machines too. `job`: it will run on SLURM's nodes; None: decided by the arguments.
+    other machines too. `job`: it will run on a scheduler's nodes; None: decided by the arguments.
     `smoke`: return the smoke run of the described plan. `submit`: the command that submits it as a
     job, for messages.
     """
@@ -86,7 +87,7 @@ def resolve_config(
     notices, warnings, obstacles = list[str](), list[str](), list[str]()
     config, problems = gather(overrides, notices=notices)
     machine = this_machine()
-    if job or (job is None and is_job(config)):
+    if job or (job is None and scheduler_of(config)):
         found = on_nodes(config, machine)
         machine = found.machine
         notices += found.notices
@@ -100,7 +101,7 @@ def resolve_config(
         plan, context = _resolve(config, machine, smoke=True)
     plan = replace(plan, warnings=(*warnings, *plan.warnings))
     if here:
-        check_devices(plan, machine, several=several, submit=submit if is_job(config) else "")
+        check_devices(plan, machine, several=several, submit=submit if scheduler_of(config) else "")
         _check_allocation(config, plan, submit)
     return ResolvedConfig(
         config=config,
@@ -114,8 +115,8 @@ def resolve_config(
 
 def _check_allocation(config: dict[str, Any], plan: RunPlan, submit: str) -> None:
     """Refuse to train a job on a login node's CPU, which `auto` would choose there."""
-    chosen = config["cluster"]["device"] != "auto" or "SLURM_JOB_ID" in os.environ
-    if chosen or plan.cluster.device != "cpu" or not is_job(config):
+    chosen = config["cluster"]["device"] != "auto" or job_here() is not None
+    if chosen or plan.cluster.device != "cpu" or not scheduler_of(config):
         return
     expected = "a device by name: these are the settings of a job, and this is none of its nodes"
     fix = f"{submit} runs it there, cluster=local or cluster.device=cpu here"

@@ -29,7 +29,7 @@ from colotrain.runs.resolving import (
     print_notes,
     resolve_config,
 )
-from colotrain.schedulers import queue
+from colotrain.schedulers.job import recall
 from colotrain.show.console import print_json, stderr_console
 from colotrain.spec.plan import RunPlan
 
@@ -155,7 +155,7 @@ def resume(
     warm_up()
     own, submit = rundir.plan(), _submit_again(rundir, overrides)
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
-    if queue.recall(rundir) and not any(key.startswith("cluster") for key in given):
+    if recall(rundir) and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
         trust.check(rundir, own, trusted=trust_code)

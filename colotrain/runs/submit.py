@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from colotrain.config.schema_cluster import Slurm
 from colotrain.errors import UsageError
-from colotrain.records import from_plain, to_plain
+from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import checkpoints, trust
 from colotrain.runs.naming import check_job, check_name
 from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, resolve_config
+from colotrain.runs.snapshot import take
 from colotrain.runs.sweep import Element, elements_of, named, write_sweep
-from colotrain.schedulers import queue
-from colotrain.schedulers.slurm import Job, render
+from colotrain.schedulers.job import Job, Submitted, remember
+from colotrain.schedulers.registry import scheduler_or_default
 from colotrain.show.console import print_json
 from colotrain.spec.plan import RunPlan
 
@@ -34,35 +36,21 @@ def submit(
     """Submit one run as one job; with `dry_run`, print its script and leave no files."""
     resolved = resolve_job(overrides, smoke=smoke)
     print_notes(resolved, warnings=True)
-    if not force:
-        check_fits(resolved)
-    plan = resolved.plan
-    rundir = RunDir(RUNS / plan.name)
-    checkpoints.check_named(plan, rundir, overwrite=overwrite)
-    slurm = section(resolved.config)
-    job = job_of([rundir], plan, slurm, name=plan.name, logs=rundir.logs, cwd=Path.cwd())
-    script = render(job, slurm)
-    if dry_run:
-        text = script.removesuffix("\n")
-        return report({"run": plan.name, "script_text": script}, text, as_json=as_json)
-    said = queue.test(script)
-    if test_only:
-        return report({"test": said, "run": plan.name}, said, as_json=as_json)
-    check_free(rundir, resolved, overwrite=overwrite)
-    write_run(rundir, plan, resolved.config)
-    if slurm.snapshot:
-        script = render(_with_code(job, rundir), slurm)
-    write_atomically(rundir.script_file, script)
-    number = queue.submit(str(rundir.script_file))
-    queue.remember(rundir, queue.Submitted(job=number, script=str(rundir.script_file)))
+    name = resolved.plan.name
+    rundir = RunDir(RUNS / name)
+    check_run(rundir, resolved, force=force, overwrite=overwrite)
+    job = job_of([rundir], resolved, name=name, logs=rundir.logs)
+    if dry_run or test_only:
+        return report_script(job, resolved, {"run": name}, dry_run=dry_run, as_json=as_json)
+    said, number = send(job, {rundir: resolved}, rundir, overwrite=overwrite)
     document = {
-        "run": plan.name,
+        "run": name,
         "run_dir": str(rundir.path),
         "job": number,
         "script": str(rundir.script_file),
         "test": said,
     }
-    text = f"{plan.name}: job {number}; `colotrain runs`, `colotrain logs {plan.name} -f`"
+    text = f"{name}: job {number}; `colotrain runs`, `colotrain logs {name} -f`"
     return report(document, text, as_json=as_json)
 
 
@@ -87,60 +75,94 @@ def submit_sweep(
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
     check_one_section(configs)
     print_notes(*configs, warnings=True)
-    rundirs = [RunDir(RUNS / plan.name) for plan in plans]
-    for element, resolved, rundir in zip(elements, configs, rundirs, strict=True):
+    runs = {RunDir(RUNS / resolved.plan.name): resolved for resolved in configs}
+    for element, (rundir, resolved) in zip(elements, runs.items(), strict=True):
         with named(element):
-            if not force:
-                check_fits(resolved)
-            checkpoints.check_named(resolved.plan, rundir, overwrite=overwrite)
-    folder, slurm = RunDir(RUNS / elements[0].sweep), section(configs[0].config)
-    cwd = Path.cwd()
-    job = job_of(rundirs, plans[0], slurm, name=folder.name, logs=folder.logs, cwd=cwd)
-    job = _as_array(job, max_parallel)
-    script = render(job, slurm)
-    if dry_run:
-        text = script.removesuffix("\n")
-        return report({"sweep": folder.name, "script_text": script}, text, as_json=as_json)
-    said = queue.test(script)
-    if test_only:
-        return report({"test": said, "sweep": folder.name}, said, as_json=as_json)
-    for rundir, resolved in zip(rundirs, configs, strict=True):
-        check_free(rundir, resolved, overwrite=overwrite)
-    for rundir, resolved in zip(rundirs, configs, strict=True):
-        write_run(rundir, resolved.plan, resolved.config)
-    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if slurm.snapshot:
-        script = render(_with_code(job, folder), slurm)
-    write_atomically(folder.script_file, script)
-    write_sweep(folder, elements)
-    number = queue.submit(str(folder.script_file))
-    for index, rundir in enumerate(rundirs):
-        submitted = queue.Submitted(
-            job=f"{number}_{index}", script=str(folder.script_file), sweep=folder.name
-        )
-        queue.remember(rundir, submitted)
+            check_run(rundir, resolved, force=force, overwrite=overwrite)
+    folder, first = RunDir(RUNS / elements[0].sweep), configs[0]
+    job = job_of(runs, first, name=folder.name, logs=folder.logs)
+    job = replace(job, is_array=True, max_parallel=max_parallel)
+    if dry_run or test_only:
+        about = {"sweep": folder.name}
+        return report_script(job, first, about, dry_run=dry_run, as_json=as_json)
+    said, number = send(job, runs, folder, elements, overwrite=overwrite)
     document = {
         "sweep": folder.name,
         "job": number,
         "script": str(folder.script_file),
-        "runs": [_element(element) for element in elements],
+        "runs": [{"run": element.run, "chosen": element.chosen} for element in elements],
         "test": said,
     }
     text = f"{folder.name}: job {number}, {len(elements)} runs; `colotrain runs --sweep "
     return report(document, f"{text}{folder.name}`", as_json=as_json)
 
 
+def report_script(
+    job: Job, resolved: ResolvedConfig, about: dict[str, str], *, dry_run: bool, as_json: bool
+) -> int:
+    """Print the job's script, or else what the scheduler says about it."""
+    scheduler = scheduler_or_default(resolved.config)
+    script = scheduler.render(job, scheduler.section(resolved.config))
+    if dry_run:
+        text = script.removesuffix("\n")
+        return report({**about, "script_text": script}, text, as_json=as_json)
+    said = scheduler.commands.test(script)
+    return report({"test": said, **about}, said, as_json=as_json)
+
+
+def send(
+    job: Job,
+    runs: dict[RunDir, ResolvedConfig],
+    folder: RunDir,
+    elements: list[Element] | None = None,
+    *,
+    overwrite: bool,
+) -> tuple[str, str]:
+    """Test the job, write its runs and its script in `folder`, and submit it.
+
+    Returns what the scheduler says about it and its id. `elements` are those of a sweep.
+    """
+    config = next(iter(runs.values())).config
+    scheduler = scheduler_or_default(config)
+    settings = scheduler.section(config)
+    script = scheduler.render(job, settings)
+    said = scheduler.commands.test(script)
+    for rundir, resolved in runs.items():
+        check_job(rundir)
+        check_name(rundir, resolved.plan, resolved.config, overwrite=overwrite)
+    for rundir, resolved in runs.items():
+        write_run(rundir, resolved.plan, resolved.config)
+    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if settings.snapshot:
+        key = f"cluster.{scheduler.name}.snapshot"
+        script = scheduler.render(_with_code(job, folder, key=key), settings)
+    write_atomically(folder.script_file, script)
+    if elements:
+        write_sweep(folder, elements)
+    number = scheduler.commands.submit(str(folder.script_file))
+    known = Submitted(job=number, script=str(folder.script_file), scheduler=scheduler.name)
+    for index, rundir in enumerate(runs):
+        its = replace(known, job=f"{number}_{index}", sweep=folder.name) if elements else known
+        remember(rundir, its)
+    return said, number
+
+
+def check_run(rundir: RunDir, resolved: ResolvedConfig, *, force: bool, overwrite: bool) -> None:
+    """Refuse a run that does not fit in memory, or whose folder has other checkpoints."""
+    if not force:
+        check_fits(resolved)
+    checkpoints.check_named(resolved.plan, rundir, overwrite=overwrite)
+
+
 def check_one_section(configs: list[ResolvedConfig]) -> None:
-    """Refuse a sweep over `cluster.slurm`: an array is one script for all its runs."""
-    asked = [to_plain(section(resolved.config)) for resolved in configs]
+    """Refuse a sweep over the scheduler's settings: an array is one script for all its runs."""
+    scheduler = scheduler_or_default(configs[0].config)
+    asked = [to_plain(scheduler.section(resolved.config)) for resolved in configs]
     for name, first in asked[0].items():
         if any(other[name] != first for other in asked):
-            problem = f"--sweep: cluster.slurm.{name} is one and the same in all runs of an array"
+            key = f"cluster.{scheduler.name}.{name}"
+            problem = f"--sweep: {key} is one and the same in all runs of an array"
             raise UsageError(problem, "sweep over something else, or submit several times")
-
-
-def _element(element: Element) -> dict[str, Any]:
-    return {"run": element.run, "chosen": element.chosen}
 
 
 def resolve_job(overrides: list[str], *, smoke: bool = False) -> ResolvedConfig:
@@ -148,44 +170,23 @@ def resolve_job(overrides: list[str], *, smoke: bool = False) -> ResolvedConfig:
     return resolve_config(overrides, here=False, job=True, smoke=smoke)
 
 
-def section(config: dict[str, Any]) -> Slurm:
-    return from_plain(Slurm, config["cluster"]["slurm"])
-
-
-def job_of(
-    rundirs: list[RunDir], plan: RunPlan, slurm: Slurm, *, name: str, logs: Path, cwd: Path
-) -> Job:
+def job_of(runs: Iterable[RunDir], resolved: ResolvedConfig, *, name: str, logs: Path) -> Job:
+    scheduler = scheduler_or_default(resolved.config)
     return Job(
         name=name,
-        nodes=plan.cluster.nodes,
-        runs=tuple(str(rundir.path) for rundir in rundirs),
+        nodes=resolved.plan.cluster.nodes,
+        runs=tuple(str(rundir.path) for rundir in runs),
         logs=str(logs),
-        cwd=str(cwd),
-        python=slurm.python or sys.executable,
+        cwd=str(Path.cwd()),
+        python=scheduler.section(resolved.config).python or sys.executable,
     )
 
 
-def _as_array(job: Job, max_parallel: int | None) -> Job:
-    from dataclasses import replace
-
-    return replace(job, is_array=True, max_parallel=max_parallel)
-
-
-def _with_code(job: Job, rundir: RunDir) -> Job:
+def _with_code(job: Job, rundir: RunDir, *, key: str) -> Job:
     """Return the job with a copy of the working tree as its working directory."""
-    from dataclasses import replace
-
-    from colotrain.runs.snapshot import take
-
     number = len(list(rundir.path.glob(f"{rundir.code.name}*")))
     target = rundir.code if number == 0 else rundir.code.with_name(f"{rundir.code.name}-{number}")
-    return replace(job, cwd=str(take(Path.cwd(), target)))
-
-
-def check_free(rundir: RunDir, resolved: ResolvedConfig, *, overwrite: bool) -> None:
-    """Refuse a run that another job has, or that was made with other settings."""
-    check_job(rundir)
-    check_name(rundir, resolved.plan, resolved.config, overwrite=overwrite)
+    return replace(job, cwd=str(take(Path.cwd(), target, key=key)))
 
 
 def write_run(rundir: RunDir, plan: RunPlan, config: dict[str, Any]) -> None:

@@ -8,33 +8,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from colotrain.config.schema_cluster import Slurm
+from colotrain.config.slurm import Slurm
 from colotrain.errors import UsageError
+from colotrain.schedulers.job import Job
 
 PORTS = (20000, 10000)
 """First port and number of ports; all are below 32768, where ephemeral ports begin."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Content of a job: one run, or the elements of a sweep as a job array."""
-
-    name: str
-    nodes: int
-    runs: tuple[str, ...]
-    """Absolute run directories: one, or one per element of the array."""
-    logs: str
-    """Absolute folder of the job's own log."""
-    cwd: str
-    """Working directory of the command, from which the plan's modules are imported."""
-    python: str
-    """Python interpreter on the nodes."""
-    is_array: bool = False
-    max_parallel: int | None = None
-    """Maximum number of array elements that run at once."""
 
 
 def render(job: Job, slurm: Slurm) -> str:

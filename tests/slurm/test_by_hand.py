@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.config.schema_cluster import Slurm
-from colotrain.schedulers.slurm import Job, render
+from colotrain.config.slurm import Slurm
+from colotrain.schedulers.job import Job
+from colotrain.schedulers.slurm import render
 from tests.slurm.lab import missing
 from tests.slurm.test_jobs import FAST, PLAN, WAIT_S, Site, _site
 

@@ -15,8 +15,8 @@ from colotrain.errors import ConfigError
 from colotrain.rundir import RunDir
 from colotrain.runs.job import hardware_of
 from colotrain.runs.resolving import resolve_config
-from colotrain.schedulers import queue
-from colotrain.schedulers.queue import NodeKind
+from colotrain.schedulers import slurm_queue as queue
+from colotrain.schedulers.job import NodeKind
 from tests.running import SMALL
 
 SEVEN = ("recipe=llm-tiny", "train.global_batch=64", "train.micro_batch=1")

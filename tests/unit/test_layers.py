@@ -77,7 +77,9 @@ RULES["cli"] = Rule(" ".join(RULES), RULES["cli"].libraries, RULES["cli"].inside
 EXCEPTIONS = {
     "config.compose": "hydra",  # its only importer
     "config.data": "data.prepare",  # its readers tell whether files can be read
-    "schedulers.slurm": "config.schema_cluster",  # sbatch's settings are a section of the schema
+    "schedulers.registry": "config.slurm",  # the settings of each are a section of the schema
+    "schedulers.slurm": "config.slurm",
+    "schedulers.slurm_queue": "config.slurm",
 }
 """Module → what it may import beyond the rule of its folder."""
 

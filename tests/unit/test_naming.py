@@ -19,7 +19,8 @@ from colotrain.runs import naming
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.runs.sweep import Element, table
 from colotrain.runs.trust import write_signed
-from colotrain.schedulers import queue
+from colotrain.schedulers import slurm_queue as queue
+from colotrain.schedulers.job import Answers, JobState, Submitted, remember
 from tests.running import SMALL
 
 X = (*SMALL, "name=x", "plugin=zero2")
@@ -70,7 +71,7 @@ def test_a_name_that_has_other_settings_is_refused_with_those_that_differ(
 def test_a_job_with_other_settings_is_gone_on_with_as_a_job(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    queue.remember(made(), queue.Submitted(job="7", script="x"))
+    remember(made(), Submitted(job="7", script="x"))
     assert guarded(["run", *X, "optim.lr=0.5"]) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
     assert "choose another name, or one with checkpoint.resume=runs/x to go on with" in line
@@ -95,7 +96,7 @@ def test_a_run_of_which_there_is_nothing_gives_its_name_away() -> None:
     rundir = made(status=None)
     rundir.checkpoint(200).rmdir()
     check(resolve_config([*X, "optim.lr=0.5"]))
-    queue.remember(rundir, queue.Submitted(job="7", script="x"))
+    remember(rundir, Submitted(job="7", script="x"))
     with pytest.raises(UsageError, match="other settings"):  # a job has it
         check(resolve_config([*X, "optim.lr=0.5"]))
 
@@ -141,8 +142,8 @@ def test_a_run_that_somebody_has_is_not_set_aside(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UsageError, match="launches this run already"):
             naming.set_aside(rundir)
     rundir.launcher_file.unlink()
-    queue.remember(rundir, queue.Submitted(job="7", script="x"))
-    answers = queue.Answers(states={"7": queue.JobState(state="PENDING")})
+    remember(rundir, Submitted(job="7", script="x"))
+    answers = Answers(states={"7": JobState(state="PENDING")})
     monkeypatch.setattr(queue, "ask", lambda jobs: answers)
     with pytest.raises(UsageError, match="job 7 has this run"):
         naming.set_aside(rundir)

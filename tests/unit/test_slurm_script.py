@@ -11,9 +11,11 @@ import pytest
 
 from colotrain.config.checks import check
 from colotrain.config.schema import Config, Model
-from colotrain.config.schema_cluster import Cluster, Slurm
+from colotrain.config.schema_cluster import Cluster
+from colotrain.config.slurm import Slurm
 from colotrain.errors import UsageError
-from colotrain.schedulers.slurm import Job, quote, render
+from colotrain.schedulers.job import Job
+from colotrain.schedulers.slurm import quote, render
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden")

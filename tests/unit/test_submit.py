@@ -11,14 +11,15 @@ import pytest
 
 from colotrain.cli.main import guarded
 from colotrain.config.compose import combinations
-from colotrain.config.schema_cluster import Slurm
+from colotrain.config.slurm import Slurm
 from colotrain.errors import ConfigError, UsageError
 from colotrain.events import liveness
 from colotrain.rundir import RunDir
-from colotrain.runs.job import asked_gpus
 from colotrain.runs.snapshot import take
 from colotrain.runs.sweep import elements_of
-from colotrain.schedulers import queue
+from colotrain.schedulers import slurm_queue as queue
+from colotrain.schedulers.job import JobState, Submitted, recall
+from colotrain.schedulers.slurm_queue import asked_gpus
 from colotrain.show.logs import Lines, Source
 
 TINY = ("recipe=llm-tiny", "plugin=zero2", "cluster=slurm", "cluster.procs_per_node=1")
@@ -108,7 +109,7 @@ def test_ranks_follow_the_gpus_that_the_job_asks_for(
     assert document["job"] == "77"
     plan = RunDir("runs/big").plan()
     assert (plan.cluster.device, plan.world_size) == ("cuda", 8)
-    assert queue.recall(RunDir("runs/big")) == queue.Submitted(job="77", script=document["script"])
+    assert recall(RunDir("runs/big")) == Submitted(job="77", script=document["script"])
 
 
 def test_a_smoke_run_is_submitted_under_a_name_of_its_own(
@@ -143,8 +144,8 @@ def test_states_are_asked_for_in_order_and_each_only_what_is_still_unknown(slurm
     put(slurm, "scontrol", 'test "$4" = 3 && echo "JobId=3 JobState=FAILED Reason=NonZero X=y"')
     put(slurm, "sacct", 'test "$1" = -c && echo "4|CANCELLED by 0"')
     found = queue.ask(["1", "2_0", "3", "4", "5"]).states
-    assert found["1"] == queue.JobState(state="PENDING", reason="Resources", asked="squeue")
-    assert found["2_0"] == queue.JobState(state="RUNNING", asked="squeue")
+    assert found["1"] == JobState(state="PENDING", reason="Resources", asked="squeue")
+    assert found["2_0"] == JobState(state="RUNNING", asked="squeue")
     assert (found["3"].state, found["3"].reason, found["3"].asked) == (
         *("FAILED", "NonZero"),
         "scontrol",

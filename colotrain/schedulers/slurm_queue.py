@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import socket
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from colotrain.errors import ColotrainError, ConfigError, UsageError
-from colotrain.records import from_plain, to_plain
-from colotrain.rundir import RunDir, write_atomically
+from colotrain.config.slurm import Slurm
+from colotrain.errors import ColotrainError, UsageError
+from colotrain.schedulers.job import Answers, JobState, NodeKind
 
 SUBMIT_S = 60.0
 ASK_S = 5.0
+GIVES_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-job")
+"""Flags of sbatch, besides --gpus-per-node, that give a job GPUs; so does --exclusive."""
 MOST_SINGLE = 20
 """Maximum number of jobs that are asked for one by one."""
-OVER = (
-    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL"),
-    *("PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
-)
-
 UNREACHED = (
     *("unable to contact", "communication connection failure", "connection refused"),
     *("could not establish a configuration source", "socket timed out", "zero bytes were"),
 )
 """Parts of sbatch's messages when the controller does not answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """A run's job, as its folder records it."""
-
-    job: str
-    """`123`, or `123_4` for an element of an array."""
-    script: str
-    sweep: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
-    """State of a job according to SLURM."""
-
-    state: str
-    """PENDING, RUNNING, … in capitals."""
-    reason: str = ""
-    asked: str = ""
-    """Name of the command that answered."""
-
-
-@dataclass(slots=True)
-class Answers:
-    """States by job, and the error of a command that failed."""
-
-    states: dict[str, JobState] = field(default_factory=dict)
-    trouble: str = ""
 
 
 def test(script: str) -> str:
@@ -178,40 +145,6 @@ def _reason(text: str) -> str:
     return "" if text in ("None", "(null)") else text
 
 
-def remember(rundir: RunDir, submitted: Submitted) -> None:
-    write_atomically(rundir.job_file, json.dumps(to_plain(submitted), indent=2) + "\n")
-
-
-def recall(rundir: RunDir) -> Submitted | None:
-    """Return the run's job; None if it has none, or its file cannot be read."""
-    try:
-        return from_plain(Submitted, json.loads(rundir.job_file.read_text("utf-8")))
-    except (OSError, ValueError, RecursionError, ConfigError):
-        return None
-
-
-def job_log(rundir: RunDir) -> Path | None:
-    """Return the log of the run's job; a requeued job appends to it."""
-    known = recall(rundir)
-    if known is None:
-        return None
-    return RunDir(Path(known.script).parent).logs / f"job-{known.job}.log"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeKind:
-    """Identical nodes of a partition."""
-
-    num_nodes: int
-    num_cores: int
-    """Physical cores of a node."""
-    memory_bytes: int
-    """Host memory of a node (RealMemory)."""
-    gpu_type: str = ""
-    """Name of the GPU type in SLURM; empty if the site gives its GPUs no type."""
-    num_gpus: int = 0
-
-
 def node_kinds(partition: str | None = None) -> list[NodeKind]:
     """Ask sinfo which nodes a partition has (None: the default one; several: with commas).
 
@@ -247,6 +180,43 @@ def gpus_of(gres: str) -> tuple[str, int]:
             number = int(rest.pop()) if rest and rest[-1].isdigit() else 1
             return ":".join(rest), number
     return "", 0
+
+
+def asked_gpus(slurm: Slurm) -> tuple[str, int]:
+    """Return type and number per node of the requested GPUs; `("", 0)` if none are requested.
+
+    A setting is `8`, `h100:8`, `gpu:8`, `gpu:h100:8` or a list of resources with one of these.
+    """
+    if slurm.gpus_per_node is not None:
+        return gpus_of(f"gpu:{slurm.gpus_per_node}")
+    return gpus_of(slurm.gres or "")
+
+
+def gives_gpus(slurm: Slurm) -> bool:
+    """Whether flags without a key of their own give the job GPUs."""
+    flags = (*GIVES_GPUS, "exclusive")
+    return isinstance(slurm.extra, dict) and any(slurm.extra.get(name) for name in flags)
+
+
+def on_every_node(words: list[str]) -> list[str]:
+    """Return the srun command that runs `words` once on each node of this job."""
+    num_nodes = os.environ.get("SLURM_NNODES", "1")
+    return ["srun", "--ntasks-per-node=1", f"--ntasks={num_nodes}", *words]
+
+
+def first_address() -> str:
+    """Return the address at which SLURM reaches this job's first node."""
+
+    def said(*words: str) -> str:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10)
+        return done.stdout
+
+    try:
+        first = said("show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()[0]
+        found = re.search(r"NodeAddr=(\S+)", said("show", "node", first))
+        return found[1] if found else first
+    except (OSError, IndexError, subprocess.SubprocessError):
+        return socket.gethostname()
 
 
 def _count(text: str) -> int:
