@@ -20,8 +20,59 @@ NOISE = "noise"
 """Content of a gradient record request that also asks for the gradient noise."""
 
 
+class _At:
+    """An attribute of `RunDir`: a path inside the run directory."""
+
+    def __init__(self, inside: str) -> None:
+        self.inside = inside
+
+    def __get__(self, rundir: RunDir, _: type[RunDir]) -> Path:
+        return rundir.path / self.inside
+
+
 class RunDir:
     """Paths of one run. No other class or function joins file names of a run."""
+
+    plan_file = _At("plan.json")
+    summary_file = _At("summary.json")
+    launcher_file = _At("launcher.json")
+    """Identity of the launcher: host, process id and its start time."""
+    events = _At("events")
+    logs = _At("logs")
+    checkpoints = _At("checkpoints")
+    launcher_log = _At("logs/launcher.log")
+    """Output of the launcher of a detached run."""
+    stop_file = _At("control/stop")
+    """File whose presence asks every rank to save and stop after its current step."""
+    grads_request_file = _At("control/grads")
+    """File whose presence asks for a gradient record of the next step."""
+    heartbeats = _At("control/heartbeats")
+    """Folder of the ranks' heartbeats."""
+    rendezvous_file = _At("control/meeting.json")
+    """Secret by which the launchers of a run's nodes recognise one another."""
+    cancel_file = _At("control/cancel")
+    """File whose presence keeps the run's job from being requeued."""
+    finished_file = _At("control/finished")
+    """File that a job writes when its run has finished, so that a requeued job ends at once."""
+    job_file = _At("job.json")
+    """The run's job in a scheduler, with its script."""
+    script_file = _At("job.sbatch")
+    """Submitted job script; for a sweep, it is in the sweep's folder."""
+    sweep_file = _At("sweep.json")
+    """Runs and overrides of a sweep, in the sweep's folder."""
+    code = _At("code")
+    """Copy of the working tree from which the run was submitted."""
+    config_file = _At("config.yaml")
+    """Composed configuration, which can be given to `recipe=`."""
+    signature_file = _At("signature.json")
+    """Signatures of the plan and the configuration (`colotrain.runs.trust`)."""
+    cases = _At("cases")
+    """verify: one run directory per case."""
+    trajectory_file = _At("trajectory.safetensors")
+    """verify: gradients and parameters of every step of a case."""
+    verification_file = _At("facts.json")
+    """verify: losses, step count and frozen names of a case."""
+    launcher_events = _At("events/launcher.jsonl")
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -33,49 +84,9 @@ class RunDir:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def launcher_file(self) -> Path:
-        """Identity of the launcher: host, process id and its start time."""
-        return self.path / "launcher.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def tier_folder(self, disk_path: str) -> Path:
         """Return the folder of gemini's disk tier; a relative path is inside the run directory."""
         return self.path / disk_path
-
-    @property
-    def launcher_log(self) -> Path:
-        """Output of the launcher of a detached run."""
-        return self.logs / "launcher.log"
-
-    @property
-    def stop_file(self) -> Path:
-        """File whose presence asks every rank to save and stop after its current step."""
-        return self.path / "control" / "stop"
-
-    @property
-    def grads_request_file(self) -> Path:
-        """File whose presence asks for a gradient record of the next step."""
-        return self.path / "control" / "grads"
 
     def request_grads(self, *, noise: bool = False) -> None:
         """Ask a running job for a gradient record of its next step."""
@@ -89,73 +100,8 @@ class RunDir:
         except OSError:
             return None
 
-    @property
-    def heartbeats(self) -> Path:
-        """Folder of the ranks' heartbeats."""
-        return self.path / "control" / "heartbeats"
-
     def heartbeat_file(self, rank: int) -> Path:
         return self.heartbeats / f"rank{rank:05d}.json"
-
-    @property
-    def rendezvous_file(self) -> Path:
-        """Secret by which the launchers of a run's nodes recognise one another."""
-        return self.path / "control" / "meeting.json"
-
-    @property
-    def cancel_file(self) -> Path:
-        """File whose presence keeps the run's job from being requeued."""
-        return self.path / "control" / "cancel"
-
-    @property
-    def finished_file(self) -> Path:
-        """File that a job writes when its run has finished, so that a requeued job ends at once."""
-        return self.path / "control" / "finished"
-
-    @property
-    def job_file(self) -> Path:
-        """SLURM job of the run, with its script."""
-        return self.path / "job.json"
-
-    @property
-    def script_file(self) -> Path:
-        """Submitted job script; for a sweep, it is in the sweep's folder."""
-        return self.path / "job.sbatch"
-
-    @property
-    def sweep_file(self) -> Path:
-        """Runs and overrides of a sweep, in the sweep's folder."""
-        return self.path / "sweep.json"
-
-    @property
-    def code(self) -> Path:
-        """Copy of the working tree from which the run was submitted."""
-        return self.path / "code"
-
-    @property
-    def config_file(self) -> Path:
-        """Composed configuration, which can be given to `recipe=`."""
-        return self.path / "config.yaml"
-
-    @property
-    def signature_file(self) -> Path:
-        """Signatures of the plan and the configuration (`colotrain.runs.trust`)."""
-        return self.path / "signature.json"
-
-    @property
-    def cases(self) -> Path:
-        """verify: one run directory per case."""
-        return self.path / "cases"
-
-    @property
-    def trajectory_file(self) -> Path:
-        """verify: gradients and parameters of every step of a case."""
-        return self.path / "trajectory.safetensors"
-
-    @property
-    def verification_file(self) -> Path:
-        """verify: losses, step count and frozen names of a case."""
-        return self.path / "facts.json"
 
     def tracker(self, name: str) -> Path:
         """Return the folder of a tracker."""
@@ -163,10 +109,6 @@ class RunDir:
 
     def event_file(self, *, rank: int, attempt: int) -> Path:
         return self.events / f"rank{rank:05d}-attempt{attempt:04d}.jsonl"
-
-    @property
-    def launcher_events(self) -> Path:
-        return self.events / "launcher.jsonl"
 
     def node_events(self, node: int) -> Path:
         """Return the events file of the launcher of a node other than 0."""
