@@ -43,6 +43,7 @@ NARROW = {"RMS", "MAX"}
 NAME_WIDTH = 30
 TOLERANCE = 1e-5
 """Maximum relative difference between two runs' gradients."""
+TITLES = ("PARAMETER", "SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE")
 SORTS = ("norm", "update", "zero", "name")
 ORIGIN = ("parameter", "module", "rank", "step", "micro_batch", "phase")
 FIELDS = [field.name for field in dataclasses.fields(ParameterGradient)]
@@ -270,40 +271,56 @@ def print_table(
         scale = f"{shown(noise.scale, ',.1f')} samples" if noise.scale is not None else "unknown"
         between = f"{noise.micro_batches} micro-batches of {noise.samples}"
         console.print(f"noise scale {scale}, cosine {shown(noise.cosine, '.3f')} between {between}")
-    titles = ["PARAMETER", "SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE"]
-    titles += [*(("NOISE", "COSINE") if noise else ()), "WHY"]
-    table_rows = [cells(row, noise) for row in rows]
-    narrow = console.width < ROOMY
-    left_out = NARROW if narrow else set()
-    if narrow or not any(row[-1] for row in table_rows):
-        left_out = left_out | {"WHY"}
-    reasons: dict[str, list[str]] = {}
-    for row in table_rows:
-        reasons.setdefault(row[-1].plain, []).append(row[0].plain)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in (title for title in titles if title not in left_out):
-        left = title in ("PARAMETER", "STATUS", "WHY")
-        fold = title == "WHY" or (title == "PARAMETER" and not narrow)
-        table.add_column(
-            title, justify="left" if left else "right", no_wrap=not fold, overflow="fold"
-        )
-    for row in table_rows:
-        if narrow:
-            row[0] = Text(shortened(row[0].plain, NAME_WIDTH))
-        shown_cells = zip(titles, row, strict=True)
-        table.add_row(*(cell for title, cell in shown_cells if title not in left_out))
-    console.print(table)
-    for why, names in reasons.items() if narrow else ():
+    reasons = {row.name: why_of(row) for row in rows}
+    if console.width >= ROOMY:
+        console.print(_table(record, rows, set() if any(reasons.values()) else {"WHY"}))
+        return
+    console.print(_table(record, rows, {*NARROW, "WHY"}, name_width=NAME_WIDTH))
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(reasons[row.name], []).append(clean(row.name))
+    for why, names in by_reason.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if why:
             console.print(f"{names[0]}{more}: {why}", markup=False)
 
 
-def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
-    of_row = None if noise is None else noise.parameters.get(row.name)
+def _table(
+    record: GradientRecord,
+    rows: Sequence[ParameterGradient],
+    left_out: set[str],
+    *,
+    name_width: int | None = None,
+) -> Table:
+    """Return the table without the columns `left_out`; `name_width` shortens the names."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    noise_titles = ("NOISE", "COSINE") if record.noise else ()
+    titles = [*TITLES, *noise_titles, "WHY"]
+    kept = [index for index, title in enumerate(titles) if title not in left_out]
+    for title in (titles[index] for index in kept):
+        left = title in ("PARAMETER", "STATUS", "WHY")
+        fold = title == "WHY" or (title == "PARAMETER" and name_width is None)
+        table.add_column(
+            title, justify="left" if left else "right", no_wrap=not fold, overflow="fold"
+        )
+    for row in rows:
+        made = cells(row, record.noise)
+        if name_width is not None:
+            made[0] = Text(shortened(made[0].plain, name_width))
+        table.add_row(*(made[index] for index in kept))
+    return table
+
+
+def why_of(row: ParameterGradient) -> str:
+    """Return what there is to say about a row: its reason, bad values, and shared names."""
     why = [row.reason] if row.reason else []
     why += [f"{row.nonfinite} elements are not finite"] if row.nonfinite else []
     why += [f"tied to {', '.join(row.aliases)}"] if row.aliases else []
+    return clean("; ".join(why))
+
+
+def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
+    of_row = None if noise is None else noise.parameters.get(row.name)
     return [
         Text(clean(row.name)),
         Text("×".join(map(str, row.shape)) or "scalar"),
@@ -312,7 +329,7 @@ def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
         Text(shown(row.zero_fraction, ".1%")),
         Text(shown(row.update_ratio, ".2e")),
         *([Text(shown(of_row.scale, ".4g")), Text(shown(of_row.cosine, ".3f"))] if of_row else []),
-        Text(clean("; ".join(why))),
+        Text(why_of(row)),
     ]
 
 
