@@ -20,7 +20,6 @@ from colotrain.rundir import RunDir
 MOST_COLUMNS = 256
 """Maximum number of records in a heat map; a longer history is thinned out evenly."""
 T = TypeVar("T")
-STATUSES = ("trained", "frozen", "unused", "zero", "nonfinite")
 
 
 @event_kind("parameters")
@@ -73,7 +72,7 @@ class ParameterGradient:
     shape: tuple[int, ...]
     dtype: str
     status: str
-    """One of `STATUSES`."""
+    """trained, frozen, unused, zero, or nonfinite."""
     reason: str | None
     norm: float | None
     rms: float | None

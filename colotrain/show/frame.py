@@ -35,11 +35,6 @@ class FrameState:
     output: tuple[str, ...] = ()
     """Last lines that workers wrote."""
 
-    @staticmethod
-    def at_last_event(view: RunView, plan: RunPlan) -> FrameState:
-        """Return the run as of its last event, a function of the view alone."""
-        return FrameState(view=view, plan=plan, now=view.last_event_at or 0.0, state=view.status)
-
     @property
     def ended(self) -> bool:
         return self.state in ENDED or self.state == "dead"

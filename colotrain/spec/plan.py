@@ -328,13 +328,6 @@ class RunPlan:
     smoke: bool = False
     """Whether ranks that start from scratch save and exit after a step, which others resume."""
 
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes per rank of the copies for an asynchronous checkpoint, made only where memory is
-        free, so that they are not part of `memory`."""
-        needed = self.checkpoint.enabled and self.checkpoint.async_
-        return self.memory.parameters + self.memory.optimizer if needed else 0
-
     def to_json(self) -> str:
         return json.dumps(to_plain(self), indent=2) + "\n"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.spec.plugins import ROWS
+from tests.checkpoints import read_whole
 from tests.representatives import representatives
 from tests.running import SMALL, Colotrain, losses
 

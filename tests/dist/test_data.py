@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
+from tests.checkpoints import read_whole
 from tests.dist.conftest import SMALL, Colotrain
 from tests.formats import WRITERS, random_texts, write_jsonl, write_megatron
 from tests.representatives import representatives

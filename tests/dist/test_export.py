@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from colotrain.cli.main import guarded
 from colotrain.data.prepare.tokens import decode, prepare
 from colotrain.data.read.loader import open_samples
-from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
+from tests.checkpoints import read_whole
 from tests.dist import hf
 from tests.dist.conftest import SMALL, Colotrain, Result
 

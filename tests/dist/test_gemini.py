@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
+from tests.checkpoints import read_whole
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_contracts import watched
 from tests.dist.test_run import losses, pid_of, wait_for_step

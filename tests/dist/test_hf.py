@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.export.write import Choice, export
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
@@ -18,6 +17,7 @@ from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from colotrain.verify.compare import Tolerance
 from colotrain.verify.reference import Trajectory
+from tests.checkpoints import read_whole
 from tests.dist import hf
 from tests.dist.conftest import Colotrain
 from tests.dist.test_run import losses

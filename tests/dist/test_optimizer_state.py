@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
+from tests.checkpoints import read_whole
 from tests.dist.test_run import losses
 from tests.running import Colotrain
 

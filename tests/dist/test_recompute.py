@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.spec.plugins import ROWS
+from tests.checkpoints import read_whole
 from tests.dist.conftest import SMALL, Colotrain
 from tests.dist.test_contracts import WATCH
 from tests.representatives import representatives

@@ -156,8 +156,8 @@ def test_the_first_failing_rank_is_what_the_user_sees(colotrain: Colotrain) -> N
 def test_frozen_parameters_are_counted_and_never_change(colotrain: Colotrain) -> None:
     import torch
 
-    from colotrain.engine.checkpoint.dcp_json import read_whole
     from colotrain.models.loading import build_whole
+    from tests.checkpoints import read_whole
 
     freeze = "freeze.patterns=[embed*,blocks.0.*]"
     plan = colotrain("plan", *SMALL, freeze, "plugin=zero1", "--json").json

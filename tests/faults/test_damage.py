@@ -180,7 +180,8 @@ def test_a_quick_look_finds_what_sizes_tell(
 
 
 def test_a_snapshot_takes_the_memory_that_was_planned(saved: Colotrain) -> None:
-    planned = saved.rundir("saved").plan().snapshot_bytes
+    memory = saved.rundir("saved").plan().memory
+    planned = memory.parameters + memory.optimizer
     taken = [e.fields["bytes"] for e in saved.events("saved") if e.kind == "checkpoint_started"]
     assert len(taken) == 3
     generators = 16 << 10

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
+from tests.checkpoints import read_whole
 from tests.faults.test_resume import ledger
 from tests.representatives import representatives
 from tests.running import Colotrain, losses

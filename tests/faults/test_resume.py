@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
+from tests.checkpoints import read_whole
 from tests.running import SMALL, Colotrain, losses
 
 pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine

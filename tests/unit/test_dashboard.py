@@ -36,6 +36,7 @@ from colotrain.show.frame import FOCI, Focus, FrameState, stragglers, worst_para
 from colotrain.show.live import LiveDashboard, Screen, progress_for, replay
 from colotrain.show.progress import PlainProgress
 from colotrain.show.worker_output import last_lines
+from colotrain.spec.plan import RunPlan
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 EVIL = "\x1b[31mred\x1b[0m\r\nsecond [bold]line[/bold] \udcff"
@@ -49,6 +50,11 @@ def _outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
 
 
+def at_last_event(view: RunView, plan: RunPlan) -> FrameState:
+    """The run as of its last event, a function of the view alone."""
+    return FrameState(view=view, plan=plan, now=view.last_event_at or 0.0, state=view.status)
+
+
 def picture(
     view: RunView,
     *,
@@ -60,7 +66,7 @@ def picture(
 ) -> str:
     """The frame as text."""
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    frame = replace(FrameState.at_last_event(view, PLAN), **changes)
+    frame = replace(at_last_event(view, PLAN), **changes)
     rendered = render(frame, width=width, height=height, focus=focus, footer=footer)
     console.print(rendered)
     assert isinstance(console.file, io.StringIO)
@@ -251,7 +257,7 @@ def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch, variable: str | No
     if variable:
         monkeypatch.setenv(variable, "1")
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
-    console.print(render(FrameState.at_last_event(fold(rich_run()), PLAN), width=100, height=30))
+    console.print(render(at_last_event(fold(rich_run()), PLAN), width=100, height=30))
     assert isinstance(console.file, io.StringIO)
     assert bool(re.search(r"\x1b\[[0-9;]*38;", console.file.getvalue())) == (variable is None)
 
@@ -260,7 +266,7 @@ def test_an_output_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict", write_through=True)
     Console(file=stream, width=100, height=30).print(
-        render(FrameState.at_last_event(fold(rich_run()), PLAN), width=100, height=30)
+        render(at_last_event(fold(rich_run()), PLAN), width=100, height=30)
     )
     assert b"blocks.0" in raw.getvalue()
 

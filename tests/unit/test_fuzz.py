@@ -18,7 +18,7 @@ from test_view import restarted_run, write_files
 
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import BatchLoader, SampleOrder, open_samples
-from colotrain.engine.checkpoint.dcp_json import describe, join, read_index, read_whole
+from colotrain.engine.checkpoint.dcp_json import describe, join, read_index
 from colotrain.engine.checkpoint.manifest import (
     MANIFEST,
     SEAL,
@@ -40,6 +40,7 @@ from colotrain.rundir import RunDir
 from colotrain.show.dashboard import render
 from colotrain.show.frame import FrameState
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
+from tests.checkpoints import read_whole
 
 JUNK = (
     *(b"", b"null", b"[", b"]", b"{", b'"', b"-1", b"1e999", b"\\", b",", b"true", b"\0", b"\xff"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader, load
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -173,15 +173,3 @@ def _read_fully(file: Any, into: memoryview) -> int:
     while done < len(into) and (got := file.readinto(into[done:])):
         done += got
     return done
-
-
-def read_whole(folder: Path) -> dict[str, Tensor]:
-    """Read every tensor of a checkpoint whole, in this process, without a process group."""
-    index = read_index(folder)
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(state, storage_reader=JsonIndexReader(folder), no_dist=True)
-    return state
