@@ -35,6 +35,15 @@ def fail(check: str, text: str, fix: str) -> Finding:
     return Finding(check=check, status="fail", text=text, fix=fix)
 
 
+def graded(
+    check: str, value: float, text: str, fix: str, *, least: float, few: float, ask: str = ""
+) -> Finding:
+    """Finding about a value: it fails below `least`; below `few` it warns, with the fix `ask`."""
+    if value < least:
+        return fail(check, text, fix)
+    return warn(check, text, ask or fix) if value < few else ok(check, text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """Folders, addresses and environment variables that the checks examine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import resource
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from colotrain import host
-from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
+from colotrain.doctor.finding import Environment, Finding, fail, graded, ok, size, warn
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 TORCH_FIX = "pip install 'torch>=2.11,<2.14'"
@@ -82,13 +83,10 @@ def _driver() -> str | None:
 
 def check_memory(_: Environment) -> Iterator[Finding]:
     free = host.free_bytes()
-    text = f"{size(free)} of {size(host.memory_bytes())} are free"
-    if free < GIB // 2:
-        yield fail("memory", text, "end what uses it, or take a larger machine")
-    elif free < 2 * GIB:
-        yield warn("memory", text, "end what uses it: a worker needs 0.3 GiB before its model")
-    else:
-        yield ok("memory", text)
+    text, fix = f"{size(free)} of {size(host.memory_bytes())} are free", "end what uses it"
+    ask = f"{fix}: a worker needs 0.3 GiB before its model"
+    larger = f"{fix}, or take a larger machine"
+    yield graded("memory", free, text, larger, least=GIB // 2, few=2 * GIB, ask=ask)
 
 
 def check_load(_: Environment) -> Iterator[Finding]:
@@ -104,28 +102,19 @@ def check_limits(_: Environment) -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_count(files)} open files (at most {_count(most)})"
     fix = "`ulimit -n 65536` before the run, or LimitNOFILE of slurmd on the nodes"
-    if _below(files, TOO_FEW_FILES):
-        yield fail("open files", text, fix)
-    elif _below(files, FEW_FILES):
-        yield warn("open files", text, fix)
-    else:
-        yield ok("open files", text)
+    yield graded("open files", _bounded(files), text, fix, least=TOO_FEW_FILES, few=FEW_FILES)
     processes, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
     text, fix = f"{_count(processes)} processes and threads", "`ulimit -u`, or ask the site"
-    if _below(processes, TOO_FEW_PROCESSES):
-        yield fail("processes", text, fix)
-    elif _below(processes, FEW_PROCESSES):
-        yield warn("processes", text, fix)
-    else:
-        yield ok("processes", text)
+    least, few = TOO_FEW_PROCESSES, FEW_PROCESSES
+    yield graded("processes", _bounded(processes), text, fix, least=least, few=few)
     locked, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         text = f"only {size(locked)} may be locked, and InfiniBand locks its buffers"
         yield warn("locked memory", text, "`ulimit -l unlimited`, or LimitMEMLOCK of slurmd")
 
 
-def _below(limit: int, least: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < least
+def _bounded(limit: int) -> float:
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _count(limit: int) -> str:

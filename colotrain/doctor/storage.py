@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
+from colotrain.doctor.finding import Environment, Finding, fail, graded, ok, size, warn
 
 GIB = 1 << 30
 TRIAL_BYTES = 32 << 20
@@ -57,12 +57,8 @@ def _check_room(folder: Path) -> Iterator[Finding]:
     stat = os.statvfs(folder)
     free = stat.f_bavail * stat.f_frsize
     fix = "remove old runs, or set checkpoint.keep=1; a checkpoint is 12 bytes per parameter"
-    if free < GIB // 4:
-        yield fail("disk space", f"{size(free)} are free in {folder}", fix)
-    elif free < 5 * GIB:
-        yield warn("disk space", f"{size(free)} are free in {folder}", fix)
-    else:
-        yield ok("disk space", f"{size(free)} are free")
+    text = f"{size(free)} are free" + (f" in {folder}" if free < 5 * GIB else "")
+    yield graded("disk space", free, text, fix, least=GIB // 4, few=5 * GIB)
     if stat.f_files and stat.f_favail < 10_000:
         yield warn("disk space", f"only {stat.f_favail:,} more files fit in {folder}", fix)
 
