@@ -32,7 +32,7 @@ class Plugin:
     name: str = "auto"
     """zero1, zero2, zero3, fsdp-hybrid, gemini, or auto (the fastest that fits)."""
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per module: `{"blocks.0-3": {reshard: false}}`."""
+    """Settings of single modules: `{"blocks.0-3": {reshard: false}}`."""
     reshard: bool | None = None
     """Free whole parameters after use (true) or keep them through the step (false)."""
     shard_size: int | None = None

@@ -67,7 +67,7 @@ class DeviceClock:
     def seconds(self) -> dict[str, float | None]:
         """Return data_s, compute_s and reduce_s of this step, and optimizer_s of the one before.
 
-        Only after the host has waited for "reduced" and after "updated" is marked; empty on CPU.
+        Call it after the host has waited for "reduced" and "updated" is marked; empty on CPU.
         """
         if self.device.type != "cuda":
             return {}

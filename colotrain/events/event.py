@@ -47,9 +47,9 @@ class EventKind:
 
     KIND: ClassVar[str]
     _WRITTEN: ClassVar[list[tuple[str, bool]]]
-    """(field, whether it is left out while it is None) of the fields to write."""
+    """Fields to write, as pairs (field, whether it is left out while it is None)."""
     _READ: ClassVar[list[tuple[str, Any, Callable[[Any], Any]]]]
-    """(field, its type, function from JSON data to its type) of the fields to read."""
+    """Fields to read, as triples (field, its type, function from JSON data to its type)."""
     _FROM_EVENT: ClassVar[list[str]]
     _BLANK: ClassVar[dict[str, Any]]
     """Values of the fields without a default where the file has none."""

@@ -46,7 +46,7 @@ class Launch:
     causes: list[str] = field(default_factory=list)
     """Causes of the earlier attempts' failures, oldest first."""
     raised_errors: set[tuple[int, str, str]] = field(default_factory=set)
-    """(step, phase, error) that ranks raised in earlier attempts."""
+    """Errors that ranks raised in earlier attempts, as triples (step, phase, error)."""
     exits: list[kinds.WorkerExit] = field(default_factory=list)
     """Exits of this machine's workers in the newest attempt that failed."""
     ended: list[Event] = field(default_factory=list)

@@ -15,7 +15,7 @@ ALWAYS: dict[str, Any] = {
 }
 """Defaults of all tools: they neither clip nor change the learning rate."""
 Argument = tuple[str, str, Any]
-"""(the tool's name of an argument, colotrain's key, the tool's default)."""
+"""Arguments as triples (the tool's name, colotrain's key, the tool's default)."""
 PLACES = {
     "deepspeed": ("optimizer.type", "optimizer.params"),
     "lightning": ("optimizer.class_path", "optimizer.init_args"),

@@ -33,7 +33,7 @@ class Traffic:
     attention_bytes: float = 0.0
     """Bytes sent between ranks that divide samples: keys, values and their gradients."""
     attention_whole: float = 0.0
-    """The same with the rank's own."""
+    """Bytes of these that a rank holds afterwards, its own included."""
 
     @property
     def bytes_per_step(self) -> int:
@@ -76,7 +76,7 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
 
 
 def _uses(groups: dict[str, Group], trace: Trace | None, steps: int) -> Iterator[tuple[str, int]]:
-    """(group, all-gathers in a step)."""
+    """Yield each group and the number of its all-gathers in a step."""
     reached = reached_by_backward(trace)
     fetched = fetched_ahead(groups, trace)
     for name, group in groups.items():

@@ -28,7 +28,7 @@ class Costs:
     flop_s: float
     attention_flop_s: float
     byte_s: float
-    """Per byte read or written by operations other than matmuls and attention."""
+    """Seconds per byte read or written by operations other than matmuls and attention."""
     op_s: float
     repeated_op_s: float
     """Added per operation that checkpointed blocks repeat in backward."""
@@ -37,7 +37,7 @@ class Costs:
     reduced_byte_s: float
     replicated_byte_s: float
     collective_s: float
-    """Per collective of any size; on CPU with the engine's own work for it."""
+    """Seconds per collective of any size; on CPU with the engine's own work for it."""
     element_s: float
     """Optimizer, per element of the shard."""
     step_s: float = 0.0

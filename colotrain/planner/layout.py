@@ -9,7 +9,7 @@ from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import Gradients, ParametersLive
 
 STATE_BYTES = 4
-"""Bytes per element of optimizer state, which is fp32."""
+"""Bytes per element of optimizer state, which has the dtype of its parameter: here fp32."""
 CPU_BASELINE_BYTES = 257 << 20
 """Memory of a worker with torch 2.13 for CPU: 240 to 248 MiB when the model is built, without the
 model, and 8 to 15 MiB of library pages first touched in training."""

@@ -64,7 +64,7 @@ def non_model_bytes(layout: Layout, survey: Survey, trace: Trace | None) -> tupl
     """Most bytes of activations, and of gathered parameters and unreduced gradients beside them.
 
     On CUDA both are those of the moment at which a step holds most beside parameters, sharded
-    gradients and optimizer state. The second is None on CPU and without a trace: then
+    gradients and optimizer state. The second value is None on CPU and without a trace; then
     `spec.offload.transient_bytes` estimates it.
     """
     if trace is None:

@@ -78,8 +78,10 @@ def resolve(
     `survey` examines the model, `trace` traces a micro-batch (without it, activations and time are
     left out), `samples` and `validation` count the samples of the splits. `found` are problems of
     composing `config`, which are reported with the new ones. The returned `PlanningContext` can
-    evaluate alternatives to the plan. Without `hints` there are no warnings about memory, and for a
-    `smoke` run none about its length.
+    evaluate alternatives to the plan. The four are functions, because what they examine (a model,
+    a micro-batch, an epoch) follows from the settings that are read here, and alternatives trace
+    further micro-batches; so the planner imports neither torch nor the user's code. Without
+    `hints` there are no warnings about memory, and for a `smoke` run none about its length.
     """
     problems = list(found)
     settings = read(Config, config, key="", problems=problems)

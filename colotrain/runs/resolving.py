@@ -1,4 +1,4 @@
-"""From a command's arguments to a plan: compose them, examine machine and model, resolve."""
+"""Resolves a command's arguments to a plan: composes them, examines machine and model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ResolvedConfig:
     config: dict[str, Any]
     plan: RunPlan
     context: PlanningContext
-    """Inputs of the plan, with which alternatives to it can be compared."""
+    """Inputs of the plan, from which alternatives to it can be computed."""
     machine: Machine
     """Machine that the plan was made for: this one, or a node of a job."""
     notices: tuple[str, ...] = ()

@@ -74,7 +74,7 @@ def pack(
 
 
 def _split(unit: Unit, chunk_bytes: int, top: str) -> Iterator[tuple[Unit, str | None]]:
-    """The unit with owner None, or, if it is too large, its parts and the remainder with `top`."""
+    """Yield the unit with owner None; if it is too large, its parts and rest with owner `top`."""
     if unit.num_bytes <= chunk_bytes or not unit.parts:
         yield unit, None if unit.name == top else top
         return
@@ -89,8 +89,9 @@ def _split(unit: Unit, chunk_bytes: int, top: str) -> Iterator[tuple[Unit, str |
 def choose_chunk_bytes(units: Sequence[Unit], *, state_bytes: int) -> int:
     """The size that packs `units` with least padding in at most MOST_GROUPS groups.
 
-    Among equally good sizes, the one nearest to IDEAL_BYTES. Where possible, packing adds at most
-    the share EXTRA to `state_bytes`: a rank's bytes of parameters, gradients and optimizer state.
+    Among equally good sizes, the one nearest to IDEAL_BYTES is taken. Where possible,
+    packing adds at most the share EXTRA to `state_bytes`: a rank's bytes of parameters, gradients
+    and optimizer state.
     """
     own = {unit.num_bytes * count for unit in units for count in (1, 2, 3, 4, 8)}
     sizes = sorted({*SIZES, *(n for n in own if SIZES[0] <= n <= SIZES[-1])})

@@ -1,4 +1,4 @@
-"""What is known of a model without training it: its parameters, and a traced micro-batch."""
+"""Facts about a model that need no training: its parameters, and a traced micro-batch."""
 
 from __future__ import annotations
 
@@ -106,4 +106,4 @@ class Trace:
     input_bytes: int = 0
     """Bytes of the micro-batch itself."""
     exchange: Exchange = field(default_factory=Exchange)
-    """What ranks that divide the samples' tokens among themselves exchange."""
+    """Bytes exchanged by ranks that divide the samples' tokens among themselves."""

@@ -52,7 +52,7 @@ class Trajectory:
     optimizer_steps: int
     frozen: frozenset[str]
     rounding: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """Per step of "gradients" or "parameters": name → error of plain torch in its own dtype."""
+    """Kind ("gradients" or "parameters") → step → name → error of plain torch in its own dtype."""
     draws: bool = False
     """Whether the model's forward draws random numbers other than dropout's."""
     computed_in: frozenset[torch.dtype] = frozenset()

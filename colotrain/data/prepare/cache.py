@@ -29,7 +29,7 @@ POLL_S = 0.05
 
 
 def cache_folder() -> Path:
-    """`$COLOTRAIN_CACHE`, else `$XDG_CACHE_HOME/colotrain`, else `~/.cache/colotrain`."""
+    """Return `$COLOTRAIN_CACHE`, else `$XDG_CACHE_HOME/colotrain`, else `~/.cache/colotrain`."""
     if own := os.environ.get("COLOTRAIN_CACHE"):
         return Path(own).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -46,7 +46,7 @@ class Cache:
         return self.path / "tokens" / key
 
     def recall(self, fingerprint: str) -> dict[str, Any] | None:
-        """The answer that `remember` stored for this fingerprint, or None."""
+        """Return the answer that `remember` stored for this fingerprint, or None."""
         try:
             found = json.loads(self._index(fingerprint, "json").read_text("utf-8"))
         except (OSError, ValueError):
@@ -73,7 +73,7 @@ class Cache:
 
     @contextmanager
     def publish(self, fingerprint: str, key: str, *, readers: int = 0o044) -> Iterator[Path]:
-        """A folder to write into that becomes `entry(key)` when the block ends without an error.
+        """Yield a folder that becomes `entry(key)` when the block ends without an error.
 
         Other users may read it as far as `readers` (bits of a file's mode) and the umask allow.
         The caller must hold the fingerprint's lock: files of a killed holder are removed first.

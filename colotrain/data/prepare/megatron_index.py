@@ -20,7 +20,7 @@ HEADER = struct.Struct("<9sQBQQ")
 
 
 def document_ends(index: Path) -> np.ndarray[Any, Any]:
-    """Position in the `.bin`, in tokens, of each document's end."""
+    """Return the position in the `.bin`, in tokens, of each document's end."""
     _, lengths, _, marks = read_index(index)
     before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     ends: np.ndarray[Any, Any] = before[marks[1:]]
@@ -28,7 +28,7 @@ def document_ends(index: Path) -> np.ndarray[Any, Any]:
 
 
 def read_index(index: Path) -> tuple[int, Any, Any, Any]:
-    """Code of the token type, the sequences' lengths and first bytes, the documents' marks."""
+    """Return the token type's code, the sequences' lengths and first bytes, and document marks."""
     data = index.read_bytes()
     try:
         magic, version, code, num_sequences, num_marks = HEADER.unpack_from(data)

@@ -47,7 +47,7 @@ class Encoded:
     targets: dict[str, bytes]
     num_bytes: dict[str, int]
     bad: list[tuple[str, str]] = field(default_factory=list)
-    """(`FILE:LINE`, reason) of each bad record."""
+    """Bad records, as pairs (`FILE:LINE`, reason)."""
     file: str
     done: int
 

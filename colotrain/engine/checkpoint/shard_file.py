@@ -102,7 +102,7 @@ class PieceLock:
 
     def __init__(self) -> None:
         self.next = 0
-        """Index of the first piece that is not read to its end."""
+        """Index of the first piece that is not written to its end."""
         self._lock, self._free = threading.Lock(), threading.Event()
         self._free.set()
 

@@ -101,7 +101,7 @@ class Stretch:
     phase: str
     block: str
     changes: list[tuple[int, int]] = field(default_factory=list)
-    """(storage, 1 when allocated or -1 when freed), in their order."""
+    """Allocations and frees in their order, as pairs (storage, 1 or -1)."""
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
