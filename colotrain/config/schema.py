@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.sizes import Size
-from colotrain.spec.plan import Recompute
+from colotrain.spec.plan import Recompute, RulePlan
 from colotrain.spec.precisions import PrecisionName
 
 DataFormat = Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"]
@@ -211,18 +211,6 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Settings for some parameters."""
-
-    match: str
-    """Glob on parameter names."""
-    lr_scale: float | None = None
-    """Learning rate, as a multiple of `optim.lr`."""
-    weight_decay: float | None = None
-    """Weight decay, for parameters of any shape."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Optim:
     """The optimizer."""
 
@@ -231,7 +219,7 @@ class Optim:
     `package.module:Class`, which is called with parameter groups, `lr` and `args`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of an optimizer of your own."""
-    rules: list[Rule] = field(default_factory=list)
+    rules: list[RulePlan] = field(default_factory=list)
     """Settings for some parameters: `[{match: "embed*", lr_scale: 0.1, weight_decay: 0.0}]`; later
     rules win if several match."""
     lr: float = 1e-3

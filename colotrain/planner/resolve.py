@@ -53,7 +53,6 @@ from colotrain.spec.plan import (
     ModelPlan,
     ObservePlan,
     OptimPlan,
-    RulePlan,
     RunPlan,
     TrainPlan,
 )
@@ -264,10 +263,7 @@ def _optim(optim: Optim, steps: Steps) -> OptimPlan:
         final_ratio=optim.schedule.min_lr_ratio,
         decay_steps=optim.schedule.decay_steps,
         args=optim.args,
-        rules=tuple(
-            RulePlan(match=rule.match, lr_scale=rule.lr_scale, weight_decay=rule.weight_decay)
-            for rule in optim.rules
-        ),
+        rules=tuple(optim.rules),
     )
 
 

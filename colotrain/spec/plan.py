@@ -203,8 +203,11 @@ class RulePlan:
     """Optimizer settings of the parameters whose names match a glob."""
 
     match: str
+    """Glob on parameter names."""
     lr_scale: float | None = None
+    """Learning rate, as a multiple of `optim.lr`."""
     weight_decay: float | None = None
+    """Weight decay, for parameters of any shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
