@@ -145,7 +145,13 @@ def test_events_with_values_nobody_writes_are_shown() -> None:
             if event.fields:
                 event.fields.update(altered(chance, dict.fromkeys(event.fields)))
         view = Fold(max_steps=8).add(events).view()
-        render(FrameState.at_last_event(view, run_plan()), width=100, height=30)
+        render(
+            FrameState(
+                view=view, plan=run_plan(), now=view.last_event_at or 0.0, state=view.status
+            ),
+            width=100,
+            height=30,
+        )
 
 
 def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
