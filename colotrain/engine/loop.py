@@ -47,12 +47,7 @@ def train(run: Run) -> str:
     while run.step < plan.train.max_steps:
         clock = Clock()
         gpu.begin_step()
-        run.generators = generators.states(run.device)
-        run.sharded.calls.clear()
-        if run.tiers is not None:
-            run.tiers.begin_step()
-        unfreeze_(run)
-        gradients.clear_(run.sharded.module)
+        _begin_step(run)
         batches, num = Fetch(run, gpu), plan.batch.accumulation_steps
         with monitor.interruptible(run):
             totals = accumulate(run.gradients, batches, num=num, totals=new_totals(run))
@@ -84,12 +79,7 @@ def train(run: Run) -> str:
         if leaves_early:
             run.stop_reason = run.stop_reason or READ_BACK
         if (result.stop or leaves_early) and run.step < plan.train.max_steps:
-            checkpoint.save(run)
-            checkpoint.finish_saving(run)
-            if run.stop_error is not None:
-                raise run.stop_error
-            reason = run.stop_reason or "another rank"
-            run.events.write(WorkerStopped(step=run.step, reason=reason))
+            _save_and_stop(run)
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
@@ -99,6 +89,25 @@ def train(run: Run) -> str:
     checkpoint.finish_saving(run)
     run.events.write(WorkerFinished(step=run.step))
     return "finished"
+
+
+def _begin_step(run: Run) -> None:
+    """Note the random state, unfreeze what is due, and drop the last step's gradients."""
+    run.generators = generators.states(run.device)
+    run.sharded.calls.clear()
+    if run.tiers is not None:
+        run.tiers.begin_step()
+    unfreeze_(run)
+    gradients.clear_(run.sharded.module)
+
+
+def _save_and_stop(run: Run) -> None:
+    """Save, and record why the ranks stop. Raises the error because of which they do, if any."""
+    checkpoint.save(run)
+    checkpoint.finish_saving(run)
+    if run.stop_error is not None:
+        raise run.stop_error
+    run.events.write(WorkerStopped(step=run.step, reason=run.stop_reason or "another rank"))
 
 
 def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:
