@@ -34,6 +34,13 @@ def to_plain(record: Any) -> Any:
     return record
 
 
+def same_fields(record: Any, cls: type) -> dict[str, Any]:
+    """Return the values of the fields that a dataclass and `cls` both have, by name."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    found = (field.name for field in dataclasses.fields(record) if field.name in names)
+    return {name: getattr(record, name) for name in found}
+
+
 def from_plain(cls: type[T], data: Any) -> T:
     """Return the record of type `cls` with the data; raise `ConfigError` with all problems."""
     problems: list[Problem] = []

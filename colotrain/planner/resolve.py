@@ -39,7 +39,7 @@ from colotrain.planner.plugin import (
     decide,
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
-from colotrain.records import read, sections
+from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch
 from colotrain.spec.optimizers import optimizer_of
@@ -229,42 +229,28 @@ def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
 
 
 def _train(train: Train, steps: Steps, num_validation: int | None) -> TrainPlan:
-    return TrainPlan(
-        max_steps=steps.max_steps,
-        seed=train.seed,
-        precision=train.precision,
-        grad_clip=train.grad_clip,
-        activation_checkpointing=train.activation_checkpointing,
-        compile=train.compile,
-        eval_every=steps.eval_every,
-        eval_steps=train.eval_steps,
-        on_nonfinite=train.on_nonfinite,
-        max_rollbacks=train.max_rollbacks,
-        on_gradients=train.on_gradients,
-        epochs=train.epochs,
-        epoch_steps=steps.per_epoch,
-        last_batch=train.last_batch,
-        num_validation=num_validation,
-    )
+    computed = {
+        "max_steps": steps.max_steps,
+        "eval_every": steps.eval_every,
+        "epoch_steps": steps.per_epoch,
+        "num_validation": num_validation,
+    }
+    return TrainPlan(**same_fields(train, TrainPlan) | computed)
 
 
 def _optim(optim: Optim, steps: Steps) -> OptimPlan:
     betas, place = list(optim.betas), optimizer_of(optim.name).momentum_beta
     if optim.momentum is not None and place is not None and place < len(betas):
         betas[place] = optim.momentum
-    return OptimPlan(
-        name=optim.name,
-        lr=optim.lr,
-        betas=tuple(betas),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        schedule=optim.schedule.name,
-        warmup_steps=steps.warmup_steps,
-        final_ratio=optim.schedule.min_lr_ratio,
-        decay_steps=optim.schedule.decay_steps,
-        args=optim.args,
-        rules=tuple(optim.rules),
-    )
+    computed = {
+        "betas": tuple(betas),
+        "rules": tuple(optim.rules),
+        "schedule": optim.schedule.name,
+        "warmup_steps": steps.warmup_steps,
+        "final_ratio": optim.schedule.min_lr_ratio,
+        "decay_steps": optim.schedule.decay_steps,
+    }
+    return OptimPlan(**same_fields(optim, OptimPlan) | computed)
 
 
 def _cluster(scale: Scale, machine: Machine) -> ClusterPlan:
