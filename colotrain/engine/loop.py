@@ -163,6 +163,8 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
     took_s = run.progress.elapsed_s()
     requests = torch.tensor([*flags, order, order * order, took_s], dtype=torch.float64)
+    if run.tiers is not None:
+        run.tiers.transfers.order_gradients()
     norms, used = gradients.local_statistics(run.gradients, run.device)
     known_here = gradients.to_device(torch.cat((requests, used)), run.device)
     mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
@@ -291,6 +293,8 @@ def again(run: Run, *, phase: str) -> Iterator[Fetch]:
     gradients.clear_(run.sharded.module)
     with torch.no_grad(), label_shift.kept_buffers(run.sharded.module), torch.enable_grad():
         yield Fetch(run)
+    if run.tiers is not None:
+        run.tiers.transfers.wait_for_gradients()
     gradients.drop_unused_(run.gradients)
     run.micro_batches = done  # the second pass is not training
     run.at(before)

@@ -66,7 +66,7 @@ class Recorder:
 
 
 def _over_all_ranks(mine: Tensor, state: GradientState) -> Tensor:
-    device = next(state.sharded.module.parameters()).device
+    device = torch.device(state.sharded.mesh.device_type)
     parts = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine.to(device))
     stacked = torch.stack(parts).cpu()

@@ -64,6 +64,12 @@ class Region:
             offset += aligned(size * dtype.itemsize)
         return tensors
 
+    def memory(self) -> Tensor:
+        """Return the whole region as bytes."""
+        return torch.frombuffer(
+            self.file.memory, dtype=torch.uint8, count=self.num_bytes, offset=self.start
+        )
+
     def fetch(self, *, to_write: bool) -> None:
         """Read the pages and map them; blocks until they are in memory."""
         advice = MADV_POPULATE_WRITE if to_write else MADV_POPULATE_READ

@@ -6,6 +6,7 @@ of torch's optimizer, tensors are replaced by those of `GroupStorage.offloaded_s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colotrain.engine.offload.disk import DiskStore, Region, aligned
-from colotrain.engine.offload.page_locked import page_locked
-from colotrain.engine.sharding.fsdp_internals import local_of, put_shard
+from colotrain.engine.offload.blocks import Block, Window, allocate, num_bytes_of
+from colotrain.engine.offload.disk import DiskStore, Region
+from colotrain.engine.sharding.fsdp_internals import (
+    gather_from,
+    gathered_dtype_of,
+    local_of,
+    put_shard,
+)
 from colotrain.engine.sharding.sharded_model import Group
 from colotrain.spec.offload import Kind, Tier
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Parameter name → key of its optimizer state → tensor."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StateBlock:
+    """Memory below a GPU for optimizer state that was made in the same update."""
+
+    block: Block
+    keys: list[tuple[str, str]]
+    """Parameter name and key of the state of each of the block's tensors."""
+    on_device: Tensor | None = None
+    """Copy of the block during its group's update."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,13 +50,19 @@ class GroupStorage:
     """Parameter name → torch's record of the parameter (FSDPParam)."""
     parameters: Tier
     """Tier in which the parameters are now; on CPU this is "host" or "disk"."""
-    pinned: bool
-    """Memory on the host must be page-locked, for copies to and from a GPU."""
+    on_gpu: bool
+    """Whether training computes on a GPU: what rests below it is then copied block by block."""
     regions: dict[Kind, list[Region]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Parameter name → mapped memory for its sharded gradient."""
     offloaded_state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Parameter name → key → tensor of optimizer state in a tier below the device."""
+    state_blocks: list[StateBlock] = field(default_factory=list)
+    """The memory of `offloaded_state` below a GPU."""
+    shards: Block | None = None
+    """The memory of parameters below a GPU."""
+    gathered: list[Tensor] = field(default_factory=list)
+    """Copies of `shards` on the GPU that an all-gather has not taken yet, the first one last."""
     last_trained: str = ""
     """Name of the group's last parameter whose gradient is reduced."""
 
@@ -49,25 +72,37 @@ class GroupStorage:
     def holds(self, parameter: Tensor) -> bool:
         return any(param.sharded_param is parameter for param in self.names.values())
 
-    def move_parameters(self, tier: Tier, store: DiskStore | None, *, fresh: bool) -> None:
+    def move_parameters(
+        self, tier: Tier, store: DiskStore | None, window: Window, *, fresh: bool
+    ) -> None:
         """Give the sharded parameters memory in `tier`; `fresh` ones have no values to copy."""
         params = list(self.names.values())
         sizes = [param.padded_sharded_param_size.numel() for param in params]
         dtypes = [param.sharded_param.dtype for param in params]
-        if tier == "disk":
-            if "parameters" not in self.regions:
-                self.regions["parameters"] = [_take(store, sizes, dtypes)]
+        if tier == "disk" and "parameters" not in self.regions:
+            self.regions["parameters"] = [take(store, sizes, dtypes)]
+        if self.on_gpu:
+            region = self.regions["parameters"][0] if tier == "disk" else None
+            self.shards = allocate(sizes, dtypes, region)
+            flats = self.shards.views()
+            for index, param in enumerate(params):
+                gather_from(param, functools.partial(self._next_shard, window, first=index == 0))
+        elif tier == "disk":
             flats = self.regions["parameters"][0].carve(sizes, dtypes)
         else:
-            flats = self._on_host(sizes, dtypes)
+            flats = [torch.empty(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
         for param, flat in zip(params, flats, strict=True):
             put_shard(param, flat, fresh=fresh)
         self.parameters = tier
 
-    def _on_host(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        if self.pinned:
-            return page_locked(sizes, dtypes)
-        return [torch.empty(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
+    def _next_shard(self, window: Window, *, first: bool) -> Tensor:
+        """Return a parameter's shard on the GPU; torch asks for them in the order of the group."""
+        if first:
+            assert self.shards is not None
+            shards = self.shards.views(window.to_device(self.shards))
+            dtypes = [gathered_dtype_of(param) for param in self.names.values()]
+            self.gathered = cast_together(shards, dtypes)[::-1]
+        return self.gathered.pop()
 
     def store_gradient(self, name: str, leaf: Tensor, store: DiskStore | None) -> Tensor:
         """Copy the sharded gradient of `leaf` to disk; returns its local part there."""
@@ -88,59 +123,115 @@ class GroupStorage:
         }
         sizes = [local_of(leaf).numel() for leaf in missing.values()]
         dtypes = [leaf.dtype for leaf in missing.values()]
-        region = _take(store, sizes, dtypes)
+        region = take(store, sizes, dtypes)
         self.regions.setdefault("gradients", []).append(region)
         self.gradients |= dict(zip(missing, region.carve(sizes, dtypes), strict=True))
 
-    def fetch_state(self, names: list[str], optimizer: Any, *, to_stay: bool) -> None:
+    def fetch_state(
+        self, names: list[str], optimizer: Any, window: Window, *, to_stay: bool
+    ) -> None:
         """Copy optimizer state to the shards' device; `to_stay` frees the lower tier's memory."""
-        for name in names:
-            shard = optimizer.shards[name]
-            for key, offloaded in self.offloaded_state.get(name, {}).items():
-                if offloaded.device != shard.device or to_stay:
-                    copy = offloaded.to(shard.device, non_blocking=True, copy=True)
-                    optimizer.torch.state[shard][key] = copy
+        states = optimizer.torch.state
+        if self.on_gpu:
+            self._fetch_blocks(names, optimizer, window)
+        elif to_stay:
+            for name in names:
+                for key, offloaded in self.offloaded_state.get(name, {}).items():
+                    states[optimizer.shards[name]][key] = offloaded.clone()
         if to_stay:
             self.offloaded_state.clear()
+            self.state_blocks.clear()
+
+    def _fetch_blocks(self, names: list[str], optimizer: Any, window: Window) -> None:
+        if self.parameters != "device":  # the update is on the host
+            return
+        for each in self.state_blocks:
+            each.on_device = window.to_device(each.block)
+            copies = each.block.views(each.on_device)
+            for (name, key), copy in zip(each.keys, copies, strict=True):
+                if name in names and name in self.offloaded_state:
+                    shape = self.offloaded_state[name][key].shape
+                    optimizer.torch.state[optimizer.shards[name]][key] = copy.view(shape)
 
     def offload_state(
-        self, names: list[str], optimizer: Any, tier: Tier, store: DiskStore | None
+        self,
+        names: list[str],
+        optimizer: Any,
+        tier: Tier,
+        store: DiskStore | None,
+        window: Window,
     ) -> None:
         """Copy the optimizer state of `names` to `tier`; tensors that are there already stay."""
         states = {name: _large(optimizer.torch.state[optimizer.shards[name]]) for name in names}
         fresh = {n: s for n, s in states.items() if s and n not in self.offloaded_state}
         if fresh:
             self.offloaded_state |= self._allocate_state(fresh, tier, store)
+        whole = self._leave_blocks(states, window)
         for name, state in states.items():
             for key, value in state.items():
                 offloaded = self.offloaded_state[name][key]
-                if value is not offloaded:
-                    offloaded.copy_(value, non_blocking=self.pinned)
+                if value is not offloaded and (name, key) not in whole:
+                    offloaded.copy_(value, non_blocking=self.on_gpu)
                     if value.is_cuda:  # freed here while the copying stream still reads it
                         value.record_stream(torch.cuda.current_stream())
-                    optimizer.torch.state[optimizer.shards[name]][key] = offloaded
+                optimizer.torch.state[optimizer.shards[name]][key] = offloaded
+
+    def _leave_blocks(self, states: State, window: Window) -> set[tuple[str, str]]:
+        """Copy down the blocks whose tensors the update left in place; returns their keys."""
+        found: set[tuple[str, str]] = set()
+        for each in self.state_blocks:
+            flat, each.on_device = each.on_device, None
+            values = [states.get(name, {}).get(key) for name, key in each.keys]
+            if flat is not None and all(v is not None and _is_in(flat, v) for v in values):
+                window.to_host(each.block, flat)
+                found.update(each.keys)
+        return found
 
     def _allocate_state(
         self, states: State, tier: Tier, store: DiskStore | None
     ) -> dict[str, dict[str, Tensor]]:
         flat = [(n, k, t) for n, state in states.items() for k, t in state.items()]
         sizes, dtypes = [t.numel() for *_, t in flat], [t.dtype for *_, t in flat]
+        region = None
         if tier == "disk":
-            region = _take(store, sizes, dtypes)
+            region = take(store, sizes, dtypes)
             self.regions.setdefault("optimizer", []).append(region)
+        if self.on_gpu:
+            block = allocate(sizes, dtypes, region)
+            self.state_blocks.append(StateBlock(block=block, keys=[(n, k) for n, k, _ in flat]))
+            tensors = block.views()
+        elif region is not None:
             tensors = region.carve(sizes, dtypes)
         else:
-            tensors = self._on_host(sizes, dtypes)
+            tensors = [torch.empty(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
         offloaded: dict[str, dict[str, Tensor]] = {}
         for (name, key, value), tensor in zip(flat, tensors, strict=True):
             offloaded.setdefault(name, {})[key] = tensor.view(value.shape)
         return offloaded
 
 
-def _take(store: DiskStore | None, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Region:
+def cast_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return flat tensors in their `dtypes`, those that change in one allocation and one call."""
+    each = list(zip(tensors, dtypes, strict=True))
+    changed = [i for i, (tensor, dtype) in enumerate(each) if tensor.dtype != dtype]
+    found = list(tensors)
+    if changed:
+        sizes = [tensors[i].numel() for i in changed]
+        target = torch.empty(sum(sizes), dtype=dtypes[changed[0]], device=tensors[0].device)
+        parts = target.split(sizes)
+        torch._foreach_copy_(parts, [tensors[i] for i in changed])
+        for index, part in zip(changed, parts, strict=True):
+            found[index] = part
+    return found
+
+
+def _is_in(flat: Tensor, tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def take(store: DiskStore | None, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Region:
     assert store is not None, "a tier on disk without a folder for it"
-    each = zip(sizes, dtypes, strict=True)
-    return store.take(max(1, sum(aligned(n * d.itemsize) for n, d in each)))
+    return store.take(num_bytes_of(sizes, dtypes))
 
 
 def _large(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from colotrain.engine.gradients.gradients import norms
 from colotrain.engine.offload.disk import ALIGNMENT, DiskStore, return_free_memory, whole_pages
+from colotrain.engine.offload.gradient_copies import GradientCopies
 from colotrain.engine.offload.group_storage import GroupStorage
 from colotrain.engine.offload.policy import PlacementPolicy
 from colotrain.engine.offload.transfers import GatherPrefetch, Transfers
-from colotrain.engine.sharding.fsdp_internals import local_of
+from colotrain.engine.sharding.fsdp_internals import local_of, reduce_below
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.shm.shared_parameters import SharedParameters
 from colotrain.errors import ColotrainError
@@ -103,11 +104,14 @@ class Tiers:
                 group=group,
                 names=own,
                 parameters=self.policy.top,
-                pinned=self.policy.device != "cpu",
+                on_gpu=self.policy.device != "cpu",
             )
             self.storages.append(storage)
         self.norms = sharded.norms
         self._reserve(self.placement)
+        if self.transfers.on_gpu:  # before a forward uses memory
+            release = self.transfers.release_gradients
+            sharded.module.register_forward_pre_hook(lambda *_: release(), prepend=True)
 
     def _reserve(self, placement: Placement) -> None:
         """Reserve the space on disk that `placement` needs and that is not reserved yet."""
@@ -134,12 +138,16 @@ class Tiers:
         wanted = [placed.parameters for placed in self.placement.groups]
         moving = [s for s in self.storages if s.names and s.parameters != wanted[s.index]]
         for storage in moving:
-            storage.move_parameters(wanted[storage.index], self.store, fresh=fresh)
+            tier, window = wanted[storage.index], self.transfers.parameter_window
+            storage.move_parameters(tier, self.store, window, fresh=fresh)
             self.transfers.write_back(storage.pages("parameters"))
         if self.shared_params is not None:
             self.shared_params.unshare(storage.group for storage in moving)
         for storage in moving:
+            copies = GradientCopies(storage, self.transfers, self.store, self.norms)
             for fsdp_group in storage.group.fsdp_groups:
+                if self.transfers.on_gpu:
+                    reduce_below(fsdp_group, copies)
                 self.prefetch.watch(storage.index, fsdp_group)
 
     def release(self, parameter: Tensor) -> None:
@@ -165,7 +173,8 @@ class Tiers:
 
     def watch_gradients(self) -> None:
         """Register hooks that move reduced gradients to disk, for groups that keep them there."""
-        if not any(placed.gradients == "disk" for placed in self.placement.groups):
+        on_disk = any(placed.gradients == "disk" for placed in self.placement.groups)
+        if self.transfers.on_gpu or not on_disk:
             return
         for storage in self.storages:
             for name, param in storage.names.items():
@@ -205,13 +214,13 @@ class Tiers:
         for number, (storage, names) in enumerate(busy):
             if ahead is not None:
                 ahead.result()
-            if number == 0 or self.transfers.copy_stream is None:
+            if number == 0 or not self.transfers.on_gpu:
                 self._fetch_state(storage, names, optimizer)
             self.transfers.order_copies()
             for following, others in busy[number + 1 : number + 2]:
                 changed = following.pages("optimizer", "parameters")
                 ahead = self.transfers.read_ahead(following.pages("gradients"), changed)
-                if self.transfers.copy_stream is not None:
+                if self.transfers.on_gpu:
                     self._fetch_state(following, others, optimizer)
             yield names
             self._offload_state(storage, names, optimizer)
@@ -219,8 +228,8 @@ class Tiers:
 
     def _fetch_state(self, storage: GroupStorage, names: list[str], optimizer: Any) -> None:
         to_stay = self.placement.groups[storage.index].optimizer == self.policy.top
-        with self.transfers.copying(after_update=False):
-            storage.fetch_state(names, optimizer, to_stay=to_stay)
+        with self.transfers.going_up():
+            storage.fetch_state(names, optimizer, self.transfers.state_window, to_stay=to_stay)
 
     def _offload_state(self, storage: GroupStorage, names: list[str], optimizer: Any) -> None:
         for region in storage.pages("gradients"):
@@ -230,13 +239,18 @@ class Tiers:
             self.transfers.write_back(storage.pages("parameters"))
             return
         known = len(storage.offloaded_state)
-        with self.transfers.copying(after_update=True):
-            storage.offload_state(names, optimizer, tier, self.store)
+        window = self.transfers.state_window
+        with self.transfers.going_down():
+            storage.offload_state(names, optimizer, tier, self.store, window)
         if len(storage.offloaded_state) > known:  # the optimizer's own allocation is free again
             return_free_memory()
         if storage.pages("optimizer"):  # its pages can be written only once they are copied
-            self.transfers.wait_for_copies()
+            window.finish()
         self.transfers.write_back(storage.pages("parameters", "optimizer"))
+
+    def wait_for_copies(self) -> None:
+        """Let the host wait for optimizer state that is being copied to it."""
+        self.transfers.wait_for_copies()
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the optimizer state of `names`."""

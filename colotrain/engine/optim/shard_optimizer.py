@@ -70,14 +70,17 @@ class ShardOptimizer:
             settings = settings_of(name, parameters[name].ndim, self.plan)
             key = (*settings, self.plan.name == "sgd" and fused_sgd_is_wrong(shard))
             groups.setdefault(key, []).append(self.stepped[name])
+        of_torch: list[dict[str, Any]] = []
         for (lr_scale, weight_decay, muon, loops), chosen in groups.items():
             group = {"params": chosen, "weight_decay": weight_decay, "lr_scale": lr_scale}
             group |= {"muon": muon} if self.plan.name == "muon" else {}
             group |= {"fused": False} if loops else {}
-            if self.torch is None:
-                self.torch = make(self.plan, [group], self)
-                self.torch.register_step_post_hook(self._count)
-            else:
+            of_torch.append(group)
+        if self.torch is None and of_torch:  # Adagrad of torch 2.11 makes state here alone
+            self.torch = make(self.plan, of_torch, self)
+            self.torch.register_step_post_hook(self._count)
+        elif self.torch is not None:
+            for group in of_torch:
                 self.torch.add_param_group(group)
         for made in self.torch.param_groups[len(self._given) :] if self.torch else ():
             self._given.append({k: _copy(v) for k, v in made.items() if k != "params"})
@@ -197,6 +200,8 @@ class ShardOptimizer:
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         assert self.torch is not None
+        if self.tiers is not None:
+            self.tiers.wait_for_copies()
         for name, stepped in self.stepped.items():
             if stepped in self.torch.state:
                 yield name, self.torch.state[stepped]
@@ -269,6 +274,8 @@ class ShardOptimizer:
                 muon = settings_of(name, self.parameters[name].ndim, self.plan)[2]
                 blank = _blank_state(self.plan, stepped, muon=muon)
                 self.torch.state[stepped] = blank
+        if self.tiers is not None:
+            self.tiers.wait_for_copies()
 
     def forget_state_(self, names: Iterable[str]) -> None:
         """Drop the state of `names`; the next update of each begins like a first one."""

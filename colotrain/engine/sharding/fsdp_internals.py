@@ -9,9 +9,12 @@ relies on. Checked against the sources of torch 2.11, 2.12 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from colotrain.torch_internals import unknown_torch
 
 try:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
@@ -46,7 +50,8 @@ RELIED_ON: dict[type, str] = {
     "all_reduce_grads device fsdp_params is_unsharded mp_policy post_backward pre_backward "
     "reduce_grads unshard wait_for_unshard",
     FSDPParam: "_contiguous_orig_stride _get_grad_inner_tensor _orig_size _param_fqn "
-    "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_outputs "
+    "_sharded_param_data _unsharded_param accumulate_unsharded_grad_if_needed all_gather_inputs "
+    "all_gather_outputs param_dtype "
     "contiguous_sharded_stride init_all_gather_outputs mp_policy offload_to_cpu "
     "padded_sharded_param_size reduce_dtype sharded_param sharded_size to_sharded_dtensor "
     "to_unsharded unsharded_accumulated_grad unsharded_accumulated_grad_data unsharded_grad_data "
@@ -280,3 +285,93 @@ def local_of(tensor: Any) -> Tensor:
     """Return the part of a DTensor that this rank holds, without a record for autograd."""
     local: Tensor = tensor._local_tensor
     return local
+
+
+def as_strided_in(flat: Tensor, like: Tensor) -> Tensor:
+    """Return the part of `flat` at which `like` is in its own storage."""
+    return flat.as_strided(
+        like.size(), like.stride(), flat.storage_offset() + like.storage_offset()
+    )
+
+
+# -- a parameter whose shard is below the GPU
+
+
+class GathersFromBelow(FSDPParam):
+    """FSDPParam whose input of the all-gather comes from `_colotrain_source`, on the GPU."""
+
+    _colotrain_source: Callable[[], Tensor]
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        return [self._colotrain_source()]
+
+
+def gather_from(param: Any, source: Callable[[], Tensor]) -> None:
+    """Take the input of the parameter's all-gather, flat and in its dtype, from `source()`."""
+    param._colotrain_source, param.__class__ = source, GathersFromBelow
+
+
+def gathered_dtype_of(param: Any) -> torch.dtype:
+    """Return the dtype in which the parameter is gathered."""
+    dtype: torch.dtype = param.param_dtype or param.sharded_param.dtype
+    return dtype
+
+
+class ReducesBelow(Protocol):
+    """Takes part in the reduction of gradients that rest below the GPU; gets torch's FSDPParams."""
+
+    def bring_up(self, params: Sequence[Any], reducing: Any) -> list[ReducedOnDevice]: ...
+
+    def put_down(self, reduced: Sequence[ReducedOnDevice], reducing: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """Stands for a sharded parameter to which a gradient is assigned."""
+
+    grad: Any
+    _post_accumulate_grad_hooks: None = None
+
+
+class ReducedOnDevice:
+    """Stands for an FSDPParam while its gradient is reduced: the gradient stays on the GPU."""
+
+    offload_to_cpu = False
+
+    def __init__(self, param: Any, grad: Tensor | None) -> None:
+        self.param = param
+        self.sharded_param = _Leaf(None if grad is None else param.to_sharded_dtensor(grad))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.param, name)
+
+
+_foreach_reduce: Callable[..., Any] = _fsdp_param_group.foreach_reduce
+REDUCING_STREAM = 3
+"""Position of the stream of the reduction among the arguments of `foreach_reduce`."""
+
+
+@functools.wraps(_foreach_reduce)
+def _reduce(params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    below: ReducesBelow | None = getattr(params[0], "_colotrain_below", None)
+    if below is None:
+        return _foreach_reduce(params, *args, **kwargs)
+    reducing = args[REDUCING_STREAM - 1]
+    reduced = below.bring_up(params, reducing)
+    found = _foreach_reduce(reduced, *args, **kwargs)
+    below.put_down(reduced, reducing)
+    return found
+
+
+def reduce_below(group: Any, below: ReducesBelow) -> None:
+    """Let `below` take part in the reduction of a group's gradients."""
+    assert list(signature(_foreach_reduce).parameters)[REDUCING_STREAM] == "reduce_scatter_stream"
+    for param in group.fsdp_params:
+        param._colotrain_below = below
+    _fsdp_param_group.foreach_reduce = _reduce  # type: ignore[assignment]
+
+
+def hooks_after_accumulation(leaf: Any) -> list[Callable[[Tensor], None]]:
+    """Return the hooks that `register_post_accumulate_grad_hook` registered."""
+    return list((leaf._post_accumulate_grad_hooks or {}).values())
