@@ -142,7 +142,6 @@ def _groups(resolved: ResolvedConfig, layout: Layout, trace: Trace | None) -> di
     plan, survey = resolved.plan, resolved.survey
     if plan.plugin.chunk_bytes is None:
         return {}
-    activations, gathered = non_model_bytes(layout, survey, trace)
     return {
         "groups": offload.describe_groups(plan.plugin, survey),
         "tiers": offload.describe_tiers(
@@ -150,8 +149,7 @@ def _groups(resolved: ResolvedConfig, layout: Layout, trace: Trace | None) -> di
             survey,
             plan.optim,
             plan.cluster.device,
-            activations=activations,
-            gathered=gathered,
+            transient=non_model_bytes(layout, survey, trace),
             micro_batches=plan.batch.accumulation_steps,
         ),
     }

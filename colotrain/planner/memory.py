@@ -8,7 +8,7 @@ is the largest sum of live tensors; `allocations` adds the freed memory that mal
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from colotrain.planner.allocations import RANGE, AllocationCounter
@@ -30,6 +30,18 @@ class Estimate:
 
     breakdown: MemoryBreakdown
     peak: PeakRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transient:
+    """Bytes of a rank that are not model data, at the peak of a step."""
+
+    activations: int
+    gathered: int | None
+    """Gathered parameters and unreduced gradients beside the activations; None on CPU and without a
+    trace: then `spec.offload.transient_bytes` estimates it."""
+    staged: Callable[[Collection[str]], int] = lambda below: 0
+    """Names of the groups whose parameters are below the GPU → bytes of copies on the GPU."""
 
 
 def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
@@ -60,28 +72,31 @@ def around(num_bytes: int, *, exact: int, share: float = RANGE) -> PeakRange:
     return PeakRange(exact=exact, low=max(exact, low), high=high)
 
 
-def non_model_bytes(layout: Layout, survey: Survey, trace: Trace | None) -> tuple[int, int | None]:
-    """Most bytes of activations, and of gathered parameters and unreduced gradients beside them.
-
-    On CUDA both are those of the moment at which a step holds most beside parameters, sharded
-    gradients and optimizer state. The second value is None on CPU and without a trace; then
-    `spec.offload.transient_bytes` estimates it.
-    """
+def non_model_bytes(layout: Layout, survey: Survey, trace: Trace | None) -> Transient:
+    """What a step holds beside parameters, sharded gradients and optimizer state, at its peak."""
     if trace is None:
-        return 0, None
+        return Transient(activations=0, gathered=None)
     on_cpu, allocations = layout.device == "cpu", AllocationCounter(on_cpu=False)
     _StepSimulation(layout, survey, trace, allocations, keeps_states=on_cpu).run()
     if on_cpu:
-        return allocations.most["activations"], None
+        return Transient(activations=allocations.most["activations"], gathered=None)
     activations = allocations.at_fullest["activations"]
-    return activations, allocations.fullest - activations
+
+    def staged(below: Collection[str]) -> int:
+        counter = AllocationCounter(on_cpu=False)
+        _StepSimulation(layout, survey, trace, counter, keeps_states=False, below=below).run()
+        return max(0, counter.fullest - allocations.fullest)
+
+    gathered = allocations.fullest - activations
+    return Transient(activations=activations, gathered=gathered, staged=staged)
 
 
 class _StepSimulation:
     """Simulates the allocations of two steps of a rank.
 
-    Without `keeps_states` parameters, sharded gradients and optimizer state are on the host: shards
-    are copied to the GPU for their gather, sharded gradients to the host once they are reduced.
+    Without `keeps_states` parameters, sharded gradients and optimizer state are left out. The
+    groups named in `below` rest below the GPU: their shards are copied up together for a gather,
+    sharded gradients to be added to, and down once they are reduced.
     """
 
     def __init__(
@@ -92,8 +107,11 @@ class _StepSimulation:
         allocations: AllocationCounter,
         *,
         keeps_states: bool = True,
+        below: Collection[str] = (),
     ) -> None:
-        self.keeps_states = keeps_states
+        self.keeps_states, self.below = keeps_states, below
+        self.adds = False
+        """Whether the micro-batch adds to the gradients of an earlier one."""
         self.layout, self.survey, self.trace, self.allocations = layout, survey, trace, allocations
         self.groups = find(survey, trace, layout)
         self.root = self.groups[""]
@@ -165,6 +183,7 @@ class _StepSimulation:
             for key in self.handed_over.pop(group.name, []):
                 self.allocations.end(key)
         for index in sorted({0, min(1, num - 1), num - 1}):
+            self.adds = index > 0
             self.micro_batch(last=index == num - 1)
         if self.layout.records_gradients:
             self._record()
@@ -182,6 +201,7 @@ class _StepSimulation:
 
     def micro_batch(self, *, last: bool) -> None:
         self.count += 1
+        self.allocations.end("leaving")
         self.allocations.begin("inputs", "activations", self.trace.input_bytes)
         self._fetch(self.root)
         self._arrive(self.root)
@@ -229,7 +249,7 @@ class _StepSimulation:
     def _fetch(self, group: Group) -> None:
         """Start an all-gather into a buffer, which lives until parameters are copied out of it."""
         if self.layout.shard > 1 and group.name not in self.gathered:
-            copied = 0 if self.keeps_states else group.shard_bytes
+            copied = 0 if self.keeps_states else self._copied(group)
             self.allocations.begin("copied", "buffers", copied)
             self.allocations.begin(
                 ("received", group.name), "buffers", self._private(group.gathered_bytes)
@@ -245,11 +265,26 @@ class _StepSimulation:
             for name in self.groups:
                 if name != group.name:
                     self.allocations.end(("received", name))
+        if self._is_below(group) and self.layout.shard == 1:
+            self.allocations.begin("copied", "buffers", self._copied(group))
         for index, num_bytes in enumerate(group.gathered_sizes):
             self.allocations.begin(("whole", group.name, index), "gathered", num_bytes)
+        self.allocations.end("copied")
         self.gathered.add(group.name)
         if self.layout.shared_memory or (frees and group is not self.root):
             self.allocations.end(("received", group.name))
+
+    def _is_below(self, group: Group) -> bool:
+        """Whether a group, or a part of its cut up block, rests below the GPU."""
+        known_as = (group.name, *group.blocks)
+        return any(
+            n in known_as or n.startswith(tuple(f"{b}." for b in group.blocks)) for n in self.below
+        )
+
+    def _copied(self, group: Group) -> int:
+        """Bytes of a group's shards on the GPU for their gather, and in the compute dtype."""
+        cast = self._is_below(group) and self.layout.precision != "fp32"
+        return group.shard_bytes + cast * group.gathered_bytes // self.layout.shard
 
     def _free(self, group: Group) -> None:
         for index in range(len(group.gathered_sizes)):
@@ -320,6 +355,9 @@ class _StepSimulation:
             return
         for name in self.groups:  # at most one buffer of a reduction is held
             self.allocations.end(("reduced", name))
+        stages = self._is_below(group) and self.adds
+        if stages:
+            self.allocations.begin("staged", "gradients", group.trained_shard_bytes)
         self.allocations.begin(("reduced", group.name), "buffers", group.reduced_bytes)
         for key in whole:
             self.allocations.end(key)
@@ -331,6 +369,10 @@ class _StepSimulation:
             self.allocations.begin("divided", "buffers", group.reduced_bytes)
             self.allocations.end("divided")
         self.allocations.end("sum")
+        if stages:  # until the next group's are there
+            self.allocations.end("leaving")
+            self.allocations.end("staged")
+            self.allocations.begin("leaving", "gradients", group.trained_shard_bytes)
 
     def _sum(self, group: Group, whole: list[object]) -> None:
         """Sum gradients as `engine.shm.reduce_scatter`: into new tensors, or into existing ones."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from colotrain.planner.groups import shard_numel
 from colotrain.planner.layout import STATE_BYTES, baseline_bytes, state_bytes
-from colotrain.planner.memory import Estimate, around
+from colotrain.planner.memory import Estimate, Transient, around
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.offload import (
     Budget,
@@ -26,6 +26,8 @@ from colotrain.spec.offload import (
 from colotrain.spec.packing import Chunk, pack, padding, units_of
 from colotrain.spec.plan import OptimPlan, PluginPlan
 from colotrain.spec.survey import ParameterInfo, Survey
+
+NOTHING = Transient(activations=0, gathered=None)
 
 
 def chunks_of(plugin: PluginPlan, survey: Survey) -> list[Chunk]:
@@ -68,26 +70,33 @@ def predict(
     optim: OptimPlan,
     device: str,
     *,
-    activations: int,
-    gathered: int | None = None,
+    transient: Transient = NOTHING,
     safety: float = 1.0,
 ) -> tuple[list[GroupBytes], Placement, NonModelBytes]:
     """Bytes per group, the placement they lead to, and the bytes of a rank that are not model data.
 
-    `activations` and `gathered` are those of `non_model_bytes`. Where it knows `gathered`, the
-    placement leaves `MARGIN` free beside them, as the run does. Elsewhere `safety` is `SAFETY` for
-    a run's first placement, 1 for the one after its measurements.
+    `transient` is that of `non_model_bytes`. Where it knows `gathered`, the placement leaves
+    `MARGIN` free beside it, as the run does. Elsewhere `safety` is `SAFETY` for a run's first
+    placement, 1 for the one after its measurements.
     """
     assert plugin.budget is not None
     sizes = planned_bytes(plugin, survey, optim)
     process = 0  # on CUDA the context is outside the budget
     if device == "cpu":
         process = baseline_bytes(device, uses_transformers=survey.uses_transformers)
-    if gathered is not None:
-        non_model = NonModelBytes(compute=activations + gathered, update=process)
-        return sizes, place(sizes, plugin.budget, with_margin(non_model), device=device), non_model
-    transient = int(safety * transient_bytes(sizes, ranks=plugin.dp_shard)) + activations
-    non_model = NonModelBytes(compute=process + transient, update=process)
+    if transient.gathered is not None:
+        below: set[str] = set()
+        while True:  # what is moved below the GPU needs room for its copies, more may have to go
+            compute = transient.activations + transient.gathered + transient.staged(below)
+            non_model = NonModelBytes(compute=compute, update=process)
+            placement = place(sizes, plugin.budget, with_margin(non_model), device=device)
+            each = zip(sizes, placement.groups, strict=True)
+            moved = {size.name for size, its in each if its.parameters != placement.top} - below
+            if not moved:
+                return sizes, placement, non_model
+            below |= moved
+    estimate = int(safety * transient_bytes(sizes, ranks=plugin.dp_shard)) + transient.activations
+    non_model = NonModelBytes(compute=process + estimate, update=process)
     return sizes, place(sizes, plugin.budget, non_model, device=device), non_model
 
 
@@ -104,8 +113,7 @@ def offloaded_estimate(
     optim: OptimPlan,
     device: str,
     *,
-    activations: int,
-    gathered: int | None,
+    transient: Transient,
 ) -> Estimate | None:
     """Memory that the placement needs in the top tier; None where nothing is offloaded.
 
@@ -113,15 +121,15 @@ def offloaded_estimate(
     they do not exist at the same time. Only bytes that no lower tier can hold are certain, because
     a run decides its placement again after measuring.
     """
-    sizes, placement, non_model = predict(
-        plugin, survey, optim, device, activations=activations, gathered=gathered
-    )
+    sizes, placement, non_model = predict(plugin, survey, optim, device, transient=transient)
+    activations = transient.activations
     if not placement.streams:
         return None
     top, here = placement.top, bytes_by_tier(sizes, placement)
     resting = {kind: tiers.get(top, 0) for kind, tiers in here.items()}
     window = streaming_bytes(sizes, placement.groups, top)
-    if gathered is not None:  # the run reads both in its plan
+    if transient.gathered is not None:  # the run reads both in its plan
+        gathered = non_model.compute - activations
         more = max(0, non_model.update + window - non_model.compute)
         breakdown = MemoryBreakdown(
             **resting, gathered=gathered, activations=activations, buffers=more
@@ -130,8 +138,8 @@ def offloaded_estimate(
         breakdown = MemoryBreakdown(**resting, buffers=window, baseline=non_model.update)
     else:
         rest = non_model.compute - non_model.update - activations
-        transient = {"gathered": rest, "activations": activations}
-        breakdown = MemoryBreakdown(**resting, **transient, baseline=non_model.update)
+        beside = {"gathered": rest, "activations": activations}
+        breakdown = MemoryBreakdown(**resting, **beside, baseline=non_model.update)
     exact = min(breakdown.total, non_model.update + max(activations, least_bytes(sizes, plugin)))
     return Estimate(breakdown=breakdown, peak=around(breakdown.total, exact=exact))
 
@@ -161,8 +169,7 @@ def describe_tiers(
     optim: OptimPlan,
     device: str,
     *,
-    activations: int,
-    gathered: int | None,
+    transient: Transient,
     micro_batches: int,
 ) -> dict[str, Any]:
     """Bytes per tier, and bytes that a step moves; without a budget all are in the top tier."""
@@ -171,8 +178,6 @@ def describe_tiers(
         unlimited = Budget(device_bytes=1 << 60, host_bytes=1 << 60, disk_bytes=0, disk_path=None)
         placement = place(sizes, unlimited, NonModelBytes(compute=0, update=0), device=device)
     else:
-        _, placement, _ = predict(
-            plugin, survey, optim, device, activations=activations, gathered=gathered
-        )
+        _, placement, _ = predict(plugin, survey, optim, device, transient=transient)
     moved = moved_bytes(sizes, placement, micro_batches=micro_batches)
     return {"bytes": bytes_by_tier(sizes, placement), "moved_bytes": moved}

@@ -60,10 +60,8 @@ class PlanningContext:
         trace = self.search_space.traces(recompute, layout.micro_batch)
         need = Estimate(breakdown=option.memory, peak=option.peak)
         if plugin.budget is not None:
-            activations, gathered = non_model_bytes(layout, survey, trace)
-            lowered = offloaded_estimate(
-                *(plugin, survey, self.optim, device), activations=activations, gathered=gathered
-            )
+            transient = non_model_bytes(layout, survey, trace)
+            lowered = offloaded_estimate(plugin, survey, self.optim, device, transient=transient)
             need = lowered or need
         measured = measured_peaks.recall(self.shape(plugin))
         if measured is not None:
@@ -96,7 +94,7 @@ class PlanningContext:
             return plan
         budget = find_budget(asked, self.scale, self.machine, with_disk=True)
         lowered = dataclasses.replace(plan, budget=budget)
-        _, placement, _ = predict(lowered, survey, self.optim, self.scale.device, activations=0)
+        _, placement, _ = predict(lowered, survey, self.optim, self.scale.device)
         has_room = budget is None or placement.need["disk"] <= budget.disk_bytes
         return lowered if has_room else plan
 
@@ -269,7 +267,7 @@ def check_room(
     """
     if plugin.budget is None:
         return
-    sizes, placement, _ = predict(plugin, survey, optim, scale.device, activations=0, safety=SAFETY)
+    sizes, placement, _ = predict(plugin, survey, optim, scale.device, safety=SAFETY)
     top = "host" if scale.device == "cpu" else "device"
     room = plugin.budget.host_bytes if top == "host" else plugin.budget.device_bytes
     least = least_bytes(sizes, plugin)
