@@ -34,7 +34,8 @@ def import_target(key: str, dotted: str) -> Any:
     for name in attributes.split("."):
         if not hasattr(found, name):
             where = getattr(found, "__name__", module_name)
-            raise _wrong(key, dotted, f"a name that {where} has", suggest(name, _public(found)))
+            public = (known for known in dir(found) if not known.startswith("_"))
+            raise _wrong(key, dotted, f"a name that {where} has", suggest(name, public))
         found = getattr(found, name)
     if not callable(found):
         raise _wrong(key, dotted, f"a callable, not {type(found).__name__}", "name a function")
@@ -116,10 +117,6 @@ def _form_hint(dotted: str) -> str:
     if ":" not in dotted and module_name:
         return f"did you mean {module_name}:{name}?"
     return "write the module, a colon, and the name of the function in it"
-
-
-def _public(found: Any) -> list[str]:
-    return [name for name in dir(found) if not name.startswith("_")]
 
 
 def _wrong(key: str, dotted: str, expected: str, fix: str) -> ConfigError:

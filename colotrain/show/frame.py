@@ -94,14 +94,7 @@ def worst_parameters(view: RunView) -> list[tuple[ParameterGradient, str]]:
             if row.name not in seen:
                 seen.add(row.name)
                 found.append((row, why))
-    return _interleaved(found, idle)
-
-
-def _interleaved(
-    first: list[tuple[ParameterGradient, str]], idle: list[tuple[ParameterGradient, str]]
-) -> list[tuple[ParameterGradient, str]]:
-    """Insert a few unused or zero parameters early, so that a short pane shows some."""
-    return [*first[:4], *idle[:3], *first[4:], *idle[3:]]
+    return [*found[:4], *idle[:3], *found[4:], *idle[3:]]  # a short pane shows some idle ones
 
 
 def _number(value: float | None) -> float:

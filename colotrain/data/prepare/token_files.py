@@ -35,9 +35,10 @@ def open_token_files(
         highest = _highest_token(shard, store, report, salt)
         shard = _with_tokenizer(plan, shard, highest)
         if not split_by_name:
-            found.append(_cut(shard, plan.validation_fraction))
-        else:
-            found.append(_as_validation(shard) if file in held else shard)
+            shard = _cut(shard, plan.validation_fraction)
+        elif file in held:
+            shard = dataclasses.replace(shard, num_train=0, num_validation=shard.num_train)
+        found.append(shard)
     if kind == "nanogpt" and split_by_name and len(found) == 2:
         return _joined(found)
     return found
@@ -102,10 +103,6 @@ def _cut(shard: Prepared, fraction: float) -> Prepared:
     return dataclasses.replace(
         shard, num_train=start, num_validation=count - start, validation_start=start
     )
-
-
-def _as_validation(shard: Prepared) -> Prepared:
-    return dataclasses.replace(shard, num_train=0, num_validation=shard.num_train)
 
 
 def _joined(shards: list[Prepared]) -> list[Prepared]:
