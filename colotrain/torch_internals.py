@@ -46,7 +46,7 @@ try:
     """Register a function, during a backward, to be called when that backward is over."""
     choose_attention = torch._fused_sdp_choice
     multiply, multiply_ = torch._foreach_mul, torch._foreach_mul_
-    norms_of = torch._foreach_norm
+    norms_of, copy_together = torch._foreach_norm, torch._foreach_copy_
     for instance, names in (
         (
             nn.Parameter(torch.empty(0)),

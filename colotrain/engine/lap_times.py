@@ -26,6 +26,10 @@ class Clock:
         now = time.perf_counter()
         self.laps[name], self.last = now - self.last - less, now
 
+    def leave_out(self) -> None:
+        """Count the time since the last lap in none."""
+        self.last = time.perf_counter()
+
     def total(self) -> float:
         return time.perf_counter() - self.started
 
@@ -44,13 +48,19 @@ class DeviceClock:
         self._fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._update: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         """Events around the last update, until they are read."""
+        self.step_s: float | None = None
+        """Seconds from the beginning of the last step to its update; None before there is one."""
 
     def begin_step(self) -> None:
         self._marks, self._fetches = {}, []
         self.mark("begun")
 
     def mark(self, name: str) -> None:
-        """Note that the GPU's queue has come to `name`: begun, computed, reduced or updated."""
+        """Note that the GPU's queue has come to `name`.
+
+        In this order: begun, computed, reduced, after something that is no part of training
+        resumed, updated.
+        """
         if self.device.type == "cuda":
             self._marks[name] = self._event()
 
@@ -75,7 +85,8 @@ class DeviceClock:
         reduced, updated = self._marks["reduced"], self._marks["updated"]
         data_s = sum(_seconds(before, after) for before, after in self._fetches)
         update_s = _seconds(*self._update) if self._update is not None else None
-        self._update = reduced, updated
+        self._update = self._marks.get("resumed", reduced), updated
+        self.step_s = _seconds(begun, reduced)
         return {
             "data_s": data_s,
             "compute_s": _seconds(begun, computed) - data_s,

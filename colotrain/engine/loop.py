@@ -58,6 +58,9 @@ def train(run: Run) -> str:
         if result.update_placement:
             update_placement_(run)
         noise_columns = measure_noise(run) if result.noise and result.finite else None
+        if noise_columns is not None:
+            clock.leave_out()
+            gpu.mark("resumed")
         recorder = Recorder(state=run.gradients, optimizer=run.optimizer)
         if result.record:
             recorder.begin()
@@ -161,7 +164,8 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     order = run.sharded.order_of_calls()
     short, due = run.tiers is not None and run.tiers.policy.exceeds_budget(), run.saver.is_due()
     flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
-    took_s = run.progress.elapsed_s()
+    # a GPU has not done yet what the host has queued: of it, the step before is known
+    took_s = run.progress.elapsed_s() if gpu.step_s is None else gpu.step_s
     requests = torch.tensor([*flags, order, order * order, took_s], dtype=torch.float64)
     if run.tiers is not None:
         run.tiers.transfers.order_gradients()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,27 @@ from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 CHUNK_LOGITS = 1 << 22
-"""Logits that exist at a time: 16 MiB in float32."""
+"""Logits that exist at a time on the CPU: 16 MiB in float32, which its caches almost hold."""
+GPU_CHUNK_LOGITS = 1 << 26
+"""Logits that exist at a time on a GPU, 256 MiB in float32: 2,048 rows of 32,768. With few rows
+each matmul reads all of the head's weight, and adds to all of its gradient, for little work."""
+_device_type: ContextVar[str | None] = ContextVar("device_type", default=None)
+
+
+@contextmanager
+def computing_as(device_type: str) -> Iterator[None]:
+    """Divide the loss into the chunks of a device of this type, on the meta device too."""
+    before = _device_type.set(device_type)
+    try:
+        yield
+    finally:
+        _device_type.reset(before)
+
+
+def rows_at_once(vocab_size: int, device_type: str) -> int:
+    """Return the rows of a chunk; `device_type` is that of the tensors."""
+    on_cpu = (_device_type.get() or device_type) == "cpu"
+    return max(1, (CHUNK_LOGITS if on_cpu else GPU_CHUNK_LOGITS) // vocab_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +99,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None  # type: ignore
         total = torch.zeros((), dtype=exact, device=x.device)
-        step = max(1, CHUNK_LOGITS // weight.shape[0])
+        step = rows_at_once(weight.shape[0], x.device.type)
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
             products = F.linear(x[rows], weight, bias).to(exact)

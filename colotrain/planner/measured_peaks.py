@@ -59,7 +59,9 @@ def corrected(estimate: Estimate, measured_bytes: int) -> Estimate:
         breakdown = replace(breakdown, **{name: getattr(breakdown, name) + change})
         missing -= change
     exact = min(estimate.peak.exact, measured_bytes)
-    return Estimate(breakdown=breakdown, peak=around(breakdown.total, exact=exact, share=RANGE))
+    beside = estimate.peak.high - around(estimate.breakdown.total, exact=0).high
+    peak = around(breakdown.total, exact=exact, share=RANGE, beside=max(0, beside))
+    return Estimate(breakdown=breakdown, peak=peak)
 
 
 def _file(shape: str) -> Path:

@@ -8,12 +8,14 @@ is the largest sum of live tensors; `allocations` adds the freed memory that mal
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from colotrain.planner.allocations import RANGE, AllocationCounter
+from colotrain.planner.gpu_margin import gpu_margin_bytes
 from colotrain.planner.groups import Group, fetched_ahead, find, shard_numel
 from colotrain.planner.layout import Layout, counter_bytes, state_bytes
+from colotrain.planner.model_states import Transient, model_state_bytes
 from colotrain.spec.cpu_memory import (
     LARGEST_BUFFER_BYTES,
     MOST_WRITTEN_BYTES,
@@ -21,7 +23,7 @@ from colotrain.spec.cpu_memory import (
     WINDOW_BYTES,
 )
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.survey import ParameterInfo, Segment, Survey, Trace
+from colotrain.spec.survey import Segment, Survey, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +32,6 @@ class Estimate:
 
     breakdown: MemoryBreakdown
     peak: PeakRange
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transient:
-    """Bytes of a rank that are not model data, at the peak of a step."""
-
-    activations: int
-    gathered: int | None
-    """Gathered parameters and unreduced gradients beside the activations; None on CPU and without a
-    trace: then `spec.offload.transient_bytes` estimates it."""
-    staged: Callable[[Collection[str]], int] = lambda below: 0
-    """Names of the groups whose parameters are below the GPU → bytes of copies on the GPU."""
 
 
 def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
@@ -60,15 +50,19 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
     kept = allocations.resident(accumulates=accumulates) - allocations.fullest
     at = {**allocations.at_fullest, "buffers": allocations.at_fullest["buffers"] + kept}
     breakdown = dataclasses.replace(MemoryBreakdown(**at), baseline=layout.baseline)
+    beside = gpu_margin_bytes(layout) if layout.device == "cuda" else 0
     return Estimate(
         breakdown=breakdown,
-        peak=around(breakdown.total, exact=allocations.fullest + layout.baseline),
+        peak=around(breakdown.total, exact=allocations.fullest + layout.baseline, beside=beside),
     )
 
 
-def around(num_bytes: int, *, exact: int, share: float = RANGE) -> PeakRange:
-    """Range of a peak that is estimated as `num_bytes`, of which `exact` are certain."""
-    low, high = round(num_bytes * (1 - share)), round(num_bytes * (1 + share))
+def around(num_bytes: int, *, exact: int, share: float = RANGE, beside: int = 0) -> PeakRange:
+    """Range of a peak that is estimated as `num_bytes`, of which `exact` are certain.
+
+    At most `beside` bytes come to it, of libraries and of the allocator.
+    """
+    low, high = round(num_bytes * (1 - share)), round(num_bytes * (1 + share)) + beside
     return PeakRange(exact=exact, low=max(exact, low), high=high)
 
 
@@ -88,7 +82,8 @@ def non_model_bytes(layout: Layout, survey: Survey, trace: Trace | None) -> Tran
         return max(0, counter.fullest - allocations.fullest)
 
     gathered = allocations.fullest - activations
-    return Transient(activations=activations, gathered=gathered, staged=staged)
+    beside = gpu_margin_bytes(layout)
+    return Transient(activations=activations, gathered=gathered, beside=beside, staged=staged)
 
 
 class _StepSimulation:
@@ -394,38 +389,3 @@ class _StepSimulation:
             self.kept_gradients[group.name] = [key]
         for made in fresh:
             self.allocations.end(made)
-
-
-def model_state_bytes(layout: Layout, survey: Survey) -> MemoryBreakdown:
-    """Parameters, gradients, optimizer state and gathered parameters on the largest rank.
-
-    Frozen parameters have no gradient and no optimizer state. Activations and buffers are not
-    included. Gradients are counted as they are while accumulating.
-    """
-    parameters, shard = survey.parameters, layout.shard
-    trainable = [p for p in parameters if p.frozen_by is None]
-    gradients_over = 1 if layout.gradients == "whole" else shard
-    return MemoryBreakdown(
-        parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
-        gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
-        optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim)
-        + len(trainable) * counter_bytes(layout.optim),
-        gathered=_gathered_bytes(layout, parameters),
-    )
-
-
-def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
-    """Bytes of gathered parameters that live beside the shards.
-
-    Parameters kept through the step: all. Parameters freed after use: those outside of blocks, and
-    the two largest blocks (the one in use and the one being prefetched).
-    """
-    if layout.shares_parameters:
-        return 0
-    groups: dict[str, int] = {}
-    for p in parameters:
-        groups[p.group] = groups.get(p.group, 0) + p.numel * p.itemsize
-    if layout.parameters_live == "step":
-        return sum(groups.values())
-    outside = groups.pop("", 0)
-    return outside + sum(sorted(groups.values())[-2:])

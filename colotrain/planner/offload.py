@@ -7,7 +7,8 @@ from typing import Any
 
 from colotrain.planner.groups import shard_numel
 from colotrain.planner.layout import STATE_BYTES, baseline_bytes, state_bytes
-from colotrain.planner.memory import Estimate, Transient, around
+from colotrain.planner.memory import Estimate, around
+from colotrain.planner.model_states import Transient
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.offload import (
     Budget,
@@ -141,7 +142,9 @@ def offloaded_estimate(
         beside = {"gathered": rest, "activations": activations}
         breakdown = MemoryBreakdown(**resting, **beside, baseline=non_model.update)
     exact = min(breakdown.total, non_model.update + max(activations, least_bytes(sizes, plugin)))
-    return Estimate(breakdown=breakdown, peak=around(breakdown.total, exact=exact))
+    return Estimate(
+        breakdown=breakdown, peak=around(breakdown.total, exact=exact, beside=transient.beside)
+    )
 
 
 def describe_groups(plugin: PluginPlan, survey: Survey) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from tests.simulated.ordering import Memory, Timeline
 from tests.simulated.running import SMALL, WIDER, Found, apart, carry_out
 
 STEPS = 4
+PLACING = 4
+"""Waits of a run for the first step's memory, from which all ranks decide where groups rest."""
 QUIET = ("train.eval_steps=0",)
 TRAIN = ("train.max_steps=4", "train.micro_batch=2")
 SAVING = ("train.micro_batch=2", "checkpoint.every=3")
@@ -76,6 +78,20 @@ def found(
         ),
         Case(name="disk", words=(*GEMINI, *QUIET, BELOW, *lower), limit=30 * MIB),
         *(
+            Case(
+                name=f"{n}, unread",
+                words=(
+                    *GEMINI,
+                    *QUIET,
+                    f"plugin.budget.device={size}",
+                    *(lower if n == "disk" else ()),
+                ),
+                looks=False,
+            )
+            for n, size, more in (*((*b, ()) for b in BUDGETS.items()), ("disk", 30 * MIB, lower))
+            if f"{n}, unread" in wanted
+        ),
+        *(
             case
             for name, words in RESUMED.items()
             if name in wanted
@@ -104,6 +120,37 @@ def found(
 )
 def test_the_host_waits_once_per_step(name: str, found: dict[str, Found]) -> None:
     assert sum(found[name].waits.values()) == STEPS, found[name].waits
+
+
+@pytest.mark.parametrize(
+    "name", representatives([f"{size}, unread" for size in BUDGETS], kept=["25 %, unread"])
+)
+def test_so_it_does_where_parameters_and_states_are_on_the_host(
+    name: str, found: dict[str, Found]
+) -> None:
+    """An update on the host follows the step's one wait, so that it needs no other."""
+    tiers = found[name].events("tiers")[-1]["bytes"]
+    assert "host" in tiers["optimizer"]
+    assert ("host" in tiers["gradients"]) == (name != "100 %, unread")
+    waits = found[name].waits
+    assert sum(n for where, n in waits.items() if "offload/" in where) == PLACING, waits
+    assert sum(waits.values()) == STEPS + PLACING, waits
+    assert found[name].races == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["disk, unread"])
+def test_for_the_disk_it_waits_once_per_group_and_copy(name: str, found: dict[str, Found]) -> None:
+    """Only the host reads and writes a file's pages: before a copy up, and after one down."""
+    tiers = found[name].events("tiers")[-1]["bytes"]
+    assert "disk" in tiers["gradients"]
+    waits = {where: n for where, n in found[name].waits.items() if "blocks.py" in where}
+    micro_batches, groups = 4 * STEPS, 5
+    copies = micro_batches * groups * 4 + STEPS * groups * 2  # two gathers, gradients up and down
+    assert 0 < sum(waits.values()) <= copies
+    first_update = sum(n for where, n in found[name].waits.items() if "group_storage.py" in where)
+    others = sum(found[name].waits.values()) - sum(waits.values()) - first_update
+    assert others == STEPS + PLACING, found[name].waits
 
 
 def test_an_update_s_time_is_the_device_s_and_not_that_of_the_data(found: dict[str, Found]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from colotrain.models import loss
 from colotrain.models.loss import Head, cross_entropy
+from colotrain.torch_internals import TorchDispatchMode
 
 ROWS, WIDTH, VOCAB = 37, 16, 101
 
@@ -105,3 +108,23 @@ def test_only_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     with Largest():
         cross_entropy(x, weight, labels).backward()
     assert Largest.numel <= max(4 * VOCAB, weight.numel(), x.numel())
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("cpu", 32), ("cuda", 2)])
+def test_a_gpu_takes_two_thousand_rows_at_once_also_in_a_plan(device: str, chunks: int) -> None:
+    x = torch.empty(4096, 8, device="meta", requires_grad=True)
+    labels = torch.empty(4096, dtype=torch.int64, device="meta")
+    weight = torch.empty(32768, 8, device="meta")
+    seen: list[int] = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.amax.default:
+                seen.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Counts(), loss.computing_as(device):
+        cross_entropy(x, weight, labels)
+    assert seen == [4096 // chunks] * chunks

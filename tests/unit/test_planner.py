@@ -21,7 +21,12 @@ from colotrain.planner.groups import Group, fetched_ahead, find
 from colotrain.planner.hardware import Sheet, from_sheet
 from colotrain.planner.heap import Heap
 from colotrain.planner.layout import Layout
-from colotrain.planner.memory import _StepSimulation, model_state_bytes, predict
+from colotrain.planner.memory import (
+    _StepSimulation,
+    non_model_bytes,
+    predict,
+)
+from colotrain.planner.model_states import model_state_bytes
 from colotrain.planner.time import step_time
 from colotrain.planner.traced.survey import one_sample, survey, trace_micro_batch
 from colotrain.planner.traced.tracing import REPEATED, read, record, trace
@@ -415,6 +420,31 @@ def test_what_could_not_be_followed_may_need_twice_what_is_known() -> None:
     unknown = predict(layout("zero2", 4), looked_at(), None)
     assert unknown.peak.exact == unknown.breakdown.total
     assert unknown.peak.high == 2 * unknown.breakdown.total
+
+
+def test_a_peak_on_a_gpu_may_be_higher_by_what_libraries_and_the_allocator_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def beside(plugin: str, **changes: object) -> int:
+        need = predict(layout(plugin, 2, **changes), looked_at(), traced())
+        return need.peak.high - round(need.breakdown.total * 1.1)
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert beside("zero2") == (2 * 32 + 4 * (20 + 2)) << 20
+    assert beside("fsdp-hybrid", replicas=2) == beside("zero2") + (22 << 20)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert beside("zero2") == 2 * 8_519_680 + 4 * (22 << 20)  # as torch documents this setting
+    assert beside("zero2", device="cpu") <= 0
+
+
+def test_copies_of_groups_below_a_gpu_come_to_its_memory() -> None:
+    names = {g.name for g in find(looked_at(), traced(), layout("zero3", 2)).values()}
+    for ranks in (1, 2):
+        made = layout("zero3", ranks, accumulation_steps=2)
+        transient = non_model_bytes(made, looked_at(), traced())
+        shards = {g.name: g.trained_shard_bytes for g in find(looked_at(), traced(), made).values()}
+        assert transient.staged(set()) == 0
+        assert 0 < transient.staged(names) <= 3 * max(shards.values())
 
 
 def test_a_single_rank_s_gradients_are_not_copied() -> None:

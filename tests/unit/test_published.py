@@ -8,7 +8,8 @@ import pytest
 
 from colotrain.models.loading import build_on_meta
 from colotrain.planner.layout import Layout
-from colotrain.planner.memory import model_state_bytes, predict
+from colotrain.planner.memory import predict
+from colotrain.planner.model_states import model_state_bytes
 from colotrain.planner.traced.survey import survey
 from colotrain.planner.traced.tracing import trace
 from colotrain.spec.plan import FreezePlan, ModelPlan, OptimPlan, Recompute

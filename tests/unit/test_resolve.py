@@ -21,7 +21,7 @@ from colotrain.planner import budget as budget_module
 from colotrain.planner import machine as machine_module
 from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine, this_machine
-from colotrain.planner.memory import model_state_bytes
+from colotrain.planner.model_states import model_state_bytes
 from colotrain.planner.resolve import resolve
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.batch import Batch, Sizes, solve

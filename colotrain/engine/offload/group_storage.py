@@ -24,6 +24,7 @@ from colotrain.engine.sharding.fsdp_internals import (
 )
 from colotrain.engine.sharding.sharded_model import Group
 from colotrain.spec.offload import Kind, Tier
+from colotrain.torch_internals import copy_together
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Parameter name → key of its optimizer state → tensor."""
@@ -219,7 +220,7 @@ def cast_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> l
         sizes = [tensors[i].numel() for i in changed]
         target = torch.empty(sum(sizes), dtype=dtypes[changed[0]], device=tensors[0].device)
         parts = target.split(sizes)
-        torch._foreach_copy_(parts, [tensors[i] for i in changed])
+        copy_together(parts, [tensors[i] for i in changed])
         for index, part in zip(changed, parts, strict=True):
             found[index] = part
     return found

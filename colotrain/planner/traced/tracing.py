@@ -21,6 +21,7 @@ from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.errors import UsageError
+from colotrain.models.loss import computing_as
 from colotrain.models.objective import output_of
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.spec.plan import Recompute
@@ -181,7 +182,7 @@ def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0
     recording = Recording(known, repeated=repeated)
     handles = list(_mark_blocks(model, recording))
     try:
-        with recording:
+        with recording, computing_as(device):
             with _Attention(device), next(iter(batch.values())).device:
                 loss = loss_of(output_of(model, batch))
             recording.begin("backward", "")

@@ -1,0 +1,60 @@
+"""Bytes of a rank's model states, and of what a step holds beside them. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from colotrain.planner.groups import shard_numel
+from colotrain.planner.layout import Layout, counter_bytes, state_bytes
+from colotrain.spec.memory import MemoryBreakdown
+from colotrain.spec.survey import ParameterInfo, Survey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transient:
+    """Bytes of a rank that are not model data, at the peak of a step."""
+
+    activations: int
+    gathered: int | None
+    """Gathered parameters and unreduced gradients beside the activations; None on CPU and without a
+    trace: then `spec.offload.transient_bytes` estimates it."""
+    beside: int = 0
+    """Most bytes of CUDA's libraries and of torch's allocator."""
+    staged: Callable[[Collection[str]], int] = lambda below: 0
+    """Names of the groups whose parameters are below the GPU → bytes of copies on the GPU."""
+
+
+def model_state_bytes(layout: Layout, survey: Survey) -> MemoryBreakdown:
+    """Parameters, gradients, optimizer state and gathered parameters on the largest rank.
+
+    Frozen parameters have no gradient and no optimizer state. Activations and buffers are not
+    included. Gradients are counted as they are while accumulating.
+    """
+    parameters, shard = survey.parameters, layout.shard
+    trainable = [p for p in parameters if p.frozen_by is None]
+    gradients_over = 1 if layout.gradients == "whole" else shard
+    return MemoryBreakdown(
+        parameters=sum(shard_numel(p, shard) * p.itemsize for p in parameters),
+        gradients=sum(shard_numel(p, gradients_over) * p.itemsize for p in trainable),
+        optimizer=sum(shard_numel(p, shard) for p in trainable) * state_bytes(layout.optim)
+        + len(trainable) * counter_bytes(layout.optim),
+        gathered=_gathered_bytes(layout, parameters),
+    )
+
+
+def _gathered_bytes(layout: Layout, parameters: Iterable[ParameterInfo]) -> int:
+    """Bytes of gathered parameters that live beside the shards.
+
+    Parameters kept through the step: all. Parameters freed after use: those outside of blocks, and
+    the two largest blocks (the one in use and the one being prefetched).
+    """
+    if layout.shares_parameters:
+        return 0
+    groups: dict[str, int] = {}
+    for p in parameters:
+        groups[p.group] = groups.get(p.group, 0) + p.numel * p.itemsize
+    if layout.parameters_live == "step":
+        return sum(groups.values())
+    outside = groups.pop("", 0)
+    return outside + sum(sorted(groups.values())[-2:])
