@@ -92,6 +92,11 @@ def check_noise(plan: RunPlan) -> None:
             f"--noise: with mesh.cp={plan.mesh.cp} each rank has the gradient of parts of samples",
             "measure it with mesh.cp=1",
         )
+    if plan.mesh.tp > 1:
+        raise UsageError(
+            f"--noise: with mesh.tp={plan.mesh.tp} each rank has a part of the gradient",
+            "measure it with mesh.tp=1",
+        )
     if batch.accumulation_steps * batch.data_parallel < 2:
         raise UsageError(
             f"--noise: a step is one micro-batch of {batch.micro_batch}, and none to compare it to",

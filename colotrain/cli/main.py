@@ -146,6 +146,7 @@ def verify(
     plugins: Annotated[str, typer.Option(help="Plugins to check; by default all.")] = "",
     world_sizes: Annotated[str, typer.Option(help="Numbers of ranks; by default the plan's.")] = "",
     cp: Annotated[str, typer.Option(help="Values of mesh.cp; by default the plan's.")] = "",
+    tp: Annotated[str, typer.Option(help="Values of mesh.tp; by default the plan's.")] = "",
     accumulation: Annotated[str, typer.Option(help="Accumulation steps to check.")] = "1,4",
     optimizer: Annotated[
         str, typer.Option(help="sgd, or recipe: the plan's own (AdamW hides wrong scales).")
@@ -165,6 +166,7 @@ def verify(
         plugins=plugins,
         world_sizes=world_sizes,
         cp=cp,
+        tp=tp,
         accumulation=accumulation,
         optimizer=optimizer,
         steps=steps,

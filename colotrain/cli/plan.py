@@ -94,7 +94,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
     recompute = plan.train.activation_checkpointing
     trace = context.search_space.traces(recompute, plan.batch.micro_batch)
     layout = context.layout(plan.plugin)
-    sent = traffic(layout, resolved.survey, trace)
+    sent = traffic(layout, context.search_space.survey, trace)
     options = list(_advice(resolved) if advise else _other_plugins(resolved))
     document = {
         "schema": plan.schema,
@@ -107,6 +107,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
             "accumulation_steps": plan.batch.accumulation_steps,
             "data_parallel": plan.batch.data_parallel,
             "context_parallel": plan.mesh.cp,
+            "tensor_parallel": plan.mesh.tp,
             "owner": plan.batch.owner,
             "tokens_per_step": plan.batch.tokens_per_step,
             "unit": unit_of(None, plan),

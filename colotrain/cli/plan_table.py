@@ -69,12 +69,13 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     yield "plugin", f"{plan.plugin.name}: {plan.plugin.reason}"
     ranks = f"{plan.world_size} on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
     mesh = " × ".join(map(str, plan.plugin.mesh))
-    together = f", {plan.mesh.cp} to a sample" if plan.mesh.cp > 1 else ""
+    divided = {"sample": plan.mesh.cp, "matrix": plan.mesh.tp}
+    together = "".join(f", {size} to a {what}" for what, size in divided.items() if size > 1)
     yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}{together}"
     unit = document["batch"]["unit"]
     workers = "ranks"
-    if plan.mesh.cp > 1:
-        workers = f"group{'s' * (batch.data_parallel > 1)} of {plan.mesh.cp} ranks"
+    if plan.mesh.together > 1:
+        workers = f"group{'s' * (batch.data_parallel > 1)} of {plan.mesh.together} ranks"
     yield (
         "batch",
         f"{batch.global_batch} = micro-batch {batch.micro_batch} × accumulation "

@@ -43,6 +43,7 @@ def verify(
     plugins: str,
     world_sizes: str,
     cp: str,
+    tp: str,
     accumulation: str,
     optimizer: str,
     steps: int,
@@ -69,6 +70,7 @@ def verify(
         plugins=names,
         world_sizes=sizes or [resolved.plan.world_size],
         cps=_numbers("--cp", cp) if cp else [resolved.plan.mesh.cp],
+        tps=_numbers("--tp", tp) if tp else [resolved.plan.mesh.tp],
         accumulation=cuts,
         optimizer=optimizer,
         steps=steps,
@@ -123,16 +125,20 @@ def _plans(
     plugins: Sequence[str],
     world_sizes: Sequence[int],
     cps: Sequence[int],
+    tps: Sequence[int],
     accumulation: Sequence[int],
     optimizer: str,
     steps: int,
 ) -> list[RunPlan]:
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
-    if not any(size % cp == 0 for size in world_sizes for cp in cps):
-        expected = f"a divisor of one of the world sizes {', '.join(map(str, world_sizes))}"
-        value, fix = ", ".join(map(str, cps)), "for example --world-sizes 2,4 --cp 1,2"
-        raise ConfigError([Problem(key="--cp", value=value, expected=expected, fix=fix)])
+    products = [cp * tp for cp in cps for tp in tps]
+    if not any(size % product == 0 for size in world_sizes for product in products):
+        key, values = ("--tp", tps) if max(tps) > 1 else ("--cp", cps)
+        whose = "a divisor" if 1 in (max(cps), max(tps)) else "with --cp a product that divides one"
+        expected = f"{whose} of one of the world sizes {', '.join(map(str, world_sizes))}"
+        value, fix = ", ".join(map(str, values)), f"for example --world-sizes 2,4 {key} 1,2"
+        raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
     global_batch = batch_size(world_sizes, accumulation)
     config = resolved.config if optimizer == "recipe" else {**resolved.config, "optim": SGD}
     freeze = resolved.plan.freeze
@@ -143,6 +149,7 @@ def _plans(
             plugins=plugins,
             world_sizes=world_sizes,
             cps=cps,
+            tps=tps,
             accumulation=accumulation,
             freezes=freeze_sets(resolved.survey.parameters, own=own),
         )
@@ -191,17 +198,17 @@ def _check_optimizer(name: str) -> None:
 
 def _table(results: Sequence[CaseResult]) -> Table:
     table = Table(box=None, pad_edge=False)
-    has_cp = any(result.cp > 1 for result in results)
-    names = ["plugin", "ranks", *(["cp"] if has_cp else []), "accumulation", "frozen by"]
+    axes = [axis for axis in ("cp", "tp") if any(getattr(r, axis) > 1 for r in results)]
+    names = ["plugin", "ranks", *axes, "accumulation", "frozen by"]
     for name in (*names, "loss", "gradient", "parameter", "steps"):
         table.add_column(name, justify="left" if name in ("plugin", "frozen by") else "right")
     table.add_column("")
     for result in results:
-        table.add_row(*_cells(result, has_cp=has_cp))
+        table.add_row(*_cells(result, axes=axes))
     return table
 
 
-def _cells(result: CaseResult, *, has_cp: bool) -> tuple[Any, ...]:
+def _cells(result: CaseResult, *, axes: Sequence[str]) -> tuple[Any, ...]:
     patterns = len(result.freeze)
     verdict = Text("same", style="green") if result.passed else Text("DIFFERS", style="bold red")
     if result.draws and not result.passed:
@@ -209,7 +216,7 @@ def _cells(result: CaseResult, *, has_cp: bool) -> tuple[Any, ...]:
     return (
         result.plugin,
         str(result.world_size),
-        *([str(result.cp)] if has_cp else []),
+        *(str(getattr(result, axis)) for axis in axes),
         str(result.accumulation_steps),
         f"{patterns} pattern{'s' * (patterns != 1)}" if patterns else "nothing",
         f"{result.max_abs_loss:.1e}",
@@ -221,8 +228,10 @@ def _cells(result: CaseResult, *, has_cp: bool) -> tuple[Any, ...]:
 
 
 def _describe(result: CaseResult) -> str:
+    sizes = {"cp": result.cp, "tp": result.tp}
+    axes = "".join(f", mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
     return (
         f"{result.plugin} on {result.world_size} ranks"
-        f"{f', mesh.cp={result.cp}' if result.cp > 1 else ''}, accumulation "
+        f"{axes}, accumulation "
         f"{result.accumulation_steps}: {result.difference}"
     )

@@ -36,6 +36,7 @@ AT_LEAST: dict[str, float] = {
     "optim.schedule.warmup_steps": 0,
     "accumulate.steps": 1,
     "mesh.cp": 1,
+    "mesh.tp": 1,
     "plugin.shard_size": 1,
     "cluster.nodes": 1,
     "cluster.procs_per_node": 1,

@@ -53,6 +53,9 @@ class Mesh:
     cp: int = 1
     """Context parallelism: ranks that divide each sample's tokens among themselves, for samples too
     long for one rank's memory. Model states are sharded over them, too."""
+    tp: int = 1
+    """Tensor parallelism: ranks of a host that divide every layer's matrices among themselves, for
+    layers too large for one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

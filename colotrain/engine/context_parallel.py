@@ -10,7 +10,12 @@ from torch import nn
 from colotrain.engine.shm.all_gather import Channel
 from colotrain.engine.shm.shared_memory import Unavailable
 from colotrain.errors import ColotrainError
-from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
+from colotrain.models.context_parallel import (
+    ATTRIBUTE,
+    Collective,
+    SequenceShard,
+    divide_sequences_,
+)
 from colotrain.spec.plan import RunPlan
 from colotrain.torch_internals import all_gather, reduce_scatter, wait_as_long_as_all_
 
@@ -20,7 +25,7 @@ def divide_among_ranks_(model: nn.Module, plan: RunPlan) -> None:
 
     No forward may run on a single rank afterwards: it waits for the other ranks of its group.
     """
-    size, rank = plan.mesh.cp, dist.get_rank()
+    size, apart, rank = plan.mesh.cp, plan.mesh.tp, dist.get_rank()
     if size == 1:
         return
     if not hasattr(model, ATTRIBUTE):
@@ -28,22 +33,29 @@ def divide_among_ranks_(model: nn.Module, plan: RunPlan) -> None:
             f"mesh.cp={size}: {plan.model.value} cannot divide the tokens of a sample among ranks",
             "set mesh.cp=1",
         )
-    for first in range(0, dist.get_world_size(), size):
-        group = dist.new_group(list(range(first, first + size)))
-        if first <= rank < first + size:
+    together = size * apart
+    firsts = [n for n in range(dist.get_world_size()) if n % together < apart]
+    for first in firsts:
+        ranks = range(first, first + together, apart)
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
             wait_as_long_as_all_(group)
             divide_sequences_(model, make_shard(group, plan.cluster.device))
 
 
-def make_shard(group: dist.ProcessGroup, device: str) -> SequenceShard:
-    """Return this rank's part, with collectives in shared memory on CPU where that is possible."""
-    shard = SequenceShard(rank=group.rank(), size=group.size(), device=device)
-    shard.all_gather = partial(all_gather, group=group)
-    shard.reduce_scatter = partial(reduce_scatter, group=group)
+def collectives_of(group: dist.ProcessGroup, device: str) -> tuple[Collective, Collective]:
+    """Return all-gather and reduce-scatter, in shared memory on CPU where that is possible."""
     if device == "cpu":
         try:
             channel = Channel(group, buffer_bytes=0)
+            return channel.all_gather, channel.reduce_scatter
         except Unavailable:
-            return shard
-        shard.all_gather, shard.reduce_scatter = channel.all_gather, channel.reduce_scatter
+            pass
+    return partial(all_gather, group=group), partial(reduce_scatter, group=group)
+
+
+def make_shard(group: dist.ProcessGroup, device: str) -> SequenceShard:
+    """Return this rank's part, with the collectives of `group`."""
+    shard = SequenceShard(rank=group.rank(), size=group.size(), device=device)
+    shard.all_gather, shard.reduce_scatter = collectives_of(group, device)
     return shard

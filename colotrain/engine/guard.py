@@ -23,7 +23,8 @@ from torch import Tensor
 from colotrain.engine.raw_bytes import bytes_of
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
-from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard
+from colotrain.engine.sharding.sharded_model import ShardedModel
+from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import CorruptionFound, Note
 from colotrain.spec.plan import DP_REPLICATE
 

@@ -172,6 +172,7 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     norms, used = gradients.local_statistics(run.gradients, run.device)
     known_here = gradients.to_device(torch.cat((requests, used)), run.device)
     mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
+    mine = mine * run.sharded.parts.is_first  # the others of its group have the same loss
     shared = torch.cat((mine, known_here[: len(requests)], norms, known_here[len(requests) :]))
     dist.all_reduce(shared)
     gpu.mark("reduced")

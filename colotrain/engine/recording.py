@@ -14,7 +14,7 @@ from colotrain.engine.gradients.statistics import Recorder
 from colotrain.engine.precision import dtype_of
 from colotrain.engine.probes import highest_peak, matmul_peak_flops, memory_now
 from colotrain.engine.run_state import Run, StepResult
-from colotrain.engine.sharding.sharded_model import local_shard
+from colotrain.engine.sharding.shards import local_shard
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Failure, Note, PeakFlops, PeakMemory, Step
 from colotrain.events.log import EventWriter
@@ -39,7 +39,7 @@ def record_step(
     rss, peak = memory_now()[0], highest_peak()
     indices = range(run.plan.batch.accumulation_steps)
     samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
-    if run.rank % run.plan.mesh.cp:  # another rank of the group names them
+    if run.rank % run.plan.mesh.together:  # another rank of the group names them
         samples = []
     values: dict[str, Any] = {**times, "samples": samples, "rss": rss, "peak": peak}
     if run.rank == 0:

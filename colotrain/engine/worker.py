@@ -63,6 +63,7 @@ from colotrain.engine.sharding.sharded_model import (
 )
 from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import install
+from colotrain.engine.tensor_parallel import TensorParts, divide_parameters_among_ranks_
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
 from colotrain.events.kinds import Note, WorkerStarted
@@ -132,12 +133,13 @@ def prepare(
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
     begin_training_(model)
+    parts = divide_parameters_among_ranks_(model, plan)
     trial = first_micro_batch(train_data) if rank == 0 else None
     nominal, sample = agree_on_targets(plan, trial, events)
     groups = agree_on_groups(model, plan, trial, events)
     divide_among_ranks_(model, plan)
     prepare_blocks_(model, plan.train)
-    sharded, tiers = shard_and_fill_(model, plan, rundir, groups)
+    sharded, tiers = shard_and_fill_(model, plan, rundir, groups, parts)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
     run = Run(
@@ -164,7 +166,7 @@ def prepare(
         train_data.samples.beat = run.saver.beat
     if plan.train.on_gradients:
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
-    seed_all(seed * 100_003 + rank)  # dropout differs between ranks
+    seed_all(seed * 100_003 + rank // plan.mesh.tp)  # dropout differs where activations do
     if resumed is not None:
         checkpoint.restore(run, resumed)
     if tiers is None and optimizer.begins_with_zeros:
@@ -189,16 +191,20 @@ def choose_checkpoint(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Pat
 
 
 def shard_and_fill_(
-    model: nn.Module, plan: RunPlan, rundir: RunDir, groups: list[tuple[str, list[nn.Module]]]
+    model: nn.Module,
+    plan: RunPlan,
+    rundir: RunDir,
+    groups: list[tuple[str, list[nn.Module]]],
+    parts: TensorParts,
 ) -> tuple[ShardedModel, Tiers | None]:
     """Shard the model's groups, and give their parameters storage and values in their tiers."""
-    mesh = make_mesh(plan.plugin, plan.cluster.device)
+    mesh = make_mesh(plan.plugin, plan.cluster.device, parts)
     tiers = None
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, groups, plan, state_ratio(plan.optim))
         tiers = Tiers(plan, rundir, sizes, estimate_non_model_bytes(plan, sizes))
     offloads = tiers.policy.offloads if tiers else lambda index: False
-    sharded = shard_(model, plan, mesh, groups, offloads=offloads)
+    sharded = shard_(model, plan, mesh, groups, offloads=offloads, parts=parts)
     transport = install(sharded)
     alone = plan.plugin.dp_shard == 1
     shared_params = share_parameters(sharded) if transport is not None or alone else None

@@ -33,6 +33,8 @@ class Shards:
     """The whole value of a parameter that was written; all ranks must call it if it is sharded."""
     release: Callable[[Tensor], None] = lambda tensor: None
     """Called with each parameter that is not needed for the moment."""
+    shape: Callable[[Tensor], tuple[int, ...]] = lambda parameter: tuple(parameter.shape)
+    """Shape of a whole parameter; ranks of a tensor-parallel group hold only parts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,7 @@ class Slot:
     generator: torch.Generator
     written: bool
     """Whether the rank's rows hold a value."""
+    shape: tuple[int, ...]
     whole: nn.Parameter = field(init=False)
     resident: bool = False
     """Whether `whole` has memory, which holds its value, or `mark_of` where it has none yet."""
@@ -58,14 +61,14 @@ class Slot:
     def __post_init__(self) -> None:
         self.begun = self.written
         kept = self.kept
-        data = torch.empty(kept.shape, dtype=kept.dtype, device="cpu")
+        data = torch.empty(self.shape, dtype=kept.dtype, device="cpu")
         data.untyped_storage().resize_(0)
         self.whole = nn.Parameter(data, kept.requires_grad)
         self.whole.__dict__.update(vars(kept))
 
     @property
     def num_bytes(self) -> int:
-        return self.kept.numel() * self.kept.dtype.itemsize
+        return self.whole.numel() * self.whole.dtype.itemsize
 
     @property
     def storage(self) -> Any:
@@ -95,7 +98,8 @@ class ParameterFiller:
                 name = f"{prefix}.{key}" if prefix else key
                 if parameter not in slots:
                     generator = generator_of(name, seed=seed)
-                    slots[parameter] = Slot(name, parameter, [], generator, has_values)
+                    shape = shards.shape(parameter)
+                    slots[parameter] = Slot(name, parameter, [], generator, has_values, shape)
                 slots[parameter].owners.append((module, key))
         self.slots = list(slots.values())
         self.by_storage = {storage_id(slot.storage): slot for slot in self.slots}

@@ -14,6 +14,16 @@ from torch import Tensor, nn
 
 from colotrain.models.context_parallel import SequenceShard, additive, attend
 from colotrain.models.loss import IGNORE_INDEX, Head
+from colotrain.models.tensor_parallel import (
+    TensorShard,
+    VocabularyEmbedding,
+    enter,
+    gather_head,
+    leave,
+    vocabulary_cross_entropy,
+    vocabulary_logits,
+)
+from colotrain.spec.divisions import Divisions
 
 INIT_STD = 0.02
 
@@ -70,12 +80,12 @@ class LLM(nn.Module):
             )
         self.vocab_size, self.d_model, self.num_layers = vocab_size, d_model, num_layers
         self.head_dim, self.rope_theta = d_model // num_heads, rope_theta
-        self.embed = nn.Embedding(vocab_size, d_model)
+        self.embed = VocabularyEmbedding(vocab_size, d_model)
         self.blocks = nn.ModuleList(
             Block(d_model, num_heads, num_kv_heads, d_hidden, norm_eps) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(d_model, eps=norm_eps)
-        self.head = Head(d_model, vocab_size, bias=False)
+        self.head = VocabularyHead(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.head.weight = self.embed.weight
 
@@ -120,6 +130,26 @@ class LLM(nn.Module):
                 scale = math.sqrt(2 * self.num_layers) if residual else 1.0
                 nn.init.normal_(module.weight, std=INIT_STD / scale)
 
+    def divisions(self) -> Divisions:
+        """Return how ranks can divide the model by heads, hidden units and vocabulary."""
+        first: Block = self.blocks[0]  # type: ignore[assignment]
+        attention = first.attention
+        rows = ("embed", "head", *("blocks.*.attention." + n for n in ("query", "key", "value")))
+        columns = ("blocks.*.attention.output", "blocks.*.mlp.down")
+        return Divisions(
+            dims={
+                **{f"{name}.weight": 0 for name in (*rows, "blocks.*.mlp.gate", "blocks.*.mlp.up")},
+                **{f"{name}.weight": 1 for name in columns},
+            },
+            sizes={
+                "num_heads": attention.num_heads,
+                "num_kv_heads × head size": attention.num_kv_heads * attention.head_dim,
+                "d_hidden": first.mlp.down.in_features,
+                "vocab_size": self.vocab_size,
+            },
+            num_kv_heads=attention.num_kv_heads,
+        )
+
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of a token's forward and backward: 6 per matrix weight plus 12 · L · d · seq.
 
@@ -151,6 +181,7 @@ class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
     sequence_shard: SequenceShard | None = None
+    tensor_shard: TensorShard | None = None
 
     def __init__(self, d_model: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
@@ -165,23 +196,32 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """`mask` [batch, 1, seq, seq] is added to the scores; None: causal."""
 
-        def heads(projected: Tensor, num_heads: int) -> Tensor:
-            return projected.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
+        def heads(projected: Tensor) -> Tensor:
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        query = rotate(heads(self.query(x), self.num_heads), cos, sin)
-        key = rotate(heads(self.key(x), self.num_kv_heads), cos, sin)
-        value = heads(self.value(x), self.num_kv_heads)
-        options = {"enable_gqa": self.num_kv_heads != self.num_heads}
+        shard = self.tensor_shard
+        x = enter(x, shard)
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if shard is not None and self.num_kv_heads < shard.size:
+            key, value = (gather_head(own, self.num_kv_heads, shard) for own in (key, value))
+        query, key, value = (
+            rotate(heads(query), cos, sin),
+            rotate(heads(key), cos, sin),
+            heads(value),
+        )
+        options = {"enable_gqa": key.shape[1] != query.shape[1]}
         if self.sequence_shard is not None:
             mixed = attend(query, key, value, self.sequence_shard, **options)
         else:
             mixed = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, **options
             )
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return leave(self.output(mixed.transpose(1, 2).flatten(2)), shard)
 
 
 class SwiGLU(nn.Module):
+    tensor_shard: TensorShard | None = None
+
     def __init__(self, d_model: int, d_hidden: int) -> None:
         super().__init__()
         self.gate = nn.Linear(d_model, d_hidden, bias=False)
@@ -189,7 +229,23 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(d_hidden, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        x = enter(x, self.tensor_shard)
+        return leave(self.down(F.silu(self.gate(x)) * self.up(x)), self.tensor_shard)
+
+
+class VocabularyHead(Head):
+    """A head of which a rank may compute the logits of a part of the vocabulary."""
+
+    tensor_shard: TensorShard | None = None
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits [..., vocab] of `x` [..., d]; with `labels` [...] (-100: none) a scalar."""
+        shard = self.tensor_shard
+        if shard is None:
+            return super().forward(x, labels)
+        if labels is None:
+            return vocabulary_logits(x, self.weight, shard)
+        return vocabulary_cross_entropy(x.flatten(0, -2), self.weight, labels.flatten(), shard)
 
 
 def positions_within(document_ids: Tensor) -> Tensor:

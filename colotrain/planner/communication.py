@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from colotrain.planner.groups import Group, fetched_ahead, find, reached_by_backward
 from colotrain.planner.layout import Layout
-from colotrain.spec.survey import Exchange, Survey, Trace
+from colotrain.spec.survey import Survey, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +29,16 @@ class Traffic:
     gathered_whole: float
     """Bytes that arrive in all-gathers, the rank's own included; each is copied twice."""
     reduced_whole: float
-    attention_calls: int = 0
-    attention_bytes: float = 0.0
-    """Bytes sent between ranks that divide samples: keys, values and their gradients."""
-    attention_whole: float = 0.0
-    """Bytes of these that a rank holds afterwards, its own included."""
+    inner_calls: int = 0
+    inner_bytes: float = 0.0
+    """Bytes sent inside layers, between ranks that divide samples or matrices."""
+    inner_whole: float = 0.0
+    """The same with the rank's own."""
 
     @property
     def bytes_per_step(self) -> int:
         reduced = self.reduced_bytes + self.replicated_bytes
-        return round(self.gathered_bytes + reduced + self.attention_bytes)
+        return round(self.gathered_bytes + reduced + self.inner_bytes)
 
 
 def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traffic:
@@ -56,7 +56,7 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
     pieces = {name: group.pieces for name, group in groups.items()}
     calls = sum(num * pieces[name] for name, num in uses.items())
     reduced = reductions * sum(g.trained_pieces for g in groups.values() if g.reduced_bytes)
-    replicas, exchange = layout.replicas, trace.exchange if trace else Exchange()
+    replicas, exchanges = layout.replicas, trace.exchanges if trace else ()
     whole = sum(g.reduced_bytes for g in groups.values())
     gathered = sum(uses[name] * group.gathered_bytes for name, group in groups.items())
     return Traffic(
@@ -69,9 +69,9 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
         calls=calls + reduced,
         gathered_whole=float(gathered),
         reduced_whole=float(reductions * whole),
-        attention_calls=steps * exchange.calls,
-        attention_bytes=steps * exchange.sent_bytes,
-        attention_whole=float(steps * exchange.whole_bytes),
+        inner_calls=steps * sum(exchange.calls for exchange in exchanges),
+        inner_bytes=steps * sum(exchange.sent_bytes for exchange in exchanges),
+        inner_whole=float(steps * sum(e.whole_bytes for e in exchanges)),
     )
 
 

@@ -12,6 +12,7 @@ from colotrain.config.schema import Config, Data, Freeze, Optim
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
 from colotrain.planner.scale import Scale, touches
+from colotrain.spec.optimizers import ELEMENTWISE
 from colotrain.spec.plan import (
     DataPlan,
     FreezePlan,
@@ -59,6 +60,7 @@ def survey_model(
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
     problems += _check_context_parallel(settings, model, found)
+    problems += _check_tensor_parallel(settings, model, found)
     return found
 
 
@@ -168,6 +170,33 @@ def _check_context_parallel(
     if settings.train.compile:
         expected, fix = f"false with mesh.cp={cp}", "set train.compile=false"
         yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
+
+
+def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problems of dividing the model's matrices among ranks."""
+    tp, divisions = settings.mesh.tp, survey.divisions
+    if tp <= 1:
+        return
+    if divisions is None:
+        expected = f"1: {model.value} cannot divide its matrices among ranks"
+        fix = "docs/tensor-parallel.md lists the models that can"
+        yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
+    elif not divisions.allows(tp):
+        named = ", ".join(f"{name}={size}" for name, size in divisions.sizes.items())
+        heads = divisions.num_kv_heads
+        expected = f"a divisor of {named}, and a divisor or multiple of num_kv_heads={heads}"
+        fix = f"one of {', '.join(map(str, divisions.possible()))}"
+        yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
+    if settings.train.compile:
+        expected, fix = f"false with mesh.tp={tp}", "set train.compile=false"
+        yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
+    if settings.adapter.name is not None:
+        expected, fix = f"null with mesh.tp={tp}", "set mesh.tp=1"
+        yield Problem(key="adapter.name", value=settings.adapter.name, expected=expected, fix=fix)
+    if settings.optim.name not in ELEMENTWISE:
+        expected = f"one of {', '.join(ELEMENTWISE)} with mesh.tp={tp}"
+        fix = "the others need whole matrices: take another, or set mesh.tp=1"
+        yield Problem(key="optim.name", value=settings.optim.name, expected=expected, fix=fix)
 
 
 def _check_length(data: Data, survey: Survey) -> Iterator[Problem]:

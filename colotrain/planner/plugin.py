@@ -106,7 +106,7 @@ class PlanningContext:
             optim=self.optim,
             precision=self.train.precision,
             device=self.scale.device,
-            procs_per_node=self.scale.procs_per_node,
+            procs_per_node=self.scale.procs_per_node // self.scale.mesh.tp,
             records_gradients=0 < every <= steps,
             uses_transformers=self.search_space.survey.uses_transformers,
         )
@@ -174,9 +174,9 @@ def _row(name: str, reshard: bool | None) -> Row:
 
 def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
     if not ROWS[name].hybrid:
-        return (scale.world,)
-    shard = asked.shard_size or scale.procs_per_node
-    return (scale.world // shard, shard)
+        return (scale.copies,)
+    shard = asked.shard_size or scale.procs_per_node // scale.mesh.tp
+    return (scale.copies // shard, shard)
 
 
 def _plan_plugin(
@@ -214,7 +214,7 @@ def _plan_plugin(
 def _state_bytes(survey: Survey, scale: Scale) -> int:
     """Bytes per rank of parameters, gradients and Adam's two moments."""
     sizes = (p.numel * p.itemsize * (4 if p.frozen_by is None else 1) for p in survey.parameters)
-    return sum(sizes) // scale.world
+    return sum(sizes) // scale.copies
 
 
 def check_plugin(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Problem]:
@@ -227,10 +227,11 @@ def check_plugin(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Prob
         return
     if asked.shard_size is not None and not (row and row.hybrid):
         yield _only_for("plugin.shard_size", asked.shard_size, "fsdp-hybrid")
-    elif asked.shard_size is not None and asked.shard_size > 0 and scale.world % asked.shard_size:
-        sizes = ", ".join(str(n) for n in range(1, scale.world + 1) if scale.world % n == 0)
+    elif asked.shard_size is not None and asked.shard_size > 0 and scale.copies % asked.shard_size:
+        sizes = ", ".join(str(n) for n in range(1, scale.copies + 1) if scale.copies % n == 0)
         key, value = "plugin.shard_size", asked.shard_size
-        expected = f"a divisor of the world size {scale.world}"
+        which = "the world size" if scale.mesh.tp == 1 else "world size / mesh.tp ="
+        expected = f"a divisor of {which} {scale.copies}"
         yield Problem(key=key, value=value, expected=expected, fix=f"one of {sizes}")
     if asked.chunk_size != "auto":
         if not (row and row.packed):

@@ -117,7 +117,7 @@ def resolve(
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
-    at_most = at_peak(surveyed, freeze)
+    at_most = at_peak(surveyed.divided(scale.mesh.tp), freeze)
     context = PlanningContext(
         scale=scale,
         search_space=SearchSpace(
@@ -296,7 +296,7 @@ def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Probl
     """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = range(least, most + 1)
-    groups = scale.procs_per_node // scale.mesh.cp
+    groups = scale.procs_per_node // scale.mesh.together
     found = reachable(batch.global_batch, batch.micro_batch * groups, wanted)
     missing = [str(nodes) for nodes in wanted if nodes not in found]
     if missing and (least, most) != (scale.nodes, scale.nodes):
@@ -311,7 +311,8 @@ def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Probl
 
 def _check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
     """Problem of numbers of nodes, other than the planned one, that do not fit the shard size."""
-    shard, elastic, procs = settings.plugin.shard_size, settings.elastic, scale.procs_per_node
+    shard, elastic = settings.plugin.shard_size, settings.elastic
+    procs = scale.procs_per_node // scale.mesh.tp
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = [nodes for nodes in range(least, most + 1) if nodes != scale.nodes]
     missing = [str(nodes) for nodes in wanted if shard and shard > 0 and nodes * procs % shard]

@@ -32,6 +32,11 @@ class Scale:
     def world(self) -> int:
         return self.nodes * self.procs_per_node
 
+    @property
+    def copies(self) -> int:
+        """Ranks, or tensor-parallel groups of ranks, that the plugin's mesh consists of."""
+        return self.world // self.mesh.tp
+
 
 def scale_out(
     settings: Config, machine: Machine, problems: list[Problem]
@@ -48,12 +53,12 @@ def scale_out(
     if hardware.name is not None and device == "cuda" and machine.num_devices == 0:
         default = (hardware.devices_per_node, hardware.devices_per_node)
     problems += _check_mesh(settings, most_procs=default[1])
-    mesh = MeshPlan(cp=settings.mesh.cp)
+    mesh = mesh_of(settings)
     batch = _solve(settings, default, problems)
     nodes = max(1, cluster.nodes)
     procs = 0 if cluster.procs_per_node == "auto" else cluster.procs_per_node
     if cluster.procs_per_node == "auto":
-        procs = batch.world * mesh.cp // nodes if batch else default[0]
+        procs = batch.world * mesh.together // nodes if batch else default[0]
     procs = max(1, procs)
     memory_bytes = _memory_bytes(settings, device, procs, machine, problems)
     scale = Scale(
@@ -104,16 +109,25 @@ def _check_hardware(settings: Config) -> Iterator[Problem]:
 
 
 def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
-    """Problem of ranks per node that cannot be divided into context-parallel groups."""
-    procs, cp = settings.cluster.procs_per_node, settings.mesh.cp
-    if procs == "auto" and cp > most_procs:
-        expected = f"at most {most_procs}, the ranks of a node, where each group is"
+    """Problem of ranks per node that cannot be divided into groups with the same samples."""
+    procs, mesh = settings.cluster.procs_per_node, mesh_of(settings)
+    key = "mesh.cp" if mesh.cp > 1 else "mesh.tp"
+    product, size = "", mesh.together
+    if mesh.cp > 1 and mesh.tp > 1:
+        key, product = "mesh", f"mesh.cp × mesh.tp = {mesh.cp} × {mesh.tp} as "
+    if procs == "auto" and size > most_procs:
+        expected = f"{product}at most {most_procs}, the ranks of a node, where each group is"
         fix = "lower it, or set cluster.procs_per_node"
-        yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
-    if procs != "auto" and procs >= 1 and cp > 1 and procs % cp:
-        expected = f"a divisor of cluster.procs_per_node={procs}"
+        yield Problem(key=key, value=size, expected=expected, fix=fix)
+    if procs != "auto" and procs >= 1 and size > 1 and procs % size:
+        expected = f"{product}a divisor of cluster.procs_per_node={procs}"
         sizes = ", ".join(str(n) for n in range(1, procs + 1) if procs % n == 0)
-        yield Problem(key="mesh.cp", value=cp, expected=expected, fix=f"one of {sizes}")
+        yield Problem(key=key, value=size, expected=expected, fix=f"one of {sizes}")
+
+
+def mesh_of(settings: Config) -> MeshPlan:
+    """The axes beside the plugin's; 1 for sizes that are refused."""
+    return MeshPlan(cp=max(1, settings.mesh.cp), tp=max(1, settings.mesh.tp))
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
@@ -132,23 +146,28 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
     sized = ("train.global_batch", "train.micro_batch", "accumulate", "cluster", "mesh")
     if touches(problems, sized):
         return None
-    cp, procs = settings.mesh.cp, cluster.procs_per_node
+    mesh, procs = mesh_of(settings), cluster.procs_per_node
+    size = mesh.together
     found = solve(
         Sizes(
             global_batch=train.global_batch,
             micro_batch=train.micro_batch,
             accumulation=None if steps == "auto" else steps,
-            procs_per_node=None if procs == "auto" else procs // cp,
+            procs_per_node=None if procs == "auto" else procs // size,
             nodes=cluster.nodes,
-            default_procs=max(1, ranks[0] // cp),
-            most_procs=max(1, ranks[1] // cp),
-            ranks="world size" if cp == 1 else f"number of groups of mesh.cp={cp} ranks",
+            default_procs=max(1, ranks[0] // size),
+            most_procs=max(1, ranks[1] // size),
+            ranks="world size" if size == 1 else f"number of groups of {_unit(mesh)} ranks",
         )
     )
     if isinstance(found, Problem):
         problems.append(found)
         return None
     return found
+
+
+def _unit(mesh: MeshPlan) -> str:
+    return mesh.named if 1 in (mesh.cp, mesh.tp) else str(mesh.together)
 
 
 def touches(problems: Sequence[Problem], keys: Sequence[str]) -> bool:
@@ -185,7 +204,8 @@ def timed_hardware(
             link_bytes_per_s=described.link_gb_per_s * 1e9,
             node_bytes_per_s=described.node_gb_per_s * 1e9,
         )
-        return lambda layout: from_sheet(sheet, layout, procs_per_node=scale.procs_per_node)
+        procs, tp = scale.procs_per_node, scale.mesh.tp
+        return lambda layout: from_sheet(sheet, layout, procs_per_node=procs, tp=tp)
     if scale.device != "cpu":
         return None
     ranks, precision = scale.procs_per_node, train.precision

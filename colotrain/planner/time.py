@@ -68,11 +68,11 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
         "gathered_byte_s": sent.gathered_bytes,
         "reduced_byte_s": sent.reduced_bytes,
         "replicated_byte_s": sent.replicated_bytes,
-        "gathered_whole_s": sent.gathered_whole + (sent.attention_whole if is_cpu else 0.0),
+        "gathered_whole_s": sent.gathered_whole + (sent.inner_whole if is_cpu else 0.0),
         "reduced_whole_s": sent.reduced_whole,
         "collective_s": (sent.calls if is_cpu else sent.gathers + sent.reductions)
-        + sent.attention_calls,
-        "attention_byte_s": sent.attention_bytes,
+        + sent.inner_calls,
+        "attention_byte_s": sent.inner_bytes,
         "element_s": sum(group.trained_shard_numel for group in groups),
         "step_s": 1.0,
     }

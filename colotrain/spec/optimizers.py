@@ -50,6 +50,7 @@ OPTIMIZERS = {
     "muon": Optimizer(state_tensors=2, num_betas=(2,), momentum_beta=1),
     "adafactor": Optimizer(state_tensors=0),
 }
+ELEMENTWISE = tuple(name for name, known in OPTIMIZERS.items() if known.is_elementwise)
 CUSTOM_OPTIMIZER = Optimizer(state_tensors=2)
 """Properties assumed of a user's optimizer, `package.module:Class`; its state may be smaller."""
 

@@ -21,8 +21,9 @@ SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
 """Reason shown when the ranks of a smoke run stop after their first step."""
 
-DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
-"""Axes of the device mesh, from the outermost: replicas of the model, and shards of one replica."""
+DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
+"""Axes of the device mesh, from the outermost: replicas of the model, shards of one replica, and
+parts of one shard's matrices."""
 
 Recompute = Literal["none", "selective", "full"]
 """Activations that backward recomputes: none, the cheap ones of each block, or all."""
@@ -39,7 +40,10 @@ class PluginPlan:
     parameters_live: ParametersLive
     gradients: Gradients
     mesh: tuple[int, ...]
-    """Sizes of the device mesh's axes: (dp_shard,) or (dp_replicate, dp_shard)."""
+    """Sizes of the device mesh's axes: (dp_shard,) or (dp_replicate, dp_shard).
+
+    Their product is the number of ranks, or of tensor-parallel groups of ranks.
+    """
     chunk_bytes: int | None = None
     """gemini: bytes per group that modules are packed into."""
     split_blocks: bool = False
@@ -73,16 +77,29 @@ class PluginPlan:
 class MeshPlan:
     """Axes of the mesh whose ranks work on the same samples.
 
-    They are the innermost: ranks r·cp to r·cp + cp - 1 are a context-parallel group. The plugin's
-    mesh shards over them as well.
+    They are the innermost: ranks r·tp to r·tp + tp - 1 are a tensor-parallel group, and cp such
+    groups work on parts of the same samples. The plugin's mesh shards over the axis cp as well.
     """
 
     cp: int = 1
-    """Ranks that divide each sample's tokens among themselves."""
+    """Ranks, or tensor-parallel groups, that divide each sample's tokens among themselves."""
+    tp: int = 1
+    """Ranks that divide the model's matrices among themselves."""
+
+    @property
+    def together(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.cp * self.tp
 
     def data_rank(self, rank: int) -> int:
         """Number of the group that `rank` belongs to, which reads its own samples."""
-        return rank // self.cp
+        return rank // self.together
+
+    @property
+    def named(self) -> str:
+        """The axes above 1, as in `mesh.cp=2, mesh.tp=4`."""
+        axes = {"cp": self.cp, "tp": self.tp}
+        return ", ".join(f"mesh.{name}={size}" for name, size in axes.items() if size > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +177,7 @@ class DataPlan:
 class BatchPlan:
     """global_batch = micro_batch × accumulation_steps × data_parallel, always.
 
-    data_parallel is the number of ranks, or of context-parallel groups of ranks.
+    data_parallel is the number of ranks, or of groups of ranks that work on the same samples.
     """
 
     global_batch: int

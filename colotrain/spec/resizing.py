@@ -18,25 +18,27 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
         return plan
     procs, batch = plan.cluster.procs_per_node, plan.batch
     world = nodes * procs
-    groups = world // plan.mesh.cp
+    groups = world // plan.mesh.together
     steps, rest = divmod(batch.global_batch, batch.micro_batch * groups)
     if rest:
         least, most = plan.elastic.min_nodes, max(plan.elastic.max_nodes, nodes)
-        who = f"{groups} groups of {plan.mesh.cp} ranks" if groups < world else f"{world} ranks"
-        per_node = batch.micro_batch * procs // plan.mesh.cp
+        who = _named(groups, plan.mesh.together)
+        per_node = batch.micro_batch * procs // plan.mesh.together
         sizes = reachable(batch.global_batch, per_node, range(least, most + 1))
         raise ColotrainError(
             f"{nodes} nodes: a global batch of {batch.global_batch} cannot be shared out among "
             f"{who} in micro-batches of {batch.micro_batch}",
             f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
         )
-    shard = plan.plugin.dp_shard if plan.plugin.is_hybrid else world
-    if world % shard:
+    parts = world // plan.mesh.tp
+    shard = plan.plugin.dp_shard if plan.plugin.is_hybrid else parts
+    if parts % shard:
         raise ColotrainError(
-            f"{nodes} nodes: {world} ranks cannot be divided into replicas of {shard}",
+            f"{nodes} nodes: {_named(parts, plan.mesh.tp)} cannot be divided into replicas of "
+            f"{shard}",
             f"set plugin.shard_size to a divisor of {procs}",
         )
-    mesh = (world // shard, shard) if plan.plugin.is_hybrid else (world,)
+    mesh = (parts // shard, shard) if plan.plugin.is_hybrid else (parts,)
     return dataclasses.replace(
         plan,
         world_size=world,
@@ -44,6 +46,10 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
         plugin=dataclasses.replace(plan.plugin, mesh=mesh),
         batch=dataclasses.replace(batch, accumulation_steps=steps, data_parallel=groups),
     )
+
+
+def _named(groups: int, ranks: int) -> str:
+    return f"{groups} ranks" if ranks == 1 else f"{groups} groups of {ranks} ranks"
 
 
 def reachable(global_batch: int, per_node: int, candidates: Iterable[int]) -> list[int]:

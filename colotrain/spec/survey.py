@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal
+
+from colotrain.spec.divisions import Divisions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +48,22 @@ class Survey:
     """Whether the loss of a causal model of transformers needs all logits of a micro-batch."""
     divides_sequences: bool = False
     """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
+    divisions: Divisions | None = None
+    """How ranks can divide its matrices (`mesh.tp`); None where they cannot."""
     built_whole: bool = False
     """Whether the model cannot be built without storage, so that every rank holds it whole."""
     uses_transformers: bool = False
     """Whether the model has modules of transformers, which every rank then imports."""
+
+    def divided(self, ranks: int) -> Survey:
+        """The model with the parameters that one of `ranks` with parts of its matrices holds."""
+        if ranks == 1 or self.divisions is None:
+            return self
+        parameters = []
+        for p in self.parameters:
+            shape = self.divisions.part_of(p.name, p.shape, ranks)
+            parameters.append(dataclasses.replace(p, shape=shape, numel=math.prod(shape)))
+        return dataclasses.replace(self, parameters=tuple(parameters))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +95,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Collectives of one micro-batch under context parallelism."""
+    """Collectives of one micro-batch between ranks that work on the same samples."""
 
     ranks: int = 1
     calls: int = 0
     whole_bytes: int = 0
-    """Bytes of the keys and values of whole samples that are gathered, and of gradients summed."""
+    """Bytes of all that is gathered or summed, such as keys and values of whole samples."""
 
     @property
     def sent_bytes(self) -> float:
@@ -105,5 +121,5 @@ class Trace:
     """Bytes of the model's buffers."""
     input_bytes: int = 0
     """Bytes of the micro-batch itself."""
-    exchange: Exchange = field(default_factory=Exchange)
-    """Bytes exchanged by ranks that divide the samples' tokens among themselves."""
+    exchanges: tuple[Exchange, ...] = ()
+    """What ranks that divide samples' tokens exchange, and those that divide matrices."""

@@ -1,6 +1,6 @@
 """The cases that a verification runs.
 
-They are plugins × world sizes × context-parallel sizes × accumulation × freeze sets.
+They are plugins × world sizes × mesh axes × accumulation × freeze sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Variant:
     plugin: str
     world_size: int
     cp: int = 1
-    """Ranks that divide each sample; divides the world size."""
+    """Ranks that divide each sample; cp × tp divides the world size."""
+    tp: int = 1
+    """Ranks that divide each matrix."""
     accumulation_steps: int
     freeze: tuple[str, ...] | None
     """Patterns to freeze; None leaves the user's own freeze section."""
@@ -31,11 +33,13 @@ class Variant:
         train = config.get("train") or {}
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
-        micro_batch = global_batch * self.cp // (self.accumulation_steps * self.world_size)
+        groups = self.world_size // (self.cp * self.tp)
+        micro_batch = global_batch // (self.accumulation_steps * groups)
+        axes = f"{self.world_size}-{self.cp}-{self.tp}"
         changed = {
-            "name": f"verify-{self.plugin}-{self.world_size}-{self.cp}-{self.accumulation_steps}",
+            "name": f"verify-{self.plugin}-{axes}-{self.accumulation_steps}",
             "plugin": own or {"name": self.plugin},
-            "mesh": {"cp": self.cp},
+            "mesh": {"cp": self.cp, "tp": self.tp},
             "train": {
                 **train,
                 "global_batch": global_batch,
@@ -67,18 +71,20 @@ def variants(
     plugins: Sequence[str],
     world_sizes: Sequence[int],
     cps: Sequence[int] = (1,),
+    tps: Sequence[int] = (1,),
     accumulation: Sequence[int],
     freezes: Sequence[tuple[str, ...] | None],
 ) -> Iterator[Variant]:
-    """All combinations, but those with world sizes that a context-parallel size does not divide."""
-    for world_size, cp, freeze, steps, plugin in itertools.product(
-        world_sizes, cps, freezes, accumulation, plugins
+    """All combinations, but those with world sizes that the product of the axes does not divide."""
+    for world_size, cp, tp, freeze, steps, plugin in itertools.product(
+        world_sizes, cps, tps, freezes, accumulation, plugins
     ):
-        if world_size % cp == 0:
+        if world_size % (cp * tp) == 0:
             yield Variant(
                 plugin=plugin,
                 world_size=world_size,
                 cp=cp,
+                tp=tp,
                 accumulation_steps=steps,
                 freeze=freeze,
             )

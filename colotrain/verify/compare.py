@@ -75,6 +75,8 @@ class CaseResult:
     world_size: int
     cp: int = 1
     """Ranks that divide each sample."""
+    tp: int = 1
+    """Ranks that divide each matrix."""
     accumulation_steps: int
     freeze: tuple[str, ...]
     max_abs_loss: float
@@ -117,6 +119,7 @@ def compare(
         plugin=plan.plugin.name,
         world_size=plan.world_size,
         cp=plan.mesh.cp,
+        tp=plan.mesh.tp,
         accumulation_steps=plan.batch.accumulation_steps,
         freeze=plan.freeze.patterns,
         max_abs_loss=check.largest["loss"],

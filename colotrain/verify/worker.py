@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine import loop
 from colotrain.engine.gradients import gradients
 from colotrain.engine.process import StopRequest, connect
-from colotrain.engine.sharding.sharded_model import local_shard, shard_range
+from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.worker import prepare
 from colotrain.events.kinds import CaseDone, Step, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
@@ -88,43 +87,56 @@ class Recorder:
         self.parameters: list[dict[str, Tensor]] = []
 
     def record(self, model: nn.Module, step: int) -> None:
-        rows = {v.name: (v.offset, v.local) for v in gradients.read(model)}
+        rows = {v.name: (v.begin, v.local) for v in gradients.read(model)}
         self.gradients.append(_gather({n: (o, g) for n, (o, g) in rows.items() if g is not None}))
         self.parameters.append(_whole(model))
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     """Name → unsharded value of every parameter on rank 0; all ranks must call."""
-    return _gather(
-        {
-            name: (shard_range(p)[0] if isinstance(p, DTensor) else 0, local_shard(p))
-            for name, p in model.named_parameters()
-        }
-    )
+    begins = {view.name: view.begin for view in gradients.read(model)}
+    return _gather({n: (begins[n], local_shard(p)) for n, p in model.named_parameters()})
 
 
-def _gather(own: dict[str, tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Join each rank's rows, given with the offset of the first, on rank 0; all ranks must call.
+Index = tuple[int, ...]
+
+
+def _gather(own: dict[str, tuple[Index, Tensor]]) -> dict[str, Tensor]:
+    """Join each rank's part, given with the index of its first element, on rank 0.
 
     One collective for all of them: DTensor's `full_tensor` took a third of a small case's time.
-    Returns an empty dict on the other ranks. Where there are replicas, the first one counts.
+    Returns an empty dict on the other ranks. All ranks must call.
     """
     rows = {name: (first, t.detach().cpu().clone()) for name, (first, t) in own.items()}
     ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(rows, ranks)
-    found: dict[str, dict[int, Tensor]] = {}
+    found: dict[str, dict[Index, Tensor]] = {}
     for rank in ranks or ():
         for name, (first, tensor) in rank.items():
             pieces = found.setdefault(name, {})
-            if tensor.numel() or not pieces:
+            if first in pieces and not equal(pieces[first], tensor):
+                pieces[first] = torch.full_like(tensor, torch.nan)
+            elif tensor.numel() or not pieces:
                 pieces.setdefault(first, tensor)
     return {name: _join(pieces) for name, pieces in found.items()}
 
 
-def _join(pieces: dict[int, Tensor]) -> Tensor:
-    """Concatenate rows in the order of their offsets; a scalar is a single piece."""
-    ordered = [pieces[first] for first in sorted(pieces)]
-    return torch.cat(ordered) if len(ordered) > 1 else ordered[0]
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two ranks hold the same bits of what both hold; NaN tells that they do not."""
+    same = one.shape == other.shape and torch.equal(one, other)
+    return same or not one.is_floating_point() or not bool(torch.isfinite(one).all())
+
+
+def _join(pieces: dict[Index, Tensor]) -> Tensor:
+    """Put the parts of a tensor in their places."""
+    if len(pieces) == 1:
+        return next(iter(pieces.values()))
+    ends = [[n + size for n, size in zip(i, t.shape, strict=True)] for i, t in pieces.items()]
+    whole = next(iter(pieces.values())).new_empty([max(sizes) for sizes in zip(*ends, strict=True)])
+    for begin, tensor in pieces.items():
+        place = [slice(n, n + size) for n, size in zip(begin, tensor.shape, strict=True)]
+        whole[tuple(place)] = tensor
+    return whole
 
 
 def write(case: RunDir, recorder: Recorder, run: loop.Run, attempt: int) -> None:

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colotrain.engine.sharding.sharded_model import (
-    local_shard,
-    make_mesh,
-    materialise_,
-    rows_here,
-    shard_,
-)
+from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
+from colotrain.engine.sharding.shards import local_shard, rows_here
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling

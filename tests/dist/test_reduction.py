@@ -14,14 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.sharding.sharded_model import (
-    ShardedModel,
-    local_shard,
-    make_mesh,
-    materialise_,
-    shard_,
-    shard_range,
-)
+from colotrain.engine.sharding.sharded_model import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm import reduce_scatter as reductions
 from colotrain.engine.shm.reduce_scatter import Reduction
 from colotrain.engine.shm.shared_memory import PeerLost

@@ -24,13 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from colotrain.engine.accumulation import StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, watch
-from colotrain.engine.sharding.sharded_model import (
-    ShardedModel,
-    local_shard,
-    make_mesh,
-    materialise_,
-    shard_,
-)
+from colotrain.engine.sharding.sharded_model import ShardedModel, make_mesh, materialise_, shard_
+from colotrain.engine.sharding.shards import local_shard
 from colotrain.engine.shm import all_gather as channels
 from colotrain.engine.shm import shared_memory, transport
 from colotrain.engine.shm.all_gather import Channel

@@ -166,7 +166,7 @@ def checkpoint(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     parts, files = [], {}
     for rank in (0, 1):
         rows = state["model.weight"][4 * rank : 4 * rank + 4]
-        pieces = [Piece(name="model.weight", local=rows, shape=(8, 5), first_row=4 * rank)]
+        pieces = [Piece(name="model.weight", local=rows, shape=(8, 5), begin=(4 * rank, 0))]
         if rank == 0:
             whole = [(n, t) for n, t in state.items() if n != "model.weight"]
             pieces += [Piece(name=n, local=t, shape=tuple(t.shape)) for n, t in whole]

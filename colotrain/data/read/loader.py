@@ -105,7 +105,7 @@ def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
     Files draw nothing, and a stream is read in one order whose draws are its own. Where several
     ranks divide a sample, it has to be the same on each of them, so that a stream is seeded, too.
     """
-    of_its_own = isinstance(samples, StreamSamples) and plan.mesh.cp == 1
+    of_its_own = isinstance(samples, StreamSamples) and plan.mesh.together == 1
     return plan.train.seed if plan.data.source == "target" and not of_its_own else None
 
 

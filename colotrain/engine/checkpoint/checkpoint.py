@@ -33,18 +33,14 @@ from colotrain.engine.checkpoint.manifest import (
     damage,
     read_manifest,
 )
+from colotrain.engine.checkpoint.parts import as_parts, parameter_of
 from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.guard import checksum
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.sharded_model import (
-    ShardedModel,
-    local_shard,
-    replica_of,
-    reshard,
-    shard_range,
-)
+from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
+from colotrain.engine.sharding.shards import begin_of, local_shard, replica_of
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.events.log import EventWriter
@@ -112,12 +108,13 @@ def pieces(run: Run) -> list[Piece]:
         Piece(name=own_name(run, name), local=tensors[name], shape=tuple(tensors[name].shape))
         for name in _differing_buffers(run, tensors)
     ]
-    buffers = _buffers(run, tensors)
+    buffers, parts = _buffers(run, tensors), run.sharded.parts
     for name, tensor in tensors.items():
+        owner = parameter_of(name, parts)
         piece = Piece(
             name=name,
             local=tensor,
-            shape=tuple(tensor.shape),
+            shape=tuple(tensor.shape) if owner is None else parts.whole_shape(owner, tensor.shape),
             must_be_finite=name in trained or name.startswith("optim."),
             lasts=name not in buffers and not name.startswith("rng."),
         )
@@ -127,8 +124,12 @@ def pieces(run: Run) -> list[Piece]:
             continue
         local = local_shard(tensor)
         replica, num_replicas = replica_of(tensor)
+        if owner is None:  # all ranks of a tensor-parallel group hold it
+            replica = replica * parts.shard.size + parts.shard.rank
+            num_replicas *= parts.shard.size
         if local.numel() and zlib.crc32(name.encode()) % num_replicas == replica:
-            found.append(replace(piece, local=local, first_row=shard_range(tensor)[0]))
+            begin = begin_of(owner or name, tensor, parts)
+            found.append(replace(piece, local=local, begin=begin))
     return found
 
 
@@ -235,11 +236,12 @@ def restore(run: Run, path: Path) -> None:
         base = {own_: name for name, own_ in own.items()}
         sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
         wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
-    _load(wanted, path)
+    _load(as_parts(wanted, run.sharded.parts), path)
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
     same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
     plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
-    if manifest.world_size == dist.get_world_size():
+    same_ranks = manifest.plan.get("mesh", {}).get("tp", 1) == run.plan.mesh.tp
+    if manifest.world_size == dist.get_world_size() and same_ranks:
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
@@ -319,7 +321,7 @@ def _without_skipped(run: Run, path: Path, wanted: dict[str, Tensor]) -> dict[st
     return {name: tensor for name, tensor in wanted.items() if name not in spared}
 
 
-def _load(state: dict[str, Tensor], path: Path) -> None:
+def _load(state: dict[str, Any], path: Path) -> None:
     try:
         dcp.load(state, storage_reader=JsonIndexReader(path))
     except dcp.api.CheckpointException as error:  # a BaseException, which would look like a kill

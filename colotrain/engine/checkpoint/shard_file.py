@@ -37,13 +37,14 @@ LARGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The part of a tensor that one rank holds: rows of dimension 0, or all of it."""
+    """The part of a tensor that one rank holds: rows of dimension 0, or of a part of each row."""
 
     name: str
     local: Tensor
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    first_row: int = 0
+    begin: tuple[int, ...] | None = None
+    """Index of the part's first element in the whole tensor; None for the tensor's first."""
     must_be_finite: bool = False
     lasts: bool = False
     """Whether it changes only in updates: parameters and optimizer state."""
@@ -52,7 +53,7 @@ class Piece:
 
     @property
     def offsets(self) -> list[int]:
-        return [self.first_row if axis == 0 else 0 for axis in range(len(self.shape))]
+        return list(self.begin or (0,) * len(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

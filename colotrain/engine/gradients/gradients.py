@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from colotrain.engine.freezing import names_of
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
-from colotrain.engine.sharding.sharded_model import ShardedModel, local_shard, shard_range
+from colotrain.engine.sharding.sharded_model import ShardedModel
+from colotrain.engine.sharding.shards import begin_of, local_shard
+from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import norms_of
 
@@ -62,8 +64,8 @@ class GradView:
     """Shape of the whole gradient."""
     dtype: torch.dtype
     device: torch.device
-    offset: int
-    """First row of dimension 0 that this rank holds."""
+    begin: tuple[int, ...]
+    """Index of the first element that this rank holds; its part has the shape of `local`."""
     status: Status
     reason: str | None
     """Pattern that froze it, or why it has no usable gradient; None when it is trained."""
@@ -71,6 +73,12 @@ class GradView:
     """Norm of the whole gradient."""
     _stored: Tensor | None
     _factor: float
+    _parts: TensorParts
+
+    @property
+    def offset(self) -> int:
+        """First row of dimension 0 that this rank holds."""
+        return self.begin[0] if self.begin else 0
 
     @property
     def local(self) -> Tensor | None:
@@ -85,8 +93,8 @@ class GradView:
         if self._stored is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         stored = self._stored
-        whole = stored.full_tensor() if isinstance(stored, DTensor) else stored
-        return whole * self._factor
+        rows = stored.full_tensor() if isinstance(stored, DTensor) else stored
+        return self._parts.join(self.name, rows) * self._factor
 
 
 _STATE = "_colotrain_gradients"
@@ -108,20 +116,21 @@ def read(model: nn.Module) -> Iterator[GradView]:
         raise ColotrainError(
             "gradients can be read of a model that colotrain shards only", "use on_gradients"
         )
-    known_as = names_of(model)
+    known_as, parts = names_of(model), state.sharded.parts
     for name, parameter in model.named_parameters():
         yield GradView(
             name=name,
             aliases=tuple(known_as[parameter][1:]),
-            shape=tuple(parameter.shape),
+            shape=parts.whole_shape(name, parameter.shape),
             dtype=parameter.dtype,
             device=parameter.device,
-            offset=shard_range(parameter)[0] if isinstance(parameter, DTensor) else 0,
+            begin=begin_of(name, parameter, parts),
             status=(found := _status(name, state))[0],
             reason=found[1],
             norm=state.norms.get(name, 0.0),
             _stored=parameter.grad,
             _factor=state.factor,
+            _parts=parts,
         )
 
 
@@ -178,7 +187,7 @@ def local_statistics(state: GradientState, device: torch.device) -> tuple[Tensor
     shards = {
         i: shard
         for i, p in enumerate(_parameters(state))
-        if (shard := counted(state, p, p.grad)) is not None
+        if (shard := counted(state, state.names[i], p, p.grad)) is not None
     }
     known = state.sharded.norms
     norms_of = {i: known[state.names[i]] for i in shards if state.names[i] in known}
@@ -221,16 +230,19 @@ def _parameters(state: GradientState) -> list[nn.Parameter]:
     return list(state.sharded.module.parameters())
 
 
-def counted(state: GradientState, parameter: nn.Parameter, value: Tensor | None) -> Tensor | None:
+def counted(
+    state: GradientState, name: str, parameter: nn.Parameter, value: Tensor | None
+) -> Tensor | None:
     """Return the part of `value` (laid out like `parameter`) that this rank adds to a global sum.
 
-    None where it adds none: one replica counts, and rank 0 for parameters that are not sharded.
+    None where it adds none: of ranks that hold the same one counts, and rank 0 for parameters that
+    are not sharded.
     """
     if value is None:
         return None
     if isinstance(parameter, DTensor):
         shard = local_shard(value)
-        return shard if shard.numel() and state.sharded.counts_here else None
+        return shard if shard.numel() and state.sharded.counts_here(name) else None
     return value if value.numel() and dist.get_rank() == 0 else None
 
 

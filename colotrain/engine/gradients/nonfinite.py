@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
-from colotrain.engine.sharding.sharded_model import local_shard
+from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import Nonfinite
 
 PHASES = ("forward", "backward", "reduce")

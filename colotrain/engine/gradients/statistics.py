@@ -33,8 +33,8 @@ class Recorder:
     def begin(self) -> None:
         parameters = list(self.state.sharded.module.parameters())
         self.columns = torch.zeros(len(parameters), 5, dtype=torch.float64)
-        for row, parameter in zip(self.columns, parameters, strict=True):
-            shard = counted(self.state, parameter, parameter.grad)
+        for row, name, parameter in zip(self.columns, self.state.names, parameters, strict=True):
+            shard = counted(self.state, name, parameter, parameter.grad)
             if shard is not None:
                 row[LARGEST] = shard.abs().max() * self.state.factor
                 row[ZEROS] = shard.numel() - torch.count_nonzero(shard)
@@ -53,7 +53,7 @@ class Recorder:
         for name in names:
             old, shard = self.before.pop(name), self.optimizer.shards[name]
             parameter = self.optimizer.parameters[name]
-            if counted(self.state, parameter, parameter) is None:
+            if counted(self.state, name, parameter, parameter) is None:
                 continue
             row = self.columns[self.rows[name]]
             row[UPDATE] = torch.linalg.vector_norm(shard - old).square()

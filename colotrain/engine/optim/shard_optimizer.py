@@ -21,7 +21,7 @@ from colotrain.engine.optim.optimizers import (
     to_checkpoint_layout,
 )
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
-from colotrain.engine.sharding.sharded_model import local_shard, shard_range
+from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.errors import ColotrainError
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 from colotrain.spec.plan import DP_SHARD, OptimPlan

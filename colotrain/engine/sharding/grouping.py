@@ -80,10 +80,10 @@ def find_groups(
 
 def is_gathered(plan: RunPlan) -> bool:
     """Whether groups are gathered around each use. Ranks of a host may hold one copy instead."""
-    ranks = plan.plugin.dp_shard
+    ranks = plan.plugin.dp_shard * plan.mesh.tp
     cast_to, here = PRECISIONS[plan.train.precision], plan.cluster
     shared = here.device == "cpu" and not cast_to.is_cast and here.procs_per_node % ranks == 0
-    return plan.plugin.parameters_live == "use" and ranks > 1 and not shared
+    return plan.plugin.parameters_live == "use" and plan.plugin.dp_shard > 1 and not shared
 
 
 def _of_root(model: nn.Module, against: Mapping[str, str]) -> str:

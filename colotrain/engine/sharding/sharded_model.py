@@ -44,9 +44,10 @@ from colotrain.engine.sharding.parameters import (
     attached_to,
     watch_replaced,
 )
-from colotrain.models.filling import Shards
+from colotrain.engine.sharding.shards import rows_here, shards_of
+from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.plan import DP_REPLICATE, DP_SHARD, ModelPlan, PluginPlan, RunPlan
+from colotrain.spec.plan import DP_REPLICATE, DP_SHARD, TP, ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import expand
 from colotrain.torch_internals import wait_as_long_as_all_
 
@@ -107,6 +108,9 @@ class ShardedModel:
     norms: dict[str, Tensor] = field(default_factory=dict)
     """Parameter name → norm of its sharded gradient, where it was measured on arrival."""
 
+    parts: TensorParts = field(default_factory=TensorParts)
+    """The parts of the matrices that this rank holds, of which `fully_shard` sees nothing else."""
+
     def order_of_calls(self) -> int:
         """Return a number that differs (almost surely) when the order of calls does.
 
@@ -118,10 +122,13 @@ class ShardedModel:
         for group in self.groups:
             yield from group.params
 
-    @property
-    def counts_here(self) -> bool:
-        """Whether this rank's shards count in sums over all ranks (replicas count once)."""
-        return not self.plugin.is_hybrid or self.mesh.get_local_rank(DP_REPLICATE) == 0
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank's shard of a parameter counts in sums over all ranks.
+
+        What several ranks hold alike counts once.
+        """
+        is_first = not self.plugin.is_hybrid or self.mesh.get_local_rank(DP_REPLICATE) == 0
+        return is_first and self.parts.counts(name)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -129,12 +136,22 @@ class ShardedModel:
         return self.mesh.get_group(DP_SHARD)
 
 
-def make_mesh(plugin: PluginPlan, device: str) -> DeviceMesh:
-    """Return the device mesh of a plugin. All ranks must call."""
-    mesh = init_device_mesh(device, plugin.mesh, mesh_dim_names=plugin.mesh_axes)
+def make_mesh(plugin: PluginPlan, device: str, parts: TensorParts | None = None) -> DeviceMesh:
+    """Return the device mesh of a plugin, and connect the `parts` of a group to each other.
+
+    All ranks must call. Ranks of a tensor-parallel group are neighbours, and the mesh is that of
+    the ranks with the same parts.
+    """
+    tp = parts.shard.size if parts is not None else 1
+    inner = ((), ()) if tp == 1 else ((tp,), (TP,))
+    sizes, axes = (*plugin.mesh, *inner[0]), (*plugin.mesh_axes, *inner[1])
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=axes)
     for group in mesh.get_all_groups():  # torch's own timeout is 10 minutes, with gloo 30
         wait_as_long_as_all_(group)
-    return mesh
+    if parts is None or tp == 1:
+        return mesh
+    parts.connect_(mesh.get_group(TP), device)
+    return mesh[plugin.mesh_axes]
 
 
 def shard_(
@@ -144,6 +161,7 @@ def shard_(
     modules_of: list[tuple[str, list[nn.Module]]],
     *,
     offloads: Callable[[int], bool] = lambda index: False,
+    parts: TensorParts | None = None,
 ) -> ShardedModel:
     """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
 
@@ -193,6 +211,7 @@ def shard_(
         plugin=plan.plugin,
         mesh=mesh,
         attached=attached,
+        parts=parts or TensorParts(),
     )
     watch_replaced(originals, model)
     attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
@@ -273,7 +292,7 @@ def reduce_replicated_(sharded: ShardedModel) -> None:
     if not parameters:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    summed = torch.stack([grad.double() for grad in grads])
+    summed = torch.stack([grad.double() for grad in grads]) * sharded.parts.is_first
     dist.all_reduce(summed)
     for parameter, total in zip(parameters, summed, strict=True):
         parameter.grad = total.to(parameter.dtype)
@@ -306,7 +325,7 @@ def materialise_(
         on_host = {id(p.sharded_param) for p in sharded.fsdp_params() if p.offload_to_cpu}
         allocate_(model, device=device, on_host=on_host)
         allocate(True)
-        shards = Shards(write=write_shard, read=gather_rows, release=release)
+        shards = shards_of(model, sharded.parts, release)
         fill_(model, sharded.source, seed=seed, shards=shards, rows=rows_here)
         _move_buffers_(model, device)
     else:
@@ -317,58 +336,9 @@ def materialise_(
     initialise_lazily(sharded.groups[-1].handle)
 
 
-def rows_here(tensor: Tensor) -> tuple[int, int] | None:
-    """Return first row and number of rows that this rank holds; None if every rank holds all."""
-    return shard_range(tensor) if isinstance(tensor, DTensor) else None
-
-
-def shard_range(parameter: DTensor) -> tuple[int, int]:
-    """Return first row and number of rows of dimension 0 of `parameter` that this rank holds.
-
-    `fully_shard` cuts dimension 0 as `torch.chunk` does: later ranks may hold fewer rows or none.
-    """
-    group = parameter.device_mesh.get_group(DP_SHARD)
-    rows = parameter.shape[0] if parameter.ndim else 1
-    step = -(-rows // group.size())
-    start = min(group.rank() * step, rows)
-    return start, min(step, rows - start)
-
-
-def replica_of(parameter: DTensor) -> tuple[int, int]:
-    """Return which replica of the model this rank belongs to, from 0, and the number of them."""
-    mesh = parameter.device_mesh
-    if DP_REPLICATE not in (mesh.mesh_dim_names or ()):
-        return 0, 1
-    group = mesh.get_group(DP_REPLICATE)
-    return group.rank(), group.size()
-
-
 def numel_of(param: Any) -> int:
     """Return the elements of a rank's shard, padding included."""
     return int(param.padded_sharded_param_size.numel())
-
-
-def write_shard(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's rows of `whole` into `parameter` (a DTensor, or not sharded at all)."""
-    if isinstance(parameter, DTensor):
-        start, rows = shard_range(parameter)
-        parameter.to_local().copy_(whole[start : start + rows])
-    else:
-        parameter.copy_(whole)
-
-
-def gather_rows(parameter: Tensor) -> Tensor:
-    """Return all of `parameter` on the CPU. All ranks of its shard group must call."""
-    if not isinstance(parameter, DTensor):
-        return parameter.detach().cpu()
-    group = parameter.device_mesh.get_group(DP_SHARD)
-    size, rows = group.size(), parameter.shape[0]
-    own = parameter.to_local().detach().cpu()
-    padded = own.new_zeros((-(-rows // size), *parameter.shape[1:]))
-    padded[: own.shape[0]] = own
-    parts = [torch.empty_like(padded).view(torch.uint8) for _ in range(size)]
-    dist.all_gather(parts, padded.view(torch.uint8), group=group)
-    return torch.cat([part.view(padded.dtype) for part in parts])[:rows]
 
 
 def _move_buffers_(model: nn.Module, device: str) -> None:
@@ -377,8 +347,3 @@ def _move_buffers_(model: nn.Module, device: str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def local_shard(parameter: Tensor) -> Tensor:
-    """Return this rank's rows of `parameter`, sharing its memory."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

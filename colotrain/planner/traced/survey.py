@@ -22,7 +22,9 @@ from colotrain.models.huggingface_task import CAUSAL
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.objective import attach_
 from colotrain.models.seeding import seeded
+from colotrain.models.tensor_parallel import DIVISIONS, TensorShard, divide_parameters_
 from colotrain.planner.traced.tracing import NotTraceable, trace
+from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
 from colotrain.spec.survey import Exchange, ParameterInfo, Survey, Trace
 
@@ -62,6 +64,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         **huggingface_task(module, model),
         isolates="document_ids" in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
+        divisions=own_divisions(module),
     )
 
 
@@ -72,6 +75,12 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
         return {"holds_all_logits": model.hf is not None and holds_all_logits(module)}
     unknown = f"another task ({type(module).__name__})"
     return {"other_task": task.name, "samples": task.sample} if task else {"other_task": unknown}
+
+
+def own_divisions(module: nn.Module) -> Divisions | None:
+    """What the model says on dividing its matrices; None where it says nothing."""
+    own = getattr(module, DIVISIONS, None)
+    return own() if callable(own) else None
 
 
 def vocab_size(module: nn.Module) -> int | None:
@@ -133,9 +142,13 @@ def trace_micro_batch(
     attach_(module, model)
     freeze_(module, freeze)
     begin_training_(module)
-    shard = SequenceShard(rank=0, size=mesh.cp if mesh else 1, device=device)
-    if shard.size > 1:
-        divide_sequences_(module, shard)
+    mesh = mesh or MeshPlan()
+    sequences = SequenceShard(rank=0, size=mesh.cp, device=device)
+    tensors = TensorShard(rank=0, size=mesh.tp)
+    if mesh.cp > 1:
+        divide_sequences_(module, sequences)
+    if mesh.tp > 1:
+        divide_parameters_(module, own_divisions(module) or Divisions(), tensors)
     try:
         sample = one_sample(data)
         found = trace(
@@ -146,8 +159,13 @@ def trace_micro_batch(
             device=device,
             micro_batch=micro_batch,
         )
-        exchanged = Exchange(ranks=shard.size, calls=shard.calls, whole_bytes=shard.exchanged_bytes)
-        return dataclasses.replace(found, exchange=exchanged)
+        shards: tuple[SequenceShard | TensorShard, ...] = (sequences, tensors)
+        exchanges = tuple(
+            Exchange(ranks=shard.size, calls=shard.calls, whole_bytes=shard.exchanged_bytes)
+            for shard in shards
+            if shard.calls
+        )
+        return dataclasses.replace(found, exchanges=exchanges)
     except NotTraceable as error:
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

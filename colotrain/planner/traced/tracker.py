@@ -85,8 +85,9 @@ def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
         device="cuda",
         procs_per_node=plan.cluster.procs_per_node,
     )
-    if plan.mesh.cp > 1:
-        raise _cannot("mesh.cp", str(plan.mesh.cp), "1 under --trace")
+    for key, size in (("mesh.cp", plan.mesh.cp), ("mesh.tp", plan.mesh.tp)):
+        if size > 1:
+            raise _cannot(key, str(size), "1 under --trace")
     model = build_on_meta(plan.model)
     key, value = plan.model.key, plan.model.value
     if model is None:

@@ -1,0 +1,52 @@
+"""Names and places of a checkpoint's tensors where ranks hold parts of whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from colotrain.engine.sharding.shards import begin_of, local_shard
+from colotrain.engine.tensor_parallel import TensorParts
+
+
+def parameter_of(name: str, parts: TensorParts) -> str | None:
+    """Return the divided parameter that the tensor `name` is, or is the optimizer state of."""
+    kind, _, rest = name.partition(".")
+    found = rest.rpartition(".")[0] if kind == "optim" else rest
+    return found if kind in ("model", "optim") and found in parts.splits else None
+
+
+class Part:
+    """A part of a tensor, which torch's loading fills from files that hold other parts.
+
+    It has the methods by which DTensor takes part in loading.
+    """
+
+    def __init__(self, local: Tensor, shape: tuple[int, ...], begin: tuple[int, ...]) -> None:
+        self.local, self.shape, self.begin = local, torch.Size(shape), torch.Size(begin)
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=self.begin, sizes=self.local.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.local
+
+
+def as_parts(wanted: Mapping[str, Tensor], parts: TensorParts) -> dict[str, Any]:
+    """Return `wanted` with parts of parameters, and of their state, as parts of whole tensors."""
+    return {name: as_part(name, tensor, parts) for name, tensor in wanted.items()}
+
+
+def as_part(name: str, tensor: Tensor, parts: TensorParts) -> Tensor | Part:
+    owner = parameter_of(name, parts)
+    if owner is None or not tensor.ndim:
+        return tensor
+    whole = parts.whole_shape(owner, tensor.shape)
+    return Part(local_shard(tensor), whole, begin_of(owner, tensor, parts))

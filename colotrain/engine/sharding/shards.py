@@ -1,0 +1,89 @@
+"""This rank's part of each parameter: its rows, of its part of the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine.tensor_parallel import TensorParts
+from colotrain.models.filling import Shards
+from colotrain.spec.plan import DP_REPLICATE, DP_SHARD
+
+
+def shard_range(parameter: DTensor) -> tuple[int, int]:
+    """Return first row and number of rows of dimension 0 of `parameter` that this rank holds.
+
+    `fully_shard` cuts dimension 0 as `torch.chunk` does: later ranks may hold fewer rows or none.
+    """
+    group = parameter.device_mesh.get_group(DP_SHARD)
+    rows = parameter.shape[0] if parameter.ndim else 1
+    step = -(-rows // group.size())
+    start = min(group.rank() * step, rows)
+    return start, min(step, rows - start)
+
+
+def begin_of(name: str, tensor: Tensor, parts: TensorParts) -> tuple[int, ...]:
+    """Return the index, in the whole tensor, of the first element that this rank holds.
+
+    `tensor` is a parameter, or laid out like one, with this `name`.
+    """
+    first, *rest = parts.begin(name, tensor.ndim) or (0,)
+    row = shard_range(tensor)[0] if isinstance(tensor, DTensor) else 0
+    return (first + row, *rest) if tensor.ndim else ()
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """Return this rank's rows of `parameter`, sharing its memory."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def replica_of(parameter: DTensor) -> tuple[int, int]:
+    """Return which replica of the model this rank belongs to, from 0, and the number of them."""
+    mesh = parameter.device_mesh
+    if DP_REPLICATE not in (mesh.mesh_dim_names or ()):
+        return 0, 1
+    group = mesh.get_group(DP_REPLICATE)
+    return group.rank(), group.size()
+
+
+def rows_here(tensor: Tensor) -> tuple[int, int] | None:
+    """Return first row and number of rows that this rank holds; None if every rank holds all."""
+    return shard_range(tensor) if isinstance(tensor, DTensor) else None
+
+
+def shards_of(model: nn.Module, parts: TensorParts, release: Callable[[Tensor], None]) -> Shards:
+    """Return the functions that store and load this rank's part of each parameter."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return Shards(
+        write=lambda p, whole: write_shard(p, parts.own(names[id(p)], whole)),
+        read=lambda p: parts.join(names[id(p)], gather_rows(p)),
+        release=release,
+        shape=lambda p: parts.whole_shape(names[id(p)], p.shape),
+    )
+
+
+def write_shard(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's rows of `whole` into `parameter` (a DTensor, or not sharded at all)."""
+    if isinstance(parameter, DTensor):
+        start, rows = shard_range(parameter)
+        parameter.to_local().copy_(whole[start : start + rows])
+    else:
+        parameter.copy_(whole)
+
+
+def gather_rows(parameter: Tensor) -> Tensor:
+    """Return all of `parameter` on the CPU. All ranks of its shard group must call."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().cpu()
+    group = parameter.device_mesh.get_group(DP_SHARD)
+    size, rows = group.size(), parameter.shape[0]
+    own = parameter.to_local().detach().cpu()
+    padded = own.new_zeros((-(-rows // size), *parameter.shape[1:]))
+    padded[: own.shape[0]] = own
+    parts = [torch.empty_like(padded).view(torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded.view(torch.uint8), group=group)
+    return torch.cat([part.view(padded.dtype) for part in parts])[:rows]

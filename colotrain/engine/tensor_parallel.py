@@ -1,0 +1,82 @@
+"""Dividing a model's matrices among the ranks of tensor-parallel groups (`mesh.tp`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colotrain.engine.context_parallel import collectives_of
+from colotrain.errors import ColotrainError
+from colotrain.models.tensor_parallel import DIVISIONS, TensorShard, divide_parameters_, part_of
+from colotrain.spec.divisions import Split
+from colotrain.spec.plan import RunPlan
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorParts:
+    """The parts of the model that this rank of a tensor-parallel group holds."""
+
+    shard: TensorShard = field(default_factory=lambda: TensorShard(rank=0, size=1))
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Parameter name → part; all other parameters are whole and equal on all ranks of a group."""
+    group: dist.ProcessGroup | None = None
+    """The ranks of the group; None where it is this rank alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank counts in sums over all ranks what its group holds alike."""
+        return self.shard.rank == 0
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank's part of a parameter counts in sums over all ranks."""
+        return self.is_first or name in self.splits
+
+    def whole_shape(self, name: str, part: torch.Size) -> tuple[int, ...]:
+        """Return the shape of a whole parameter from that of its parts."""
+        split = self.splits.get(name)
+        return tuple(part) if split is None else split.whole_shape(part)
+
+    def begin(self, name: str, ndim: int) -> tuple[int, ...]:
+        """Return the index, in the whole parameter, of the first element of the part."""
+        split = self.splits.get(name)
+        return (0,) * ndim if split is None else split.begin(ndim)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole parameter."""
+        split = self.splits.get(name)
+        return whole if split is None else part_of(whole, split)
+
+    def join(self, name: str, part: Tensor) -> Tensor:
+        """Return the whole parameter from the parts of all ranks, which must all call."""
+        split = self.splits.get(name)
+        if split is None or self.group is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.shard.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=split.dim)
+
+    def connect_(self, group: dist.ProcessGroup, device: str) -> None:
+        """Let the model exchange with the ranks of `group`, which must all call.
+
+        No forward may run on a single rank afterwards.
+        """
+        self.group = group
+        self.shard.all_gather, self.shard.reduce_scatter = collectives_of(group, device)
+
+
+def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan) -> TensorParts:
+    """Leave this rank's parts of the parameters in `model`, as `mesh.tp` says."""
+    ranks = plan.mesh.tp
+    if ranks == 1:
+        return TensorParts()
+    divisions = getattr(model, DIVISIONS, None)
+    if divisions is None:
+        raise ColotrainError(
+            f"mesh.tp={ranks}: {plan.model.value} cannot divide its matrices among ranks",
+            "set mesh.tp=1",
+        )
+    shard = TensorShard(rank=dist.get_rank() % ranks, size=ranks)
+    return TensorParts(shard=shard, splits=divide_parameters_(model, divisions(), shard))

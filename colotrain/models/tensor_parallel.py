@@ -1,0 +1,257 @@
+"""Tensor parallelism: the ranks of a group divide the matrices of every layer among themselves.
+
+All ranks of a group have the same tokens. A rank computes some of the attention heads, some of the
+hidden units of each MLP and the logits of a part of the vocabulary, so that it needs only a part of
+each matrix (Megatron-LM, Shoeybi et al. 2019). `enter` and `leave` stand around each such part of a
+layer: the sum of all ranks' outputs is the output, and that of their gradients the gradient.
+Everything between the parts is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from colotrain.models.context_parallel import Collective, without_sending
+from colotrain.models.loss import CHUNK_LOGITS, IGNORE_INDEX
+from colotrain.spec.divisions import Divisions, Split
+
+ATTRIBUTE = "tensor_shard"
+"""Attribute of modules that compute a part of their output where it is not None."""
+DIVISIONS = "divisions"
+"""Method of a model that returns its `Divisions`."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TensorShard:
+    """One rank of a tensor-parallel group. All ranks must make the same calls."""
+
+    rank: int
+    size: int
+    """Ranks of the group."""
+    all_gather: Collective = without_sending
+    """Sets [size * n, ...] to [n, ...] of every rank, in their order."""
+    reduce_scatter: Collective = without_sending
+    """Sets [n, ...] to this rank's part of the sum of all ranks' [size * n, ...]."""
+    calls: int = 0
+    """Number of collectives so far."""
+    exchanged_bytes: int = 0
+    """Bytes of what they gathered and summed; a sum gathers the same bytes again."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return [size, ...]: the tensor of every rank of the group."""
+        parts = own.new_empty(self.size * own.numel())
+        self.all_gather(parts, own.contiguous().view(-1))
+        self._count(parts)
+        return parts.view(self.size, *own.shape)
+
+    def scatter(self, parts: Tensor) -> Tensor:
+        """Return this rank's part [...] of the sum of all ranks' `parts` [size, ...]."""
+        own = parts.new_empty(parts.shape[1:])
+        self.reduce_scatter(own.view(-1), parts.contiguous().view(-1))
+        self._count(parts)
+        return own
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the group: the same bits on every rank, added in their order."""
+        flat = tensor.detach().reshape(-1)
+        short = -flat.numel() % self.size
+        padded = F.pad(flat, (0, short)) if short else flat
+        whole = self.gather(self.scatter(padded.view(self.size, -1))).view(-1)
+        return whole[: flat.numel()].view(tensor.shape)
+
+    def _count(self, whole: Tensor) -> None:
+        self.calls += 1
+        self.exchanged_bytes += whole.nbytes
+
+
+def divide_parameters_(
+    model: nn.Module, divisions: Divisions, shard: TensorShard
+) -> dict[str, Split]:
+    """Replace parameters by the part that `shard` holds; returns name → part, tied ones once.
+
+    Modules with `tensor_shard` are told about it.
+    """
+    found: dict[str, Split] = {}
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        if hasattr(module, ATTRIBUTE):
+            setattr(module, ATTRIBUTE, shard)
+        for key, parameter in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if parameter is None:
+                continue
+            if parameter not in parts:
+                split = divisions.split(name, parameter.shape, rank=shard.rank, ranks=shard.size)
+                if split is None:
+                    continue
+                found[name] = split
+                own = part_of(parameter.detach(), split).clone()
+                parts[parameter] = nn.Parameter(own, parameter.requires_grad)
+            module._parameters[key] = parts[parameter]
+    return found
+
+
+def part_of(whole: Tensor, split: Split) -> Tensor:
+    """Return a view of the part of `whole` that `split` describes."""
+    return whole.narrow(split.dim, split.start, split.size)
+
+
+def enter(x: Tensor, shard: TensorShard | None) -> Tensor:
+    """Return `x`, the same on all ranks, as the input of parts whose gradients are summed."""
+    return x if shard is None else _Enter.apply(x, shard)
+
+
+def leave(x: Tensor, shard: TensorShard | None) -> Tensor:
+    """Return the sum of all ranks' `x`, whose gradient is the same on all ranks."""
+    return x if shard is None else _Leave.apply(x, shard)
+
+
+class _Enter(torch.autograd.Function):
+    """The identity; backward sums the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: TensorShard) -> Tensor:
+        ctx.shard = shard
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.sum(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of all ranks; backward is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: TensorShard) -> Tensor:
+        return shard.sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherLast(torch.autograd.Function):
+    """[..., size * n] from every rank's [..., n]; `alike`: all ranks use the result alike."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: TensorShard, alike: bool) -> Tensor:
+        ctx.shard, ctx.alike = shard, alike
+        return shard.gather(own).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shard: TensorShard = ctx.shard
+        parts = grad.unflatten(-1, (shard.size, -1)).movedim(-2, 0)
+        return parts[shard.rank] if ctx.alike else shard.scatter(parts), None, None
+
+
+def gather_head(own: Tensor, num_heads: int, shard: TensorShard) -> Tensor:
+    """Return the head [..., head size] that this rank's queries use.
+
+    There are fewer key and value heads than ranks, and each rank has computed [..., n], an equal
+    part of all heads. All ranks must call.
+    """
+    whole = _GatherLast.apply(own, shard, False).unflatten(-1, (num_heads, -1))
+    return whole[..., shard.rank * num_heads // shard.size, :]
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which a rank may hold the rows of a part of the vocabulary."""
+
+    tensor_shard: TensorShard | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        shard = self.tensor_shard
+        if shard is None:
+            return super().forward(input_ids)
+        index, is_here = _in_part(input_ids, self.weight, shard)
+        own = F.embedding(index, self.weight).masked_fill(~is_here.unsqueeze(-1), 0.0)
+        return leave(own, shard)
+
+
+def _in_part(tokens: Tensor, weight: Tensor, shard: TensorShard) -> tuple[Tensor, Tensor]:
+    """Return the row in this rank's `weight` of each token, 0 for others, and whether it is one."""
+    index = tokens - shard.rank * weight.shape[0]
+    is_here = (index >= 0) & (index < weight.shape[0])
+    return index.where(is_here, 0), is_here
+
+
+def vocabulary_logits(x: Tensor, weight: Tensor, shard: TensorShard) -> Tensor:
+    """Logits [..., vocab] of `x` [..., d], the same on all ranks."""
+    own = F.linear(enter(x, shard), weight)
+    whole: Tensor = _GatherLast.apply(own, shard, True)
+    return whole
+
+
+def vocabulary_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, shard: TensorShard
+) -> Tensor:
+    """`loss.cross_entropy` where `weight` [vocab / ranks, d] is this rank's part of the vocabulary.
+
+    The result is the same on all ranks. They exchange three numbers per row in forward, and the
+    gradient of `x`; no rank computes the logits of another's part.
+    """
+    total: Tensor = _CrossEntropy.apply(x, weight, labels, shard, torch.is_grad_enabled())
+    return total
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, shard: TensorShard, with_grad: bool
+    ) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        needs_x, needs_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        total = torch.zeros((), dtype=exact, device=x.device)
+        step = max(1, CHUNK_LOGITS // weight.shape[0])
+        for start in range(0, x.shape[0], step):
+            rows = slice(start, start + step)
+            loss, slope = _chunk(x[rows], weight, labels[rows], shard, exact)
+            total += loss
+            if grad_x is not None:
+                torch.mm(slope, weight, out=grad_x[rows])
+            if grad_weight is not None:
+                grad_weight += (slope.t() @ x[rows]).to(exact)
+        if grad_x is not None:
+            grad_x = shard.sum(grad_x)
+        ctx.gradients, ctx.dtype = (grad_x, grad_weight), weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad_x, grad_weight = ctx.gradients
+        ctx.gradients = None  # scaled in place to save a copy, so only one backward
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(scale).to(ctx.dtype)
+        return None if grad_x is None else grad_x * scale, grad_weight, None, None, None
+
+
+def _chunk(
+    x: Tensor, weight: Tensor, labels: Tensor, shard: TensorShard, exact: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of some rows, and its gradient with respect to this rank's logits."""
+    logits = F.linear(x, weight).to(exact)
+    valid = labels != IGNORE_INDEX
+    index, is_here = _in_part(labels, weight, shard)
+    index, is_here = index.unsqueeze(1), is_here & valid
+    logits -= shard.gather(logits.amax(1)).amax(0).unsqueeze(1)
+    picked = logits.gather(1, index).squeeze(1).where(is_here, 0.0)
+    sums, picked = shard.sum(torch.stack((logits.exp_().sum(1), picked)))
+    loss = ((sums.log() - picked) * valid).sum()
+    slope = logits.div_(sums.unsqueeze(1))
+    slope.scatter_add_(1, index, -is_here.unsqueeze(1).to(exact))
+    slope *= valid.unsqueeze(1)
+    return loss, slope.to(x.dtype)

@@ -1,0 +1,70 @@
+"""How the matrices of a model can be divided among the ranks of a tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+MOST_RANKS = 64
+"""Largest group that messages name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The part of a parameter's dimension `dim` that one rank of a group holds."""
+
+    dim: int
+    start: int
+    size: int
+    whole: int
+    """Size of the dimension in the whole parameter."""
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole parameter; `part` is the shape of any of its parts."""
+        return tuple(self.whole if dim == self.dim else size for dim, size in enumerate(part))
+
+    def begin(self, ndim: int) -> tuple[int, ...]:
+        """Return the index of the part's first element in a whole tensor of `ndim` dimensions."""
+        return tuple(self.start if dim == self.dim else 0 for dim in range(ndim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisions:
+    """The parameters of a model that are divided, and the numbers of ranks that can do so."""
+
+    dims: dict[str, int] = field(default_factory=dict)
+    """Glob on parameter names → dimension that is divided. All others are on every rank."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """What the number of ranks must divide, by the name that messages use."""
+    num_kv_heads: int = 1
+    """Heads of keys and values, which the number of ranks must divide, or be a multiple of."""
+
+    def dim_of(self, name: str) -> int | None:
+        """Return the dimension of a parameter that is divided; None where it is not."""
+        return next((dim for glob, dim in self.dims.items() if fnmatchcase(name, glob)), None)
+
+    def allows(self, ranks: int) -> bool:
+        """Whether a group of `ranks` can divide the model evenly."""
+        heads = self.num_kv_heads
+        whole = all(size % ranks == 0 for size in self.sizes.values())
+        return whole and (heads % ranks == 0 or ranks % heads == 0)
+
+    def possible(self) -> list[int]:
+        return [ranks for ranks in range(1, MOST_RANKS + 1) if self.allows(ranks)]
+
+    def part_of(self, name: str, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """Return the shape of one rank's part of a parameter."""
+        dim = self.dim_of(name)
+        return tuple(n // ranks if i == dim else n for i, n in enumerate(shape))
+
+    def split(self, name: str, shape: Sequence[int], *, rank: int, ranks: int) -> Split | None:
+        """Return the part that `rank` of the group holds; None for a parameter not divided."""
+        dim = self.dim_of(name)
+        if dim is None:
+            return None
+        size = shape[dim] // ranks
+        return Split(dim=dim, start=rank * size, size=size, whole=shape[dim])
+
+
+NOT_DIVIDED: Mapping[str, Split] = {}
