@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from colotrain.engine.context_parallel import collectives_of
 from colotrain.errors import ColotrainError
 from colotrain.models.tensor_parallel import DIVISIONS, TensorShard, divide_parameters_, part_of
+from colotrain.models.tensor_parallel_styles import apply_styles_
 from colotrain.spec.divisions import Split
 from colotrain.spec.plan import RunPlan
 
@@ -79,4 +80,7 @@ def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan) -> TensorPar
             "set mesh.tp=1",
         )
     shard = TensorShard(rank=dist.get_rank() % ranks, size=ranks)
-    return TensorParts(shard=shard, splits=divide_parameters_(model, divisions(), shard))
+    how = divisions()
+    parts = TensorParts(shard=shard, splits=divide_parameters_(model, how, shard))
+    apply_styles_(model, how, shard)
+    return parts

@@ -25,6 +25,7 @@ from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_files import Source, Sources, find_sources, more_layers
 from colotrain.models.huggingface_loss import chunk_loss_, isolating_loss, own_loss, shifted_loss
 from colotrain.models.huggingface_task import CAUSAL, WITHOUT_LOSS, Task, is_in, task_of
+from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.spec.plan import ModelPlan
 from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
@@ -60,6 +61,7 @@ def build(plan: ModelPlan) -> nn.Module:
         _check_sees_no_future(folder, model)
         allow_division_(model, config)
         chunk_loss_(model)
+        allow_parts_(model, config)
         loss = isolating_loss if _sees_documents(model) else shifted_loss
         model.forward = functools.partial(loss, model.forward)
     elif task is not None:
@@ -82,12 +84,12 @@ def fill_(
     model: nn.Module,
     plan: ModelPlan,
     *,
-    rows: Callable[[Tensor], tuple[int, int] | None],
+    part: Callable[[Tensor], tuple[slice, ...]],
     release: Callable[[Tensor], None] = lambda tensor: None,
 ) -> None:
-    """Read this rank's rows of every parameter and persistent buffer from the directory.
+    """Read this rank's part of every parameter and persistent buffer from the directory.
 
-    `rows(parameter)` is the first row and the number of rows this rank holds; None is all.
+    `part(tensor)` are the slices of the whole tensor that this rank holds; () is all.
     `release(tensor)` is called when a tensor is not needed for the moment.
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
@@ -96,17 +98,19 @@ def fill_(
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in found:
-                _read_rows_(tensor, stored, found[name], rows(tensor))
+                _read_part_(tensor, stored, found[name], part(tensor))
                 release(tensor)
 
 
-def _read_rows_(
-    tensor: Tensor, stored: StoredTensors, source: Source, part: tuple[int, int] | None
+def _read_part_(
+    tensor: Tensor, stored: StoredTensors, source: Source, part: tuple[slice, ...]
 ) -> None:
-    """Fill `tensor` (a DTensor's local part) with `part` of the rows of its source."""
+    """Fill `tensor` (a DTensor's local part) with `part` of its source."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if local.numel():
-        local.copy_(source.rows(stored, *(part or ())))
+    if not local.numel():
+        return
+    rows = (part[0].start, part[0].stop - part[0].start) if part else ()
+    local.copy_(source.rows(stored, *rows)[(slice(None), *part[1:]) if part else ...])
 
 
 def sources_of(model: nn.Module) -> Sources:

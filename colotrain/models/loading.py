@@ -159,16 +159,16 @@ def fill_(
     *,
     seed: int,
     shards: Shards | None = None,
-    rows: Callable[[Tensor], tuple[int, int] | None] = lambda tensor: None,
+    part: Callable[[Tensor], tuple[slice, ...]] = lambda tensor: (),
 ) -> None:
     """Give values to a model that `build` left on the meta device and `allocate_` gave storage.
 
-    `shards` stores this rank's rows (default: all). `rows(tensor)` is the first and the number of
-    them (None: all), so that only these rows are read from a model directory.
+    `shards` stores this rank's rows (default: all). `part(tensor)` are its slices of the
+    whole tensor (() is all), so that only these are read from a model directory.
     """
     shards = shards or WHOLE
     if plan.hf is not None:
-        huggingface.fill_(model, plan, rows=rows, release=shards.release)
+        huggingface.fill_(model, plan, part=part, release=shards.release)
     elif fills_itself(model):
         initialise_(model, seed=seed, shards=shards)
     if plan.adapter is not None:

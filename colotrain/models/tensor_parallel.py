@@ -155,13 +155,39 @@ class _GatherLast(torch.autograd.Function):
         return parts[shard.rank] if ctx.alike else shard.scatter(parts), None, None
 
 
+def gather_last(own: Tensor, shard: TensorShard, *, alike: bool) -> Tensor:
+    """Return [..., size * n] from every rank's [..., n]; `alike`: all ranks use it alike."""
+    whole: Tensor = _GatherLast.apply(own, shard, alike)
+    return whole
+
+
+def own_part(whole: Tensor, shard: TensorShard) -> Tensor:
+    """Return this rank's [..., n] of [..., size * n], which is the same on all ranks."""
+    part: Tensor = _OwnPart.apply(whole, shard)
+    return part
+
+
+class _OwnPart(torch.autograd.Function):
+    """A part of what all ranks have alike; backward gathers the gradients of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, shard: TensorShard) -> Tensor:
+        ctx.shard = shard
+        return whole.chunk(shard.size, dim=-1)[shard.rank].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.gather(grad).movedim(0, -2).flatten(-2), None
+
+
 def gather_head(own: Tensor, num_heads: int, shard: TensorShard) -> Tensor:
     """Return the head [..., head size] that this rank's queries use.
 
     There are fewer key and value heads than ranks, and each rank has computed [..., n], an equal
     part of all heads. All ranks must call.
     """
-    whole = _GatherLast.apply(own, shard, False).unflatten(-1, (num_heads, -1))
+    whole = gather_last(own, shard, alike=False).unflatten(-1, (num_heads, -1))
     return whole[..., shard.rank * num_heads // shard.size, :]
 
 
@@ -188,9 +214,7 @@ def _in_part(tokens: Tensor, weight: Tensor, shard: TensorShard) -> tuple[Tensor
 
 def vocabulary_logits(x: Tensor, weight: Tensor, shard: TensorShard) -> Tensor:
     """Logits [..., vocab] of `x` [..., d], the same on all ranks."""
-    own = F.linear(enter(x, shard), weight)
-    whole: Tensor = _GatherLast.apply(own, shard, True)
-    return whole
+    return gather_last(F.linear(enter(x, shard), weight), shard, alike=True)
 
 
 def vocabulary_cross_entropy(

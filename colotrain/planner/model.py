@@ -181,10 +181,15 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
         expected = f"1: {model.value} cannot divide its matrices among ranks"
         fix = "docs/tensor-parallel.md lists the models that can"
         yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
+    elif divisions.against:
+        expected = f"1: {model.value} cannot be divided ({divisions.against})"
+        fix = "docs/tensor-parallel.md lists the models that can"
+        yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
     elif not divisions.allows(tp):
         named = ", ".join(f"{name}={size}" for name, size in divisions.sizes.items())
         heads = divisions.num_kv_heads
-        expected = f"a divisor of {named}, and a divisor or multiple of num_kv_heads={heads}"
+        kv = f", and a divisor or multiple of num_kv_heads={heads}" if heads > 1 else ""
+        expected = f"a divisor of {named}{kv}"
         fix = f"one of {', '.join(map(str, divisions.possible()))}"
         yield Problem(key="mesh.tp", value=tp, expected=expected, fix=fix)
     if settings.train.compile:

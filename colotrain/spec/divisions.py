@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -39,6 +39,10 @@ class Divisions:
     """What the number of ranks must divide, by the name that messages use."""
     num_kv_heads: int = 1
     """Heads of keys and values, which the number of ranks must divide, or be a multiple of."""
+    styles: dict[str, str] = field(default_factory=dict)
+    """Glob on modules → how they compute with parts; empty for models that do so themselves."""
+    against: str = ""
+    """Why the model cannot be divided; empty where it can."""
 
     def dim_of(self, name: str) -> int | None:
         """Return the dimension of a parameter that is divided; None where it is not."""
@@ -46,6 +50,8 @@ class Divisions:
 
     def allows(self, ranks: int) -> bool:
         """Whether a group of `ranks` can divide the model evenly."""
+        if ranks > 1 and self.against:
+            return False
         heads = self.num_kv_heads
         whole = all(size % ranks == 0 for size in self.sizes.values())
         return whole and (heads % ranks == 0 or ranks % heads == 0)
@@ -65,6 +71,3 @@ class Divisions:
             return None
         size = shape[dim] // ranks
         return Split(dim=dim, start=rank * size, size=size, whole=shape[dim])
-
-
-NOT_DIVIDED: Mapping[str, Split] = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.sharding.sharded_model import make_mesh, materialise_, shard_
-from colotrain.engine.sharding.shards import local_shard, rows_here
+from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
@@ -157,7 +157,7 @@ def equal_rows(whole: nn.Module, sharded: nn.Module) -> None:
     found = {**dict(sharded.named_parameters()), **dict(sharded.named_buffers())}
     assert wanted.keys() == found.keys()
     for name, tensor in found.items():
-        rows = rows_here(tensor)
+        rows = shard_range(tensor) if isinstance(tensor, DTensor) else None
         start, count = rows or (0, 0)
         part = wanted[name][start : start + count] if rows else wanted[name]
         assert torch.equal(local_shard(tensor.detach()), part), name

@@ -20,17 +20,24 @@ def parameter_of(name: str, parts: TensorParts) -> str | None:
     return found if kind in ("model", "optim") and found in parts.splits else None
 
 
-class Part:
+class Part(Tensor):
     """A part of a tensor, which torch's loading fills from files that hold other parts.
 
-    It has the methods by which DTensor takes part in loading.
+    It has the methods by which DTensor takes part in loading; torch takes only tensors.
     """
 
-    def __init__(self, local: Tensor, shape: tuple[int, ...], begin: tuple[int, ...]) -> None:
-        self.local, self.shape, self.begin = local, torch.Size(shape), torch.Size(begin)
+    local: Tensor
+    whole: torch.Size
+    begin: torch.Size
 
-    def size(self) -> torch.Size:
-        return self.shape
+    @staticmethod
+    def of(local: Tensor, whole: tuple[int, ...], begin: tuple[int, ...]) -> Part:
+        part = local.detach().as_subclass(Part)
+        part.local, part.whole, part.begin = local, torch.Size(whole), torch.Size(begin)
+        return part
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.whole if dim is None else self.whole[dim]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets=self.begin, sizes=self.local.shape)]
@@ -44,9 +51,9 @@ def as_parts(wanted: Mapping[str, Tensor], parts: TensorParts) -> dict[str, Any]
     return {name: as_part(name, tensor, parts) for name, tensor in wanted.items()}
 
 
-def as_part(name: str, tensor: Tensor, parts: TensorParts) -> Tensor | Part:
+def as_part(name: str, tensor: Tensor, parts: TensorParts) -> Tensor:
     owner = parameter_of(name, parts)
     if owner is None or not tensor.ndim:
         return tensor
     whole = parts.whole_shape(owner, tensor.shape)
-    return Part(local_shard(tensor), whole, begin_of(owner, tensor, parts))
+    return Part.of(local_shard(tensor), whole, begin_of(owner, tensor, parts))

@@ -44,7 +44,7 @@ from colotrain.engine.sharding.parameters import (
     attached_to,
     watch_replaced,
 )
-from colotrain.engine.sharding.shards import rows_here, shards_of
+from colotrain.engine.sharding.shards import shards_of, slices_of
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.loading import allocate_, fill_
 from colotrain.spec.plan import DP_REPLICATE, DP_SHARD, TP, ModelPlan, PluginPlan, RunPlan
@@ -326,7 +326,7 @@ def materialise_(
         allocate_(model, device=device, on_host=on_host)
         allocate(True)
         shards = shards_of(model, sharded.parts, release)
-        fill_(model, sharded.source, seed=seed, shards=shards, rows=rows_here)
+        fill_(model, sharded.source, seed=seed, shards=shards, part=slices_of(model, sharded.parts))
         _move_buffers_(model, device)
     else:
         allocate(False)

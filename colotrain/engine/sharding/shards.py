@@ -50,11 +50,6 @@ def replica_of(parameter: DTensor) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def rows_here(tensor: Tensor) -> tuple[int, int] | None:
-    """Return first row and number of rows that this rank holds; None if every rank holds all."""
-    return shard_range(tensor) if isinstance(tensor, DTensor) else None
-
-
 def shards_of(model: nn.Module, parts: TensorParts, release: Callable[[Tensor], None]) -> Shards:
     """Return the functions that store and load this rank's part of each parameter."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -64,6 +59,20 @@ def shards_of(model: nn.Module, parts: TensorParts, release: Callable[[Tensor], 
         release=release,
         shape=lambda p: parts.whole_shape(names[id(p)], p.shape),
     )
+
+
+def slices_of(model: nn.Module, parts: TensorParts) -> Callable[[Tensor], tuple[slice, ...]]:
+    """Return a function from a parameter or buffer to the slices of the whole that are here."""
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def slices(tensor: Tensor) -> tuple[slice, ...]:
+        name = names.get(id(tensor), "")
+        if not isinstance(tensor, DTensor):
+            return ()
+        first, local = begin_of(name, tensor, parts), tensor.to_local()
+        return tuple(slice(n, n + size) for n, size in zip(first, local.shape, strict=True))
+
+    return slices
 
 
 def write_shard(parameter: Tensor, whole: Tensor) -> None:

@@ -23,6 +23,7 @@ from colotrain.models.loading import begin_training_, build, build_on_meta, fill
 from colotrain.models.objective import attach_
 from colotrain.models.seeding import seeded
 from colotrain.models.tensor_parallel import DIVISIONS, TensorShard, divide_parameters_
+from colotrain.models.tensor_parallel_styles import apply_styles_
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
@@ -148,7 +149,9 @@ def trace_micro_batch(
     if mesh.cp > 1:
         divide_sequences_(module, sequences)
     if mesh.tp > 1:
-        divide_parameters_(module, own_divisions(module) or Divisions(), tensors)
+        divisions = own_divisions(module) or Divisions()
+        divide_parameters_(module, divisions, tensors)
+        apply_styles_(module, divisions, tensors)
     try:
         sample = one_sample(data)
         found = trace(

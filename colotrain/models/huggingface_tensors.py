@@ -1,0 +1,42 @@
+"""Tensor parallelism of transformers' models, by their own `base_model_tp_plan`, read as data."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from colotrain.models.huggingface_attention import DIVISIBLE
+from colotrain.models.tensor_parallel import DIVISIONS
+from colotrain.models.tensor_parallel_styles import divisions_by
+from colotrain.spec.divisions import Divisions
+
+EXPERTS = ".experts"
+"""Part of the names of a plan's entries for experts, which stay whole on every rank."""
+VERIFIED = tuple(sorted({*DIVISIBLE, "gemma2"} - {"gpt2"}))
+"""Model types of config.json; tests/dist/test_tensor_parallel.py compares each with plain torch."""
+
+
+def allow_parts_(model: nn.Module, config: Any) -> None:
+    """Let `model` say how ranks can divide its matrices."""
+    setattr(model, DIVISIONS, functools.partial(divisions_of, model, config))
+
+
+def divisions_of(model: nn.Module, config: Any) -> Divisions:
+    """Return how the configuration's plan divides the layers; embedding and head stay whole."""
+    plan = getattr(model, "_tp_plan", None) or {}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    inside = {glob: style for glob, style in plan.items() if glob.startswith(prefix)}
+    inside = {glob: style for glob, style in inside.items() if EXPERTS not in glob}
+    if config.model_type not in VERIFIED:
+        return Divisions(against=f"models of type {config.model_type} were not compared")
+    if not inside:
+        return Divisions(against=f"transformers has no plan for {config.model_type}")
+    dropout = getattr(config, "attention_dropout", 0.0)
+    if dropout:
+        return Divisions(against=f"attention_dropout={dropout} would differ from one process")
+    heads = config.num_attention_heads
+    sizes = {"num_attention_heads": heads}
+    sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
+    return divisions_by(inside, model, sizes)

@@ -1,0 +1,285 @@
+"""Ranks that divide matrices among themselves compute what one process computes."""
+
+from __future__ import annotations
+
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colotrain.cli.main import guarded
+from colotrain.engine.checkpoint.dcp_json import read_whole
+from colotrain.engine.context_parallel import collectives_of
+from colotrain.models.huggingface_tensors import VERIFIED, divisions_of
+from colotrain.models.llm import LLM
+from colotrain.models.tensor_parallel import (
+    TensorShard,
+    divide_parameters_,
+    part_of,
+    vocabulary_logits,
+)
+from colotrain.models.tensor_parallel_styles import apply_styles_, divisions_by
+from colotrain.rundir import RunDir
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plugins import ROWS
+from colotrain.verify import runner
+from tests.dist import hf
+from tests.dist.test_context_parallel import LENGTH, make_model
+from tests.dist.test_run import losses
+from tests.dist.test_transport import run
+from tests.representatives import representatives
+from tests.running import SMALL, Colotrain
+
+HEADS = ("model.args.num_heads=4", "model.args.num_kv_heads=2")
+OWN = ("freeze.patterns=[embed*,blocks.0.*]", "train.grad_clip=0.1")
+
+
+def verified(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    guarded(["verify", *SMALL, *HEADS, *options, "--json"])
+    cases: list[dict[str, Any]] = loads(capsys.readouterr().out)["cases"]
+    return cases
+
+
+def test_every_plugin_equals_one_process_when_two_ranks_divide_each_matrix(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cases = verified(capsys, "--world-sizes", "2", "--tp", "2", *OWN)
+    assert {case["plugin"] for case in cases} == set(ROWS)
+    assert {case["accumulation_steps"] for case in cases} == {1, 4}
+    for case in cases:
+        assert case["passed"], case["difference"]
+        assert case["tp"] == 2
+        assert case["max_abs_gradient"] <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--tp", "2,4", *OWN),
+        (
+            *("--tp", "2", "--cp", "2", "model.args.num_kv_heads=1", "data.isolate=true"),
+            *("model.args.tie_embeddings=true", "train.activation_checkpointing=full"),
+            *("freeze.patterns=[blocks.0.*]", "--optimizer", "recipe"),
+        ),
+        ("--tp", "2", "train.activation_checkpointing=selective", "train.precision=bf16"),
+    ],
+    ids=["more ranks than heads of keys", "tied, with cp, recomputed, adamw", "bf16"],
+)
+def test_every_plugin_equals_one_process_on_four_ranks(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = verified(capsys, "--world-sizes", "4", *options)
+    assert {case["plugin"] for case in cases} == set(ROWS)
+    assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "tp", "says"),
+    [
+        ("keeps_gradients_of_inputs", 2, "gradient of"),
+        ("counts_norms_twice", 2, "parameter"),
+        ("divides_by_ranks_of_a_matrix", 2, "gradient of"),
+        ("splits_keys_wrongly", 2, "loss of step 1"),
+        ("takes_another_head", 4, "loss of step 1"),
+        ("lets_norms_drift", 2, "norm.weight in step 1: differs by nan"),
+    ],
+)
+def test_a_fault_in_dividing_matrices_is_found(
+    mutant: str,
+    tp: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    ranks = ("--world-sizes", str(tp), "--tp", str(tp))
+    options = ("--plugins", "zero3", "--accumulation", "1", "--steps", "1", *OWN)
+    if mutant == "counts_norms_twice":  # the norm is 1 % too large, which small updates hide
+        steep = ("optim.name=sgd", "optim.betas=[0.0]", "optim.lr=100", "optim.weight_decay=0")
+        options += ("--optimizer", "recipe", *steep, "optim.schedule.warmup_steps=0")
+    (case,) = verified(capsys, *ranks, *options)
+    assert not case["passed"]
+    assert says in case["difference"]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_of_matrices_have_the_gradients_of_whole_ones_in_float64(
+    kv_heads: int, tied: bool
+) -> None:
+    run(compare_parts_with_whole, 4, kv_heads, tied)
+
+
+def compare_parts_with_whole(rank: int, kv_heads: int, tied: bool) -> None:
+    torch.manual_seed(7)
+    model = LLM(
+        vocab_size=52,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        d_hidden=24,
+        tie_embeddings=tied,
+    ).double()
+    ids, labels = torch.randint(0, 52, (2, 3, 10)).unbind()
+    labels[0, :7] = -100
+    with torch.no_grad():
+        wanted_logits = model(ids)
+    loss, count = model(ids, labels)
+    loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    group = dist.group.WORLD
+    shard = TensorShard(rank=rank, size=4)
+    shard.all_gather, shard.reduce_scatter = collectives_of(group, "cpu")
+    splits = divide_parameters_(model, model.divisions(), shard)
+    assert ("head.weight" in splits) != tied
+    with torch.no_grad():
+        assert (model(ids) - wanted_logits).abs().max() <= 1e-12
+    found, found_count = model(ids, labels)
+    found.backward()
+    assert found_count == count
+    assert found.item() == pytest.approx(loss.item(), rel=1e-12)
+    for name, parameter in model.named_parameters():
+        whole = wanted[name]
+        part = part_of(whole, splits[name]) if name in splits else whole
+        assert (parameter.grad - part).abs().max() <= 1e-12, name
+
+
+def test_logits_of_parts_of_the_vocabulary_have_a_gradient() -> None:
+    run(compare_logits, 2)
+
+
+def compare_logits(rank: int) -> None:
+    torch.manual_seed(3)
+    head, x = nn.Linear(6, 8, bias=False).double(), torch.randn(5, 6).double().requires_grad_()
+    (head(x) ** 2).sum().backward()
+    wanted, x.grad = x.grad, None
+    shard = TensorShard(rank=rank, size=2)
+    shard.all_gather, shard.reduce_scatter = collectives_of(dist.group.WORLD, "cpu")
+    own = head.weight.detach().chunk(2)[rank].clone().requires_grad_()
+    (vocabulary_logits(x, own, shard) ** 2).sum().backward()
+    assert torch.allclose(x.grad, wanted, rtol=0, atol=1e-12)
+    assert torch.allclose(own.grad, head.weight.grad.chunk(2)[rank], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", representatives(VERIFIED, kept=["gpt_neox", "olmo2", "qwen3"]))
+def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole(kind: str) -> None:
+    pytest.importorskip("transformers")
+    run(compare_plan_with_whole, 2, kind)
+
+
+def compare_plan_with_whole(rank: int, kind: str) -> None:
+    model, forward = make_model(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases begin with zeros, which hide their number
+            parameter.add_(torch.randn_like(parameter) / 10)
+    ids, labels = torch.randint(0, 64, (2, 2, LENGTH)).unbind()
+    loss, _ = forward(input_ids=ids, labels=labels)
+    loss.backward()
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    shard = TensorShard(rank=rank, size=2)
+    shard.all_gather, shard.reduce_scatter = collectives_of(dist.group.WORLD, "cpu")
+    divisions = divisions_of(model, model.config)
+    assert divisions.allows(2), divisions
+    assert not divisions.allows(4)  # heads of keys and values
+    splits = divide_parameters_(model, divisions, shard)
+    apply_styles_(model, divisions, shard)
+    assert len(splits) >= 2 * model.config.num_hidden_layers
+    found, _ = forward(input_ids=ids, labels=labels)
+    found.backward()
+    assert found.item() == pytest.approx(loss.item(), rel=1e-9)
+    for name, parameter in model.named_parameters():
+        whole = wanted[name]
+        if whole is None:
+            assert parameter.grad is None
+            continue
+        part = part_of(whole, splits[name]) if name in splits else whole
+        assert (parameter.grad - part).abs().max() <= 1e-9 * max(1.0, whole.abs().max()), name
+
+
+def test_a_plan_with_an_unknown_style_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 1))
+    assert "'sideways'" in divisions_by({"0": "sideways"}, model, {}).against
+    assert "1 is a Conv1d" in divisions_by({"1": "colwise"}, model, {}).against
+
+
+def test_a_hugging_face_directory_trains_as_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = hf.make_directory("llama", tmp_path / "llama")
+    plans = [
+        plan_from(
+            [
+                *(f"model.hf={folder}", "data.target=tests.dist.hf:samples", "mesh.tp=2"),
+                *("train.global_batch=8", "train.micro_batch=4", "train.max_steps=2"),
+                *("train.eval_steps=0", "optim.name=sgd", "optim.lr=0.2", "checkpoint.every=0"),
+                *("cluster.procs_per_node=2", f"plugin={plugin}", f"name={plugin}"),
+            ]
+        )
+        for plugin in ("zero2", "gemini")
+    ]
+    for result in runner.verify(plans, tmp_path / "cases"):
+        assert result.passed, result.difference
+
+
+def test_a_run_goes_on_with_other_axes(colotrain: Colotrain) -> None:
+    options = (*SMALL, *HEADS, "observe.grads_every=1", "checkpoint.every=2", "checkpoint.keep=3")
+    steady = (*options, "optim.schedule.name=constant")
+    whole = colotrain.run(*steady, "train.max_steps=4", "plugin=zero1", "name=whole")
+    divided = colotrain.run(*steady, "train.max_steps=2", "plugin=zero3", "mesh.tp=2", "name=tp")
+    assert losses(divided) == pytest.approx(losses(whole)[:2], abs=1e-6)
+    seen = [
+        [(e.fields["loss"], e.fields["tokens"]) for e in colotrain.events(name) if e.kind == "eval"]
+        for name in ("whole", "tp")
+    ]
+    assert seen[1][0] == pytest.approx(seen[0][0], abs=1e-6)
+    gradients = [
+        [e.fields for e in colotrain.events(name) if e.kind == "gradients"]
+        for name in ("whole", "tp")
+    ]
+    for before, after in zip(*gradients, strict=False):
+        for column in ("norm", "rms", "max_abs", "zero_fraction", "update_ratio"):
+            assert after[column] == pytest.approx(before[column], rel=1e-4, abs=1e-7), column
+        assert after["global_norm"] == pytest.approx(before["global_norm"], rel=1e-6)
+    resumed = colotrain("resume", "tp", "train.max_steps=4", "mesh.tp=1", "plugin=gemini", "--json")
+    assert losses(resumed.json) == pytest.approx(losses(whole), abs=1e-6)
+
+
+def test_a_checkpoint_holds_the_same_bits_for_all_axes(colotrain: Colotrain) -> None:
+    options = (*SMALL, *HEADS, "checkpoint.every=2", "checkpoint.keep=3", "train.max_steps=4")
+    folders = [RunDir(colotrain.cwd / "runs" / name).checkpoint(2) for name in ("a", "b", "c")]
+    colotrain.run(*options, "plugin=zero2", "name=a", "train.eval_steps=0")
+    # a run that may roll back saves what it resumed from before its first step
+    again = (*options, "train.on_nonfinite=rollback", "train.eval_steps=0")
+    colotrain.run(*again, "mesh.tp=2", "plugin=zero1", "name=b", f"checkpoint.resume={folders[0]}")
+    colotrain.run(*again, "plugin=gemini", "name=c", f"checkpoint.resume={folders[1]}")
+    first, *others = ({n: t for n, t in read_whole(f).items() if n[:3] != "rng"} for f in folders)
+    assert any(name.startswith("optim.") for name in first)
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+def test_what_cannot_be_divided_is_refused(colotrain: Colotrain) -> None:
+    odd = ("mesh.tp=3", "cluster.procs_per_node=3", "optim.name=muon", "train.compile=true")
+    lines = colotrain("plan", *SMALL, *HEADS, *odd, "train.global_batch=null").err.splitlines()
+    assert [line.split(":")[1].strip().split("=")[0] for line in lines if "error" in line] == [
+        "mesh.tp",
+        "train.compile",
+        "optim.name",
+    ]
+    assert "one of 1, 2, 4" in "".join(lines)
+    own = ("model.target=tests.dist.difficult:make", "model.args.name=Tied")
+    data = ("data.target=tests.dist.difficult:samples", "train.micro_batch=2")
+    refused = colotrain("plan", *own, *data, "cluster.procs_per_node=2", "mesh.tp=2")
+    assert refused.code == 2
+    assert "mesh.tp=2: expected 1" in refused.err
+    wide = ("hardware=h100", "cluster.nodes=2", "mesh.tp=16", "cluster.procs_per_node=8")
+    assert "mesh.tp=16: expected a divisor" in colotrain("plan", "recipe=llm-tiny", *wide).err
