@@ -148,9 +148,7 @@ def verify(
     cp: Annotated[str, typer.Option(help="Values of mesh.cp; by default the plan's.")] = "",
     tp: Annotated[str, typer.Option(help="Values of mesh.tp; by default the plan's.")] = "",
     accumulation: Annotated[str, typer.Option(help="Accumulation steps to check.")] = "1,4",
-    optimizer: Annotated[
-        str, typer.Option(help="sgd, or recipe: the plan's own (AdamW hides wrong scales).")
-    ] = "sgd",
+    optimizer: Annotated[str, typer.Option(help="sgd, or recipe: the plan's own.")] = "sgd",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
     tolerance: Annotated[
         float | None,
