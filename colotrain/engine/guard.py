@@ -143,6 +143,12 @@ def _differing_replicas(run: Run) -> list[Finding]:
     found = _compare(
         "replicas", [(n, t) for n, t in held if n.rpartition(" of ")[2] in whole], None, list(world)
     )
+    parts = run.sharded.parts
+    if parts.group is not None:
+        own = whole | parts.splits.keys()
+        alike = [(n, t) for n, t in held if n.rpartition(" of ")[2] not in own]
+        ranks = dist.get_process_group_ranks(parts.group)
+        found += _compare("replicas", alike, parts.group, ranks)
     if run.sharded.plugin.is_hybrid:
         group = run.sharded.mesh.get_group(DP_REPLICATE)
         shards = [(n, t) for n, t in held if n.rpartition(" of ")[2] not in whole]
