@@ -80,12 +80,7 @@ def found(
         *(
             Case(
                 name=f"{n}, unread",
-                words=(
-                    *GEMINI,
-                    *QUIET,
-                    f"plugin.budget.device={size}",
-                    *(lower if n == "disk" else ()),
-                ),
+                words=(*GEMINI, *QUIET, f"plugin.budget.device={size}", *more),
                 looks=False,
             )
             for n, size, more in (*((*b, ()) for b in BUDGETS.items()), ("disk", 30 * MIB, lower))
