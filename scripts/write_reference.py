@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from colotrain.config import schema, schema_cluster, slurm
+from colotrain.config import schema, schema_cluster, schema_data, slurm
 from colotrain.records import field_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -23,7 +23,10 @@ MARK = "<!-- Below: made from the schema by `make docs`; do not edit. -->\n"
 def meanings() -> dict[tuple[str, str], str]:
     """(class, field) → the text that stands under the field in the schema."""
     found = {}
-    modules = [ast.parse(inspect.getsource(module)) for module in (schema, schema_cluster, slurm)]
+    modules = [
+        ast.parse(inspect.getsource(module))
+        for module in (schema, schema_cluster, schema_data, slurm)
+    ]
     for section in (part for module in modules for part in module.body):
         if not isinstance(section, ast.ClassDef):
             continue

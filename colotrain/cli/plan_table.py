@@ -125,6 +125,9 @@ def _evaluations(plan: RunPlan) -> str:
     num = "all" if steps == "all" else f"at most {steps} global batch{'es' * (steps > 1)} of"
     from_files = data.source != "target" and data.validation_fraction == 0
     only = " of a validation file, if there is one" if from_files and held is None else ""
+    if data.source == "target" and data.validation_fraction and held is None:
+        share = f"the last {100 * data.validation_fraction:.3g} % of the dataset"
+        only = f" ({share}, unless its function takes `split`; data.validation_fraction=0: none)"
     return f"{often}; {num} validation samples{only}{_of_all(plan)}"
 
 

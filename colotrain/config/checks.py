@@ -14,7 +14,7 @@ from typing import Any
 from colotrain.config import slurm
 from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
-from colotrain.config.schema import Config
+from colotrain.config.schema import Config, Optim, Schedule
 from colotrain.config.shipped import recipe_names
 from colotrain.dotted import FORM
 from colotrain.errors import Problem, suggest
@@ -41,6 +41,8 @@ AT_LEAST: dict[str, float] = {
     "cluster.nodes": 1,
     "cluster.procs_per_node": 1,
     "train.max_rollbacks": 1,
+    "train.stop_early.patience": 1,
+    "train.stop_early.min_delta": 0,
     **slurm.AT_LEAST,
     "elastic.max_restarts": 0,
     "elastic.check_every": 0,
@@ -65,6 +67,17 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 TRACKERS = ("tensorboard", "wandb")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
+CODE = (
+    "model.target",
+    "data.target",
+    "data.collate",
+    "data.sampler",
+    "train.loss",
+    "train.metrics",
+    "train.on_gradients",
+)
+"""Settings that are dotted paths, or null."""
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 NOT_YET: dict[str, tuple[Any, str]] = {}
 """Settings in the schema that are not available yet → (their only value, what to do instead)."""
 
@@ -89,7 +102,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from _check_optim(settings)
     yield from _check_nodes(settings)
     yield from slurm.check_slurm(settings.cluster.slurm)
-    for key in ("model.target", "data.target", "train.loss", "train.on_gradients"):
+    for key in CODE:
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)
     yield from _check_rollback(settings)
@@ -180,11 +193,29 @@ def _check_optim(settings: Config) -> Iterator[Problem]:
             if value is not None and not 0 <= value < math.inf:
                 where = f"optim.rules[{index}].{name}"
                 yield Problem(key=where, value=value, expected="0 or more", fix="correct it")
+    yield from _check_schedule(optim)
     decay = optim.schedule.decay_steps
     if decay is not None and (optim.schedule.name != "wsd" or decay < 1):
         expected = "1 or more" if decay < 1 else "nothing but under optim.schedule.name=wsd"
         where = "optim.schedule.decay_steps"
         yield Problem(key=where, value=decay, expected=expected, fix="remove it")
+
+
+def _check_schedule(optim: Optim) -> Iterator[Problem]:
+    schedule, key = optim.schedule, "optim.schedule.name"
+    if ":" not in schedule.name:
+        if schedule.name not in SCHEDULES:
+            expected = f"one of {', '.join(SCHEDULES)}, or `package.module:callable`"
+            fix = suggest(schedule.name, SCHEDULES)
+            yield Problem(key=key, value=schedule.name, expected=expected, fix=fix)
+        return
+    yield from _check_dotted(key, schedule.name)
+    for name in ("warmup_steps", "warmup_ratio", "min_lr_ratio"):
+        value = getattr(schedule, name)
+        if value != getattr(Schedule(), name):
+            expected = "nothing but for a schedule of colotrain's: the function decides"
+            where = f"optim.schedule.{name}"
+            yield Problem(key=where, value=value, expected=expected, fix="remove it")
 
 
 def _check_nodes(settings: Config) -> Iterator[Problem]:
@@ -250,13 +281,16 @@ def _check_rollback(settings: Config) -> Iterator[Problem]:
 
 
 def _check_best(settings: Config) -> Iterator[Problem]:
-    best, key = settings.checkpoint.best, "checkpoint.best.metric"
-    every, steps = settings.checkpoint.every, settings.train.eval_steps
-    needed = {"checkpoint.every": every, "train.eval_steps": steps}
-    off = [name for name, value in needed.items() if value == 0]
-    if best.metric is not None and off:
-        expected, fix = f"null under {off[0]}=0", f"raise {off[0]}"
-        yield Problem(key=key, value=best.metric, expected=expected, fix=fix)
+    best, rule = settings.checkpoint.best.metric, settings.train.stop_early.metric
+    steps = settings.train.eval_steps
+    for key, metric, needed in (
+        ("checkpoint.best.metric", best, {"checkpoint.every": settings.checkpoint.every}),
+        ("train.stop_early.metric", rule, {"train.eval_every": settings.train.eval_every or 0}),
+    ):
+        off = [name for name, v in {**needed, "train.eval_steps": steps}.items() if v == 0]
+        if metric is not None and off:
+            expected, fix = f"null under {off[0]}=0", f"raise {off[0]}"
+            yield Problem(key=key, value=metric, expected=expected, fix=fix)
 
 
 def find_resume(resume: str) -> Path | None:

@@ -7,7 +7,7 @@ from glob import iglob
 from pathlib import Path
 from typing import Any
 
-from colotrain.config.schema import Data, Part
+from colotrain.config.schema_data import Data, Part
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.spec.plan import DataPlan, PartPlan
 
@@ -44,6 +44,8 @@ def data_plan(data: Data, problems: list[Problem]) -> DataPlan | None:
         num_workers=data.num_workers,
         shuffle=data.shuffle,
         validation_fraction=data.validation_fraction,
+        collate=data.collate,
+        sampler=data.sampler,
     )
     problems += _check_formats(plan)
     return plan
@@ -65,6 +67,14 @@ def check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
         fix = "remove it, or set data.target"
         expected = "nothing without data.target, whose arguments they are"
         yield Problem(key="data.args", value=data.args, expected=expected, fix=fix)
+    for key in ("collate", "sampler"):
+        value = getattr(data, key)
+        if value is not None and data.target is None and is_whole:
+            expected, fix = "null without data.target, a dataset of your own", "remove it"
+            yield Problem(key=f"data.{key}", value=value, expected=expected, fix=fix)
+    if data.sampler is not None and not data.shuffle:
+        expected, fix = "true under data.sampler, which draws samples", "remove one of them"
+        yield Problem(key="data.shuffle", value=False, expected=expected, fix=fix)
     if data.mixture and data.tokenizer.startswith("bpe-"):
         expected = "one tokenizer for all parts of data.mixture (bpe-SIZE is made from one corpus)"
         fix = (

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from colotrain.config.schema_cluster import Cluster, Hardware
+from colotrain.config.schema_data import Data
 from colotrain.config.sizes import Size
 from colotrain.spec.plan import Recompute, RulePlan
 from colotrain.spec.precisions import PrecisionName
-
-DataFormat = Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,67 +88,17 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of a mixture."""
+class StopEarly:
+    """The end of a run whose evaluations no longer improve."""
 
-    path: str | list[str]
-    """Files as in `data.path`."""
-    weight: float = 1.0
-    """Share of the samples, relative to the other parts."""
-    format: DataFormat = "auto"
-    """Same as `data.format`."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Same as `data.columns`, and added to it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """The data: files (`path`, `mixture`), a corpus, or a dataset of your own (`target`)."""
-
-    corpus: Literal["stdlib"] | None = None
-    """Corpus that exists on every machine: `stdlib`, the Python standard library's source files."""
-    path: str | list[str] | None = None
-    """Folder, file or glob of text, JSONL, Parquet, Arrow or token files, or a Hugging Face
-    dataset's folder."""
-    format: DataFormat = "auto"
-    """Format of the files; auto: recognised by their names and contents."""
-    mixture: list[Part] = field(default_factory=list)
-    """Several sources instead of one: `[{path: a.jsonl, weight: 3}, {path: b/, weight: 1}]`."""
-    target: str | None = None
-    """`package.module:callable` that returns a dataset of dicts of tensors."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the callable."""
-    seq_len: int = 256
-    """Tokens per sample."""
-    tokenizer: str = "auto"
-    """`bytes`, `bpe-SIZE` (trained once on the corpus and cached), a tokenizer.json file, or a
-    folder that has one (then its chat template and end-of-text token are used, too); auto: the one
-    in the directory `model.hf`, otherwise bytes."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Field names of the records, if not `text`, `prompt`, `completion`, `messages`:
-    `{prompt: question, completion: answer}`."""
-    chat_template: str | None = None
-    """`chatml`, or a file with a Jinja template; by default the tokenizer's own."""
-    loss_on: Literal["answers", "last", "all"] = "answers"
-    """Tokens of prompt/completion and chat records that count in the loss: those of all answers, of
-    the last answer, or all tokens."""
-    packing: Literal["auto", "stream", "whole", "none"] = "auto"
-    """How documents become samples: `stream` concatenates them and cuts windows; `whole` puts whole
-    documents side by side and pads; `none` pads each. auto: none if only answers count in the loss,
-    otherwise stream."""
-    isolate: bool = False
-    """Documents in one sample do not attend to one another, and positions restart in each."""
-    on_bad: Literal["stop", "skip"] = "stop"
-    """What an unusable record does: end the preparation, or be counted and left out."""
-    workers: int | Literal["auto"] = "auto"
-    """Processes that tokenize records; auto: one per core, at most 16."""
-    num_workers: int = 0
-    """Processes of each rank that read micro-batches ahead, for a dataset of your own with slow
-    samples; 0: the rank reads them itself, between forward passes."""
-    shuffle: bool = True
-    """Draw samples in random order from the seed; otherwise in file order."""
-    validation_fraction: float = 0.05
-    """Share of the files, of the records, or of the tokens of one file kept for validation."""
+    metric: str | None = None
+    """`validation_loss`, or the name of a metric; null: the run makes all of its steps."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher values are better."""
+    patience: int = 3
+    """Evaluations in a row without an improvement after which the run ends."""
+    min_delta: float = 0.0
+    """An improvement is a change by more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +142,11 @@ class Train:
     loss: str | None = None
     """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
     targets; null: the model's forward has the loss."""
+    metrics: str | None = None
+    """`package.module:callable` of (batch, outputs), called in evaluations, that returns a dict of
+    numbers: each a (sum, count), or a mean over the targets."""
+    stop_early: StopEarly = field(default_factory=StopEarly)
+    """The end of a run whose evaluations no longer improve."""
     on_gradients: str | None = None
     """`package.module:callable`, called with the gradients of each step before clipping."""
 
@@ -201,8 +155,10 @@ class Train:
 class Schedule:
     """The learning rate over the run."""
 
-    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after the warm-up; wsd: constant, then linear at the end."""
+    name: str = "cosine"
+    """Shape after the warm-up: cosine, linear, constant, wsd (constant, then linear at the end), or
+    `package.module:callable` of (step from 0, steps of the run) that returns a factor of `optim.lr`
+    and replaces the warm-up."""
     decay_steps: int | None = None
     """wsd: steps of the linear decay; null: a fifth of the run."""
     warmup_steps: int = 0

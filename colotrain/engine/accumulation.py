@@ -87,7 +87,9 @@ def weighted_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return weighted_output(model, batch)[:2]
 
 
-def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any]:
+def weighted_output(
+    model: nn.Module, batch: Batch, *, seen: list[Any] | None = None
+) -> tuple[Tensor, Tensor, Any]:
     """Return the summed loss of a micro-batch, its number of targets, and the output.
 
     The output is None if all labels are masked: it was computed with made-up ones.
@@ -96,12 +98,12 @@ def weighted_output(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Any
     the output's `num_targets` if it has that, otherwise labels that are not -100 (without each
     row's first, if the model shifts them itself), or the samples of a batch without labels. The sum
     is at least in float32: a half-precision mean times a number of tokens would be rounded again,
-    or would overflow.
+    or would overflow. What forward itself returned is appended to `seen`.
     """
     counted = batch.on_host if isinstance(batch, OnDevice) else batch
     count = count_targets(counted, shifted=getattr(model, SHIFTS, False))
     no_targets = count == 0
-    output = output_of(model, _with_targets(batch) if no_targets else batch)
+    output = output_of(model, _with_targets(batch) if no_targets else batch, seen=seen)
     pair = pair_in(output)
     if pair is not None and _is_scalar(pair[0]):
         loss_sum, own_count = _exact(pair[0]), torch.as_tensor(pair[1])

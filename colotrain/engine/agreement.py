@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,17 +81,17 @@ def _describe_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def describe_data(split: str, loader: BatchLoader, *, seed: int) -> Iterator[tuple[str, str]]:
     """Yield the number of samples and a description of three of them; a stream is not read."""
-    samples, count = loader.samples, len(loader.samples)
+    count = len(loader.samples)
     yield f"the length of the {split} data", str(count)
     if count == sys.maxsize:
         return
     for index in sorted({0, count // 2, count - 1}):
-        yield f"sample {index} of the {split} data", _describe_sample(samples, index, seed)
+        yield f"sample {index} of the {split} data", _describe_sample(loader, index, seed)
 
 
-def _describe_sample(samples: Any, index: int, seed: int) -> str:
+def _describe_sample(loader: BatchLoader, index: int, seed: int) -> str:
     with seeded(seed):
-        batch = stack([(index, samples[index])])
+        batch = stack([(index, loader.samples[index])], loader.collate)
     return ", ".join(f"{name}: {_describe(value)}" for name, value in sorted(batch.items()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.data.read.loader import BatchLoader
-from colotrain.engine.accumulation import to_device, weighted_output
+from colotrain.engine.accumulation import Batch, to_device, weighted_output
+from colotrain.engine.early_stopping import note_evaluation
 from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
+from colotrain.models.objective import outputs_alone
 from colotrain.models.outputs import metrics_in
 
 
@@ -44,6 +47,7 @@ def evaluate(run: Run) -> None:
         module.training = mode
     loss_sum, count = sums.tolist()
     loss = loss_sum / max(count, 1.0)
+    note_evaluation(run, {RESERVED: loss, **means} | {RESERVED: loss})
     best = _is_best(run, loss, means) or None
     if run.rank == 0:
         found = Evaluation(step=run.step, loss=loss, tokens=count, metrics=means or None, best=best)
@@ -52,7 +56,7 @@ def evaluate(run: Run) -> None:
 
 def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:
     """Whether this evaluation is the best so far, by the metric that the plan names."""
-    found = {"validation_loss": loss, **means} | {"validation_loss": loss}
+    found = {RESERVED: loss, **means} | {RESERVED: loss}
     metric, lowest = run.plan.checkpoint.best_metric, run.plan.checkpoint.best_mode == "min"
     if metric is None:
         return False
@@ -73,6 +77,8 @@ def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:
     return False
 
 
+RESERVED = "validation_loss"
+"""Name of the loss itself among the values of an evaluation."""
 Metrics = dict[str, tuple[float, float]]
 """Name → sum and count."""
 
@@ -91,16 +97,47 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
         at = divmod(index, num)
         batch, num_samples = to_device(data.micro_batch(*at), run.device), len(data.positions(*at))
         with _uncompiled(run, num_samples < run.plan.batch.micro_batch):
-            loss, count, output = weighted_output(run.sharded.module, batch)
+            loss, count, output, own = _with_metrics(run, batch)
         if not num_samples:  # none is left: the forward ran because other ranks wait for it
             continue
         sums += torch.stack([loss.double(), count.double()])
-        for name, value, weight in metrics_in(output, count):
+        for name, value, weight in (*metrics_in(output, count), *metrics_in(own, count)):
             if not weight.item():  # a rank's part of a sample may have no target
                 continue
             before = metrics.get(name, (0.0, 0.0))
             metrics[name] = before[0] + value.item(), before[1] + weight.item()
     return sums, metrics
+
+
+def _with_metrics(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Any, Any]:
+    """Return `weighted_output`, and what `train.metrics` returns; all ranks run as many forwards.
+
+    A Hugging Face model that computes its loss runs once more, without labels, for its outputs.
+    """
+    model, function = run.sharded.module, run.metrics
+    seen: list[Any] = []
+    loss, count, output = weighted_output(model, batch, seen=seen)
+    if function is None:
+        return loss, count, output, None
+    outputs = seen[0]
+    if run.plan.model.hf and run.plan.model.loss is None:
+        outputs = outputs_alone(model, batch)
+    if output is None:
+        return loss, count, None, None
+    return loss, count, output, _checked(function(batch, outputs), run.plan.train.metrics)
+
+
+def _checked(found: Any, dotted: str | None) -> dict[str, Any]:
+    """Return what `train.metrics` returned, but the loss's name; `ColotrainError` for no dict."""
+    numbers = metrics_in(found, torch.ones(()))
+    if not isinstance(found, Mapping) or {n for n, *_ in numbers} != {*found} or RESERVED in found:
+        shown = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise ColotrainError(
+            f"train.metrics={dotted} returned {shown}",
+            "return a dict of names and numbers, each (sum, count) or a mean over the targets, "
+            f"none of them called loss or {RESERVED}",
+        )
+    return dict(found)
 
 
 def _uncompiled(run: Run, is_short: bool) -> AbstractContextManager[Any]:

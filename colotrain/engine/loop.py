@@ -14,6 +14,7 @@ import torch.distributed as dist
 from colotrain.engine import generators, guard, label_shift, monitor
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
 from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.early_stopping import why_over
 from colotrain.engine.evaluation import evaluate
 from colotrain.engine.gradients import gradients, noise
 from colotrain.engine.gradients.nonfinite import describe, locate
@@ -39,12 +40,12 @@ def train(run: Run) -> str:
     plan = run.plan
     label_shift.find(run)
     leaves_early = plan.smoke and run.step == 0
-    if run.step == 0 and plan.train.eval_first:
+    if (run.step == 0 and plan.train.eval_first) or was_left_before_evaluation(run):
         evaluate(run)
     if plan.train.on_nonfinite == "rollback":
         checkpoint.save(run)  # so that the run always has a checkpoint of its own to roll back to
     gpu = DeviceClock(run.device)
-    while run.step < plan.train.max_steps:
+    while run.step < plan.train.max_steps and why_over(run) is None:
         clock = Clock()
         gpu.begin_step()
         _begin_step(run)
@@ -90,7 +91,10 @@ def train(run: Run) -> str:
             checkpoint.save(run)
     checkpoint.save(run)
     checkpoint.finish_saving(run)
-    run.events.write(WorkerFinished(step=run.step))
+    early = why_over(run)
+    if early is not None and run.rank == 0:
+        run.events.write(Note(step=run.step, text=f"step {run.step}: {early}"))
+    run.events.write(WorkerFinished(step=run.step, reason=early))
     return "finished"
 
 
@@ -111,6 +115,12 @@ def _save_and_stop(run: Run) -> None:
     if run.stop_error is not None:
         raise run.stop_error
     run.events.write(WorkerStopped(step=run.step, reason=run.stop_reason or "another rank"))
+
+
+def was_left_before_evaluation(run: Run) -> bool:
+    """Whether the run was stopped after a step, before the evaluation that follows the step."""
+    due = is_due(run.step, run.plan.train.eval_every)
+    return run.step > 0 and due and run.evaluations.last_step not in (None, run.step)
 
 
 def patience_s(plan: RunPlan, laps: dict[str, float]) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine.accumulation import Batch, StepTotals
-from colotrain.engine.checkpoint.manifest import Manifest
+from colotrain.engine.checkpoint.manifest import Evaluations, Manifest
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.gradients.gradients import GradientState
@@ -111,6 +111,8 @@ class Run:
     is_monitored: bool = False
     """Whether a thread watches the steps, which may then be left unfinished."""
     on_gradients: Callable | None = None
+    metrics: Callable[[Batch, Any], Any] | None = None
+    """The function `train.metrics`."""
     step: int = 0
     """Number of steps done."""
     micro_batches: int = 0
@@ -127,6 +129,8 @@ class Run:
     """Checksums of this rank's state after the last update, to be compared before the next one."""
     best: tuple[int, float] | None = None
     """Step and value of the best evaluation so far, where its checkpoint is to be kept."""
+    evaluations: Evaluations = field(default_factory=lambda: Evaluations(last_step=-1))
+    """The evaluations so far, by `train.stop_early`."""
     saved_step: int = -1
     can_be_saved: bool = False
     """Whether the state was checked and a checkpoint can hold it."""

@@ -17,17 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.read.ahead import read_ahead
-from colotrain.data.read.loader import (
-    BatchLoader,
-    Split,
-    count_evaluated,
-    open_samples,
-    planned_draw_seed,
-    planned_order,
-    targets_per_sample,
-)
-from colotrain.data.read.samples import StreamSamples
+from colotrain.data.read.loader import BatchLoader, targets_per_sample
+from colotrain.data.read.samples import StreamSamples, describe_cut
 from colotrain.dotted import import_target
 from colotrain.engine import monitor
 from colotrain.engine.agreement import check_alike, check_filled_alike
@@ -41,6 +32,7 @@ from colotrain.engine.context_parallel import divide_among_ranks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
+from colotrain.engine.inputs import first_micro_batch, import_targets, open_loader
 from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import train
 from colotrain.engine.model_checks import check_dtypes
@@ -70,7 +62,7 @@ from colotrain.events.kinds import Note, WorkerStarted
 from colotrain.events.log import EventWriter
 from colotrain.models.loading import KEEPS_VALUES, UNCALLED, begin_training_, build
 from colotrain.models.objective import attach_
-from colotrain.models.seeding import seed_all, seeded
+from colotrain.models.seeding import seed_all
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
@@ -130,6 +122,8 @@ def prepare(
     attach_(model, plan.model)
     if rank == 0 and hasattr(model, KEEPS_VALUES):
         events.write(Note(text=UNCALLED))
+    if rank == 0 and (cut := describe_cut(train_data.samples, plan.data)):
+        events.write(Note(text=cut))
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
     begin_training_(model)
@@ -166,6 +160,8 @@ def prepare(
         train_data.samples.beat = run.saver.beat
     if plan.train.on_gradients:
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
+    if plan.train.metrics:
+        run.metrics = import_target("train.metrics", plan.train.metrics)
     seed_all(seed * 100_003 + rank // plan.mesh.tp)  # dropout differs where activations do
     if resumed is not None:
         checkpoint.restore(run, resumed)
@@ -236,27 +232,6 @@ def allocate_parameters_(
     materialise_(sharded, device=device, seed=seed, allocate=allocate, release=release)
 
 
-def import_targets(plan: RunPlan) -> None:
-    """Import the user's modules with the same random numbers on every rank."""
-    with seeded(plan.train.seed):
-        for key, dotted in (("model.target", plan.model.target), ("data.target", plan.data.target)):
-            if dotted:
-                import_target(key, dotted)
-
-
-def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
-    """Return the micro-batches of a split; None where there is no validation split."""
-    with seeded(plan.train.seed):  # a builder that shuffles must do so alike in each call
-        samples = open_samples(plan.data, split)
-    end = count_evaluated(samples, plan) or None if split == "validation" else None
-    if split == "validation" and len(samples) == 0:
-        return None
-    order, seed = planned_order(samples, plan, split), planned_draw_seed(samples, plan)
-    reader = plan.mesh.data_rank(rank)
-    loader = BatchLoader(samples, order, plan.batch, rank=reader, draw_seed=seed, end=end)
-    return read_ahead(loader, plan)
-
-
 def agree_on_groups(
     model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
 ) -> list[tuple[str, list[nn.Module]]]:
@@ -310,12 +285,6 @@ def agree_on_targets(
     if problem:
         raise ColotrainError(*problem)
     return nominal, sample
-
-
-def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
-    """Return the first micro-batch of rank 0, the same on every rank."""
-    first = BatchLoader(data.samples, data.order, data.batch, rank=0, draw_seed=data.draw_seed)
-    return first.micro_batch(0, 0)
 
 
 def announce(run: Run, attempt: int) -> None:

@@ -94,7 +94,7 @@ class Fold:
         failure = min(failures, key=lambda f: (f.t, f.rank), default=None)
         return RunView(
             status=status,
-            cause=None if status == "finished" else self._cause(failure),
+            cause=_ended_early(newest) if status == "finished" else self._cause(failure),
             failure=failure,
             exit_code=done.exit_code if done else None,
             world_size=self._world_size(),
@@ -270,6 +270,11 @@ def _by_rank(attempts: Iterable[dict[int, int]]) -> tuple[int, ...]:
         for rank, value in values.items():
             highest[rank] = max(value, highest.get(rank, 0))
     return tuple(highest.get(rank, 0) for rank in range(max(highest, default=-1) + 1))
+
+
+def _ended_early(newest: list[Attempt]) -> str | None:
+    finished = newest[0].last(kinds.WorkerFinished) if newest else None
+    return finished.reason if finished else None
 
 
 def _latest(attempts: list[Attempt], kind: type[Kind]) -> Kind | None:

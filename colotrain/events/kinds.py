@@ -96,6 +96,8 @@ class WorkerFinished(EventKind):
     """A worker did the last step."""
 
     step: int
+    reason: str | None = None
+    """Why there were fewer steps than planned; None: there were not."""
 
 
 @event_kind("failed")

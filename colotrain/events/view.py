@@ -128,6 +128,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     of_peak = peak_memory(view)
     document = {
         "status": view.status,
+        **({"stopped_early": view.cause} if view.cause and view.status == "finished" else {}),
         "steps": view.steps,
         "optimizer_steps": view.optimizer_steps,
         "micro_batches": view.micro_batches,

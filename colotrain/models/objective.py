@@ -42,12 +42,18 @@ def objective_of(model: nn.Module) -> Objective | None:
     return found
 
 
-def output_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """What stands for the loss: the output of forward, or what `train.loss` makes of it."""
+def output_of(
+    model: nn.Module, batch: Mapping[str, Tensor], *, seen: list[Any] | None = None
+) -> Any:
+    """What stands for the loss: the output of forward, or what `train.loss` makes of it.
+
+    The output of forward is appended to `seen`.
+    """
     objective = objective_of(model)
-    if objective is None:
-        return model(**batch)
-    return objective.loss(batch, model(**inputs_of(model, batch)))
+    output = model(**inputs_of(model, batch))
+    if seen is not None:
+        seen.append(output)
+    return output if objective is None else objective.loss(batch, output)
 
 
 def inputs_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -58,9 +64,9 @@ def inputs_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     return taken_from(batch, model, objective.taken)
 
 
-def outputs_alone(model: nn.Module, batch: Mapping[str, Tensor], *, is_hf: bool) -> Any:
-    """The output of a forward that computes no loss of its own."""
-    return model(**taken_from(batch, model, _taken_by(model, is_hf=is_hf)))
+def outputs_alone(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """The output of a Hugging Face model's forward that computes no loss."""
+    return model(**taken_from(batch, model, _taken_by(model, is_hf=True)))
 
 
 def taken_from(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
-from colotrain.config.schema import Config
+from colotrain.config.schema import Config, StopEarly
 from colotrain.errors import ConfigError
 from colotrain.spec.batch import endless_evaluation, no_best
-from colotrain.spec.plan import DataPlan
+from colotrain.spec.plan import DataPlan, StopEarlyPlan
 
 
 class CountValidation(Protocol):
@@ -22,10 +22,14 @@ def num_validation(
 ) -> int | None:
     """Return the number of validation samples; None if nothing needs it or it is not known yet.
 
-    Raises `ConfigError` for all samples of a stream, and for a best checkpoint without evaluations.
+    Raises `ConfigError` for all samples of a stream, and where a best checkpoint or the end of the
+    run depends on evaluations and there are none.
     The data is prepared only where these are likely, because no share of it is kept for validation.
     """
-    train, metric = settings.train, settings.checkpoint.best.metric
+    train = settings.train
+    key, metric = "checkpoint.best.metric", settings.checkpoint.best.metric
+    if metric is None:
+        key, metric = "train.stop_early.metric", train.stop_early.metric
     if count is None or not train.eval_steps or (train.eval_steps != "all" and metric is None):
         return None
     fraction = data.validation_fraction
@@ -33,5 +37,14 @@ def num_validation(
     if found == sys.maxsize and train.eval_steps == "all":
         raise ConfigError([endless_evaluation()])
     if found == 0 and metric is not None:
-        raise ConfigError([no_best(metric, fraction, own_dataset=data.source == "target")])
+        raise ConfigError([no_best(key, metric, fraction, own_dataset=data.source == "target")])
     return found
+
+
+def stop_early_plan(rule: StopEarly) -> StopEarlyPlan | None:
+    """Return the rule by which the run ends early; None: it makes all of its steps."""
+    if rule.metric is None:
+        return None
+    return StopEarlyPlan(
+        metric=rule.metric, mode=rule.mode, patience=rule.patience, min_delta=rule.min_delta
+    )

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
-from colotrain.config.schema import Config, Data, Freeze, Optim
+from colotrain.config.schema import Config, Freeze, Optim
+from colotrain.config.schema_data import Data
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
 from colotrain.planner.scale import Scale, touches
@@ -163,10 +164,14 @@ def _check_context_parallel(
         expected = f"a multiple of {unit} = 2 × mesh.cp={cp}"
         fix = f"set data.seq_len={near} or {near + unit}"
         yield Problem(key="data.seq_len", value=length, expected=expected, fix=fix)
-    if settings.train.loss is not None:
-        expected = f"null with mesh.cp={cp}, where a rank has the outputs of a part of the tokens"
-        fix = "set mesh.cp=1, or let the model return its loss"
-        yield Problem(key="train.loss", value=settings.train.loss, expected=expected, fix=fix)
+    for key, own in (
+        ("train.loss", settings.train.loss),
+        ("train.metrics", settings.train.metrics),
+    ):
+        if own is not None:
+            expected = f"null with mesh.cp={cp}, where a rank has outputs of a part of the tokens"
+            fix = "set mesh.cp=1, or let the model return them"
+            yield Problem(key=key, value=own, expected=expected, fix=fix)
     if settings.train.compile:
         expected, fix = f"false with mesh.cp={cp}", "set train.compile=false"
         yield Problem(key="train.compile", value=True, expected=expected, fix=fix)

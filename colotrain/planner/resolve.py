@@ -18,7 +18,7 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import SearchSpace
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
-from colotrain.planner.evaluations import CountValidation, num_validation
+from colotrain.planner.evaluations import CountValidation, num_validation, stop_early_plan
 from colotrain.planner.fix_hints import memory_warnings, verdicts
 from colotrain.planner.machine import Machine
 from colotrain.planner.model import (
@@ -39,6 +39,7 @@ from colotrain.planner.plugin import (
     decide,
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
+from colotrain.planner.schedules import CheckSchedule, check_own_schedule
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch
@@ -69,6 +70,7 @@ def resolve(
     trace: TraceModel | None = None,
     samples: CountSamples | None = None,
     validation: CountValidation | None = None,
+    check_schedule: CheckSchedule | None = None,
     hints: bool = True,
     smoke: bool = False,
 ) -> tuple[RunPlan, PlanningContext]:
@@ -110,9 +112,11 @@ def resolve(
         trace=trace,
         samples=samples,
         validation=validation,
+        check_schedule=check_schedule,
         hints=False,
     )
     steps = in_steps(settings, data, global_batch=batch.global_batch, count=samples)
+    check_own_schedule(settings, steps, check_schedule)
     held = num_validation(settings, data, count=validation)
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
     observe = _observe(settings.observe)
@@ -234,6 +238,7 @@ def _train(train: Train, steps: Steps, num_validation: int | None) -> TrainPlan:
         "eval_every": steps.eval_every,
         "epoch_steps": steps.per_epoch,
         "num_validation": num_validation,
+        "stop_early": stop_early_plan(train.stop_early),
     }
     return TrainPlan(**same_fields(train, TrainPlan) | computed)
 

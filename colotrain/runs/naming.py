@@ -84,15 +84,18 @@ def finished(rundir: RunDir, plan: RunPlan) -> dict[str, Any] | None:
         return None
     try:
         summary = json.loads(rundir.summary_file.read_text("utf-8"))
-        done = summary["status"] == "finished" and summary["steps"] >= plan.train.max_steps
+        all_steps = summary["steps"] >= plan.train.max_steps or "stopped_early" in summary
+        done = summary["status"] == "finished" and all_steps
         return summary if done else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def print_finished(rundir: RunDir, summary: dict[str, Any]) -> None:
+    early = f" ({summary['stopped_early']})" if "stopped_early" in summary else ""
     print(
-        f"{rundir.name} has finished its {summary['steps']} steps already, with these settings: "
+        f"{rundir.name} has finished its {summary['steps']} steps already{early}, with these "
+        "settings: "
         f"`colotrain resume {rundir.name} train.max_steps=N` trains on, another name "
         "starts a new run",
         file=sys.stderr,

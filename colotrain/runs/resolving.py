@@ -162,6 +162,7 @@ def _resolve(
             trace=surveys.trace,
             samples=surveys.count,
             validation=surveys.count_validation,
+            check_schedule=surveys.check_schedule,
             smoke=smoke,
         )
 
@@ -193,7 +194,7 @@ class ModelSurveys:
                 return TraceResult(trace=None, obstacle=result), dependencies
             return TraceResult(trace=result, obstacle=""), dependencies
 
-        about = (freeze, (data.seq_len, data.target, data.args), *how)
+        about = (freeze, (data.seq_len, data.target, data.args, data.collate), *how)
         result = cached(TraceResult, model, about, compute)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
         return result.trace
@@ -218,6 +219,11 @@ class ModelSurveys:
         if data.source != "target" and not prepare and not is_prepared(data):
             return None
         return self.count(data, seed, "validation")
+
+    def check_schedule(self, dotted: str, total: int) -> str | None:
+        """Return what is wrong with a learning-rate schedule of the user's, or None."""
+        found: str | None = self._call("check_schedule", dotted, total)[0]
+        return found
 
     def _call(self, function: str, *args: Any) -> Any:
         if is_warm() and SURVEY not in sys.modules:

@@ -17,13 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from colotrain.config.checks import CODE
 from colotrain.errors import UsageError
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.plan import RunPlan
 
 OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
 """Models of this package, which any plan may name."""
-CODE_SETTINGS = ("model.target", "data.target", "train.loss", "train.on_gradients", "optim.name")
+NAMES = ("optim.name", "optim.schedule.name")
+"""Settings that are code only if they have a colon; otherwise they name what colotrain has."""
+CODE_SETTINGS = (*CODE, *NAMES)
 """Settings whose value is a dotted path of the user's code, as `calls` has them."""
 KEY_BYTES = 32
 
@@ -34,8 +37,12 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
         "model.target": (plan.model.target, plan.model.args),
         "data.target": (plan.data.target or "", plan.data.args),
         "train.loss": (plan.model.loss or "", {}),
+        "data.collate": (plan.data.collate or "", {}),
+        "data.sampler": (plan.data.sampler or "", {}),
+        "train.metrics": (plan.train.metrics or "", {}),
         "train.on_gradients": (plan.train.on_gradients or "", {}),
         "optim.name": (plan.optim.name if ":" in plan.optim.name else "", plan.optim.args),
+        "optim.schedule.name": (plan.optim.schedule if ":" in plan.optim.schedule else "", {}),
     }
     return {key: call for key, call in found.items() if call[0] and call[0] not in OWN_MODELS}
 
@@ -94,17 +101,22 @@ def _named_in(text: str) -> dict[str, str]:
     """Return setting → dotted path; a file in another form than `run` writes counts as code."""
     try:
         config = json.loads(text)
-        found = {
-            key: config[section].get(setting)
-            for key in CODE_SETTINGS
-            for section, setting in [key.split(".")]
-        }
+        found = {key: _value_at(config, key) for key in CODE_SETTINGS}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {"config.yaml": "not as it was written"}
     if "defaults" in config or "${" in text:
         return {"config.yaml": "built from other files"}
     named = {key: str(path) for key, path in found.items() if path and str(path) not in OWN_MODELS}
-    return {key: path for key, path in named.items() if key != "optim.name" or ":" in path}
+    return {key: path for key, path in named.items() if key not in NAMES or ":" in path}
+
+
+def _value_at(config: dict[str, Any], key: str) -> Any:
+    """The value of a setting; None where the file has no such key, as those of older runs."""
+    section, *inner = key.split(".")
+    found: Any = config[section]
+    for name in inner:
+        found = found.get(name) if found is not None else None
+    return found
 
 
 def _refusal(rundir: RunDir, named: dict[str, str]) -> UsageError:

@@ -122,18 +122,19 @@ def endless_evaluation() -> Problem:
     return Problem(key="train.eval_steps", value="all", expected=expected, fix="for example 8")
 
 
-def no_best(metric: str, fraction: float, *, own_dataset: bool) -> Problem:
-    """The problem of keeping the best evaluation's checkpoint of a run that never evaluates.
+def no_best(key: str, metric: str, fraction: float, *, own_dataset: bool) -> Problem:
+    """The problem of a run that never evaluates, while the setting `key` depends on a metric.
 
     `own_dataset`: whether the samples are those of `data.target`.
     """
     expected = f"null: data.validation_fraction={fraction:g} leaves no validation samples"
-    fix = "raise it, give validation data of its own (docs/data.md), or remove checkpoint.best"
+    section = key.removesuffix(".metric")
+    fix = f"raise it, give validation data of its own (docs/data.md), or remove {section}"
     if own_dataset:
         expected = "null: the dataset of data.target has no validation samples"
         fix = (
             "return some where its parameter `split` is validation (without that parameter, a "
             "dataset that is no stream is split by data.validation_fraction), or remove "
-            "checkpoint.best"
+            f"{section}"
         )
-    return Problem(key="checkpoint.best.metric", value=metric, expected=expected, fix=fix)
+    return Problem(key=key, value=metric, expected=expected, fix=fix)

@@ -171,6 +171,10 @@ class DataPlan:
     """Processes per rank that read micro-batches ahead; 0: the rank reads them itself."""
     shuffle: bool
     validation_fraction: float
+    collate: str | None = None
+    """`package.module:callable` that makes a batch of a list of samples; None: they are stacked."""
+    sampler: str | None = None
+    """`package.module:callable` that returns a weight for each sample of the dataset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +190,17 @@ class BatchPlan:
     data_parallel: int
     owner: Literal["colotrain"] = "colotrain"
     tokens_per_step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopEarlyPlan:
+    """The run ends once `metric` has not improved by more than `min_delta` for a while."""
+
+    metric: str
+    mode: Literal["min", "max"]
+    patience: int
+    """Evaluations without an improvement after which the run ends."""
+    min_delta: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +220,9 @@ class TrainPlan:
     on_nonfinite: Literal["stop", "skip", "rollback"]
     max_rollbacks: int = 3
     on_gradients: str | None = None
+    metrics: str | None = None
+    """`package.module:callable` of a batch and forward's outputs, called in evaluations."""
+    stop_early: StopEarlyPlan | None = None
     epochs: float | None = None
     """Number of epochs that `max_steps` was computed from."""
     epoch_steps: float = 0.0
@@ -235,7 +253,8 @@ class OptimPlan:
     betas: tuple[float, ...]
     eps: float
     weight_decay: float
-    schedule: Literal["cosine", "linear", "constant", "wsd"]
+    schedule: str
+    """cosine, linear, constant, wsd, or `package.module:callable` of (step, total)."""
     warmup_steps: int
     final_ratio: float
     decay_steps: int | None = None

@@ -49,6 +49,8 @@ class Variant:
                 "eval_every": None,
                 "eval_steps": 1,
                 "on_gradients": None,
+                "metrics": None,
+                "stop_early": {},
                 "on_nonfinite": "stop",  # there is no checkpoint to roll back to
             },
             "data": {**(config.get("data") or {}), "num_workers": 0},  # as in the reference

@@ -6,7 +6,7 @@ off, because its random numbers depend on how a batch is split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,13 @@ class MaskedSamples:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = dict(self.samples[index])
+    def __getitem__(self, index: int) -> Any:
+        found = self.samples[index]
+        if not isinstance(found, Mapping):  # data.collate makes a batch of it
+            return found
+        sample = dict(found)
         labels = sample.get("labels")
-        if labels is not None and labels.ndim:
+        if isinstance(labels, Tensor) and labels.ndim:
             sample["labels"] = labels.clone()
             share = 1.0 if index % 6 == 0 else (index % 5) / 5
             sample["labels"][: round(share * len(labels))] = IGNORE_INDEX

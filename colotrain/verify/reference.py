@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from colotrain.data.read.loader import (
     open_samples,
+    planned_collate,
     planned_draw_seed,
     planned_order,
     read_batch,
 )
+from colotrain.dotted import import_target
 from colotrain.engine.generators import states
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.objective import attach_, output_of
@@ -113,11 +115,11 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     with seeded(plan.train.seed):
         samples = MaskedSamples(open_samples(plan.data, "train"))
     order, drawn = planned_order(samples.samples, plan), planned_draw_seed(samples.samples, plan)
-    size = plan.batch.global_batch
+    size, collate = plan.batch.global_batch, planned_collate(plan.data)
     losses, gradients, parameters = [], [], [_values(model, own)]
     for step in range(steps):
         positions = range(step * size, (step + 1) * size)
-        batch = read_batch(samples, order, positions, draw_seed=drawn)
+        batch = read_batch(samples, order, positions, draw_seed=drawn, collate=collate)
         batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)
@@ -212,6 +214,8 @@ def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
 def _rate(plan: RunPlan, step: int) -> float:
     """Factor of the learning-rate schedule, written independently of the engine's."""
     optim, last = plan.optim, plan.train.max_steps - 1
+    if ":" in optim.schedule:
+        return float(import_target("optim.schedule.name", optim.schedule)(step, last + 1))
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
     if optim.schedule == "wsd":

@@ -76,7 +76,14 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
 def masked_loader(loader: BatchLoader) -> BatchLoader:
     """The loader with the same masks on its samples as the reference's."""
     samples, seed = MaskedSamples(loader.samples), loader.draw_seed
-    return BatchLoader(samples, loader.order, loader.batch, rank=loader.rank, draw_seed=seed)
+    return BatchLoader(
+        samples,
+        loader.order,
+        loader.batch,
+        rank=loader.rank,
+        draw_seed=seed,
+        collate=loader.collate,
+    )
 
 
 class Recorder:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from colotrain.engine.optim.shard_optimizer import ShardOptimizer, schedule
+from colotrain.engine.optim.schedule import schedule
+from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.errors import ConfigError
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS

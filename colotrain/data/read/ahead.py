@@ -49,6 +49,7 @@ class AheadLoader(BatchLoader):
             loader.rank,
             draw_seed=loader.draw_seed,
             end=loader.end,
+            collate=loader.collate,
         )
         rank_pid = os.getpid()
         self._numbers = _Numbers(self.num_micro_batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,8 @@ from colotrain.data.read.draws import kept_generators, seed_draws
 from colotrain.data.read.mixtures import Mixture, MixtureOrder
 from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
 from colotrain.data.read.samples import StreamSamples, user_samples
-from colotrain.dotted import described
+from colotrain.data.read.weighted import WeightedOrder, sample_weights
+from colotrain.dotted import described, import_target
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.spec.batch import endless_evaluation, no_best, too_few
 from colotrain.spec.plan import BatchPlan, DataPlan, RunPlan
@@ -35,6 +36,7 @@ __all__ = [
     "count_targets",
     "open_samples",
     "order_of",
+    "planned_collate",
     "planned_draw_seed",
     "planned_order",
     "read_batch",
@@ -43,6 +45,10 @@ __all__ = [
     "stack",
     "targets_per_sample",
 ]
+
+
+Collate = Callable[[list[Any]], Any]
+"""Function `data.collate`: samples → the dict of tensors that is their batch."""
 
 
 class Samples(Protocol):
@@ -71,13 +77,22 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
 
 def planned_order(
     samples: Samples, plan: RunPlan, split: Split = "train"
-) -> SampleOrder | MixtureOrder:
+) -> SampleOrder | MixtureOrder | WeightedOrder:
     """The order of a run's samples; raises `ConfigError` where there are too few."""
     drops = split == "train" and plan.train.last_batch == "drop"
     whole = plan.batch.global_batch if drops else 1
     if 0 < len(samples) < whole:
         raise ConfigError([too_few(len(samples), whole)])
+    if split == "train" and plan.data.sampler is not None:
+        refuse_empty(samples)
+        weights = sample_weights(samples, plan.data.sampler)
+        return WeightedOrder(SampleOrder(len(samples), plan.train.seed, False, whole), weights)
     return order_of(samples, seed=plan.train.seed, shuffle=plan.data.shuffle, whole=whole)
+
+
+def planned_collate(plan: DataPlan) -> Collate | None:
+    """The user's function that makes batches of samples; None: they are stacked."""
+    return None if plan.collate is None else import_target("data.collate", plan.collate)
 
 
 def count_evaluated(samples: Samples, plan: RunPlan) -> int:
@@ -90,9 +105,13 @@ def count_evaluated(samples: Samples, plan: RunPlan) -> int:
     steps, num = plan.train.eval_steps, len(samples)
     if steps == "all" and num == sys.maxsize:
         raise ConfigError([endless_evaluation()])
-    if steps and num == 0 and plan.checkpoint.best_metric is not None:
-        metric, fraction = plan.checkpoint.best_metric, plan.data.validation_fraction
-        raise ConfigError([no_best(metric, fraction, own_dataset=plan.data.source == "target")])
+    needed = {"checkpoint.best.metric": plan.checkpoint.best_metric}
+    if plan.train.stop_early is not None:
+        needed["train.stop_early.metric"] = plan.train.stop_early.metric
+    for key, metric in needed.items():
+        if steps and num == 0 and metric is not None:
+            fraction, own = plan.data.validation_fraction, plan.data.source == "target"
+            raise ConfigError([no_best(key, metric, fraction, own_dataset=own)])
     if steps == "all":
         return num
     wanted = steps * plan.batch.global_batch
@@ -180,13 +199,15 @@ class BatchLoader:
     def __init__(
         self,
         samples: Samples,
-        order: SampleOrder | MixtureOrder,
+        order: SampleOrder | MixtureOrder | WeightedOrder,
         batch: BatchPlan,
         rank: int,
         draw_seed: int | None = None,
         end: int | None = None,
+        collate: Collate | None = None,
     ) -> None:
         refuse_empty(samples)
+        self.collate = collate
         self.end = end
         self.draw_seed = draw_seed
         self.samples = samples
@@ -217,13 +238,20 @@ class BatchLoader:
         positions = self.positions(step, micro_batch_index)
         if not positions and self.end is not None:
             positions = range(self.end - 1, self.end)
-        return read_batch(self.samples, self.order, positions, draw_seed=self.draw_seed)
+        return read_batch(
+            self.samples, self.order, positions, draw_seed=self.draw_seed, collate=self.collate
+        )
 
 
 def read_batch(
-    samples: Samples, order: SampleOrder | MixtureOrder, positions: range, *, draw_seed: int | None
+    samples: Samples,
+    order: SampleOrder | MixtureOrder | WeightedOrder,
+    positions: range,
+    *,
+    draw_seed: int | None,
+    collate: Collate | None = None,
 ) -> dict[str, Tensor]:
-    """Stack the samples at some positions of the order.
+    """Stack the samples at some positions of the order, or let `collate` make a batch of them.
 
     With `draw_seed` the generators are seeded for each position, and put back afterwards.
     """
@@ -234,7 +262,7 @@ def read_batch(
                 seed_draws(draw_seed, position)
             index = order.sample_at(position)
             found.append((index, read_sample(samples, index)))
-    return stack(found)
+        return stack(found, collate)
 
 
 def read_sample(samples: Samples, index: int) -> Any:
@@ -251,8 +279,13 @@ def read_sample(samples: Samples, index: int) -> Any:
         raise _wrong(expected, "correct the dataset") from error
 
 
-def stack(samples: Sequence[tuple[int, Any]]) -> dict[str, Tensor]:
-    """Stack (id, sample) pairs to a batch in their order; `ConfigError` if their shapes differ."""
+def stack(samples: Sequence[tuple[int, Any]], collate: Collate | None = None) -> dict[str, Tensor]:
+    """Stack (id, sample) pairs to a batch in their order; `ConfigError` if their shapes differ.
+
+    With `collate`, the batch is what it returns for the samples.
+    """
+    if collate is not None:
+        return _collated([sample for _, sample in samples], collate)
     tensors = [(index, _tensors(index, sample)) for index, sample in samples]
     first_id, first = tensors[0]
     shapes = {name: tensor.shape for name, tensor in first.items()}
@@ -262,6 +295,29 @@ def stack(samples: Sequence[tuple[int, Any]]) -> dict[str, Tensor]:
             got = f"sample {index} is {_show(found)}, sample {first_id} is {_show(shapes)}"
             raise _wrong(f"samples of one shape ({got})", "pad them (labels with -100) or cut them")
     return {name: torch.stack([sample[name] for _, sample in tensors]) for name in first}
+
+
+def _collated(samples: list[Any], collate: Collate) -> dict[str, Tensor]:
+    try:
+        batch = collate(samples)
+    except (OSError, ColotrainError):
+        raise
+    except Exception as error:
+        expected = f"a function that makes a batch of {len(samples)} samples ({described(error)})"
+        raise _wrong(expected, "correct the function", key="data.collate") from error
+    fix = "return a dict of tensors whose first dimension is the samples"
+    if not isinstance(batch, Mapping) or not batch:
+        expected = f"a function that returns a dict of tensors (it returned {_kind(batch)})"
+        raise _wrong(expected, fix, key="data.collate")
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != len(samples):
+            expected = f"tensors of {len(samples)} rows, as many as samples ({name}: "
+            raise _wrong(f"{expected}{_kind(value)})", fix, key="data.collate")
+    return dict(batch)
+
+
+def _kind(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def count_targets(batch: Mapping[str, Tensor], *, shifted: bool = False) -> int | None:
@@ -296,5 +352,5 @@ def _show(shapes: Mapping[str, torch.Size]) -> str:
     return ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
 
 
-def _wrong(expected: str, fix: str) -> ConfigError:
-    return ConfigError([Problem(key="data.target", expected=expected, fix=fix)])
+def _wrong(expected: str, fix: str, *, key: str = "data.target") -> ConfigError:
+    return ConfigError([Problem(key=key, expected=expected, fix=fix)])

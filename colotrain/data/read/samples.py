@@ -47,7 +47,28 @@ def user_samples(plan: DataPlan, split: str) -> Any:
     if takes_split:
         return dataset
     cut = count - int(count * plan.validation_fraction)
-    return Subset(dataset, range(cut) if split == "train" else range(cut, count))
+    if split == "validation":
+        return Subset(dataset, range(cut, count))
+    return WithoutValidation(dataset, range(cut))
+
+
+class WithoutValidation(Subset[Any]):
+    """The first samples of a dataset whose last ones are kept for validation."""
+
+
+def describe_cut(samples: Any, plan: DataPlan) -> str:
+    """What is kept of a dataset for validation without its doing; empty where nothing is."""
+    if not isinstance(samples, WithoutValidation):
+        return ""
+    total: int = len(samples.dataset)  # type: ignore[arg-type]
+    held = total - len(samples)
+    if not held:
+        return ""
+    return (
+        f"the last {held} of the {total} samples of data.target are for validation, not training "
+        f"(data.validation_fraction={plan.validation_fraction:g}; 0: none; a parameter `split` of "
+        "your function: samples of its own)"
+    )
 
 
 BEAT_EVERY = 64

@@ -171,6 +171,7 @@ def manifest_of(run: Run) -> Manifest:
         rollbacks=run.rollbacks,
         best_step=run.best[0] if run.best else None,
         best_value=run.best[1] if run.best else None,
+        evaluations=run.evaluations,
         frozen=dict(run.gradients.frozen),
         plan=to_plain(run.plan),
         versions=_versions(),
@@ -357,6 +358,7 @@ def _restore_progress(run: Run, manifest: Manifest) -> None:
     run.rollbacks = max(run.rollbacks, manifest.rollbacks)
     if manifest.best_step is not None and manifest.best_value is not None:
         run.best = manifest.best_step, manifest.best_value
+    run.evaluations = manifest.evaluations
     if run.loss_scale.dynamic and manifest.loss_scale is not None:
         run.loss_scale.scale = manifest.loss_scale
         run.loss_scale.clean_steps = manifest.clean_steps

@@ -38,6 +38,19 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """The evaluations so far, as far as later ones depend on them."""
+
+    last_step: int | None = None
+    """Step after which the last one was made; -1: there was none; None: unknown."""
+    improved_step: int | None = None
+    """Step of the last one that improved (`train.stop_early`), whose value is in `best`."""
+    best: float | None = None
+    waited: int = 0
+    """Number of evaluations since that one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The description of a checkpoint, beside its tensors."""
 
@@ -57,6 +70,7 @@ class Manifest:
     best_step: int | None = None
     """Step of the best evaluation so far (`checkpoint.best`), whose value is in `best_value`."""
     best_value: float | None = None
+    evaluations: Evaluations = field(default_factory=lambda: Evaluations())
     frozen: dict[str, str] = field(default_factory=dict)
     """Parameters that do not train in the next step, and the patterns that froze them."""
     plan: dict[str, Any] = field(default_factory=dict)

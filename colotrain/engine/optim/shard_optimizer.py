@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from colotrain.engine.optim.optimizers import (
     make,
     to_checkpoint_layout,
 )
+from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.errors import ColotrainError
@@ -365,23 +365,3 @@ def scale_(tensors: list[Tensor], factor: float) -> None:
     """Multiply all tensors in place, unless the factor is one."""
     if factor != 1.0 and tensors:
         multiply_(tensors, factor)
-
-
-def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:
-    """Return the fraction of the peak learning rate in `step`, from 0: warm-up, then the shape.
-
-    cosine: SGDR's half cosine (Loshchilov and Hutter 2017), down to `final_ratio`. wsd: constant,
-    then a straight line down over the last `decay_steps` (Hu et al. 2024).
-    """
-    if step < plan.warmup_steps:
-        return (step + 1) / plan.warmup_steps
-    if plan.schedule == "constant":
-        return 1.0
-    span = max(max_steps - 1 - plan.warmup_steps, 1)
-    progress = min((step - plan.warmup_steps) / span, 1.0)
-    if plan.schedule == "wsd":
-        decay = min(plan.decay_steps or max(max_steps // 5, 1), max_steps)
-        progress = min(max(step - (max_steps - 1 - decay), 0) / decay, 1.0)
-    if plan.schedule in ("linear", "wsd"):
-        return 1.0 - (1.0 - plan.final_ratio) * progress
-    return plan.final_ratio + (1.0 - plan.final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))

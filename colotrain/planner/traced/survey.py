@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import Split, open_samples, read_sample, refuse_empty, stack
-from colotrain.dotted import users_line
+from colotrain.data.read.loader import (
+    Split,
+    open_samples,
+    planned_collate,
+    read_sample,
+    refuse_empty,
+    stack,
+)
+from colotrain.dotted import described, import_target, users_line
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
@@ -183,10 +191,31 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
     if data.source == "target":
         samples = open_samples(data, "train")
         refuse_empty(samples)
-        stacked = stack([(0, read_sample(samples, 0))])
+        stacked = stack([(0, read_sample(samples, 0))], planned_collate(data))
         return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
     tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def check_schedule(dotted: str, total: int) -> str | None:
+    """Return what is wrong with a learning-rate schedule of `total` steps, or None.
+
+    Of a long run it is called for some of the steps, the first and the last among them.
+    """
+    function = import_target("optim.schedule.name", dotted)
+    stride = max(1, total // CHECKED_STEPS)
+    for step in (*range(0, total, stride), total - 1):
+        try:
+            factor = float(function(step, total))
+        except Exception as error:
+            return f"of step {step} it raised {described(error)}"
+        if not (math.isfinite(factor) and factor >= 0):
+            return f"of step {step} it returned {factor:g}"
+    return None
+
+
+CHECKED_STEPS = 2000
+"""About how many steps of a run a schedule is called for beforehand."""
 
 
 def count_samples(data: DataPlan, seed: int, split: Split) -> int:

@@ -373,7 +373,6 @@ def _untouched(tensor: Tensor) -> Tensor:
 
 def read(recording: Recording, model: nn.Module, batch: Batch) -> Trace:
     """Convert a recording to a `Trace`."""
-
     segments = tuple(
         Segment(
             phase=stretch.phase,  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""The data of a rank, and the modules of the user's that a run calls."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from colotrain.data.read.ahead import read_ahead
+from colotrain.data.read.loader import (
+    BatchLoader,
+    Split,
+    count_evaluated,
+    open_samples,
+    planned_collate,
+    planned_draw_seed,
+    planned_order,
+)
+from colotrain.dotted import import_target
+from colotrain.models.seeding import seeded
+from colotrain.spec.plan import RunPlan
+
+
+def import_targets(plan: RunPlan) -> None:
+    """Import the user's modules with the same random numbers on every rank."""
+    named = {
+        "model.target": plan.model.target,
+        "data.target": plan.data.target,
+        "data.collate": plan.data.collate,
+        "train.metrics": plan.train.metrics,
+    }
+    with seeded(plan.train.seed):
+        for key, dotted in named.items():
+            if dotted:
+                import_target(key, dotted)
+
+
+def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
+    """Return the micro-batches of a split; None where there is no validation split."""
+    with seeded(plan.train.seed):  # a builder that shuffles must do so alike in each call
+        samples = open_samples(plan.data, split)
+    end = count_evaluated(samples, plan) or None if split == "validation" else None
+    if split == "validation" and len(samples) == 0:
+        return None
+    loader = BatchLoader(
+        samples,
+        planned_order(samples, plan, split),
+        plan.batch,
+        rank=plan.mesh.data_rank(rank),
+        draw_seed=planned_draw_seed(samples, plan),
+        end=end,
+        collate=planned_collate(plan.data),
+    )
+    return read_ahead(loader, plan)
+
+
+def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:
+    """Return the first micro-batch of rank 0, the same on every rank."""
+    first = BatchLoader(
+        data.samples,
+        data.order,
+        data.batch,
+        rank=0,
+        draw_seed=data.draw_seed,
+        collate=data.collate,
+    )
+    return first.micro_batch(0, 0)
