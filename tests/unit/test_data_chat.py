@@ -251,3 +251,55 @@ def test_texts_and_learned_tokens_are_those_of_transformers(tmp_path: Path) -> N
         assert sample["input_ids"][: len(ids)].tolist() == ids
         wanted = [t if m else IGNORE_INDEX for t, m in zip(ids[1:], mask[1:], strict=True)]
         assert sample["labels"][: len(wanted)].tolist() == wanted
+
+
+def test_parts_of_a_content_are_its_text() -> None:
+    parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "yes"}]
+    whole = [{"role": "user", "content": "Say yes"}, {"role": "assistant", "content": "yes"}]
+    for answer in ("yes", [{"type": "text", "text": "yes"}], ["y", "es"]):
+        given = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        assert renderer(PLAIN).render({"messages": given}) == renderer(PLAIN).render(
+            {"messages": whole}
+        )
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, whole[1]]
+    with pytest.raises(BadRecord, match="message 1: expected parts that are text, not image_url"):
+        renderer(PLAIN).render({"messages": picture})
+
+
+def test_calls_of_tools_without_content_are_learned() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    found = renderer(CHATML).render({"messages": messages})
+    first, second = learned(found)
+    body = first.removesuffix("<|im_end|>").strip()
+    body = body.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert json.loads(body) == {"name": "add", "arguments": {"a": 1, "b": 2}}
+    assert second == "It is 3.<|im_end|>"
+    assert "None" not in found.text
+    call["function"]["arguments"] = '{"a": 1, "b": 2}'  # as OpenAI's files have them
+    assert renderer(CHATML).render({"messages": messages}) == found
+
+
+def test_alpacas_input_is_part_of_the_prompt() -> None:
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    found = renderer(PLAIN).render(record)
+    assert found.text == "<s>[user]Add.\n\n1 and 2</s>[assistant]3</s>"
+    assert learned(found) == ["3</s>"]
+    without = Renderer(columns={}, loss_on="answers", template=None)
+    found = without.render(record)
+    assert found.text == "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n3"
+    assert learned(found) == ["3"]
+    assert without.render({**record, "input": ""}).text.startswith(
+        "### Instruction:\nAdd.\n\n### R"
+    )
+    named = {"prompt": "instruction", "completion": "output"}
+    found = Renderer(columns=named, loss_on="answers", template=None).render(record)
+    assert found.text == "Add.\n\n1 and 23"
+    for wrong in ({**record, "output": ""}, {**record, "input": 3}):
+        with pytest.raises(BadRecord):
+            without.render(wrong)

@@ -433,7 +433,7 @@ def test_an_evaluation_reads_each_position_once_in_as_many_micro_batches_on_ever
 def test_an_evaluation_is_at_most_one_pass() -> None:
     def counted(samples: Any, steps: int | str) -> int:
         plan: Any = SimpleNamespace(
-            batch=batch_of(2, 3, 2), train=SimpleNamespace(eval_steps=steps)
+            batch=batch_of(2, 3, 2), train=SimpleNamespace(eval_steps=steps, stop_early=None)
         )
         return count_evaluated(samples, plan)
 
@@ -449,7 +449,7 @@ def test_an_evaluation_is_at_most_one_pass() -> None:
 def test_ranks_refuse_a_best_checkpoint_without_validation_samples() -> None:
     plan: Any = SimpleNamespace(
         batch=batch_of(2, 3, 2),
-        train=SimpleNamespace(eval_steps=8),
+        train=SimpleNamespace(eval_steps=8, stop_early=None),
         checkpoint=SimpleNamespace(best_metric="score"),
         data=SimpleNamespace(validation_fraction=0.05, source="path"),
     )

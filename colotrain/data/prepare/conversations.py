@@ -19,6 +19,8 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
 MEANINGS = ("text", "prompt", "completion", "messages")
+ALPACA = ("instruction", "input", "output")
+"""Columns of Alpaca's records; `input` may be empty or absent."""
 NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Marks around text in `{% generation %}`: Unicode noncharacters, which texts do not contain."""
@@ -26,7 +28,12 @@ CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{% set call = call.function or call %}"
+    "{{ '\n<tool_call>\n{\"name\": ' + call.name | tojson + ', \"arguments\": ' }}"
+    "{{ call.arguments if call.arguments is string else call.arguments | tojson }}"
+    "{{ '}\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -57,7 +64,7 @@ class Renderer:
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
         own = {self.columns.get(meaning, meaning) for meaning in MEANINGS}
-        return frozenset(own | {"conversations", "tools"})
+        return frozenset(own | {"conversations", "tools", *ALPACA})
 
     def render(self, record: Mapping[str, Any]) -> Rendered | None:
         """The record as text; None where it is empty. Raises `BadRecord`."""
@@ -79,10 +86,15 @@ class Renderer:
         if messages is not None:
             return self._chat(_messages(messages), record, learn_from=0)
         if prompt is not None or completion is not None:
+            context = record.get("input")
+            if self.columns.get("prompt") == "instruction" and isinstance(context, str):
+                prompt = f"{prompt}\n\n{context}" if context else prompt
             return self._completion(prompt, completion, record)
         if isinstance(text, str):
             return Rendered(text=text, answers=None, ends=True)
         name = self.columns.get("text", "text")
+        if name not in record and "instruction" in record and "output" in record:
+            return self._alpaca(record)
         if name in record:
             raise BadRecord(f"{name}: expected text, not {_shown(text)}")
         raise BadRecord(f"expected {self._expected()}; it has {', '.join(map(str, record)) or '-'}")
@@ -90,6 +102,24 @@ class Renderer:
     def _expected(self) -> str:
         names = {meaning: self.columns.get(meaning, meaning) for meaning in MEANINGS}
         return "{text}, or {prompt} and {completion}, or {messages}".format(**names)
+
+    def _alpaca(self, record: Mapping[str, Any]) -> Rendered | None:
+        """Render a record of Alpaca's: as a conversation, or with headings without a template."""
+        values = [record.get(name) for name in ALPACA]
+        for name, value in zip(ALPACA, values, strict=True):
+            if not isinstance(value, str) and not (name == "input" and value is None):
+                raise BadRecord(f"{name}: expected text, not {_shown(value)}")
+        instruction, context, output = (value or "" for value in values)
+        if not output:
+            raise BadRecord("output: it is empty")
+        if self.template is not None:
+            asked = f"{instruction}\n\n{context}" if context else instruction
+            messages = [("user", asked), ("assistant", output)]
+            found = _messages([{"role": role, "content": text} for role, text in messages])
+            return self._chat(found, record, learn_from=0)
+        parts = [f"### Instruction:\n{instruction}"]
+        parts += [f"### Input:\n{context}"] if context else []
+        return self._completion("\n\n".join([*parts, "### Response:\n"]), output, record)
 
     def _completion(
         self, prompt: Any, completion: Any, record: Mapping[str, Any]
@@ -208,7 +238,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise BadRecord(f"message {index + 1}: expected role and content")
         role = message.get("role", message.get("from"))
-        content = message.get("content", message.get("value"))
+        content = _joined(message.get("content", message.get("value")), index)
         if not isinstance(role, str):
             raise BadRecord(f"message {index + 1}: expected a role, not {_shown(role)}")
         if not isinstance(content, str) and not message.get("tool_calls"):
@@ -218,6 +248,20 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         rest = {k: v for k, v in message.items() if k not in ("from", "value") and v is not None}
         found.append({**rest, "role": NAMES.get(role, role), "content": content})
     return found
+
+
+def _joined(content: Any, index: int) -> Any:
+    """The text of a content that is a list of parts; any other content as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind != "text" or not isinstance(text, str):
+            raise BadRecord(f"message {index + 1}: expected parts that are text, not {kind}")
+        texts.append(text)
+    return "".join(texts)
 
 
 @cache

@@ -34,7 +34,7 @@ __all__ = [
     "vocab_size_of",
 ]
 
-FORMAT = 2  # of cache entries: a change makes all earlier entries unused
+FORMAT = 3  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 Write = Callable[[Path], None]

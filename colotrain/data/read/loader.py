@@ -105,17 +105,23 @@ def count_evaluated(samples: Samples, plan: RunPlan) -> int:
     steps, num = plan.train.eval_steps, len(samples)
     if steps == "all" and num == sys.maxsize:
         raise ConfigError([endless_evaluation()])
-    needed = {"checkpoint.best.metric": plan.checkpoint.best_metric}
-    if plan.train.stop_early is not None:
-        needed["train.stop_early.metric"] = plan.train.stop_early.metric
-    for key, metric in needed.items():
-        if steps and num == 0 and metric is not None:
-            fraction, own = plan.data.validation_fraction, plan.data.source == "target"
-            raise ConfigError([no_best(key, metric, fraction, own_dataset=own)])
+    if steps and num == 0:
+        _refuse_rules_of_metrics(plan)
     if steps == "all":
         return num
     wanted = steps * plan.batch.global_batch
     return wanted if isinstance(samples, Mixture) else min(wanted, num)
+
+
+def _refuse_rules_of_metrics(plan: RunPlan) -> None:
+    """Raise `ConfigError` if a setting depends on evaluations, of which there are none."""
+    rules = {"checkpoint.best.metric": plan.checkpoint.best_metric}
+    if plan.train.stop_early is not None:
+        rules["train.stop_early.metric"] = plan.train.stop_early.metric
+    for key, metric in rules.items():
+        if metric is not None:
+            fraction, own = plan.data.validation_fraction, plan.data.source == "target"
+            raise ConfigError([no_best(key, metric, fraction, own_dataset=own)])
 
 
 def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
