@@ -94,7 +94,7 @@ class Fold:
         failure = min(failures, key=lambda f: (f.t, f.rank), default=None)
         return RunView(
             status=status,
-            cause=_ended_early(newest) if status == "finished" else self._cause(failure),
+            cause=_ended_early(attempts[-1:]) if status == "finished" else self._cause(failure),
             failure=failure,
             exit_code=done.exit_code if done else None,
             world_size=self._world_size(),
