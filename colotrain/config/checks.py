@@ -65,7 +65,7 @@ SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "optim.schedule.warmup_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "optim.schedule.min_lr_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
-TRACKERS = ("tensorboard", "wandb")
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 OR_NONE = {"train.grad_clip": "null for no clipping"}
 CODE = (
     "model.target",

@@ -276,7 +276,8 @@ class Observe:
     grads_every: int | None = 10
     """Steps between gradient records; 0 or null turns them off."""
     trackers: list[str] = field(default_factory=list)
-    """Other destinations of records: `tensorboard`, `wandb` (offline), each an extra to install."""
+    """Other destinations of records: `tensorboard`, `wandb` (offline unless WANDB_MODE=online),
+    `mlflow`, each an extra to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard and W&B, fed with the events that the dashboard shows.
+"""Trackers: TensorBoard, W&B and MLflow, fed with the events that the dashboard shows.
 
 They run in the launcher on a thread of their own: a tracker that is missing, fails or hangs causes
 a warning, but never delays a step.
@@ -6,6 +6,7 @@ a warning, but never delays a step.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -196,7 +197,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes an offline W&B run to the run's `trackers/wandb`; `wandb sync` uploads it."""
+    """Writes a W&B run to the run's `trackers/wandb`: offline, unless `WANDB_MODE` says otherwise.
+
+    `wandb sync` uploads an offline run. `WANDB_PROJECT` names its project.
+    """
 
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         import wandb
@@ -204,9 +208,9 @@ class WeightsAndBiases:
         folder = rundir.tracker("wandb")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._run = wandb.init(
-            project="colotrain",
+            project=os.environ.get("WANDB_PROJECT", "colotrain"),
             name=plan.name,
-            mode="offline",
+            mode=os.environ.get("WANDB_MODE", "offline"),
             dir=str(folder),
             config=to_plain(plan),
             settings=wandb.Settings(silent=True, console="off"),
@@ -224,7 +228,57 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class MLflow:
+    """Writes an MLflow run to `MLFLOW_TRACKING_URI`, by default the run's `trackers/mlflow`.
+
+    `MLFLOW_EXPERIMENT_NAME` names its experiment; the plan's settings are its parameters.
+    """
+
+    MOST = 100
+    """Entries that MLflow takes at a time."""
+
+    def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
+        import mlflow
+
+        self._mlflow, folder = mlflow, rundir.tracker("mlflow")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute()}/mlflow.db"
+        self._client = mlflow.MlflowClient(tracking_uri=place)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "colotrain")
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        self._run = self._client.create_run(experiment, run_name=plan.name).info.run_id
+        settings = [
+            mlflow.entities.Param(key, str(value)[:500])
+            for key, value in _settings(to_plain(plan), "")
+        ]
+        for start in range(0, len(settings), self.MOST):
+            self._client.log_batch(self._run, params=settings[start : start + self.MOST])
+
+    def log(self, step: int, t: float, values: dict[str, float]) -> None:
+        at = int(t * 1000)
+        metrics = [self._mlflow.entities.Metric(k, v, at, step) for k, v in values.items()]
+        for start in range(0, len(metrics), self.MOST):
+            self._client.log_batch(self._run, metrics=metrics[start : start + self.MOST])
+
+    def rewind(self, step: int, t: float) -> None:
+        pass
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def _settings(plain: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each leaf."""
+    for key, value in plain.items():
+        if isinstance(value, dict) and value:
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 TRACKERS: dict[str, Callable[[RunPlan, RunDir], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
 }

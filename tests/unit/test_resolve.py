@@ -548,7 +548,8 @@ def test_with_nothing_to_run_the_recipes_are_listed() -> None:
         ({"checkpoint.resume": "nope"}, "checkpoint.resume=nope: expected auto, none, or the fol"),
         (
             {"observe.trackers": ["wandbb"]},
-            "observe.trackers=wandbb: expected one of tensorboard, wandb; did you mean wandb?",
+            "observe.trackers=wandbb: expected one of tensorboard, wandb, mlflow; "
+            "did you mean wandb?",
         ),
         ({"elastic.min_nodes": 2}, "elastic.min_nodes=2: expected from 1 to cluster.nodes, 1"),
         ({"cluster.node_rank": 1}, "cluster.node_rank=1: expected from 0 to 0, one of 1 nodes"),

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from generated import gradients, parameters
@@ -177,6 +177,70 @@ def test_wandb_is_used_offline_and_quietly(tmp_path: Path, monkeypatch: pytest.M
     assert Path(options["dir"]) == tmp_path / "trackers" / "wandb"
     assert logged[0][1]["step"] == 1
     assert last == "finish"
+
+
+def test_wandb_is_online_where_the_environment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    run = SimpleNamespace(
+        log=lambda values: None, define_metric=lambda *_, **__: None, finish=lambda: None
+    )
+
+    def init(**options: Any) -> SimpleNamespace:
+        given.update(options)
+        return run
+
+    fake = SimpleNamespace(init=init, Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert track(RunDir(tmp_path), EVENTS, "wandb") == []
+    assert (given["mode"], given["project"]) == ("online", "mine")
+
+
+class FakeClient:
+    """What `MLflow` calls of MLflow's client."""
+
+    made: ClassVar[list[FakeClient]] = []
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.uri, self.params, self.metrics, self.over = tracking_uri, {}, [], False
+        FakeClient.made.append(self)
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        return name
+
+    def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}/{run_name}"))
+
+    def log_batch(self, run: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
+        assert len(metrics) + len(params) <= 100
+        self.params |= dict(params)
+        self.metrics += [(key, value, step) for key, value, _, step in metrics]
+
+    def set_terminated(self, run: str) -> None:
+        self.over = run.startswith("colotrain/")
+
+
+def test_mlflow_gets_settings_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entities = SimpleNamespace(Param=lambda *x: x, Metric=lambda *x: x)
+    fake = SimpleNamespace(MlflowClient=FakeClient, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert track(RunDir(tmp_path), EVENTS, "mlflow") == []
+    client = FakeClient.made[-1]
+    assert client.uri.startswith(f"sqlite:///{tmp_path}")
+    assert client.params["plugin.name"] == plan_of().plugin.name
+    assert ("train/loss", 1.0, 1) in client.metrics
+    assert ("validation/loss", 2.5, 1) in client.metrics
+    assert client.over
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    track(RunDir(tmp_path), EVENTS, "mlflow")
+    assert FakeClient.made[-1].uri == "http://127.0.0.1:9"
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
