@@ -99,7 +99,7 @@ def test_a_model_of_the_page_is_trained_as_by_a_plain_loop_also_if_interrupted(
     expected, numbers = plain(kind)
     whole = page.run(*words, "train.stop_early.metric=null", "name=whole")
     assert losses(whole) == pytest.approx(expected, abs=2e-5)
-    assert expected[-1] < 0.9 * expected[0]
+    assert expected[-1] < expected[0]
     found = {"validation_loss": whole["validation_loss"], **whole["metrics"]}
     assert found == pytest.approx(numbers, abs=1e-4)
     middle = 8  # in the second epoch
