@@ -72,6 +72,8 @@ class RunDir:
     """verify: gradients and parameters of every step of a case."""
     verification_file = _At("facts.json")
     """verify: losses, step count and frozen names of a case."""
+    audit = _At("audit")
+    """audit: what the processes of the command wrote for the checks."""
     launcher_events = _At("events/launcher.jsonl")
 
     def __init__(self, path: Path | str) -> None:
@@ -102,6 +104,9 @@ class RunDir:
 
     def heartbeat_file(self, rank: int) -> Path:
         return self.heartbeats / f"rank{rank:05d}.json"
+
+    def audit_file(self, *, rank: int, pid: int) -> Path:
+        return self.audit / f"rank{rank:05d}-{pid}.jsonl"
 
     def tracker(self, name: str) -> Path:
         """Return the folder of a tracker."""

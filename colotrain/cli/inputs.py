@@ -1,4 +1,4 @@
-"""Commands on inputs and results of runs: data, import-config, plot."""
+"""Commands on inputs and results of runs, and on other programs: data, plot, audit, …"""
 
 from __future__ import annotations
 
@@ -69,8 +69,30 @@ def plot(
     return draw(names or [], to=written_to(to, out) or "plot.png")
 
 
+def audit(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- COMMAND…",
+            help="Any command that trains with torch: python train.py, torchrun … train.py.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=0, help="End it after so many optimizer steps; 0: let it run.")
+    ] = 0,
+    name: Annotated[str, typer.Option(help="Name of its folder under runs/.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Check the steps of any training script, which stays unchanged."""
+    from colotrain.cli.audit import audit as observe
+
+    return observe(command or [], steps=steps, name=name, as_json=as_json)
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     app.add_typer(data_app, name="data", no_args_is_help=True)
     app.command()(import_config)
     app.command()(plot)
+    app.command(context_settings={"allow_interspersed_args": False})(audit)

@@ -154,6 +154,9 @@ def resume(
     rundir = find(run)
     warm_up()
     own, submit = rundir.plan(), _submit_again(rundir, overrides)
+    if not own.model.value:
+        problem = f"{rundir.name}: another program's training, which `colotrain audit` observed"
+        raise UsageError(problem, "start that program again")
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     if recall(rundir) and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)

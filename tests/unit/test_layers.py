@@ -60,6 +60,7 @@ RULES = {
     "verify": Rule(
         "spec events models data.prepare data.read engine launch torch_internals", TENSORS
     ),
+    "audit": Rule("spec events", "torch"),
     "export": Rule("spec events models data.prepare data.read engine", TENSORS, EXTRAS),
     "migrate": Rule("spec", "", "config yaml"),
     "doctor": Rule("spec", "psutil", "engine torch"),

@@ -1,0 +1,300 @@
+"""All checks of an audited command, from what its processes wrote. Without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from colotrain.audit.evidence import Evidence, RankEvidence, sketches
+from colotrain.audit.ratios import norm
+from colotrain.audit.scale_checks import CLOSE, Looked, looked_into, scale_checks
+from colotrain.audit.verdicts import CHECKS, Verdict, ok, unknown, wrong
+
+MOST_NAMED = 3
+SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
+
+
+def check(evidence: Evidence) -> list[Verdict]:
+    """Return the verdict of every check, in the order of `CHECKS`."""
+    if not evidence.ranks:
+        why = "no Python process of the command made an optimizer step that could be observed"
+        return [unknown(name, why) for name in CHECKS]
+    found = [
+        steps(evidence),
+        ranks(evidence),
+        *scale_checks(evidence),
+        zeroing(evidence),
+        clipping(evidence),
+        scheduler(evidence),
+        parameters(evidence),
+        frozen(evidence),
+        *between_ranks(evidence),
+        checkpointing(evidence),
+    ]
+    by_name = {verdict.check: verdict for verdict in found}
+    return [by_name[name] for name in CHECKS]
+
+
+def named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def has_several(evidence: Evidence) -> str:
+    num = evidence.first.num_optimizers
+    return f"the script has {num} optimizers, which share backwards" if num > 1 else ""
+
+
+def steps(evidence: Evidence) -> Verdict:
+    """Count steps and the micro-batches in each."""
+    name, own = "steps", evidence.first
+    if why := has_several(evidence):
+        return unknown(name, why)
+    for rank in evidence.ranks:
+        for step in rank.steps:
+            if not step.micro_batches and not step.closure_calls:
+                text = f"step {step.step} has no backward before it: step() is called too often"
+                return wrong(name, text, step.site, step=step.step)
+    sizes = Counter(step.micro_batches for step in own.steps)
+    calls = sum(step.step_calls for step in own.steps)
+    each = ", ".join(f"{num} of {size}" for size, num in sizes.most_common())
+    skipped = sum(remark.what == "skipped" for remark in own.remarks)
+    text = f"{len(own.steps)} steps by {calls} calls; micro-batches per step: {each}"
+    if (engine := own.engine) is not None and set(sizes) != {engine.accumulation_steps}:
+        text += f"; {engine.name} is set to {engine.accumulation_steps}"
+        return wrong(name, text, own.steps[0].site)
+    return ok(name, text + ("; a GradScaler skipped some" if skipped else ""))
+
+
+def ranks(evidence: Evidence) -> Verdict:
+    """Compare the ranks' numbers of steps and of micro-batches."""
+    name = "ranks"
+    if not evidence.has_all_ranks:
+        return unknown(name, f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed")
+    if evidence.world_size == 1:
+        return ok(name, "one process")
+    lengths = [len(rank.steps) for rank in evidence.ranks]
+    if len(set(lengths)) > 1:
+        text = f"ranks made {', '.join(map(str, lengths))} steps"
+        return wrong(name, text, evidence.first.steps[-1].site)
+    for each in zip(*(rank.steps for rank in evidence.ranks), strict=True):
+        sizes = [step.micro_batches for step in each]
+        if len(set(sizes)) > 1:
+            text = (
+                f"step {each[0].step} has {', '.join(map(str, sizes))} micro-batches on the ranks"
+            )
+            few = min(each, key=lambda step: step.micro_batches)
+            return wrong(name, text, few.backward_at, few.site, step=each[0].step)
+    return ok(name, f"{lengths[0]} steps on each of {evidence.world_size}")
+
+
+def zeroing(evidence: Evidence) -> Verdict:
+    """Look for gradients that are zeroed before the step, or stay after it."""
+    name, known = "zeroing", False
+    if why := has_several(evidence):
+        return unknown(name, why)
+    for rank in evidence.ranks:
+        for step in rank.steps:
+            if step.lost and not step.closure_calls > 1:
+                text = (
+                    f"{step.lost} of {step.micro_batches} micro-batches are zeroed before the step"
+                )
+                return wrong(name, text, step.lost_at, step=step.step)
+            if step.stale:
+                text = "gradients of the last step are still there at the next one's first backward"
+                return wrong(name, text, step.backward_at, step=step.step)
+            known = known or step.stale is not None or step.zero_calls > 0
+    if known:
+        return ok(name, "between each step and the next backward")
+    return unknown(name, "fewer than two steps, or an engine that keeps gradients itself")
+
+
+def clipping(evidence: Evidence) -> Verdict:
+    name = "clipping"
+    every = [(step, clip) for rank in evidence.ranks for step in rank.steps for clip in step.clips]
+    for step, clip in every:
+        if clip["scaled"]:
+            text = "clipped before unscale_: the limit is compared with the scaled gradient"
+            return wrong(name, text, clip["site"], step=step.step)
+        if not clip["after"]:
+            text = "clipped after the step, where it has no effect"
+            return wrong(name, text, clip["site"], step=step.step)
+        if clip["after"] < step.micro_batches:
+            text = f"clipped after {clip['after']} of {step.micro_batches} micro-batches"
+            return wrong(name, text, clip["site"], step=step.step)
+    for each in looked_into(evidence) if evidence.ranks else []:
+        if different := local_norms(each):
+            norms, site = different
+            text = f"each rank clips by its own norm: {', '.join(f'{n:.4g}' for n in norms)}"
+            return wrong(name, text, site, step=each.step.step)
+    if not every:
+        return ok(name, "no call of torch's clip_grad_norm_ or clip_grad_value_")
+    limit = every[0][1]["limit"]
+    return ok(name, f"by {every[0][1]['by']}, limit {limit:g}" if limit else "once per step")
+
+
+def local_norms(each: Looked) -> tuple[list[float], list[str]] | None:
+    """Return the ranks' norms at their first clip if they differ, and its site."""
+    clips = [step.clips[0] for step in each.steps if step.clips]
+    norms = [clip["norm"] for clip in clips if isinstance(clip["norm"], float)]
+    if len(norms) < 2 or max(norms) - min(norms) <= CLOSE * max(norms):
+        return None
+    return norms, clips[0]["site"]
+
+
+def scheduler(evidence: Evidence) -> Verdict:
+    name, own = "scheduler", evidence.first
+    if why := has_several(evidence):
+        return unknown(name, why)
+    calls = [step.scheduler_steps for step in own.steps]
+    where = next((step.scheduler_at for step in own.steps if step.scheduler_steps), [])
+    if not sum(calls):
+        return ok(name, "no scheduler made a step")
+    text = f"{sum(calls)} scheduler steps before {len(calls)} optimizer steps"
+    if calls[0]:
+        first = f"{calls[0]} before the first optimizer step: the first rate is left out"
+        return wrong(name, first, where, step=1)
+    if max(calls) > 1 and "accelerate" in str(where):
+        why = f"{text}: Accelerate makes one per process, for schedules counted in one process"
+        return unknown(name, why, where)
+    often = [step for step in own.steps if step.scheduler_steps > 1]
+    if len(often) > 1 or (often and often[0].scheduler_steps > 2):
+        most = max(calls)
+        text = f"up to {most} scheduler steps per optimizer step ({text})"
+        return wrong(name, text, where, step=often[0].step)
+    return ok(name, f"{sum(calls)} steps after {len(calls)} of the optimizer")
+
+
+def parameters(evidence: Evidence) -> Verdict:
+    """Compare the model's parameters with the optimizers', and look for idle ones."""
+    name, own = "parameters", evidence.first
+    if not own.members:
+        return unknown(name, "no step was looked into")
+    last = own.members[-1]
+    if not last.trainable and not last.frozen:
+        return unknown(name, "no module whose parameters are known ran")
+    if last.foreign and last.missing:
+        text = f"the optimizer has {last.foreign} parameters of another model: "
+        return wrong(name, f"{text}{named(last.missing)} are in none", last.made_at)
+    if last.missing:
+        text = f"trainable and in no optimizer: {named(last.missing)}"
+        return wrong(name, text, last.made_at)
+    if last.twice:
+        return wrong(name, f"twice in optimizers: {named(last.twice)}", last.made_at)
+    if idle := idle_parameters(own):
+        text = f"{len(idle)} trainable parameters never got a gradient: {named(idle)}"
+        return wrong(name, text, own.steps[0].backward_at)
+    if still := unmoved_parameters(own):
+        text = f"have gradients and never change: {named(still)}"
+        return wrong(name, text, own.steps[0].site)
+    text = f"{len(last.trainable)} trainable, {len(last.frozen)} frozen"
+    if not last.complete:
+        return unknown(name, f"{text}; the engine's optimizer has copies, not the parameters")
+    if last.foreign:
+        return unknown(name, f"{text}; {last.foreign} of the optimizer are in no module that ran")
+    return ok(name, text)
+
+
+def idle_parameters(rank: RankEvidence) -> list[str]:
+    """Trainable parameters without a gradient in every step that was looked into."""
+    reached = {n for _, d in rank.looked_into() for n in (*d.gradient, *(d.declared or ()))}
+    every = [member.trainable for member in rank.members]
+    return [name for name in every[0] if all(name in m for m in every) and name not in reached]
+
+
+def unmoved_parameters(rank: RankEvidence) -> list[str]:
+    """Parameters that no step changed, though each had a gradient and a learning rate."""
+    moved, pushed = set(), set()
+    for _, details in rank.looked_into():
+        if details.lr:
+            moved |= {n for n, v in sketches(details.change).items() if any(v)}
+            pushed |= {n for n, v in sketches(details.gradient).items() if any(v)}
+    return sorted(pushed - moved) if moved else []
+
+
+def frozen(evidence: Evidence) -> Verdict:
+    name = "frozen"
+    frozen_at = {member.step: set(member.frozen) for member in evidence.first.members}
+    if not any(frozen_at.values()):
+        return ok(name, "no parameter is frozen")
+    for step, details in evidence.first.looked_into():
+        changed = [
+            n
+            for n, value in sketches(details.change).items()
+            if n in frozen_at.get(step.step, ()) and norm({n: value})
+        ]
+        if changed:
+            text = f"changed by the step though frozen: {named(changed)}"
+            return wrong(name, text, step.site, step=step.step)
+    return ok(name, f"{max(map(len, frozen_at.values()))} frozen parameters are unchanged")
+
+
+def between_ranks(evidence: Evidence) -> Iterator[Verdict]:
+    """Compare weights, inputs and generators of the ranks."""
+    if evidence.world_size == 1:
+        yield from (ok(name, "one process") for name in ("weights", "data", "dropout"))
+        return
+    looked = looked_into(evidence)
+    if not looked or not evidence.has_all_ranks:
+        why = f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed"
+        yield from (unknown(name, why) for name in ("weights", "data", "dropout"))
+        return
+    yield weights(looked, evidence)
+    yield data(looked)
+    yield dropout(looked)
+
+
+def weights(looked: list[Looked], evidence: Evidence) -> Verdict:
+    name = "weights"
+    if evidence.first.process.framework in SHARDED:
+        return ok(name, "sharded: there is one copy")
+    for each in looked:
+        first = each.details[0].weights
+        for rank, own in enumerate(each.details):
+            differ = [n for n in first if own.weights.get(n) != first[n]]
+            if differ:
+                text = (
+                    f"rank {rank} and rank 0 differ before step {each.step.step}: {named(differ)}"
+                )
+                return wrong(name, text, each.step.site, step=each.step.step)
+    return ok(name, f"equal on all ranks at {len(looked)} steps, bit for bit")
+
+
+def data(looked: list[Looked]) -> Verdict:
+    name, same, total = "data", 0, 0
+    for each in looked:
+        for inputs in zip(*(own.inputs for own in each.details), strict=False):
+            total += all(inputs)
+            same += all(inputs) and len(set(inputs)) < len(inputs)
+    if not total:
+        return unknown(name, "the model's inputs are no tensors")
+    if same == total:
+        return wrong(name, f"ranks have equal inputs in all {total} forwards compared")
+    if same:
+        return unknown(name, f"ranks have equal inputs in {same} of {total} forwards")
+    return ok(name, f"different in all {total} forwards compared")
+
+
+def dropout(looked: list[Looked]) -> Verdict:
+    name = "dropout"
+    if not any(own.dropout for each in looked for own in each.details):
+        return ok(name, "no dropout module is on")
+    pairs = [
+        states
+        for each in looked
+        for states in zip(*(own.random for own in each.details), strict=False)
+    ]
+    if not pairs:
+        return unknown(name, "no forward was looked into")
+    if all(len(set(states)) < len(states) for states in pairs):
+        return wrong(name, f"ranks draw the same masks in all {len(pairs)} forwards compared")
+    return ok(name, f"generators differ in {len(pairs)} forwards compared")
+
+
+def checkpointing(evidence: Evidence) -> Verdict:
+    name = "checkpointing"
+    found = [remark for remark in evidence.remarks if remark.what == "reentrant"]
+    if found:
+        text = f"{found[0].text}: what is inside gets none (use_reentrant=False does not need it)"
+        return wrong(name, text, found[0].site)
+    return ok(name, "no reentrant checkpoint without an input that requires a gradient")

@@ -1,0 +1,75 @@
+"""Hooks on DeepSpeed's engine, whose gradients are in partitions and not in `.grad`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from colotrain.audit.observer import Observer
+from colotrain.audit.records import EngineInfo
+
+
+def install(observer: Callable[[], Observer]) -> None:
+    """Observe `DeepSpeedEngine.step`: one call in `gradient_accumulation_steps` is a real step."""
+    engine_class = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    original = engine_class.step
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = observer()
+        if seen.quiet:
+            return original(self, *args, **kwargs)
+        seen.window.step_calls += 1
+        access = _Access()
+        with seen.guarded():
+            if not seen.roots.all():
+                seen.roots.add(self)
+            if seen.report is None:
+                seen.write(info(self))
+            if self.is_gradient_accumulation_boundary():
+                seen.entering(self, gradient_of=access.gradient, value_of=access.value)
+        before = self.global_steps
+        seen.quiet += 1  # the optimizer within steps on partitions
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            seen.quiet -= 1
+        if self.global_steps > before:
+            with seen.guarded():
+                seen.stepped(self, value_of=access.value, own=basic_optimizer(self))
+        return result
+
+    engine_class.step = step
+
+
+class _Access:
+    """Whole gradients and weights by DeepSpeed's public functions, which all ranks must call."""
+
+    def __init__(self) -> None:
+        self.functions = importlib.import_module("deepspeed.utils")
+
+    def gradient(self, parameter: Any) -> Any:
+        found = self.functions.safe_get_full_grad(parameter)
+        return parameter.grad if found is None else found
+
+    def value(self, parameter: Any) -> Any:
+        found = self.functions.safe_get_full_fp32_param(parameter)
+        if found is None and not hasattr(parameter, "ds_id"):
+            found = parameter.detach()
+        return found
+
+
+def info(engine: Any) -> EngineInfo:
+    return EngineInfo(
+        name="deepspeed",
+        accumulation_steps=int(engine.gradient_accumulation_steps()),
+        stage=int(engine.zero_optimization_stage()),
+    )
+
+
+def basic_optimizer(engine: Any) -> Any:
+    """Return the optimizer that the engine's own one wraps."""
+    return getattr(engine, "basic_optimizer", None) or engine.optimizer

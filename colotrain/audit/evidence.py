@@ -1,0 +1,120 @@
+"""What the observed processes wrote, read back for the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from colotrain.audit.ratios import Sketch, unpacked
+from colotrain.audit.records import (
+    Details,
+    EngineInfo,
+    Membership,
+    ObservedProcess,
+    ObservedStep,
+    Remark,
+)
+from colotrain.events.event import Event
+from colotrain.events.log import read
+from colotrain.rundir import RunDir
+
+
+@dataclass(slots=True, kw_only=True)
+class RankEvidence:
+    """The records of one process that trained."""
+
+    process: ObservedProcess
+    steps: list[ObservedStep] = field(default_factory=list)
+    members: list[Membership] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
+    engine: EngineInfo | None = None
+
+    @property
+    def num_optimizers(self) -> int:
+        return len({step.optimizer for step in self.steps})
+
+    def looked_into(self) -> Iterator[tuple[ObservedStep, Details]]:
+        for step in self.steps:
+            if step.details is not None:
+                yield step, details_of(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of an audited command."""
+
+    ranks: list[RankEvidence]
+    remarks: list[Remark]
+    """Of all processes, also of those that made no step."""
+    failures: list[str]
+
+    @property
+    def first(self) -> RankEvidence:
+        return self.ranks[0]
+
+    @property
+    def world_size(self) -> int:
+        return max((rank.process.world_size for rank in self.ranks), default=0)
+
+    @property
+    def has_all_ranks(self) -> bool:
+        return len(self.ranks) == self.world_size
+
+
+def details_of(step: ObservedStep) -> Details:
+    return Details.of(Event(kind=Details.KIND, t=step.t, fields=step.details or {}))
+
+
+def sketches(texts: dict[str, str] | None) -> dict[str, Sketch]:
+    return {name: unpacked(text) for name, text in (texts or {}).items()}
+
+
+def evidence(rundir: RunDir) -> Evidence:
+    """Read what the processes of a command wrote; damaged lines are left out."""
+    ranks: list[RankEvidence] = []
+    remarks: list[Remark] = []
+    for path in sorted(rundir.audit.glob("rank*.jsonl")):
+        found, of_process = rank_of(path)
+        remarks += of_process
+        if found is not None and found.steps:
+            ranks.append(found)
+    ranks.sort(key=lambda rank: rank.process.rank)
+    failures = [
+        line
+        for path in sorted(rundir.audit.glob("failures-*.txt"))
+        for line in path.read_text("utf-8", "replace").splitlines()
+    ]
+    return Evidence(ranks=newest(ranks), remarks=remarks, failures=failures)
+
+
+def newest(ranks: list[RankEvidence]) -> list[RankEvidence]:
+    """Return one process per rank: the last that began, where a launcher started some again."""
+    by_rank: dict[int, RankEvidence] = {}
+    for found in ranks:
+        known = by_rank.get(found.process.rank)
+        if known is None or known.process.t < found.process.t:
+            by_rank[found.process.rank] = found
+    return list(by_rank.values())
+
+
+def rank_of(path: Path) -> tuple[RankEvidence | None, list[Remark]]:
+    process: ObservedProcess | None = None
+    steps, members, remarks, engine = [], [], [], None
+    for event in read(path):
+        if event.kind == ObservedProcess.KIND:
+            process = ObservedProcess.of(event)
+        elif event.kind == ObservedStep.KIND:
+            steps.append(ObservedStep.of(event))
+        elif event.kind == Membership.KIND:
+            members.append(Membership.of(event))
+        elif event.kind == Remark.KIND:
+            remarks.append(Remark.of(event))
+        elif event.kind == EngineInfo.KIND:
+            engine = EngineInfo.of(event)
+    if process is None:
+        return None, remarks
+    rank = RankEvidence(
+        process=process, steps=steps, members=members, remarks=remarks, engine=engine
+    )
+    return rank, remarks

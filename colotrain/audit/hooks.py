@@ -1,0 +1,344 @@
+"""Hooks on torch and DeepSpeed, by public names, which tell the observer of the script's calls."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim import optimizer as optimizers
+
+from colotrain.audit.observer import Observer
+from colotrain.audit.sites import here
+from colotrain.audit.window import hashable_count, note_factor
+from colotrain.rundir import RunDir
+
+FACTORS = {
+    "__mul__": False,
+    "__rmul__": False,
+    "__imul__": False,
+    "mul": False,
+    "mul_": False,
+    "__truediv__": True,
+    "__itruediv__": True,
+    "div": True,
+    "div_": True,
+}
+"""Method of tensors that may scale a loss → whether it divides."""
+
+
+def _new_observer() -> Observer:
+    rundir = RunDir(os.environ["COLOTRAIN_AUDIT"])
+    return Observer(rundir, steps=int(os.environ.get("COLOTRAIN_AUDIT_STEPS") or 0))
+
+
+class _Current:
+    """The observer of this process; a fork begins with a new one."""
+
+    def __init__(self) -> None:
+        self.observer = _new_observer()
+        self.scaling = False
+        """Whether a GradScaler is scaling a loss."""
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.observer, self.scaling = _new_observer(), False
+
+
+_current: _Current | None = None
+
+
+def observer() -> Observer:
+    assert _current is not None
+    return _current.observer
+
+
+def wrap(owner: Any, name: str, *, before: Any = None, after: Any = None) -> None:
+    """Call `before(args, kwargs)` and `after(result, args, kwargs)` around `owner.name`."""
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        seen = observer()
+        if seen.quiet:
+            return original(*args, **kwargs)
+        if before is not None:
+            with seen.guarded():
+                before(args, kwargs)
+        result = original(*args, **kwargs)
+        if after is not None:
+            with seen.guarded():
+                after(result, args, kwargs)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def observe_torch() -> None:
+    """Install all hooks on torch: called once, right after its import."""
+    global _current
+    if _current is not None or not os.environ.get("COLOTRAIN_AUDIT"):
+        return
+    _current = _Current()
+    for name, inverse in FACTORS.items():
+        _wrap_factor(name, inverse)
+    _wrap_backward()
+    _wrap_optimizers()
+    _wrap_clipping()
+    _wrap_schedulers()
+    _wrap_grad_scaler()
+    _wrap_checkpoint()
+    _wrap_hooks()
+    _wrap_cross_entropy()
+    _wrap_forward()
+
+
+def _wrap_forward() -> None:
+    original = nn.Module.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            seen = observer()
+            if not seen.quiet and not seen.backward_depth:
+                with seen.guarded():
+                    seen.forward(self, (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _wrap_factor(name: str, inverse: bool) -> None:
+    original = getattr(Tensor, name)
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if type(result) is Tensor and result.requires_grad and result.dim() == 0 and len(args) == 1:
+            seen = observer()
+            if not seen.quiet:
+                loss, by = self, args[0]
+                if not self.requires_grad:
+                    loss, by = args[0], self
+                with seen.guarded():
+                    scaling = _current is not None and _current.scaling
+                    site = here()
+                    note_factor(result, loss, by, inverse=inverse, site=site, scale=scaling)
+        return result
+
+    setattr(Tensor, name, wrapper)
+
+
+def _wrap_backward() -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        seen = observer()
+        outer = not seen.backward_depth and not seen.quiet
+        if outer:
+            with seen.guarded():
+                plain = grad_tensors is grad_variables is inputs is None or (
+                    inputs is None and grad_tensors in ((None,), [None])
+                )
+                seen.backward(tensors, plain=plain and not create_graph)
+        seen.backward_depth += 1
+        try:
+            original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        finally:
+            seen.backward_depth -= 1
+        if outer:
+            with seen.guarded():
+                seen.after_backward()
+
+    torch.autograd.backward = backward
+
+
+def _wrap_optimizers() -> None:
+    def made(_: Any, args: Any, __: Any) -> None:
+        observer().made_at[args[0]] = here()
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        seen = observer()
+        if seen.quiet:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            with seen.guarded():
+                seen.entering(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def wrapped() -> Any:
+            result = closure()
+            seen.window.closure_calls += 1
+            if seen.window.closure_calls == 1:
+                with seen.guarded():
+                    seen.entering(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def after(optimizer: Optimizer, _: Any, __: Any) -> None:
+        seen = observer()
+        if not seen.quiet:
+            with seen.guarded():
+                seen.stepped(optimizer)
+
+    wrap(Optimizer, "__init__", after=made)
+    optimizers.register_optimizer_step_pre_hook(before)
+    optimizers.register_optimizer_step_post_hook(after)
+    for owner in (Optimizer, nn.Module):
+        wrap(owner, "zero_grad", before=lambda args, kwargs: observer().zeroed())
+
+
+def _wrap_clipping() -> None:
+    def limit(args: Any, kwargs: Any, name: str) -> Any:
+        return kwargs.get(name, args[1] if len(args) > 1 else None)
+
+    def before(args: Any, kwargs: Any) -> None:
+        observer().clipping()
+
+    def by_norm(norm: Any, args: Any, kwargs: Any) -> None:
+        observer().clipped(by="norm", norm=norm, limit=limit(args, kwargs, "max_norm"))
+
+    def by_value(_: Any, args: Any, kwargs: Any) -> None:
+        observer().clipped(by="value", norm=None, limit=limit(args, kwargs, "clip_value"))
+
+    for name, after in (("clip_grad_norm_", by_norm), ("clip_grad_value_", by_value)):
+        wrap(torch.nn.utils.clip_grad, name, before=before, after=after)
+        setattr(torch.nn.utils, name, getattr(torch.nn.utils.clip_grad, name))
+
+
+def _wrap_schedulers() -> None:
+    kinds = [lr_scheduler.LRScheduler]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if "step" not in vars(kind):
+            continue
+
+        def wrapper_of(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def step(*args: Any, **kwargs: Any) -> Any:
+                seen, caller = observer(), sys._getframe(1).f_code.co_name
+                if seen.quiet:
+                    return original(*args, **kwargs)
+                with seen.guarded():
+                    seen.scheduled(caller)
+                seen.quiet += 1  # schedulers within it
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    seen.quiet -= 1
+
+            return step
+
+        kind.step = wrapper_of(vars(kind)["step"])  # type: ignore[method-assign]
+
+
+def _wrap_grad_scaler() -> None:
+    scaler = torch.amp.GradScaler
+    original = scaler.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        seen = observer()
+        if _current is None or not self.is_enabled():
+            return original(self, outputs)
+        seen.window.scale, _current.scaling = True, True
+        try:
+            return original(self, outputs)
+        finally:
+            _current.scaling = False
+
+    def unscaled(*_: Any) -> None:
+        observer().window.unscaled = True
+
+    def stepping(*_: Any) -> None:
+        seen = observer()
+        seen.steps_before = sum(seen.steps)
+
+    def stepped(*_: Any) -> None:
+        seen = observer()
+        if sum(seen.steps) == seen.steps_before:
+            seen.skipped()
+
+    scaler.scale = scale  # type: ignore[method-assign]
+    wrap(scaler, "unscale_", after=unscaled)
+    wrap(scaler, "step", before=stepping, after=stepped)
+
+
+def _wrap_checkpoint() -> None:
+    def before(args: Any, kwargs: Any) -> None:
+        seen = observer()
+        if not kwargs.get("use_reentrant") or not torch.is_grad_enabled():
+            return
+        site = here()
+        seen.blocked = (
+            seen.blocked or f"reentrant checkpointing at {site} allows no second backward"
+        )
+        tensors = [a for a in args[1:] if isinstance(a, Tensor)]
+        if not any(t.requires_grad for t in tensors) and _may_train(args[0]):
+            seen.remark("reentrant", "no input of a reentrant checkpoint requires a gradient", site)
+
+    wrap(torch.utils.checkpoint, "checkpoint", before=before)
+
+
+def _may_train(function: Any) -> bool:
+    """Whether a checkpointed function has parameters to train; true where that is not known."""
+    function = getattr(function, "func", function)  # a partial
+    owner = getattr(function, "__self__", function)
+    return not isinstance(owner, nn.Module) or any(p.requires_grad for p in owner.parameters())
+
+
+def _wrap_hooks() -> None:
+    def noted(args: Any, kwargs: Any) -> None:
+        site = here()
+        if site.package == "deepspeed":  # without effect within its own backward
+            return
+        seen = observer()
+        seen.blocked = seen.blocked or f"a second backward would call the hook of {site} again"
+
+    for owner, names in (
+        (Tensor, ("register_hook",)),
+        (nn.Module, ("register_full_backward_hook", "register_full_backward_pre_hook")),
+        (nn.modules.module, ("register_module_full_backward_hook",)),
+    ):
+        for name in names:
+            wrap(owner, name, before=noted)
+
+
+def _wrap_cross_entropy() -> None:
+    def after(_: Any, args: Any, kwargs: Any) -> None:
+        seen = observer()
+        if seen.is_looking and torch.is_grad_enabled():
+            target = kwargs.get("target", args[1] if len(args) > 1 else None)
+            count = hashable_count(target, kwargs.get("ignore_index", -100))
+            seen.window.new_counts.append([kwargs.get("reduction", "mean"), count])
+
+    wrap(nn.functional, "cross_entropy", after=after)
+
+
+def observe_deepspeed() -> None:
+    """Install the hooks on DeepSpeed's engine: called once, right after its import."""
+    from colotrain.audit import deepspeed
+
+    if _current is not None:
+        deepspeed.install(observer)

@@ -1,0 +1,194 @@
+"""The model that a script trains: its root modules, its parameters by name, whole gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Segments of names that wrappers of modules add anywhere."""
+LARGEST_HASHED = 1 << 24
+"""Bytes of one input up to which all of it is hashed."""
+
+
+class Roots:
+    """The outermost modules that ran, in the order of their first forward."""
+
+    def __init__(self) -> None:
+        self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._roots: list[weakref.ref[nn.Module]] = []
+
+    def add(self, module: nn.Module) -> bool:
+        """Note that `module` is called, and return whether it is a root with parameters."""
+        if module in self._inside:
+            return any(root() is module for root in self._roots)
+        if next(module.parameters(), None) is None:
+            return False
+        inner = list(module.modules())
+        self._roots = [r for r in self._roots if not any(m is r() for m in inner)]
+        self._roots.append(weakref.ref(module))
+        for each in inner:
+            self._inside.add(each)
+        return True
+
+    def all(self) -> list[nn.Module]:
+        return [module for root in self._roots if (module := root()) is not None]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by the model's own names, each once."""
+        roots, found, seen = self.all(), {}, set[int]()
+        for root in roots:
+            for name, parameter in root.named_parameters():
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                name = own_name(name, root)
+                if len(roots) > 1 and name in found:
+                    name = f"{type(root).__name__}.{name}"
+                while name in found:
+                    name = f"{name}'"
+                found[name] = parameter
+        return found
+
+    def aliases(self) -> dict[str, list[str]]:
+        """Return the further names of parameters that have several."""
+        first, found = dict[int, str](), dict[str, list[str]]()
+        for root in self.all():
+            for name, parameter in root.named_parameters(remove_duplicate=False):
+                known = first.setdefault(id(parameter), own_name(name, root))
+                if known != own_name(name, root):
+                    found.setdefault(known, []).append(own_name(name, root))
+        return found
+
+
+def own_name(name: str, root: nn.Module) -> str:
+    """Return a parameter's name without what wrappers around the model add."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    inner: Any = root
+    while parts[:1] == ["module"] and isinstance(getattr(inner, "module", None), nn.Module):
+        if len(list(inner.children())) > 1:
+            break  # a model whose own part is called so
+        parts, inner = parts[1:], inner.module
+    return ".".join(parts)
+
+
+def is_a(value: object, module: str, name: str) -> bool:
+    """Whether `value` is of a class whose module may never have been imported."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_dtensor(value: object) -> bool:
+    return is_a(value, "torch.distributed.tensor", "DTensor")
+
+
+def is_fsdp(module: object) -> bool:
+    return is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def framework(roots: list[nn.Module]) -> str:
+    """Return what shards or wraps the model; empty if nothing known does."""
+    for root in roots:
+        if any(is_fsdp(module) for module in root.modules()):
+            return "FullyShardedDataParallel"
+        if any(is_dtensor(parameter) for parameter in root.parameters()):
+            return "fully_shard"
+        if any(hasattr(parameter, "ds_id") for parameter in root.parameters()):
+            return "ZeRO-3"
+        if is_a(root, "deepspeed.runtime.engine", "DeepSpeedEngine"):
+            return "DeepSpeedEngine"
+        if is_a(root, "torch.nn.parallel", "DistributedDataParallel"):
+            return "DistributedDataParallel"
+    return ""
+
+
+def whole(value: Tensor | None) -> Tensor | None:
+    """Return a tensor that may be sharded as a whole one: collective for a DTensor."""
+    if value is None or not is_dtensor(value):
+        return value
+    return value.full_tensor()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def gathered(roots: list[nn.Module]) -> Iterator[None]:
+    """Make FSDP1's parameters and gradients whole: a collective call; without FSDP1 nothing."""
+    with contextlib.ExitStack() as stack:
+        for root in roots:
+            if is_fsdp(root):
+                summon = type(root).summon_full_params  # type: ignore[attr-defined]
+                stack.enter_context(summon(root, with_grads=True, writeback=False))
+        yield
+
+
+def row(parameter: nn.Parameter, gradient: Tensor | None, why: str) -> dict[str, Any]:
+    """Return the columns of `events.gradients.Gradients` for one parameter."""
+    blank = dict.fromkeys(("norm", "rms", "max_abs", "zero_fraction"))
+    if not parameter.requires_grad:
+        return {"status": "frozen", "reason": "requires_grad is False", "nonfinite": 0, **blank}
+    if gradient is None:
+        return {"status": "unused", "reason": why, "nonfinite": 0, **blank}
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    values = gradient.detach().to(torch.float64)
+    nonfinite = int((~torch.isfinite(values)).sum())
+    norm, num = float(values.norm()), max(1, values.numel())
+    status = "nonfinite" if nonfinite else "trained" if norm else "zero"
+    return {
+        "status": status,
+        "reason": "all elements are zero" if status == "zero" else None,
+        "nonfinite": nonfinite,
+        "norm": norm,
+        "rms": norm / math.sqrt(num),
+        "max_abs": float(values.abs().max()) if values.numel() else 0.0,
+        "zero_fraction": float((values == 0).sum()) / num,
+    }
+
+
+def has_dropout(roots: list[nn.Module]) -> bool:
+    return any(
+        module.training and "Dropout" in type(module).__name__ and getattr(module, "p", 0)
+        for root in roots
+        for module in root.modules()
+    )
+
+
+def hash_of(values: object) -> str:
+    """Return a hash of all tensors in arguments of a forward; empty if there is none."""
+    digest, found = hashlib.blake2b(digest_size=8), False
+    for tensor in tensors_in(values):
+        found = True
+        data = tensor.detach()
+        if data.numel() * data.element_size() > LARGEST_HASHED:
+            data = data.reshape(-1)[:: 1 + data.numel() * data.element_size() // LARGEST_HASHED]
+        data = data.contiguous().reshape(-1).view(torch.uint8).cpu()
+        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(data.numpy().tobytes())
+    return digest.hexdigest() if found else ""
+
+
+def tensors_in(values: object, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        if values.layout == torch.strided and not values.is_meta:
+            yield values
+    elif isinstance(values, dict) and depth < 4:
+        for value in values.values():
+            yield from tensors_in(value, depth + 1)
+    elif isinstance(values, list | tuple) and depth < 4:
+        for value in values:
+            yield from tensors_in(value, depth + 1)
+
+
+def random_state(device: torch.device) -> str:
+    """Return a hash of the generators that dropout on `device` draws from."""
+    state = torch.random.get_rng_state()
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()

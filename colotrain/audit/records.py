@@ -1,0 +1,141 @@
+"""What observed processes write for the checks, as events in files of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colotrain.events.event import EventKind, event_kind
+
+
+@event_kind("process")
+class ObservedProcess(EventKind):
+    """A process that trains, once at its first optimizer step."""
+
+    rank: int
+    world_size: int
+    pid: int
+    torch: str
+    model: str
+    """Class of the root module."""
+    framework: str
+    """What wraps the model: DistributedDataParallel, fully_shard, …; empty: nothing known."""
+
+
+@event_kind("membership")
+class Membership(EventKind):
+    """Which parameters the model and the optimizers have."""
+
+    step: int
+    trainable: list[str]
+    frozen: list[str]
+    missing: list[str]
+    """Trainable parameters that no optimizer has."""
+    twice: list[str]
+    """Parameters that two groups or two optimizers have, or one group twice."""
+    foreign: int
+    """Parameters of optimizers that belong to no module that ran."""
+    made_at: list[str]
+    """Site at which the optimizer was made."""
+    complete: bool
+    """False if the optimizer has no parameters of the model but its own copies."""
+
+
+@event_kind("observed")
+class ObservedStep(EventKind):
+    """One call of an optimizer's `step`, and what came before it since the last one."""
+
+    step: int
+    optimizer: int
+    """Number of the optimizer, in the order of their first steps."""
+    optimizer_name: str
+    site: list[str]
+    micro_batches: int
+    """Calls of backward since the last step."""
+    backward_at: list[str]
+    step_calls: int
+    """Calls of the engine's `step` since the last real one; 1 without an engine."""
+    closure_calls: int
+    zero_calls: int
+    lost: int
+    """Micro-batches after which gradients were zeroed before the step."""
+    lost_at: list[str]
+    stale: bool | None = None
+    """Whether gradients of the last step were still there at the first backward of this one."""
+    clips: list[Any]
+    """Fields of `Clip`."""
+    scheduler_steps: int
+    """Calls of a scheduler's `step` since the last step of the optimizer."""
+    scheduler_at: list[str]
+    scale: bool
+    """Whether a GradScaler scaled a loss."""
+    losses: list[Any]
+    details: dict[str, Any] | None = None
+    """Fields of `Details` in the steps that are looked into."""
+
+
+@event_kind("clip")
+class Clip(EventKind):
+    """One call that clips gradients."""
+
+    by: str
+    """norm or value."""
+    norm: float | None
+    limit: float | None
+    site: list[str]
+    after: int
+    """Micro-batches before the call."""
+    scaled: bool
+    """Whether gradients were still multiplied by the GradScaler's scale."""
+
+
+@event_kind("details")
+class Details(EventKind):
+    """A step that is looked into: sketches of its tensors, by parameter."""
+
+    gradient: dict[str, str]
+    """At the call of `step`."""
+    before_clip: dict[str, str] | None = None
+    declared: dict[str, str] | None = None
+    """Sum over the micro-batches of the gradients of the losses given to backward."""
+    base: dict[str, str] | None = None
+    """Mean over the micro-batches of the losses' gradients before any factor was applied."""
+    last: dict[str, str] | None = None
+    """The last micro-batch alone, of what `declared` sums up."""
+    why_not: str
+    """Why there is no reference; empty if there is one."""
+    factors: list[Any]
+    """One list per micro-batch: [factor, site] of what multiplies the loss."""
+    counts: list[Any]
+    """One per micro-batch: [reduction, targets] of its cross-entropy, or None."""
+    inputs: list[str]
+    """Hash of the model's inputs, per forward."""
+    random: list[str]
+    """Hash of the generators' states, per forward."""
+    dropout: bool
+    """Whether the model has dropout that is on."""
+    weights: dict[str, str]
+    """Before the step."""
+    change: dict[str, str]
+    """Of the parameters, by the step."""
+    plain_sgd: bool
+    """Whether the update is the gradient times -lr."""
+    lr: float | None
+
+
+@event_kind("remark")
+class Remark(EventKind):
+    """Something that one process noticed once."""
+
+    what: str
+    """reentrant, hook, failure, sync, static_graph, limit."""
+    text: str
+    site: list[str]
+
+
+@event_kind("engine")
+class EngineInfo(EventKind):
+    """What a framework's engine says about itself."""
+
+    name: str
+    accumulation_steps: int
+    stage: int

@@ -1,0 +1,307 @@
+"""Checks of a step's size: the gradient and the update beside the reference's."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colotrain.audit.evidence import Evidence, RankEvidence, sketches
+from colotrain.audit.ratios import Sketch, mean, norm, ratio
+from colotrain.audit.records import Details, ObservedStep
+from colotrain.audit.sites import Site
+from colotrain.audit.verdicts import Verdict, ok, unknown, wrong
+
+CLOSE = 2e-3
+"""Relative difference that rounding explains, also of autocast and of another order of sums."""
+NAMED_SO = re.compile(r"accum|micro|grad_acc", re.IGNORECASE)
+"""A line that divides a loss by such a name does so for accumulation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """One step that all ranks looked into."""
+
+    step: ObservedStep
+    details: list[Details]
+    """One per rank."""
+    steps: list[ObservedStep]
+
+    @property
+    def num(self) -> int:
+        return self.step.micro_batches
+
+    def gradient(self, rank: int = 0) -> dict[str, Sketch]:
+        """The gradient before clipping."""
+        own = self.details[rank]
+        return sketches(own.gradient if own.before_clip is None else own.before_clip)
+
+    def reference(self, kind: str) -> dict[str, Sketch]:
+        """The ranks' mean of `declared`, `base` or `last`."""
+        return mean([sketches(getattr(own, kind)) for own in self.details])
+
+    @property
+    def clip(self) -> float:
+        """Factor that clipping applied."""
+        own = self.details[0]
+        if own.before_clip is None:
+            return 1.0
+        return ratio(sketches(own.gradient), sketches(own.before_clip))[0]
+
+
+def looked_into(evidence: Evidence) -> list[Looked]:
+    """Return the steps of the first optimizer that all ranks looked into."""
+    by_rank = [
+        {s.step: (s, d) for s, d in rank.looked_into() if s.optimizer == 0}
+        for rank in evidence.ranks
+    ]
+    found = []
+    for number in by_rank[0]:
+        if all(number in steps for steps in by_rank):
+            pairs = [steps[number] for steps in by_rank]
+            found.append(
+                Looked(step=pairs[0][0], steps=[p[0] for p in pairs], details=[p[1] for p in pairs])
+            )
+    return found
+
+
+def why_not(evidence: Evidence, looked: Sequence[Looked]) -> str:
+    """Return why nothing can be compared with a reference; empty if it can."""
+    if not looked:
+        return "no step was looked into on all ranks"
+    if not evidence.has_all_ranks:
+        return f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed"
+    if evidence.first.num_optimizers > 1:
+        return f"the script has {evidence.first.num_optimizers} optimizers, whose losses may differ"
+    reasons = [d.why_not for each in looked for d in each.details if d.why_not]
+    if reasons and all(any(d.why_not for d in each.details) for each in looked):
+        return reasons[0]
+    return ""
+
+
+def scale_checks(evidence: Evidence) -> list[Verdict]:
+    """Compare the steps that were looked into with their references."""
+    looked = looked_into(evidence)
+    if why := why_not(evidence, looked):
+        names = ("accumulation", "gradient", "targets")
+        return [*(unknown(name, why) for name in names), update(looked, None)]
+    usable = [each for each in looked if not any(d.why_not for d in each.details)]
+    gradients = [gradient(each, evidence) for each in usable]
+    gradient_verdict = _worst(gradients)
+    scales = [accumulation(each, evidence) for each in usable]
+    return [
+        _worst(scales),
+        gradient_verdict,
+        _worst([targets(each) for each in usable]),
+        update(looked, usable[-1]),
+    ]
+
+
+def _worst(found: Sequence[Verdict]) -> Verdict:
+    order = ("wrong", "cannot tell", "ok")
+    return min(found, key=lambda verdict: order.index(verdict.outcome))
+
+
+def near(value: float, wanted: float) -> bool:
+    return math.isfinite(value) and abs(value - wanted) <= CLOSE * abs(wanted)
+
+
+def gradient(each: Looked, evidence: Evidence) -> Verdict:
+    """Compare the gradient with the mean of what was backpropagated."""
+    name, number, world = "gradient", each.step.step, len(each.details)
+    if any(clip.get("scaled") for clip in each.step.clips):
+        return unknown(name, "it was clipped while a GradScaler's scale was on it (see clipping)")
+    found, wanted = each.gradient(), each.reference("declared")
+    lost = [n for n in wanted if n not in found and norm({n: wanted[n]})]
+    site = each.step.site
+    if not found or not norm(found):
+        text = "there is no gradient at the step, though backward computed one"
+        return wrong(name, text, each.step.lost_at, site, step=number)
+    factor, left = ratio(found, wanted)
+    if math.isnan(factor):
+        return unknown(name, "the reference is zero or not finite")
+    if left <= CLOSE and not lost:
+        if near(factor, 1.0):
+            return ok(name, f"{factor:.4f} of the reference, {len(wanted)} parameters")
+        if world > 1 and near(factor, world):
+            text = f"{factor:.2f} of the reference: summed over {world} ranks, not averaged"
+            return wrong(name, text, site, step=number)
+        text = f"{factor:.4g} of the mean that backward computed, in all parameters"
+        return wrong(name, text, site, step=number)
+    return explained(each, found, factor, left, lost)
+
+
+def explained(
+    each: Looked, found: dict[str, Sketch], factor: float, left: float, lost: list[str]
+) -> Verdict:
+    """Name the known fault that explains a gradient which is no multiple of the reference."""
+    name, number, site = "gradient", each.step.step, each.step.site
+    if each.step.stale:
+        return unknown(name, "gradients of earlier steps are in it (see zeroing)")
+    if len(each.details) > 1:
+        own = ratio(found, sketches(each.details[0].declared))
+        if own[1] <= CLOSE:
+            text = f"each rank steps with its own gradient ({own[0]:.2f} of it), not with the mean"
+            return wrong(name, text, site, step=number)
+        if ratio(each.gradient(1), found)[1] > CLOSE:
+            text = "ranks step with different gradients: not all of them are exchanged"
+            return wrong(name, text, site, step=number)
+    if each.num > 1:
+        last = ratio(found, each.reference("last"))
+        if last[1] <= CLOSE:
+            text = f"it is of the last of {each.num} micro-batches alone ({last[0]:.2f} of that)"
+            return wrong(name, text, each.step.lost_at, site, step=number)
+    if lost:
+        text = f"{len(lost)} parameters lost theirs between backward and step, as {lost[0]}"
+        return wrong(name, text, site, step=number)
+    return unknown(
+        name, f"it differs from the reference ({factor:.3g} of it, {left:.1e} beside), unexplained"
+    )
+
+
+def applied(own: Details) -> list[tuple[float, Site]]:
+    """Return the factors that all micro-batches of a rank have, without 1 and loss scales."""
+    return [
+        (float(value), Site.of(site))
+        for value, site, scale in (own.factors[0] if own.factors else [])
+        if not scale and float(value) != 1.0
+    ]
+
+
+def uniform(each: Looked) -> bool:
+    """Whether all micro-batches of all ranks were multiplied by the same number."""
+    found = {
+        round(math.log(abs(math.prod(f[0] for f in factors if not f[2])) or 1e-300), 5)
+        for own in each.details
+        for factors in own.factors
+    }
+    return len(found) <= 1
+
+
+def by_count(each: Looked) -> float | None:
+    """Return the factor by which sums over targets become their mean over all ranks, if sums."""
+    counts = [count for own in each.details for count in own.counts]
+    if not counts or any(count is None or count[0] != "sum" for count in counts):
+        return None
+    total = sum(count[1] for count in counts)
+    return len(each.details) / total if total else None
+
+
+def accumulation(each: Looked, evidence: Evidence) -> Verdict:
+    """Compare the gradient with the mean of the undivided losses' gradients."""
+    name, num, number = "accumulation", each.num, each.step.step
+    factors = applied(each.details[0])
+    whole = math.prod(value for value, _ in factors)
+    if (wanted := by_count(each)) is not None:
+        if uniform(each) and near(whole, wanted):
+            return ok(name, f"divided by all {len(each.details) / wanted:.0f} targets of the step")
+        text = f"sums over targets are multiplied by {whole:.4g}; their mean would be {wanted:.4g}"
+        return unknown(name, text, *(site for _, site in factors))
+    if not uniform(each):
+        return unknown(name, "micro-batches are multiplied by different numbers")
+    factor, left = ratio(each.gradient(), each.reference("base"))
+    if left > CLOSE:
+        factor = whole * num
+    return judged(num, number, factor, factors, len(each.details))
+
+
+def judged(
+    num: int, number: int, factor: float, factors: list[tuple[float, Site]], world: int
+) -> Verdict:
+    """Judge a gradient that is `factor` of the mean of `num` micro-batches' undivided losses."""
+    name, sites = "accumulation", [site for _, site in factors]
+    by_num = [site for value, site in factors if num > 1 and near(value, 1 / num)]
+    shown = f"{factor:.2f} of the mean of {num} micro-batch{'es' * (num > 1)}"
+    if near(factor, 1.0):
+        how = f", divided by {num} at {by_num[0]}" if by_num else ""
+        return ok(name, f"{shown}{how}")
+    if len(by_num) > 1:
+        return wrong(name, f"{shown}: the loss is divided by {num} twice", *by_num, step=number)
+    others = [(value, site) for value, site in factors if site not in by_num]
+    by_ranks = [site for value, site in others if world > 1 and near(value, 1 / world)]
+    if by_ranks:
+        text = f"{shown}: divided by the number of ranks, over which gradients are averaged, too"
+        return wrong(name, text, *by_ranks, step=number)
+    for value, site in others:
+        if is_for_accumulation(value, site):
+            text = f"{shown}: the loss is divided by {1 / value:.0f}, a step has {num}"
+            return wrong(name, text, *sites, step=number)
+    if num > 1 and not factors:
+        text = f"{shown}: the loss is not divided, so that a step is the sum of {num}"
+        return wrong(name, text, step=number)
+    if by_num:
+        rest = math.prod(value for value, _ in others)
+        return ok(name, f"{shown}; {rest:.4g} is taken for a part of the loss ({others[0][1]})")
+    why = (
+        f"{shown}: multiplied by {math.prod(v for v, _ in factors):.4g}, perhaps a part of the loss"
+    )
+    return unknown(name, why, *sites)
+
+
+def is_for_accumulation(value: float, site: Site) -> bool:
+    """Whether a factor is 1/n and a library's, or its line names accumulation."""
+    if not 0 < value <= 0.5 or not near(1 / value, round(1 / value)):
+        return False
+    path, _, line = site.line.rpartition(":")
+    text = linecache.getline(path, int(line)) if line.isdecimal() else ""
+    return bool(site.library) or ("*" not in text and bool(NAMED_SO.search(text)))
+
+
+def targets(each: Looked) -> Verdict:
+    """Check that micro-batches with different numbers of targets do not count the same."""
+    name = "targets"
+    counts = [count for own in each.details for count in own.counts]
+    if not counts or any(count is None for count in counts):
+        why = "how many targets a micro-batch has is known of one torch cross_entropy alone"
+        return unknown(name, why)
+    numbers = [count[1] for count in counts]
+    if by_count(each) is not None or len(set(numbers)) == 1:
+        return ok(name, f"{min(numbers)} to {max(numbers)} targets per micro-batch")
+    if not uniform(each):
+        return unknown(name, "micro-batches are multiplied by different numbers")
+    few, many = min(numbers), max(numbers)
+    text = f"micro-batches of {few} and of {many} targets count the same: a mean of means"
+    return wrong(name, text, each.step.backward_at, step=each.step.step)
+
+
+def update(looked: Sequence[Looked], referenced: Looked | None) -> Verdict:
+    """Check that parameters move, and for plain SGD by how much."""
+    name = "update"
+    if not looked:
+        return unknown(name, "no step was looked into on all ranks")
+    each = referenced or looked[0]
+    own, change = each.details[0], sketches(each.details[0].change)
+    now = sketches(own.gradient)
+    if not own.lr:
+        return unknown(name, "the learning rate is zero or not known")
+    if norm(now) and not norm(change):
+        text = "no parameter changed, though there are gradients"
+        return wrong(name, text, each.step.site, step=each.step.step)
+    if not own.plain_sgd:
+        why = f"{each.step.optimizer_name}'s step hardly depends on the gradient's size"
+        return ok(name, f"parameters change; by how much is not compared: {why}")
+    if not now:
+        return unknown(name, "there are no whole gradients to compare with")
+    clip = each.clip
+    factor, left = ratio(change, {n: [-own.lr * v for v in vs] for n, vs in now.items()})
+    if left > CLOSE or not near(factor, 1.0):
+        text = f"{factor:.2f} of -lr times the gradient, {left:.1e} beside"
+        return wrong(name, text, each.step.site, step=each.step.step)
+    if referenced is None or by_count(each) is not None:
+        return ok(name, f"{factor:.2f} of -lr times the gradient")
+    wanted = {n: [-own.lr * clip * v for v in vs] for n, vs in each.reference("base").items()}
+    whole, left = ratio(change, wanted)
+    text = f"{whole:.2f} of plain torch's for the mean of the same micro-batches"
+    if left > CLOSE or near(whole, 1.0):
+        return ok(name, text if left <= CLOSE else f"{factor:.2f} of -lr times the gradient")
+    scale = accumulation_outcome(each)
+    if scale.outcome == "wrong":
+        return wrong(name, text, *[Site(line) for line in scale.sites], step=each.step.step)
+    return ok(name, f"{text}; see accumulation")
+
+
+def accumulation_outcome(each: Looked) -> Verdict:
+    ranks: list[RankEvidence] = []
+    return accumulation(each, Evidence(ranks=ranks, remarks=[], failures=[]))

@@ -1,0 +1,146 @@
+"""What happens between two steps of an optimizer, as the calls of the script come in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colotrain.audit.sites import Site
+
+KEY = "colotrain"
+"""Key in the metadata of an autograd node, of the factor that the node applies."""
+TRANSPARENT = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")
+"""Nodes between a loss and its factors that change nothing."""
+LONGEST_CHAIN = 64
+
+
+@dataclass(slots=True)
+class Factor:
+    """One multiplication of a loss."""
+
+    by: Any
+    """The other operand: a number or a tensor without gradient."""
+    inverse: bool
+    """Whether the loss was divided by it."""
+    operand: int
+    """Position of the loss among the node's inputs."""
+    site: Site
+    loss_scale: bool
+    """Whether this is the scale of a GradScaler, which it takes back."""
+
+    def value(self) -> float:
+        number = float(self.by)
+        if not self.inverse:
+            return number
+        return 1 / number if number else math.inf
+
+
+@dataclass(slots=True)
+class Window:
+    """Calls since the last step of an optimizer; `micro_batches` is the number of backwards."""
+
+    micro_batches: int = 0
+    backward_at: Site = field(default_factory=lambda: Site(""))
+    losses: list[tuple[Tensor, float]] = field(default_factory=list)
+    """Detached losses, and the product of the factors that were applied to them."""
+    zero_calls: int = 0
+    lost: int = 0
+    lost_at: Site = field(default_factory=lambda: Site(""))
+    stale: bool | None = None
+    clips: list[dict[str, Any]] = field(default_factory=list)
+    scheduler_steps: int = 0
+    scheduler_at: Site = field(default_factory=lambda: Site(""))
+    scale: bool = False
+    unscaled: bool = False
+    step_calls: int = 0
+    closure_calls: int = 0
+    factors: list[list[Factor]] = field(default_factory=list)
+    counts: list[Any] = field(default_factory=list)
+    new_counts: list[Any] = field(default_factory=list)
+    """Cross-entropies since the last backward."""
+    inputs: list[str] = field(default_factory=list)
+    random: list[str] = field(default_factory=list)
+    declared: dict[str, Tensor] = field(default_factory=dict)
+    base: dict[str, Tensor] = field(default_factory=dict)
+    last: dict[str, Tensor] = field(default_factory=dict)
+    why_not: str = ""
+    before_clip: dict[str, Tensor] | None = None
+    clip_rows: dict[str, dict[str, Any]] | None = None
+    clipped_after: int = -1
+    """Micro-batches before the call whose gradients `before_clip` has."""
+
+    def zeroed(self, site: Site) -> None:
+        self.zero_calls += 1
+        if self.micro_batches > self.lost:
+            self.lost, self.lost_at = self.micro_batches, site
+
+    def add_reference(self, gradients: dict[str, Tensor], *, factor: float, scale: float) -> None:
+        """Add a micro-batch; `gradients` are sketches of its loss's, `scale` a GradScaler's."""
+        self.last = {name: value / scale for name, value in gradients.items()}
+        for name, value in self.last.items():
+            self.declared[name] = self.declared.get(name, 0) + value
+            self.base[name] = self.base.get(name, 0) + value / factor
+
+
+def factors_of(loss: Tensor) -> list[Factor]:
+    """Return the factors that were applied to a loss, the last one first."""
+    found, node = [], loss.grad_fn
+    for _ in range(LONGEST_CHAIN):
+        if node is None:
+            break
+        metadata: Any = node.metadata  # torch annotates it as a method
+        factor = metadata.get(KEY)
+        if isinstance(factor, Factor):
+            found.append(factor)
+            node = node.next_functions[factor.operand][0]
+        elif node.name() in TRANSPARENT:
+            node = node.next_functions[0][0]
+        else:
+            break
+    return found
+
+
+def note_factor(result: Any, loss: Any, by: Any, *, inverse: bool, site: Site, scale: bool) -> None:
+    """Note at the node of `result` that it is `loss` times or divided by `by`."""
+    if isinstance(by, Tensor):
+        if by.requires_grad or by.numel() != 1:
+            return
+        by = by.detach()
+    elif not isinstance(by, int | float):
+        return
+    node = result.grad_fn
+    if node is None or not isinstance(loss, Tensor) or loss.numel() != 1:
+        return
+    inputs = [following for following, _ in node.next_functions]
+    operand = next((i for i, following in enumerate(inputs) if following is not None), None)
+    if operand is not None:
+        node.metadata[KEY] = Factor(by, inverse, operand, site, scale)
+
+
+def number(value: Any) -> float | None:
+    """Return a number that may be a tensor, or None."""
+    try:
+        return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def hashable_count(target: Tensor, ignore_index: int) -> int:
+    """Return how many targets a cross-entropy counts."""
+    if target.dtype.is_floating_point:
+        return target.shape[0] if target.dim() else 1
+    return int((target != ignore_index).sum())
+
+
+def product(factors: list[Factor]) -> tuple[float, float]:
+    """Return the product of the factors, and of those that are a GradScaler's scale alone."""
+    scale = math.prod(f.value() for f in factors if f.loss_scale)
+    return math.prod(f.value() for f in factors if not f.loss_scale), scale
+
+
+def same_device(tensors: dict[str, Tensor]) -> torch.device:
+    return next(iter(tensors.values())).device if tensors else torch.device("cpu")

@@ -1,0 +1,178 @@
+"""`colotrain audit` finds injected faults, names them, and finds none where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from colotrain.events.gradients import records
+from colotrain.rundir import RunDir
+from tests.representatives import representatives
+from tests.running import Colotrain, Result
+
+SCRIPT = Path(__file__).with_name("audited.py")
+LINES = SCRIPT.read_text("utf-8").splitlines()
+ON_ONE = {
+    "undivided": ("accumulation", ""),
+    "divided-twice": ("accumulation", "loss = loss / ACCUMULATION"),
+    "step-each": ("accumulation", "loss = loss / ACCUMULATION"),
+    "stepped-twice": ("steps", "optimizer.step()"),
+    "zeroed-each": ("zeroing", "optimizer.zero_grad()"),
+    "zeroed-before": ("zeroing", "optimizer.zero_grad()"),
+    "never-zeroed": ("zeroing", "scaler.scale(loss).backward()"),
+    "clip-each": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.5)"),
+    "clip-after": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.5)"),
+    "clip-before-unscale": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.5)"),
+    "schedule-each": ("scheduler", "scheduler.step()"),
+    "missing": ("parameters", "optimizer = torch.optim.SGD("),
+    "other-model": ("parameters", "optimizer = torch.optim.SGD("),
+    "idle": ("parameters", "scaler.scale(loss).backward()"),
+    "frozen-decays": ("frozen", "scaler.step(optimizer)"),
+    "mean-of-means": ("targets", "scaler.scale(loss).backward()"),
+    "reentrant": ("checkpointing", "checkpoint(self.first"),
+}
+"""Fault → the check that finds it, and what stands on the line that it names."""
+ON_TWO = {
+    "never-exchanged": ("gradient", "scaler.step(optimizer)"),
+    "summed": ("gradient", "scaler.step(optimizer)"),
+    "divided-by-ranks": ("accumulation", "loss = loss / WORLD"),
+    "divided-twice": ("accumulation", "loss = loss / ACCUMULATION"),
+    "local-clip": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.01)"),
+    "different-weights": ("weights", "scaler.step(optimizer)"),
+    "same-data": ("data", ""),
+    "same-dropout": ("dropout", ""),
+    "rank-skips": ("ranks", "scaler.step(optimizer)"),
+}
+CORRECT = ("", "adamw", "scaler", "weighted")
+
+
+def command(*words: str, ranks: int = 1) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, *words]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *words]
+
+
+def audit(
+    colotrain: Colotrain, *words: str, ranks: int = 1, options: tuple[str, ...] = ()
+) -> Result:
+    given = command(*words, ranks=ranks)
+    return colotrain("audit", "--json", *options, "--", *given, env={"OMP_NUM_THREADS": "1"})
+
+
+def wrong(result: Result) -> dict[str, dict]:
+    return {c["check"]: c for c in result.json["checks"] if c["outcome"] == "wrong"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("variant", representatives(CORRECT, kept=[""]))
+def test_a_correct_script_has_no_fault(colotrain: Colotrain, variant: str, ranks: int) -> None:
+    result = audit(colotrain, str(SCRIPT), variant, ranks=ranks)
+    outcomes = {c["check"]: c["outcome"] for c in result.json["checks"]}
+    assert outcomes == dict.fromkeys(outcomes, "ok"), result.out
+    assert (result.code, result.json["steps"], result.json["ranks"]) == (0, 3, ranks)
+
+
+def check_found(result: Result, check: str, line: str) -> None:
+    assert result.code == 4, result.out
+    found = wrong(result)[check]
+    numbers = [int(site.split(":")[1].split()[0].rstrip(")")) for site in found["sites"]]
+    named = [LINES[number - 1].strip() for number in numbers]
+    assert not line or any(line in text for text in named), (found, named)
+
+
+@pytest.mark.parametrize("fault", representatives(ON_ONE, kept=["divided-twice", "zeroed-each"]))
+def test_a_fault_is_found_and_named_by_its_line(colotrain: Colotrain, fault: str) -> None:
+    check_found(audit(colotrain, str(SCRIPT), fault), *ON_ONE[fault])
+
+
+@pytest.mark.parametrize("fault", representatives(ON_TWO, kept=["never-exchanged"]))
+def test_a_fault_between_ranks_is_found(colotrain: Colotrain, fault: str) -> None:
+    check_found(audit(colotrain, str(SCRIPT), fault, ranks=2), *ON_TWO[fault])
+
+
+def test_the_table_has_plain_torchs_gradients(colotrain: Colotrain) -> None:
+    """Of a script whose gradients are computed here once more, in float64."""
+    (colotrain.cwd / "train.py").write_text(
+        "import torch\n"
+        "torch.manual_seed(3)\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))\n"
+        "net[0].bias.requires_grad_(False)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "x = torch.randn(9, 5)\n"
+        "for step in range(2):\n"
+        "    optimizer.zero_grad()\n"
+        "    net(x).square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    result = audit(colotrain, "train.py")
+    assert result.code == 0, result.out
+    first, *_ = records(RunDir(colotrain.cwd / "runs" / result.json["run"]))
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    x = torch.randn(9, 5)
+    net.double()(x.double()).square().mean().backward()
+    wanted = {name: p.grad for name, p in net.named_parameters()}
+    assert [row.name for row in first.parameters] == list(wanted)
+    for row in first.parameters:
+        if row.name == "0.bias":
+            assert (row.status, row.norm) == ("frozen", None)
+            continue
+        assert row.status == "trained"
+        assert row.norm == pytest.approx(float(wanted[row.name].norm()), rel=1e-6)
+        assert row.max_abs == pytest.approx(float(wanted[row.name].abs().max()), rel=1e-6)
+
+
+def test_the_scripts_output_and_exit_code_are_its_own(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "fails.py").write_text(
+        "import sys, torch\nprint('{\"a\": 1}')\nsys.stdout.flush()\nraise SystemExit(7)\n"
+    )
+    result = colotrain("audit", "--", sys.executable, "fails.py")
+    assert json.loads(result.out) == {"a": 1}
+    assert result.code == 1
+    assert "error: the command ended with exit code 7: its own error" in result.err
+
+
+def test_steps_ends_the_script_and_nothing_of_it_is_told_as_an_error(colotrain: Colotrain) -> None:
+    result = audit(colotrain, str(SCRIPT), options=("--steps", "2"))
+    assert (result.code, result.json["steps"]) == (0, 2), result.out
+    assert '{"trained": true}' not in result.err  # it did not get there
+
+
+@pytest.mark.slow
+def test_a_fork_and_a_spawned_process_are_observed_by_themselves(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "spawns.py").write_text(
+        "import sys, runpy, torch, multiprocessing\n"
+        "def work(argv):\n"
+        "    sys.argv = argv\n"
+        f"    runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context(sys.argv[1])\n"
+        "    child = context.Process(target=work, args=(['x', 'divided-twice'],))\n"
+        "    child.start()\n"
+        "    child.join()\n"
+    )
+    for method in ("fork", "spawn"):
+        result = audit(colotrain, "spawns.py", method)
+        assert result.code == 4, result.out
+        assert set(wrong(result)) == {"accumulation", "update"}
+
+
+@pytest.mark.slow
+def test_an_interrupt_reaches_the_script_and_ends_the_audit(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "hangs.py").write_text(
+        "import torch, time\nopen('ready', 'w').close()\ntime.sleep(600)\n"
+    )
+    process = colotrain.start("audit", "--", sys.executable, "hangs.py", new_session=True)
+    while not (colotrain.cwd / "ready").exists():
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "cannot tell" in err
