@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from colotrain.audit.evidence import Evidence, RankEvidence, sketches
 from colotrain.audit.ratios import norm
-from colotrain.audit.scale_checks import CLOSE, Looked, looked_into, scale_checks
+from colotrain.audit.scale_checks import Looked, local_norms, looked_into, scale_checks
 from colotrain.audit.verdicts import CHECKS, Verdict, ok, unknown, wrong
 
 MOST_NAMED = 3
@@ -133,15 +133,6 @@ def clipping(evidence: Evidence) -> Verdict:
     return ok(name, f"by {every[0][1]['by']}, limit {limit:g}" if limit else "once per step")
 
 
-def local_norms(each: Looked) -> tuple[list[float], list[str]] | None:
-    """Return the ranks' norms at their first clip if they differ, and its site."""
-    clips = [step.clips[0] for step in each.steps if step.clips]
-    norms = [clip["norm"] for clip in clips if isinstance(clip["norm"], float)]
-    if len(norms) < 2 or max(norms) - min(norms) <= CLOSE * max(norms):
-        return None
-    return norms, clips[0]["site"]
-
-
 def scheduler(evidence: Evidence) -> Verdict:
     name, own = "scheduler", evidence.first
     if why := has_several(evidence):
@@ -151,9 +142,6 @@ def scheduler(evidence: Evidence) -> Verdict:
     if not sum(calls):
         return ok(name, "no scheduler made a step")
     text = f"{sum(calls)} scheduler steps before {len(calls)} optimizer steps"
-    if calls[0]:
-        first = f"{calls[0]} before the first optimizer step: the first rate is left out"
-        return wrong(name, first, where, step=1)
     if max(calls) > 1 and "accelerate" in str(where):
         why = f"{text}: Accelerate makes one per process, for schedules counted in one process"
         return unknown(name, why, where)
@@ -162,6 +150,9 @@ def scheduler(evidence: Evidence) -> Verdict:
         most = max(calls)
         text = f"up to {most} scheduler steps per optimizer step ({text})"
         return wrong(name, text, where, step=often[0].step)
+    if calls[0]:
+        first = f"{calls[0]} before the first optimizer step: the first rate is left out"
+        return wrong(name, first, where, step=1)
     return ok(name, f"{sum(calls)} steps after {len(calls)} of the optimizer")
 
 

@@ -67,7 +67,7 @@ def wrap(owner: Any, name: str, *, before: Any = None, after: Any = None) -> Non
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         seen = observer()
-        if seen.quiet:
+        if seen.quiet or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         if before is not None:
             with seen.guarded():
@@ -288,7 +288,7 @@ def _wrap_grad_scaler() -> None:
 def _wrap_checkpoint() -> None:
     def before(args: Any, kwargs: Any) -> None:
         seen = observer()
-        if not kwargs.get("use_reentrant") or not torch.is_grad_enabled():
+        if kwargs.get("use_reentrant") is False or not torch.is_grad_enabled():
             return
         site = here()
         seen.blocked = (

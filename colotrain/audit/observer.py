@@ -160,7 +160,7 @@ class Observer:
     def clipping(self) -> None:
         """Before a call that clips gradients."""
         window = self.window
-        if self.is_looking and window.clipped_after != window.micro_batches:
+        if self.is_looking and window.micro_batches not in (0, window.clipped_after):
             window.before_clip, window.clip_rows = self.take()
             window.clipped_after = window.micro_batches
 
@@ -293,6 +293,9 @@ class Observer:
             change=texts(change),
             plain_sgd=is_plain_sgd(optimizer),
             lr=learning_rate(optimizer),
+            epsilon=max(
+                (torch.finfo(p.dtype).eps for p in self.roots.parameters().values()), default=0.0
+            ),
         )
 
     def membership(self, step: int, *, complete: bool) -> Membership:

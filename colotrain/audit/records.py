@@ -117,6 +117,8 @@ class Details(EventKind):
     """Before the step."""
     change: dict[str, str]
     """Of the parameters, by the step."""
+    epsilon: float
+    """Rounding error of the parameters' coarsest dtype."""
     plain_sgd: bool
     """Whether the update is the gradient times -lr."""
     lr: float | None

@@ -27,6 +27,8 @@ def why_not(
     framework = model.framework(roots)
     if framework in SHARDED:
         return f"{framework} frees and gathers parameters in its own backward, which runs only once"
+    if any(getattr(root, "static_graph", False) for root in roots):
+        return "DistributedDataParallel with static_graph counts the first backward"
     return ""
 
 

@@ -33,6 +33,8 @@ class Report:
     def begin(self, roots: model.Roots) -> ObservedProcess:
         """Write which process this is and what it trains, and return it for the checks."""
         modules, parameters, aliases = roots.all(), roots.parameters(), roots.aliases()
+        with model.gathered(modules):
+            shapes = [list(shape_of(p)) for p in parameters.values()]
         self.events.write(
             WorkerStarted(
                 rank=rank(),
@@ -48,7 +50,7 @@ class Report:
         self.events.write(
             Parameters(
                 names=list(parameters),
-                shapes=[list(shape_of(p)) for p in parameters.values()],
+                shapes=shapes,
                 dtypes=[str(p.dtype).removeprefix("torch.") for p in parameters.values()],
                 aliases={name: aliases[name] for name in parameters if name in aliases},
             )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from colotrain.audit.evidence import Evidence, RankEvidence, sketches
+from colotrain.audit.evidence import Evidence, sketches
 from colotrain.audit.ratios import Sketch, mean, norm, ratio
 from colotrain.audit.records import Details, ObservedStep
 from colotrain.audit.sites import Site
@@ -88,9 +88,9 @@ def scale_checks(evidence: Evidence) -> list[Verdict]:
         names = ("accumulation", "gradient", "targets")
         return [*(unknown(name, why) for name in names), update(looked, None)]
     usable = [each for each in looked if not any(d.why_not for d in each.details)]
-    gradients = [gradient(each, evidence) for each in usable]
+    gradients = [gradient(each) for each in usable]
     gradient_verdict = _worst(gradients)
-    scales = [accumulation(each, evidence) for each in usable]
+    scales = [accumulation(each) for each in usable]
     return [
         _worst(scales),
         gradient_verdict,
@@ -108,11 +108,15 @@ def near(value: float, wanted: float) -> bool:
     return math.isfinite(value) and abs(value - wanted) <= CLOSE * abs(wanted)
 
 
-def gradient(each: Looked, evidence: Evidence) -> Verdict:
+def gradient(each: Looked) -> Verdict:
     """Compare the gradient with the mean of what was backpropagated."""
     name, number, world = "gradient", each.step.step, len(each.details)
     if any(clip.get("scaled") for clip in each.step.clips):
         return unknown(name, "it was clipped while a GradScaler's scale was on it (see clipping)")
+    if any(0 < clip.get("after", 0) < each.num for clip in each.step.clips):
+        return unknown(name, "it was clipped between its micro-batches (see clipping)")
+    if local_norms(each) is not None:
+        return unknown(name, "each rank clipped by a norm of its own (see clipping)")
     found, wanted = each.gradient(), each.reference("declared")
     lost = [n for n in wanted if n not in found and norm({n: wanted[n]})]
     site = each.step.site
@@ -131,6 +135,20 @@ def gradient(each: Looked, evidence: Evidence) -> Verdict:
         text = f"{factor:.4g} of the mean that backward computed, in all parameters"
         return wrong(name, text, site, step=number)
     return explained(each, found, factor, left, lost)
+
+
+def local_norms(each: Looked) -> tuple[list[float], list[str]] | None:
+    """Return the ranks' norms at their first clip, and its site, if the norms differ.
+
+    None also where ranks never exchange their gradients: then clipping is not what is wrong.
+    """
+    clips = [step.clips[0] for step in each.steps if step.clips]
+    norms = [clip["norm"] for clip in clips if isinstance(clip["norm"], float)]
+    if len(norms) < 2 or max(norms) - min(norms) <= CLOSE * max(norms):
+        return None
+    first, second = (sketches(own.gradient) for own in each.details[:2])
+    factor, left = ratio(first, second)
+    return (norms, clips[0]["site"]) if left <= CLOSE and near(factor, 1.0) else None
 
 
 def explained(
@@ -189,9 +207,9 @@ def by_count(each: Looked) -> float | None:
     return len(each.details) / total if total else None
 
 
-def accumulation(each: Looked, evidence: Evidence) -> Verdict:
+def accumulation(each: Looked) -> Verdict:
     """Compare the gradient with the mean of the undivided losses' gradients."""
-    name, num, number = "accumulation", each.num, each.step.step
+    name, num = "accumulation", each.num
     factors = applied(each.details[0])
     whole = math.prod(value for value, _ in factors)
     if (wanted := by_count(each)) is not None:
@@ -202,15 +220,14 @@ def accumulation(each: Looked, evidence: Evidence) -> Verdict:
     if not uniform(each):
         return unknown(name, "micro-batches are multiplied by different numbers")
     factor, left = ratio(each.gradient(), each.reference("base"))
-    if left > CLOSE:
-        factor = whole * num
-    return judged(num, number, factor, factors, len(each.details))
+    if not left <= CLOSE or not near(factor, whole * num):
+        factor = whole * num  # the check of the gradient tells what else happened to it
+    return judged(each, factor, factors)
 
 
-def judged(
-    num: int, number: int, factor: float, factors: list[tuple[float, Site]], world: int
-) -> Verdict:
-    """Judge a gradient that is `factor` of the mean of `num` micro-batches' undivided losses."""
+def judged(each: Looked, factor: float, factors: list[tuple[float, Site]]) -> Verdict:
+    """Judge a gradient that is `factor` of the mean of the micro-batches' undivided losses."""
+    num, number, world = each.num, each.step.step, len(each.details)
     name, sites = "accumulation", [site for _, site in factors]
     by_num = [site for value, site in factors if num > 1 and near(value, 1 / num)]
     shown = f"{factor:.2f} of the mean of {num} micro-batch{'es' * (num > 1)}"
@@ -230,7 +247,7 @@ def judged(
             return wrong(name, text, *sites, step=number)
     if num > 1 and not factors:
         text = f"{shown}: the loss is not divided, so that a step is the sum of {num}"
-        return wrong(name, text, step=number)
+        return wrong(name, text, each.step.backward_at, step=number)
     if by_num:
         rest = math.prod(value for value, _ in others)
         return ok(name, f"{shown}; {rest:.4g} is taken for a part of the loss ({others[0][1]})")
@@ -273,7 +290,9 @@ def update(looked: Sequence[Looked], referenced: Looked | None) -> Verdict:
         return unknown(name, "no step was looked into on all ranks")
     each = referenced or looked[0]
     own, change = each.details[0], sketches(each.details[0].change)
-    now = sketches(own.gradient)
+    now = {n: v for n, v in sketches(own.gradient).items() if any(change.get(n, ()))} or sketches(
+        own.gradient
+    )  # whether all parameters change is a check of its own
     if not own.lr:
         return unknown(name, "the learning rate is zero or not known")
     if norm(now) and not norm(change):
@@ -286,22 +305,27 @@ def update(looked: Sequence[Looked], referenced: Looked | None) -> Verdict:
         return unknown(name, "there are no whole gradients to compare with")
     clip = each.clip
     factor, left = ratio(change, {n: [-own.lr * v for v in vs] for n, vs in now.items()})
-    if left > CLOSE or not near(factor, 1.0):
+    limit = CLOSE + rounding(own, norm(now))
+    if limit > 0.1:
+        return unknown(name, "the change is hardly more than the parameters' rounding error")
+    if left > limit or abs(factor - 1.0) > limit:
         text = f"{factor:.2f} of -lr times the gradient, {left:.1e} beside"
         return wrong(name, text, each.step.site, step=each.step.step)
     if referenced is None or by_count(each) is not None:
         return ok(name, f"{factor:.2f} of -lr times the gradient")
-    wanted = {n: [-own.lr * clip * v for v in vs] for n, vs in each.reference("base").items()}
+    base = each.reference("base")
+    wanted = {n: [-own.lr * clip * v for v in base[n]] for n in now if n in base}
     whole, left = ratio(change, wanted)
     text = f"{whole:.2f} of plain torch's for the mean of the same micro-batches"
-    if left > CLOSE or near(whole, 1.0):
-        return ok(name, text if left <= CLOSE else f"{factor:.2f} of -lr times the gradient")
-    scale = accumulation_outcome(each)
+    if left > limit or abs(whole - 1.0) <= limit:
+        return ok(name, text if left <= limit else f"{factor:.2f} of -lr times the gradient")
+    scale = accumulation(each)
     if scale.outcome == "wrong":
         return wrong(name, text, *[Site(line) for line in scale.sites], step=each.step.step)
     return ok(name, f"{text}; see accumulation")
 
 
-def accumulation_outcome(each: Looked) -> Verdict:
-    ranks: list[RankEvidence] = []
-    return accumulation(each, Evidence(ranks=ranks, remarks=[], failures=[]))
+def rounding(own: Details, gradient: float) -> float:
+    """Return the parameters' rounding error, relative to a change of -lr times the gradient."""
+    change = abs(own.lr or 0.0) * gradient
+    return 2 * own.epsilon * norm(sketches(own.weights)) / change if change else math.inf
