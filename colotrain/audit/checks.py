@@ -85,6 +85,12 @@ def ranks(evidence: Evidence) -> Verdict:
             )
             few = min(each, key=lambda step: step.micro_batches)
             return wrong(name, text, few.backward_at, few.site, step=each[0].step)
+    ends = [rank.end for rank in evidence.ranks if rank.end is not None]
+    begun = [end.backwards for end in ends]
+    if len(ends) == len(lengths) and len(set(begun)) > 1:
+        most = max(ends, key=lambda end: end.backwards)
+        text = f"after the last step the ranks' backwards number {', '.join(map(str, begun))}"
+        return wrong(name, text, most.backward_at)
     return ok(name, f"{lengths[0]} steps on each of {evidence.world_size}")
 
 

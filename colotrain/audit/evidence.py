@@ -11,6 +11,7 @@ from colotrain.audit.records import (
     Details,
     EngineInfo,
     Membership,
+    ObservedEnd,
     ObservedProcess,
     ObservedStep,
     Remark,
@@ -29,6 +30,7 @@ class RankEvidence:
     members: list[Membership] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
     engine: EngineInfo | None = None
+    end: ObservedEnd | None = None
 
     @property
     def num_optimizers(self) -> int:
@@ -100,7 +102,7 @@ def newest(ranks: list[RankEvidence]) -> list[RankEvidence]:
 
 def rank_of(path: Path) -> tuple[RankEvidence | None, list[Remark]]:
     process: ObservedProcess | None = None
-    steps, members, remarks, engine = [], [], [], None
+    steps, members, remarks, engine, end = [], [], [], None, None
     for event in read(path):
         if event.kind == ObservedProcess.KIND:
             process = ObservedProcess.of(event)
@@ -112,9 +114,11 @@ def rank_of(path: Path) -> tuple[RankEvidence | None, list[Remark]]:
             remarks.append(Remark.of(event))
         elif event.kind == EngineInfo.KIND:
             engine = EngineInfo.of(event)
+        elif event.kind == ObservedEnd.KIND:
+            end = ObservedEnd.of(event)
     if process is None:
         return None, remarks
     rank = RankEvidence(
-        process=process, steps=steps, members=members, remarks=remarks, engine=engine
+        process=process, steps=steps, members=members, remarks=remarks, engine=engine, end=end
     )
     return rank, remarks

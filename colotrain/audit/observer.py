@@ -6,6 +6,7 @@ model, which all ranks gather at the same steps.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import weakref
@@ -21,6 +22,7 @@ from colotrain.audit.records import (
     Clip,
     Details,
     Membership,
+    ObservedEnd,
     ObservedStep,
     Remark,
 )
@@ -54,6 +56,9 @@ class Observer:
         self.steps_before = 0
         """Steps of all optimizers before the GradScaler's step that is under way."""
         self.micro_batches = 0
+        self.backwards = 0
+        """Calls of backward that began."""
+        self.backward_at = Site("")
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
         """Why no second backward may run through the script's graph; empty if one may."""
@@ -108,7 +113,8 @@ class Observer:
     def backward(self, losses: Any, *, plain: bool) -> None:
         """Before a call of backward, which is `plain` if it has one loss and no other arguments."""
         window = self.window
-        window.backward_at = here()
+        window.backward_at = self.backward_at = here()
+        self.backwards += 1
         loss = losses if isinstance(losses, Tensor) else None
         if isinstance(losses, list | tuple) and len(losses) == 1:
             loss = losses[0]
@@ -129,7 +135,7 @@ class Observer:
         window = self.window
         parameters = {n: p for n, p in self.roots.parameters().items() if p.requires_grad}
         window.why_not = (
-            window.why_not or self.blocked or reference.why_not(loss, self.roots.all(), parameters)
+            window.why_not or reference.why_not(loss, self.roots.all(), parameters) or self.blocked
         )
         if window.why_not or loss is None:
             return
@@ -214,6 +220,7 @@ class Observer:
         if self.number_of(optimizer) == 0 and self.report is None:
             self.report = Report(self.rundir)
             self.write(self.report.begin(self.roots))
+            atexit.register(self.end, os.getpid())
         if self.is_looking:
             self.taken, self.rows = self.take(gradient_of)
             self.before = self.weights(value_of)
@@ -321,6 +328,11 @@ class Observer:
             made_at=made.plain(),
             complete=complete,
         )
+
+    def end(self, pid: int) -> None:
+        if os.getpid() == pid:  # not in a fork
+            end = ObservedEnd(backwards=self.backwards, backward_at=self.backward_at.plain())
+            self.write(end)
 
     def finish(self) -> None:
         """End the script after the last step that was asked for."""

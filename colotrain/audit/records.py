@@ -134,6 +134,16 @@ class Remark(EventKind):
     site: list[str]
 
 
+@event_kind("end")
+class ObservedEnd(EventKind):
+    """The end of a process that trained, unless it was killed."""
+
+    backwards: int
+    """Calls of backward that began."""
+    backward_at: list[str]
+    """Site of the last of them."""
+
+
 @event_kind("engine")
 class EngineInfo(EventKind):
     """What a framework's engine says about itself."""

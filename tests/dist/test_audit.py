@@ -48,7 +48,7 @@ ON_TWO = {
     "different-weights": ("weights", "scaler.step(optimizer)"),
     "same-data": ("data", ""),
     "same-dropout": ("dropout", ""),
-    "rank-skips": ("ranks", "scaler.step(optimizer)"),
+    "rank-skips": ("ranks", "scaler.scale(loss).backward()"),
 }
 CORRECT = ("", "adamw", "scaler", "weighted")
 
