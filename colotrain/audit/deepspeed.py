@@ -10,6 +10,7 @@ from typing import Any
 
 from colotrain.audit.observer import Observer
 from colotrain.audit.records import EngineInfo
+from colotrain.audit.window import number
 
 
 def install(observer: Callable[[], Observer]) -> None:
@@ -39,6 +40,7 @@ def install(observer: Callable[[], Observer]) -> None:
             seen.quiet -= 1
         if self.global_steps > before:
             with seen.guarded():
+                seen.window.engine_clip = clip_factor(self)
                 seen.stepped(self, value_of=access.value, own=basic_optimizer(self))
         return result
 
@@ -60,6 +62,12 @@ class _Access:
         if found is None and not hasattr(parameter, "ds_id"):
             found = parameter.detach()
         return found
+
+
+def clip_factor(engine: Any) -> float:
+    """Return by what the engine multiplied the gradients of the step that it has just made."""
+    limit, norm = number(engine.gradient_clipping()), number(engine.get_global_grad_norm())
+    return min(1.0, limit / (norm + 1e-6)) if limit and norm else 1.0
 
 
 def info(engine: Any) -> EngineInfo:

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -299,6 +300,7 @@ class Observer:
             weights=texts(self.before),
             change=texts(change),
             plain_sgd=is_plain_sgd(optimizer),
+            engine_clip=window.engine_clip,
             lr=learning_rate(optimizer),
             epsilon=max(
                 (torch.finfo(p.dtype).eps for p in self.roots.parameters().values()), default=0.0
@@ -308,10 +310,9 @@ class Observer:
     def membership(self, step: int, *, complete: bool) -> Membership:
         parameters = self.roots.parameters()
         optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
-        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        counts: dict[int, int] = {}
-        for parameter in held if complete else ():
-            counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+        groups = [group for o in optimizers for group in getattr(o, "param_groups", ())]
+        held = (id(p) for group in groups if complete for p in group["params"])
+        counts = Counter(held)
         ids = {id(p) for p in parameters.values()}
         made = next((self.made_at[o] for o in optimizers if o in self.made_at), Site(""))
         return Membership(
@@ -323,7 +324,7 @@ class Observer:
                 for n, p in parameters.items()
                 if complete and p.requires_grad and id(p) not in counts
             ],
-            twice=[n for n, p in parameters.items() if counts.get(id(p), 0) > 1],
+            twice=[n for n, p in parameters.items() if counts[id(p)] > 1],
             foreign=sum(1 for key in counts if key not in ids),
             made_at=made.plain(),
             complete=complete,

@@ -117,6 +117,8 @@ class Details(EventKind):
     """Before the step."""
     change: dict[str, str]
     """Of the parameters, by the step."""
+    engine_clip: float = 1.0
+    """Factor by which the engine clipped, within its step."""
     epsilon: float
     """Rounding error of the parameters' coarsest dtype."""
     plain_sgd: bool

@@ -47,7 +47,7 @@ class Looked:
         """Factor that clipping applied."""
         own = self.details[0]
         if own.before_clip is None:
-            return 1.0
+            return own.engine_clip
         return ratio(sketches(own.gradient), sketches(own.before_clip))[0]
 
 
@@ -304,7 +304,8 @@ def update(looked: Sequence[Looked], referenced: Looked | None) -> Verdict:
     if not now:
         return unknown(name, "there are no whole gradients to compare with")
     clip = each.clip
-    factor, left = ratio(change, {n: [-own.lr * v for v in vs] for n, vs in now.items()})
+    rate = -own.lr * own.engine_clip
+    factor, left = ratio(change, {n: [rate * v for v in vs] for n, vs in now.items()})
     limit = CLOSE + rounding(own, norm(now))
     if limit > 0.1:
         return unknown(name, "the change is hardly more than the parameters' rounding error")

@@ -70,6 +70,7 @@ class Window:
     why_not: str = ""
     before_clip: dict[str, Tensor] | None = None
     clip_rows: dict[str, dict[str, Any]] | None = None
+    engine_clip: float = 1.0
     clipped_after: int = -1
     """Micro-batches before the call whose gradients `before_clip` has."""
 
