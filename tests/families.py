@@ -61,6 +61,8 @@ class Family:
     settings: dict[str, Any] = field(default_factory=lambda: GROUPED)
     data: str = "causal"
     """Function of this module that makes its samples."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """`model.args` when it is verified."""
 
     def make(self, folder: Path) -> Path:
         """Save a model with random weights as transformers does."""
@@ -72,11 +74,16 @@ class Family:
         model.save_pretrained(folder)
         return folder
 
-    def load(self, folder: Path) -> Any:
-        """The directory as transformers itself loads it."""
+    def load(self, folder: Path, **settings: Any) -> Any:
+        """The directory as transformers itself loads it; all of its weights must be there."""
         import transformers
 
-        return getattr(transformers, self.architecture).from_pretrained(folder)
+        if self in MIXTURES:
+            settings["experts_implementation"] = "eager"  # the fast one has no float64
+        of_file = getattr(transformers, self.architecture).from_pretrained
+        model, info = of_file(folder, output_loading_info=True, **settings)
+        assert not any(info.values()), info
+        return model
 
 
 CAUSAL = (
@@ -106,14 +113,22 @@ CAUSAL = (
         {**SMALL, "num_kv_heads": 2, "new_decoder_architecture": True, "hidden_dropout": 0.0},
     ),
 )
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MIXTURES = (
     Family(
         "Mixtral",
         "MixtralForCausalLM",
         "mixtral",
         {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        args=BALANCED,
     ),
-    Family("Qwen3-MoE", "Qwen3MoeForCausalLM", "qwen3_moe", {**GROUPED, **EXPERTS}),
+    Family(
+        "Qwen3-MoE",
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {**GROUPED, **EXPERTS},
+        args=BALANCED,
+    ),
 )
 OTHERS = (
     Family("BERT", "BertForMaskedLM", "bert", BERT, "masked"),

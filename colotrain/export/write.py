@@ -228,7 +228,8 @@ def _write_peft(job: _Job) -> list[Entry]:
     total = sum(entry.num_bytes for entry in entries)
     path = job.folder / adapters.WEIGHTS
     write_file(path, entries, progress=lambda done: job.progress("writing", done, total))
-    settings = adapters.peft_settings(model, plan.adapter, base=plan.hf)
+    task = huggingface.peft_task(model)
+    settings = adapters.peft_settings(model, plan.adapter, base=plan.hf, task=task)
     (job.folder / adapters.SETTINGS).write_text(adapters.to_json(settings), "utf-8")
     return entries
 

@@ -7,6 +7,8 @@ not an adapter is frozen. Names, shapes and initial values are those of PEFT.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
@@ -58,14 +61,41 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def features(module: nn.Module) -> tuple[int, int] | None:
     """(inputs, outputs) of a linear layer; None for any other module.
 
-    A subclass of nn.Linear with its own forward may compute anything (say, a loss): None.
+    A subclass of nn.Linear with its own forward may compute anything (say, a loss): None, unless
+    what it makes of a few numbers is linear.
     """
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and computes_linear(module):
         return module.in_features, module.out_features
     if is_transposed(module):
         rows, columns = cast(Tensor, module.weight).shape
         return rows, columns
     return None
+
+
+def computes_linear(module: nn.Linear) -> bool:
+    """Whether forward of nn.Linear or a subclass is `x @ weight.T + bias` and nothing else.
+
+    A forward of its own is tried with a small weight; one that takes more than x is something else.
+    """
+    own: Any = type(module).forward
+    if own is nn.Linear.forward:
+        return True
+    if len(inspect.signature(own).parameters) != 2:
+        return False
+    x, weight, bias = (torch.arange(n, device="cpu").cos() for n in (8, 12, 3))
+    x, weight = x.view(2, 4), weight.view(3, 4)
+    likeness = copy.copy(module)
+    likeness.__dict__ = dict(module.__dict__)
+    likeness._parameters = {"weight": nn.Parameter(weight), "bias": None}
+    if module.bias is not None:
+        likeness._parameters["bias"] = nn.Parameter(bias)
+    wanted = F.linear(x, weight, None if module.bias is None else bias)
+    try:
+        with torch.no_grad():
+            found = own(likeness, x)
+    except Exception:  # whatever a forward raises that needs more than a weight
+        return False
+    return isinstance(found, Tensor) and found.shape == wanted.shape and found.allclose(wanted)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -167,12 +197,14 @@ def _stored(stored: StoredTensors, name: str, parameter: Tensor) -> Tensor:
     return stored.rows(key)
 
 
-def peft_settings(model: nn.Module, plan: AdapterPlan, *, base: str | None) -> dict[str, Any]:
+def peft_settings(
+    model: nn.Module, plan: AdapterPlan, *, base: str | None, task: str | None = "CAUSAL_LM"
+) -> dict[str, Any]:
     """The adapter_config.json of this model's adapters, as PEFT reads it."""
     layers = adapted(model)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": base,
         "r": plan.rank,
         "lora_alpha": plan.alpha,

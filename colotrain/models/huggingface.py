@@ -23,7 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_files import Source, Sources, find_sources, more_layers
-from colotrain.models.huggingface_loss import chunk_loss_, isolating_loss, own_loss, shifted_loss
+from colotrain.models.huggingface_internals import let_experts_compute_anywhere_
+from colotrain.models.huggingface_loss import (
+    balances_experts,
+    chunk_loss_,
+    find_balancing_loss_,
+    isolating_loss,
+    own_loss,
+    shifted_loss,
+)
 from colotrain.models.huggingface_task import CAUSAL, WITHOUT_LOSS, Task, is_in, task_of
 from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.stored import StoredTensors, weight_files
@@ -56,9 +64,11 @@ def build(plan: ModelPlan) -> nn.Module:
     model = _construct(architecture, config, dtype)
     files = _open(folder)
     model.__dict__[_SOURCES] = _match(model, files, folder)
+    let_experts_compute_anywhere_()
     model.__dict__[_TASK] = task
     if task is CAUSAL:
         _check_sees_no_future(folder, model)
+        _check_balance(model)
         allow_division_(model, config)
         chunk_loss_(model)
         allow_parts_(model, config)
@@ -127,6 +137,12 @@ def as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     made._weight_conversions = sources_of(model).transforms
     found: dict[str, Tensor] = revert_weight_conversion(made, tensors)
     return found
+
+
+def peft_task(model: nn.Module) -> str | None:
+    """PEFT's name of the model's task; a model of another kind is taken for a causal one."""
+    task: Task | None = model.__dict__.get(_TASK, CAUSAL)
+    return task.peft if task is not None else None
 
 
 @functools.cache
@@ -217,6 +233,13 @@ def _check_sees_no_future(folder: Path, model: nn.Module) -> None:
     if is_encoder and not getattr(config, "is_decoder", False):
         expected = f"a decoder ({type(model).__name__} sees all tokens: is_decoder is false)"
         raise _wrong(folder, expected, "set model.args.is_decoder=true")
+
+
+def _check_balance(model: nn.Module) -> None:
+    if balances_experts(model) and not find_balancing_loss_(model):
+        key, name = "model.args.output_router_logits", type(model).__name__
+        expected = f"false: the auxiliary loss of {name} is not known to colotrain"
+        raise ConfigError([Problem(key=key, value=True, expected=expected, fix=f"set {key}=false")])
 
 
 def _construct(architecture: Any, config: Any, dtype: torch.dtype) -> nn.Module:

@@ -41,6 +41,7 @@ def allow_division_(model: nn.Module, config: Any) -> None:
     known = config.model_type in DIVISIBLE and set(_ropes(config)) <= set(STATIC_ROPES)
     other = getattr(config, "attn_logit_softcapping", None) is not None
     other |= not getattr(config, "is_causal", True)
+    other |= bool(getattr(config, "output_router_logits", False))  # of whole samples
     other |= bool(getattr(config, "use_bidirectional_attention", False))
     if known and not other:
         setattr(model, ATTRIBUTE, None)

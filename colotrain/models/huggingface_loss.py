@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from colotrain.models.adapters import is_adapted
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.huggingface_attention import check_calls, divided, num_calls
+from colotrain.models.huggingface_internals import without_packed_sequence_search
 from colotrain.models.huggingface_task import SEQUENCE_TO_SEQUENCE, Task, check_batch
 from colotrain.models.llm import positions_within
 from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy
 
+BALANCING = "load_balancing_loss_func"
+"""Name of transformers' auxiliary loss in modules of architectures with experts."""
+_BALANCING_LOSS = "_colotrain_balancing_loss"
+"""Attribute of a model with that function."""
 _HEAD = "_colotrain_head"
 """Attribute of a model with the `ChunkedHead` of its output embeddings."""
 
@@ -35,11 +40,11 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
     on_meta = any(tensor.is_meta for tensor in tensors)
     with ExitStack() as contexts:
         if on_meta:
-            contexts.enter_context(_without_packed_sequence_search())
+            contexts.enter_context(without_packed_sequence_search())
         if head is not None:
             contexts.enter_context(head.given(labels))
         output = forward(*inputs, use_cache=False, **batch)
-        loss = head and head.loss
+        loss = None if head is None else head.loss
     check_calls(model, before)
     if labels is None:
         return output
@@ -50,23 +55,41 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
             ignore_index=IGNORE_INDEX,
             reduction="sum",
         )
+    if balances_experts(model):
+        loss = loss + _balancing_loss(model, output.router_logits, labels, batch)
     return loss, (labels != IGNORE_INDEX).sum()
 
 
-@contextmanager
-def _without_packed_sequence_search() -> Iterator[None]:
-    """Skip transformers' search for packed sequences, which needs values, on the meta device."""
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    found = getattr(masks, name, None)
-    if masks is None or found is None:
-        yield
-        return
-    setattr(masks, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(masks, name, found)
+def balances_experts(model: Any) -> bool:
+    """Whether the loss of the model has an auxiliary one for its routers."""
+    return bool(getattr(model.config, "output_router_logits", False))
+
+
+def find_balancing_loss_(model: nn.Module) -> bool:
+    """Let the model know its auxiliary loss; False if it is not the one that most have."""
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    found = getattr(sys.modules[type(model).__module__], BALANCING, None)
+    model.__dict__[_BALANCING_LOSS] = found  # once it is sharded, its class has another module
+    return found is not None and all(hasattr(model, name) for name in names)
+
+
+def _balancing_loss(
+    model: Any, logits: tuple[Tensor, ...], labels: Tensor, batch: dict[str, Any]
+) -> Tensor:
+    """The auxiliary loss of each sample, which transformers computes, times its targets.
+
+    Of the samples of a whole micro-batch together it would depend on how a step is divided.
+    `logits` of each layer are [batch * seq, experts].
+    """
+    own_loss_of = model.__dict__[_BALANCING_LOSS]
+    layers = [layer.unflatten(0, labels.shape) for layer in logits]
+    counts = (labels != IGNORE_INDEX).sum(1)
+    total = torch.zeros((), device=labels.device)
+    for index, count in enumerate(counts):
+        own, mask = tuple(layer[index] for layer in layers), batch.get("attention_mask")
+        mask = None if mask is None else mask[index : index + 1]
+        total = total + count * own_loss_of(own, model.num_experts, model.num_experts_per_tok, mask)
+    return total * model.router_aux_loss_coef
 
 
 def isolating_loss(

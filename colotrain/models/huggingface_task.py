@@ -24,6 +24,8 @@ class Task:
     """Dimensions of the labels of one sample; None where there may be any number."""
     labels: str = ""
     """What the labels are."""
+    peft: str | None = None
+    """PEFT's name of the task."""
 
     @property
     def sample(self) -> str:
@@ -34,6 +36,7 @@ class Task:
 
 CAUSAL = Task(
     name="causal language modelling",
+    peft="CAUSAL_LM",
     registry="MODEL_FOR_CAUSAL_LM_MAPPING",
     needs=("input_ids", "labels"),
     label_dims=1,
@@ -41,6 +44,7 @@ CAUSAL = Task(
 )
 SEQUENCE_TO_SEQUENCE = Task(
     name="sequence-to-sequence language modelling",
+    peft="SEQ_2_SEQ_LM",
     registry="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     needs=("input_ids", "labels"),
     label_dims=1,
@@ -58,6 +62,7 @@ TASKS = (
     ),
     Task(
         name="sequence classification",
+        peft="SEQ_CLS",
         registry="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
         needs=("input_ids", "labels"),
         label_dims=0,
@@ -65,6 +70,7 @@ TASKS = (
     ),
     Task(
         name="token classification",
+        peft="TOKEN_CLS",
         registry="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
         needs=("input_ids", "labels"),
         label_dims=1,
@@ -72,6 +78,7 @@ TASKS = (
     ),
     Task(
         name="question answering",
+        peft="QUESTION_ANS",
         registry="MODEL_FOR_QUESTION_ANSWERING_MAPPING",
         needs=("input_ids", "start_positions", "end_positions"),
     ),

@@ -13,6 +13,8 @@ from colotrain.errors import ColotrainError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+POINTER = b"version https://git-lfs"
+"""Begin of what a clone without Git LFS has in place of a large file."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -31,10 +33,7 @@ class StoredTensors:
             try:
                 opened = safe_open(str(path), framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ColotrainError(
-                    f"{path}: not a safetensors file that can be read ({error})",
-                    "copy the file again",
-                ) from error
+                raise _unreadable(path, error) from error
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     def __contains__(self, name: str) -> bool:
@@ -51,6 +50,15 @@ class StoredTensors:
         if count is None or not self.shape(name):
             return self._files[name].get_tensor(name)
         return self._files[name].get_slice(name)[start : start + count]
+
+
+def _unreadable(path: Path, error: Exception) -> ColotrainError:
+    with path.open("rb") as file:
+        is_pointer = file.read(len(POINTER)) == POINTER
+    if is_pointer:
+        return ColotrainError(f"{path}: a pointer of Git LFS, without the weights", "git lfs pull")
+    problem = f"{path}: not a safetensors file that can be read ({error})"
+    return ColotrainError(problem, "copy the file again")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -71,7 +79,8 @@ def weight_files(folder: Path) -> list[Path]:
     if pickles := sorted(path.name for glob in PICKLES for path in folder.glob(glob)):
         raise ColotrainError(
             f"{folder}: its weights are pickles ({pickles[0]}), which may hold code",
-            "save it once with `save_pretrained(..., safe_serialization=True)`",
+            "if you trust them, load and save the model once with transformers: save_pretrained "
+            f"writes {SINGLE}",
         )
     raise ColotrainError(f"{folder}: has no {SINGLE}", "give a directory with safetensors weights")
 

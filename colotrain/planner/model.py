@@ -56,7 +56,7 @@ def survey_model(
         problems += _check_freeze(settings.freeze, found)
     problems += _check_rules(settings.optim, found)
     if not touches(problems, ("data",)):
-        problems += _check_task(settings.data, model, found)
+        problems += _check_task(settings, model, found)
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
@@ -104,9 +104,9 @@ def _nearest(glob: str, names: list[str]) -> str:
     return hint if hint.startswith("did you mean") else suggest("", set(outermost))
 
 
-def _check_task(data: Data, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+def _check_task(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
     """Problem of text, whose labels are the next tokens, for a model of another task."""
-    if survey.other_task and data.target is None:
+    if survey.other_task and settings.data.target is None and settings.train.loss is None:
         expected = "a causal language model, for the labels of text are the next tokens; this one "
         fix = "set data.target to a dataset of yours"
         yield Problem(
@@ -114,15 +114,6 @@ def _check_task(data: Data, model: ModelPlan, survey: Survey) -> Iterator[Proble
             value=model.value,
             expected=f"{expected}is for {survey.other_task}",
             fix=f"{fix} whose samples have {survey.samples or 'what its forward takes'}",
-        )
-
-
-def warn_of_logits(survey: Survey) -> Iterator[str]:
-    """Warning of a loss that is not computed chunk by chunk."""
-    if survey.holds_all_logits:
-        yield (
-            "the loss needs the logits of a whole micro-batch in memory: what this model does with "
-            "them, or an adapter on its head, keeps colotrain from computing them chunk by chunk"
         )
 
 

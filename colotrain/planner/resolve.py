@@ -29,7 +29,6 @@ from colotrain.planner.model import (
     survey_model,
     traces_of,
     warn_of_length,
-    warn_of_logits,
 )
 from colotrain.planner.plugin import (
     PlanningContext,
@@ -174,7 +173,7 @@ def resolve(
             *(() if smoke else _warnings_of_length(settings, steps)),
             *_warnings(settings, scale, machine),
             *warn_of_length(settings.data, surveyed),
-            *warn_of_logits(surveyed),
+            *surveyed.remarks,
             *warn_of_durations(train, batch_plan, option.time),
         ),
     )

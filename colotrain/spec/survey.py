@@ -44,8 +44,8 @@ class Survey:
     """What a model of transformers is for, if that is not the prediction of next tokens."""
     samples: str = ""
     """Entries of samples for that task."""
-    holds_all_logits: bool = False
-    """Whether the loss of a causal model of transformers needs all logits of a micro-batch."""
+    remarks: tuple[str, ...] = ()
+    """What people should know of how the loss is computed."""
     divides_sequences: bool = False
     """Whether several ranks can divide the tokens of a sample (`mesh.cp`)."""
     divisions: Divisions | None = None

@@ -20,7 +20,7 @@ from colotrain.models.loss import Logits
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import AdapterPlan, ModelPlan
 from tests import families
-from tests.families import CAUSAL, FAMILIES, OTHERS, Family
+from tests.families import CAUSAL, FAMILIES, MIXTURES, OTHERS, Family
 
 pytest.importorskip("transformers")
 
@@ -216,3 +216,126 @@ def test_an_architecture_that_cannot_learn_is_refused(
     with pytest.raises(ConfigError) as caught:
         build(plan(folder), seed=0)
     assert says in caught.value.lines()[0]
+
+
+def by_architecture(name: str) -> Family:
+    return next(family for family in FAMILIES if family.architecture == name)
+
+
+@pytest.mark.parametrize("family", MIXTURES, ids=title)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_experts_learn_as_in_transformers_with_the_auxiliary_loss_of_each_sample(
+    family: Family, balanced: bool, tmp_path: Path
+) -> None:
+    folder = family.make(tmp_path)
+    args = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if balanced else {}
+    theirs = family.load(folder).train()
+    for name, value in args.items():
+        setattr(theirs.config, name, value)
+    theirs.router_aux_loss_coef = theirs.config.router_aux_loss_coef
+    model = build_whole(plan(folder, args=args), seed=0).double().train()  # builds for float64
+    theirs.double()
+    batch = batch_of(family)
+    batch["labels"][1, :7] = -100
+    total, count = model(**batch)
+    (total / count).backward()
+    whole = torch.zeros((), dtype=torch.float64)
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        own = theirs(input_ids=ids[None], labels=labels[None], shift_labels=labels[None]).loss
+        whole = whole + own * (labels != -100).sum()
+    (whole / count).backward()
+    assert total.item() == pytest.approx(whole.item(), rel=1e-6)
+    assert_same(gradients(model), gradients(theirs))
+    routers = [name for name in gradients(model) if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 3
+    plain = build_whole(plan(folder), seed=0).double()
+    assert (plain(**batch)[0].item() != pytest.approx(total.item(), rel=1e-3)) == balanced
+
+
+def test_the_auxiliary_loss_is_told_and_no_bar_to_the_estimate(tmp_path: Path) -> None:
+    family = by_architecture("MixtralForCausalLM")
+    args = (f"model.hf={family.make(tmp_path)}", "model.args.output_router_logits=true")
+    made = plan_from([*args, *TEXT])
+    assert any("auxiliary loss is computed for each sample" in text for text in made.warnings)
+    assert made.memory.activations > 0
+    assert not any("logits of a whole" in text for text in made.warnings)
+
+
+CONVERTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GPTNeoXForCausalLM", "BertForMaskedLM")
+
+
+@pytest.mark.parametrize("name", [*CONVERTED, "ViTForImageClassification"])
+def test_rows_of_a_converted_directory_are_those_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from colotrain.models import huggingface
+    from colotrain.models.stored import StoredTensors, weight_files
+
+    family = by_architecture(name)
+    folder = family.make(tmp_path)
+    files = StoredTensors(weight_files(folder))
+    sources = huggingface.sources_of(build(plan(folder), seed=0)).found
+    read: list[str] = []
+    rows = StoredTensors.rows
+    monkeypatch.setattr(
+        StoredTensors, "rows", lambda self, n, *a: (read.append(n), rows(self, n, *a))[1]
+    )
+    for parameter, wanted in family.load(folder).named_parameters():
+        source = sources[parameter]
+        assert torch.equal(source.rows(files), wanted), parameter
+        read.clear()
+        assert torch.equal(source.rows(files, 1, 2), wanted[1:3]), parameter
+        if "experts" in parameter:  # of experts 1 and 2, and of no other
+            assert read
+            assert all(f"experts.{n}." in "|".join(read) for n in (1, 2))
+            assert not any(f"experts.{n}." in "|".join(read) for n in (0, 3))
+
+
+@pytest.mark.parametrize("name", [*CONVERTED, "ViTForImageClassification"])
+def test_a_model_is_exported_in_the_layout_of_its_directory(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from colotrain.export.stored_layout import as_in_files
+    from colotrain.export.stream import Entry
+
+    folder = by_architecture(name).make(tmp_path)
+    model = build_whole(plan(folder), seed=0)
+    entries = [
+        Entry(name=n, shape=tuple(p.shape), dtype=p.dtype, read=p.detach)
+        for n, p in model.named_parameters()
+    ]
+    found = as_in_files(entries, model)
+    wanted = load_file(folder / "model.safetensors")
+    assert {entry.name for entry in found} == wanted.keys()
+    for entry in found:
+        assert entry.shape == wanted[entry.name].shape
+        assert torch.equal(entry.read(), wanted[entry.name]), entry.name
+
+
+def test_more_layers_than_the_config_says_are_found_under_other_names(tmp_path: Path) -> None:
+    folder = by_architecture("ViTForImageClassification").make(tmp_path)
+    with pytest.raises(ConfigError, match=r"2 layers of vit\.layers.*have vit\.layers\.2\."):
+        build(plan(folder, args={"num_hidden_layers": 2}), seed=0)
+
+
+def test_adapters_are_put_on_subclasses_that_compute_the_same(tmp_path: Path) -> None:
+    folder = by_architecture("FalconForCausalLM").make(tmp_path)
+    adapter = AdapterPlan(rank=2, alpha=4.0, targets=("query_key_value", "*dense*"))
+    model = build_whole(plan(folder, adapter=adapter), seed=0)
+    layer: Any = model.get_submodule("transformer.h.0.self_attention.query_key_value")
+    assert type(layer) is not torch.nn.Linear
+    torch.nn.init.normal_(layer.lora_B.weight)
+    x = torch.randn(3, 32)
+    product = layer.lora_B.weight @ layer.lora_A.weight
+    torch.testing.assert_close(layer(x), x @ (layer.weight + 2.0 * product).T)
+
+
+def test_a_clone_without_git_lfs_and_a_name_of_the_hub_are_told(tmp_path: Path) -> None:
+    folder = CAUSAL[0].make(tmp_path)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 1")
+    with pytest.raises(
+        ConfigError, match=r"a pointer of Git LFS, without the weights.*git lfs pull"
+    ):
+        build(plan(folder), seed=0)
+    with pytest.raises(ConfigError, match=r"as `hf download meta/llama-9b` leaves it"):
+        plan_from(["model.hf=meta/llama-9b", *TEXT])

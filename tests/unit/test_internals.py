@@ -50,7 +50,8 @@ DOORS = {
     "colotrain/torch_internals.py": "torch otherwise",
     "colotrain/config/compose.py": "hydra, of which it is the only importer",
     "colotrain/config/values.py": "omegaconf",
-    "colotrain/models/huggingface.py": "transformers, of which it is the only importer",
+    "colotrain/models/huggingface.py": "transformers",
+    "colotrain/models/huggingface_internals.py": "transformers' functions that are replaced",
     "colotrain/launch/agent.py": "torch's elastic agent",
     "colotrain/launch/worker_exits.py": "torch's elastic agent",
 }

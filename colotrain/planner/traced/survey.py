@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.huggingface import task_in
-from colotrain.models.huggingface_loss import holds_all_logits
+from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_task import CAUSAL
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.objective import attach_
@@ -80,8 +81,10 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
 def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
     """The task of a Hugging Face model, and how its loss is computed."""
     task = task_in(module)
-    if model.hf is None or task is CAUSAL:
-        return {"holds_all_logits": model.hf is not None and holds_all_logits(module)}
+    if model.hf is None:
+        return {}
+    if task is CAUSAL:
+        return {"remarks": tuple(_remarks(module))}
     unknown = f"another task ({type(module).__name__})"
     return {"other_task": task.name, "samples": task.sample} if task else {"other_task": unknown}
 
@@ -90,6 +93,19 @@ def own_divisions(module: nn.Module) -> Divisions | None:
     """What the model says on dividing its matrices; None where it says nothing."""
     own = getattr(module, DIVISIONS, None)
     return own() if callable(own) else None
+
+
+def _remarks(module: nn.Module) -> Iterator[str]:
+    if holds_all_logits(module):
+        yield (
+            "the loss needs the logits of a whole micro-batch in memory: what this model does with "
+            "them, or an adapter on its head, keeps colotrain from computing them chunk by chunk"
+        )
+    if balances_experts(module):
+        yield (
+            "the routers' auxiliary loss is computed for each sample, so that it does not depend "
+            "on the size of micro-batches; transformers computes it for each micro-batch"
+        )
 
 
 def vocab_size(module: nn.Module) -> int | None:

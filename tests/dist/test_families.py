@@ -1,0 +1,32 @@
+"""Architectures of transformers under every plugin, against plain transformers, and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist import plain
+from tests.families import FAMILIES, Family
+from tests.representatives import representatives
+
+pytest.importorskip("transformers")
+SHOWN = [f for f in FAMILIES if f.name == "Mixtral"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "family",
+    representatives(FAMILIES, kept=SHOWN),
+    ids=[f"{family.name} {family.architecture}".replace(" ", "-") for family in FAMILIES],
+)
+def test_every_plugin_trains_and_exports_as_plain_transformers(
+    family: Family, tmp_path: Path
+) -> None:
+    folder = family.make(tmp_path / "made")
+    results = plain.compare(family, folder, tmp_path / "cases")
+    assert not [f"{r.plugin}: {r.difference}" for r in results if not r.passed]
+    assert max(result.max_abs_gradient for result in results) <= 1e-6
+    differences = list(plain.export_differences(family, folder, tmp_path / "cases"))
+    assert len(differences) == len(results)
+    assert max(differences) <= 1e-5
