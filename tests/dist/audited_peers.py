@@ -95,9 +95,7 @@ def lightning() -> None:
         class OnCpu(DeepSpeedStrategy):
             root_device = torch.device("cpu", 0)
 
-        strategy = OnCpu(
-            stage=1, process_group_backend="gloo", logging_batch_size_per_gpu=4
-        )
+        strategy = OnCpu(stage=1, process_group_backend="gloo", logging_batch_size_per_gpu=4)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2 if KIND == "lightning-ddp" else 1,
