@@ -14,13 +14,19 @@ from colotrain.spec.divisions import Divisions
 
 EXPERTS = ".experts"
 """Part of the names of a plan's entries for experts, which stay whole on every rank."""
-VERIFIED = tuple(sorted({*DIVISIBLE, "gemma2"} - {"gpt2"}))
+CANDIDATES = tuple(sorted({*DIVISIBLE, "gemma2"} - {"gpt2"}))
 """Model types of config.json; tests/dist/test_tensor_parallel.py compares each with plain torch."""
+VERIFIED: tuple[str, ...] = ()
+"""Types that may train with `mesh.tp`: those that verify has proven in runs, too."""
 
 
 def allow_parts_(model: nn.Module, config: Any) -> None:
-    """Let `model` say how ranks can divide its matrices."""
-    setattr(model, DIVISIONS, functools.partial(divisions_of, model, config))
+    """Let `model` say how ranks can divide its matrices, or why they may not."""
+    of_type = f"models of type {config.model_type} were not compared with one process"
+    refused = functools.partial(Divisions, against=of_type)
+    known = config.model_type in VERIFIED
+    how = functools.partial(divisions_of, model, config) if known else refused
+    setattr(model, DIVISIONS, how)
 
 
 def divisions_of(model: nn.Module, config: Any) -> Divisions:
@@ -29,8 +35,6 @@ def divisions_of(model: nn.Module, config: Any) -> Divisions:
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     inside = {glob: style for glob, style in plan.items() if glob.startswith(prefix)}
     inside = {glob: style for glob, style in inside.items() if EXPERTS not in glob}
-    if config.model_type not in VERIFIED:
-        return Divisions(against=f"models of type {config.model_type} were not compared")
     if not inside:
         return Divisions(against=f"transformers has no plan for {config.model_type}")
     dropout = getattr(config, "attention_dropout", 0.0)

@@ -14,7 +14,7 @@ from torch import nn
 from colotrain.cli.main import guarded
 from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.engine.context_parallel import collectives_of
-from colotrain.models.huggingface_tensors import VERIFIED, divisions_of
+from colotrain.models.huggingface_tensors import CANDIDATES, divisions_of
 from colotrain.models.llm import LLM
 from colotrain.models.tensor_parallel import (
     TensorShard,
@@ -24,7 +24,6 @@ from colotrain.models.tensor_parallel import (
 )
 from colotrain.models.tensor_parallel_styles import apply_styles_, divisions_by
 from colotrain.rundir import RunDir
-from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.dist import hf
@@ -169,7 +168,7 @@ def compare_logits(rank: int) -> None:
     assert torch.allclose(own.grad, head.weight.grad.chunk(2)[rank], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", representatives(VERIFIED, kept=["gpt_neox", "olmo2", "qwen3"]))
+@pytest.mark.parametrize("kind", representatives(CANDIDATES, kept=["gpt_neox", "olmo2", "qwen3"]))
 def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
     run(compare_plan_with_whole, 2, kind)
@@ -211,22 +210,13 @@ def test_a_plan_with_an_unknown_style_is_refused_by_name() -> None:
     assert "1 is a Conv1d" in divisions_by({"1": "colwise"}, model, {}).against
 
 
-def test_a_hugging_face_directory_trains_as_in_one_process(tmp_path: Path) -> None:
+def test_a_hugging_face_directory_is_refused(tmp_path: Path, colotrain: Colotrain) -> None:
     pytest.importorskip("transformers")
     folder = hf.make_directory("llama", tmp_path / "llama")
-    plans = [
-        plan_from(
-            [
-                *(f"model.hf={folder}", "data.target=tests.dist.hf:samples", "mesh.tp=2"),
-                *("train.global_batch=8", "train.micro_batch=4", "train.max_steps=2"),
-                *("train.eval_steps=0", "optim.name=sgd", "optim.lr=0.2", "checkpoint.every=0"),
-                *("cluster.procs_per_node=2", f"plugin={plugin}", f"name={plugin}"),
-            ]
-        )
-        for plugin in ("zero2", "gemini")
-    ]
-    for result in runner.verify(plans, tmp_path / "cases"):
-        assert result.passed, result.difference
+    data = ("data.target=tests.dist.hf:samples", "train.micro_batch=4", "cluster.procs_per_node=2")
+    refused = colotrain("plan", f"model.hf={folder}", *data, "mesh.tp=2")
+    assert refused.code == 2
+    assert "models of type llama were not compared" in refused.err
 
 
 def test_a_run_goes_on_with_other_axes(colotrain: Colotrain) -> None:
