@@ -197,9 +197,13 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
     if settings.adapter.name is not None:
         expected, fix = f"null with mesh.tp={tp}", "set mesh.tp=1"
         yield Problem(key="adapter.name", value=settings.adapter.name, expected=expected, fix=fix)
-    if settings.train.loss is not None:
-        expected, fix = f"null with mesh.tp={tp}", "set mesh.tp=1"
-        yield Problem(key="train.loss", value=settings.train.loss, expected=expected, fix=fix)
+    for key, own in (
+        ("train.loss", settings.train.loss),
+        ("train.metrics", settings.train.metrics),
+    ):
+        if own is not None:
+            expected, fix = f"null with mesh.tp={tp}", "set mesh.tp=1"
+            yield Problem(key=key, value=own, expected=expected, fix=fix)
     if settings.optim.name not in ELEMENTWISE:
         expected = f"one of {', '.join(ELEMENTWISE)} with mesh.tp={tp}"
         fix = "the others need whole matrices: take another, or set mesh.tp=1"
