@@ -1,0 +1,88 @@
+"""Parts of `colotrain audit` that need no process: sketches, factors of a loss, verdicts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from colotrain.audit.checks import check
+from colotrain.audit.command import START, environment, hidden_python
+from colotrain.audit.evidence import Evidence
+from colotrain.audit.ratios import mean, ratio, unpacked
+from colotrain.audit.sites import Site
+from colotrain.audit.sketch import packed, sketch
+from colotrain.audit.verdicts import CHECKS
+from colotrain.audit.window import factors_of, note_factor, product
+from colotrain.cli.audit import exit_code_of
+from colotrain.rundir import RunDir
+
+
+def of(*tensors: torch.Tensor) -> dict[str, list[float]]:
+    return {str(i): unpacked(packed(sketch(t))) for i, t in enumerate(tensors)}
+
+
+def test_the_mean_of_sketches_is_the_sketch_of_the_mean() -> None:
+    a, b = torch.randn(2, 1000, 7).double()
+    factor, left = ratio(mean([of(a), of(b)]), of((a + b) / 2))
+    assert (factor, left) == (pytest.approx(1.0, abs=1e-12), pytest.approx(0.0, abs=1e-12))
+
+
+@pytest.mark.parametrize("changed", [0, 63, 64, 4321])
+def test_one_element_that_differs_is_seen(changed: int) -> None:
+    a = torch.randn(5000)
+    b = a.clone()
+    b[changed] += 1.0
+    assert ratio(of(b), of(a))[1] > 1e-3
+
+
+def test_a_multiple_is_told_by_its_factor() -> None:
+    tensors = torch.randn(900), torch.randn(3)
+    factor, left = ratio(of(*(0.25 * t for t in tensors)), of(*tensors))
+    assert factor == pytest.approx(0.25, rel=1e-6)
+    assert left < 1e-6
+
+
+def test_sketching_draws_nothing_from_the_scripts_generator() -> None:
+    before = torch.random.get_rng_state()
+    sketch(torch.zeros(777))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_factors_of_a_loss_are_read_from_its_graph() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    base = weight.sum()
+    half = base / 2
+    note_factor(half, base, 2, inverse=True, site=Site("a.py:1"), scale=False)
+    scaled = half * torch.tensor(1024.0)
+    note_factor(scaled, half, torch.tensor(1024.0), inverse=False, site=Site("b.py:2"), scale=True)
+    found = factors_of(scaled)
+    assert [factor.site.line for factor in found] == ["b.py:2", "a.py:1"]
+    assert product(found) == (0.5, 1024.0)
+
+
+def test_nothing_observed_is_nothing_told() -> None:
+    verdicts = check(Evidence(ranks=[], remarks=[], failures=[]))
+    assert [verdict.check for verdict in verdicts] == list(CHECKS)
+    assert {verdict.outcome for verdict in verdicts} == {"cannot tell"}
+    assert [exit_code_of(code, verdicts) for code in (0, 9, -2, 130)] == [0, 1, 130, 130]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [(["python", "-I", "a.py"], "-I"), (["python3.11", "-m", "a"], ""), (["torchrun", "-E"], "")],
+)
+def test_a_python_that_ignores_the_observation_is_refused(words: list[str], option: str) -> None:
+    assert hidden_python(words) == option
+
+
+def test_a_sitecustomize_that_is_hidden_runs_and_nothing_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.own = 7\n")
+    env = environment(RunDir(tmp_path / "run"), steps=0)
+    env["PYTHONPATH"] += f":{tmp_path}"
+    code = f"import sys\nassert own == 7\nassert {str(START)!r} not in sys.path\nprint('x')"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "x\n", "")
