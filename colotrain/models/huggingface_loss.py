@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colotrain.errors import UsageError
 from colotrain.models.adapters import is_adapted
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.huggingface_attention import check_calls, divided, num_calls
@@ -110,14 +111,22 @@ def isolating_loss(
 def own_loss(forward: Callable[..., Any], task: Task, /, *inputs: Any, **batch: Any) -> Any:
     """Output of a model of another task, with the mean loss that transformers computes.
 
-    Raises `UsageError` for labels that are not the task's. Without targets, no loss is computed.
+    Raises `UsageError` for labels that are not the task's, and for a classifier that has to know
+    what padding is and does not. Without targets, no loss is computed.
     """
     if inputs or not {"labels", "start_positions"} & batch.keys():
         return forward(*inputs, **batch)
-    check_batch(task, type(_model_of(forward)).__name__, batch)
+    model: Any = _model_of(forward)
+    name = next(iter(model.config.architectures or ()), "the model")
+    check_batch(task, name, batch)
     if task is SEQUENCE_TO_SEQUENCE:
         batch["use_cache"] = False
-    return forward(**batch)
+    try:
+        return forward(**batch)
+    except ValueError as error:
+        if "padding token" not in str(error):
+            raise
+        raise UsageError(f"{name}: {error}", "set model.args.pad_token_id") from error
 
 
 def _model_of(forward: Any) -> nn.Module:

@@ -202,6 +202,15 @@ def test_samples_of_another_task_are_refused_before_the_first_step(
     assert "let data.target return samples with" in caught.value.fix
 
 
+def test_a_classifier_that_knows_no_padding_is_refused(tmp_path: Path) -> None:
+    folder = by_architecture("LlamaForSequenceClassification").make(tmp_path)
+    words = f"model.hf={folder}", "model.args.pad_token_id=null", "train.max_steps=1"
+    data = "data.target=tests.families:classes", "train.global_batch=8", "train.micro_batch=2"
+    with pytest.raises(UsageError) as caught:
+        plan_from([*words, *data])
+    assert caught.value.fix == "set model.args.pad_token_id"
+
+
 @pytest.mark.parametrize(
     ("architecture", "says"),
     [
@@ -339,3 +348,12 @@ def test_a_clone_without_git_lfs_and_a_name_of_the_hub_are_told(tmp_path: Path) 
         build(plan(folder), seed=0)
     with pytest.raises(ConfigError, match=r"as `hf download meta/llama-9b` leaves it"):
         plan_from(["model.hf=meta/llama-9b", *TEXT])
+
+
+def test_a_plan_has_no_room_for_all_logits(tmp_path: Path) -> None:
+    words = 50_000
+    family = Family("Llama", "LlamaForCausalLM", "llama", {**families.GROUPED, "vocab_size": words})
+    batch = ("data.corpus=stdlib", "data.seq_len=64", "train.micro_batch=16", "train.max_steps=1")
+    made = plan_from([f"model.hf={family.make(tmp_path)}", *batch])
+    logits_bytes = 64 * 16 * words * 4
+    assert 0 < made.memory.activations < logits_bytes / 2
