@@ -84,7 +84,7 @@ def audit(
     name: Annotated[str, typer.Option(help="Name of its folder under runs/.")] = "",
     as_json: Json = False,
 ) -> int:
-    """Check the steps of any training script, which stays unchanged."""
+    """Check the steps of any training script, run unchanged."""
     from colotrain.cli.audit import audit as observe
 
     return observe(command or [], steps=steps, name=name, as_json=as_json)

@@ -44,3 +44,9 @@ def let_experts_compute_anywhere_() -> None:
 
     can_use_grouped_mm.original = can_group  # type: ignore[attr-defined]
     experts._can_use_grouped_mm = can_use_grouped_mm
+
+
+def tp_plan_of(model: Any) -> dict[str, str]:
+    """Return transformers' plan for dividing the layers of a model: glob → style."""
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    return plan

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from colotrain.models.huggingface_attention import DIVISIBLE
+from colotrain.models.huggingface_internals import tp_plan_of
 from colotrain.models.tensor_parallel import DIVISIONS
 from colotrain.models.tensor_parallel_styles import divisions_by
 from colotrain.spec.divisions import Divisions
@@ -31,7 +32,7 @@ def allow_parts_(model: nn.Module, config: Any) -> None:
 
 def divisions_of(model: nn.Module, config: Any) -> Divisions:
     """Return how the configuration's plan divides the layers; embedding and head stay whole."""
-    plan = getattr(model, "_tp_plan", None) or {}
+    plan = tp_plan_of(model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     inside = {glob: style for glob, style in plan.items() if glob.startswith(prefix)}
     inside = {glob: style for glob, style in inside.items() if EXPERTS not in glob}

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from colotrain.cli.main import guarded
-from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.engine.context_parallel import collectives_of
 from colotrain.models.huggingface_tensors import CANDIDATES, divisions_of
 from colotrain.models.llm import LLM
@@ -26,6 +25,7 @@ from colotrain.models.tensor_parallel_styles import apply_styles_, divisions_by
 from colotrain.rundir import RunDir
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
+from tests.checkpoints import read_whole
 from tests.dist import hf
 from tests.dist.test_context_parallel import LENGTH, make_model
 from tests.dist.test_run import losses
