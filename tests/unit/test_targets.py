@@ -83,7 +83,7 @@ def test_the_first_label_of_a_row_has_no_weight_where_labels_are_shifted() -> No
 
 def test_a_model_may_say_its_count() -> None:
     def model(**batch: Tensor) -> Any:
-        return SimpleNamespace(loss=torch.tensor(2.0), num_targets=7)
+        return SimpleNamespace(tiers=None, loss=torch.tensor(2.0), num_targets=7)
 
     loss, count = weighted_loss(model, batch())  # type: ignore[arg-type]
     assert (loss.item(), count.item()) == (14.0, 7.0)
