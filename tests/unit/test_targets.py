@@ -83,7 +83,7 @@ def test_the_first_label_of_a_row_has_no_weight_where_labels_are_shifted() -> No
 
 def test_a_model_may_say_its_count() -> None:
     def model(**batch: Tensor) -> Any:
-        return SimpleNamespace(tiers=None, loss=torch.tensor(2.0), num_targets=7)
+        return SimpleNamespace(loss=torch.tensor(2.0), num_targets=7)
 
     loss, count = weighted_loss(model, batch())  # type: ignore[arg-type]
     assert (loss.item(), count.item()) == (14.0, 7.0)
@@ -152,6 +152,7 @@ def test_a_second_pass_over_a_step_leaves_buffers_as_they_were(
     monkeypatch.setattr(gradients, "drop_unused_", lambda state: None)
     norm = nn.BatchNorm1d(3)
     run: Any = SimpleNamespace(
+        tiers=None,
         phase="",
         micro_batches=4,
         at=lambda phase: None,
