@@ -15,7 +15,7 @@ from colotrain.spec.divisions import Divisions
 
 EXPERTS = ".experts"
 """Part of the names of a plan's entries for experts, which stay whole on every rank."""
-CANDIDATES = tuple(sorted({*DIVISIBLE, "gemma2"} - {"gpt2"}))
+CANDIDATES = tuple(sorted({*DIVISIBLE, "gemma2"} - {"gpt2", "olmo2", "qwen3"}))
 """Model types of config.json; tests/dist/test_tensor_parallel.py compares each with plain torch."""
 VERIFIED: tuple[str, ...] = ()
 """Types that may train with `mesh.tp`: those that verify has proven in runs, too."""
