@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from colotrain.engine.checkpoint.dcp_json import read_whole
 from colotrain.export.write import Choice, export
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
@@ -28,6 +27,7 @@ from colotrain.verify.compare import CaseResult, Tolerance
 from colotrain.verify.masks import MaskedSamples
 from colotrain.verify.reference import Trajectory
 from tests import families
+from tests.checkpoints import read_whole
 from tests.families import Family
 
 STEPS = 2
