@@ -142,7 +142,9 @@ class Follower:
         subprocess.run([sys.executable, *given], cwd=self.colotrain.cwd, check=True, timeout=300)
 
     def _environment(self) -> dict[str, str]:
-        return {"PATH": f"{self.colotrain.cwd / 'slurm'}:{os.environ['PATH']}"}
+        """PATH as of a reader who has activated the environment, with a stand-in for SLURM."""
+        own = Path(sys.executable).parent
+        return {"PATH": f"{self.colotrain.cwd / 'slurm'}:{own}:{os.environ['PATH']}"}
 
     # -- what a page takes for granted
 
