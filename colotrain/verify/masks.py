@@ -21,7 +21,8 @@ class MaskedSamples:
     """The samples of a dataset, with part of their labels masked as a function of the index.
 
     Every sixth sample has all of its labels masked, the others up to the first four fifths.
-    Samples without `labels` of at least one dimension stay as they are.
+    Samples without `labels` of at least one dimension stay as they are, and so do floating labels:
+    the losses for those know no masks, and would take -100 for a value.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -36,7 +37,7 @@ class MaskedSamples:
             return found
         sample = dict(found)
         labels = sample.get("labels")
-        if isinstance(labels, Tensor) and labels.ndim:
+        if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
             sample["labels"] = labels.clone()
             share = 1.0 if index % 6 == 0 else (index % 5) / 5
             sample["labels"][: round(share * len(labels))] = IGNORE_INDEX

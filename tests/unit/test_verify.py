@@ -19,7 +19,7 @@ from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import short_duration
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance, compare
-from colotrain.verify.masks import without_dropout
+from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.reference import run_reference, serve_signals_
 from tests.running import SMALL
 
@@ -125,3 +125,12 @@ def test_files_are_kept_only_if_workers_failed(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert guarded(["verify", *SMALL, "--plugins", "zero1"]) == 1
     assert len(list(tmp_path.glob("colotrain-verify-*"))) == left
+
+
+def test_floating_labels_are_not_masked() -> None:
+    """-100 among the values of a regression is a value, and the mean over them counts it."""
+    numbers = MaskedSamples([{"labels": torch.zeros(10)}] * 6)
+    classes = MaskedSamples([{"labels": torch.zeros(10, dtype=torch.int64)}] * 6)
+    assert all((numbers[index]["labels"] == 0).all() for index in range(6))
+    masked = [int((classes[index]["labels"] == -100).sum()) for index in range(6)]
+    assert masked == [10, 2, 4, 6, 8, 0]
