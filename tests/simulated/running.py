@@ -18,7 +18,8 @@ from torch.distributed import TCPStore
 
 from tests.simulated.case import Case
 
-TIMEOUT_S = 600
+TIMEOUT_S = 1500
+"""Seconds for all cases of a module, which take 200 alone on quiet cores, beside other tests."""
 SMALL = (
     "recipe=llm-tiny",
     "model.args.d_model=32",

@@ -12,6 +12,8 @@ from tests.simulated.case import Case
 from tests.simulated.ordering import Memory, Timeline
 from tests.simulated.running import SMALL, WIDER, Found, apart, carry_out
 
+pytestmark = pytest.mark.timeout(1800)  # seconds, for the module's fixture runs all cases
+
 STEPS = 4
 PLACING = 4
 """Waits of a run for the first step's memory, from which all ranks decide where groups rest."""
