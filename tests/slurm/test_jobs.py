@@ -271,10 +271,17 @@ def test_a_job_that_slurm_suspends_for_longer_than_a_rank_may_hang_goes_on(site:
     site.wait_for_step("suspended", 2)
     site.lab("scontrol", "suspend", job)
     assert site.lab.wait_for(job, "SUSPENDED") == "SUSPENDED"
-    time.sleep(10)  # the nodes stop a job's processes seconds later, one step after the other
-    before = len(site.events("suspended", "step"))
+
+    def steps() -> int:
+        return len(site.events("suspended", "step"))
+
+    # The nodes stop a job's processes some time after SLURM says so, one step after the other.
+    before, deadline = steps(), time.monotonic() + 180
     time.sleep(30)
-    assert len(site.events("suspended", "step")) == before < 80
+    while steps() != before and time.monotonic() < deadline:
+        before = steps()
+        time.sleep(30)
+    assert steps() == before < 80
     site.lab("scontrol", "resume", job)
     state = site.lab.wait_for(job, "COMPLETED", "FAILED", timeout_s=WAIT_S)
     assert state == "COMPLETED", site.log("suspended")
