@@ -47,6 +47,8 @@ try:
     choose_attention = torch._fused_sdp_choice
     multiply, multiply_ = torch._foreach_mul, torch._foreach_mul_
     norms_of, copy_together = torch._foreach_norm, torch._foreach_copy_
+    interpolate, interpolate_ = torch._foreach_lerp, torch._foreach_lerp_
+    signs_, subtract_ = torch._foreach_sign_, torch._foreach_sub_
     for instance, names in (
         (
             nn.Parameter(torch.empty(0)),

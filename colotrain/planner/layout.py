@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
@@ -13,6 +15,8 @@ STATE_BYTES = 4
 CPU_BASELINE_BYTES = 257 << 20
 """Memory of a worker with torch 2.13 for CPU: 240 to 248 MiB when the model is built, without the
 model, and 8 to 15 MiB of library pages first touched in training."""
+CUDA_BUILD_BYTES = 158 << 20
+"""Memory added by the libraries of a CUDA build of torch where there is no GPU (2.11.0+cu130)."""
 TRANSFORMERS_BYTES = 55 << 20
 """Memory added to a rank by importing transformers and one of its models' code."""
 CUDA_BASELINE_BYTES = 800 << 20
@@ -105,4 +109,14 @@ def baseline_bytes(device: str, *, uses_transformers: bool) -> int:
     """
     if device == "cuda":
         return CUDA_BASELINE_BYTES
-    return CPU_BASELINE_BYTES + (TRANSFORMERS_BYTES if uses_transformers else 0)
+    added = CUDA_BUILD_BYTES if torch_is_built_for_cuda() else 0
+    return CPU_BASELINE_BYTES + added + (TRANSFORMERS_BYTES if uses_transformers else 0)
+
+
+@cache
+def torch_is_built_for_cuda() -> bool:
+    """Whether the installed torch asks for CUDA's libraries, as PyPI's wheels for Linux do."""
+    try:
+        return any(need.startswith("nvidia-") for need in metadata.requires("torch") or ())
+    except metadata.PackageNotFoundError:
+        return False

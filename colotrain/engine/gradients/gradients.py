@@ -213,14 +213,14 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each; in fp32 for 16-bit and smaller floats, whose squares overflow."""
+def norms(tensors: list[Tensor], *, order: float = 2.0) -> list[Tensor]:
+    """Return the norm of each; in fp32 for 16-bit and smaller floats, whose squares overflow."""
     found: list[Tensor] = [torch.empty(0)] * len(tensors)
     for narrow in (False, True):
         chosen = [i for i, t in enumerate(tensors) if (t.dtype.itemsize < 4) == narrow]
         dtype = torch.float32 if narrow else None
         if chosen:
-            measured = norms_of([tensors[i] for i in chosen], dtype=dtype)
+            measured = norms_of([tensors[i] for i in chosen], ord=order, dtype=dtype)
             for index, norm in zip(chosen, measured, strict=True):
                 found[index] = norm
     return found

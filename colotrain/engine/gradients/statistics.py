@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.engine.gradients.gradients import GradientState, counted, read
+from colotrain.engine.gradients.gradients import GradientState, counted, norms, read, to_device
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.events.gradients import Gradients, Parameters
+from colotrain.torch_internals import subtract_
 
 LARGEST, ZEROS, NONFINITE, UPDATE, WEIGHT = range(5)
 DIGITS = 8
@@ -19,28 +20,33 @@ DIGITS = 8
 
 @dataclass(slots=True, kw_only=True)
 class Recorder:
-    """Measures one step: call `begin` before the optimizer's update and `finish` after it."""
+    """Measures one step: call `begin` before the optimizer's update and `finish` after it.
+
+    Until `finish` values stay on their device, so that the host waits for a GPU once a record.
+    """
 
     state: GradientState
     optimizer: ShardOptimizer
     before: dict[str, Tensor] = field(default_factory=dict)
     """Copies of this rank's shards, of the parameters that are being updated."""
     rows: dict[str, int] = field(default_factory=dict)
-    columns: Tensor | None = None
-    """Statistics of this rank, float64 [parameters, 5]."""
+    found: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(parameter, statistic) → this rank's value, a scalar."""
 
     @torch.no_grad()
     def begin(self) -> None:
-        parameters = list(self.state.sharded.module.parameters())
-        self.columns = torch.zeros(len(parameters), 5, dtype=torch.float64)
-        for row, name, parameter in zip(self.columns, self.state.names, parameters, strict=True):
-            shard = counted(self.state, name, parameter, parameter.grad)
-            if shard is not None:
-                row[LARGEST] = shard.abs().max() * self.state.factor
-                row[ZEROS] = shard.numel() - torch.count_nonzero(shard)
-                if not math.isfinite(row[LARGEST]):
-                    row[NONFINITE] = shard.numel() - torch.isfinite(shard).sum()
         self.rows = {name: i for i, name in enumerate(self.state.names)}
+        parameters = self.state.sharded.module.parameters()
+        shards = {
+            self.rows[name]: shard
+            for name, parameter in zip(self.state.names, parameters, strict=True)
+            if (shard := counted(self.state, name, parameter, parameter.grad)) is not None
+        }
+        self._store(LARGEST, list(shards), norms([*shards.values()], order=math.inf))
+        for row, shard in shards.items():
+            self.found[row, ZEROS] = shard.numel() - torch.count_nonzero(shard)
+            if not math.isfinite(self.state.norms.get(self.state.names[row], 0.0)):
+                self.found[row, NONFINITE] = shard.numel() - torch.isfinite(shard).sum()
 
     @torch.no_grad()
     def before_update(self, names: list[str]) -> None:
@@ -49,26 +55,39 @@ class Recorder:
 
     @torch.no_grad()
     def after_update(self, names: list[str]) -> None:
-        assert self.columns is not None
-        for name in names:
-            old, shard = self.before.pop(name), self.optimizer.shards[name]
-            parameter = self.optimizer.parameters[name]
-            if counted(self.state, name, parameter, parameter) is None:
-                continue
-            row = self.columns[self.rows[name]]
-            row[UPDATE] = torch.linalg.vector_norm(shard - old).square()
-            row[WEIGHT] = torch.linalg.vector_norm(old).square()
+        owners = self.optimizer.parameters
+        mine = [n for n in names if counted(self.state, n, owners[n], owners[n]) is not None]
+        rows, changes = [self.rows[name] for name in mine], [self.before[name] for name in mine]
+        self._store(WEIGHT, rows, norms(changes))
+        if changes:
+            subtract_(changes, [self.optimizer.shards[name].detach() for name in mine])
+        self._store(UPDATE, rows, norms(changes))
+        self.before = {}
+
+    def _store(self, statistic: int, rows: list[int], values: list[Tensor]) -> None:
+        self.found |= {(row, statistic): value for row, value in zip(rows, values, strict=True)}
 
     def finish(self, step: int) -> Gradients:
         """Return the gradients of `step`, the same on every rank. All ranks must call."""
-        assert self.columns is not None
-        return _event(self.state, _over_all_ranks(self.columns, self.state), step)
+        return _event(self.state, _over_all_ranks(self._table()), step)
+
+    def _table(self) -> Tensor:
+        """Return this rank's statistics on the device that trains, float64 [parameters, 5]."""
+        device = torch.device(self.state.sharded.mesh.device_type)
+        table = torch.zeros(len(self.state.names), 5, dtype=torch.float64, device=device)
+        for where in {value.device for value in self.found.values()}:
+            here = {place: v for place, v in self.found.items() if v.device == where}
+            rows, columns = to_device(torch.tensor(list(here)).T.contiguous(), device)
+            values = torch.stack([value.double() for value in here.values()])
+            table[rows, columns] = to_device(values, device)
+        table[:, LARGEST] *= self.state.factor
+        table[:, UPDATE:].square_()
+        return table
 
 
-def _over_all_ranks(mine: Tensor, state: GradientState) -> Tensor:
-    device = torch.device(state.sharded.mesh.device_type)
-    parts = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine.to(device))
+def _over_all_ranks(mine: Tensor) -> Tensor:
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
     stacked = torch.stack(parts).cpu()
     total = stacked.sum(0)
     total[:, LARGEST] = stacked[:, :, LARGEST].amax(0)

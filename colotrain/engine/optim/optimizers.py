@@ -21,6 +21,7 @@ from colotrain.dotted import import_target
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.optimizers import OPTIMIZERS
 from colotrain.spec.plan import OptimPlan
+from colotrain.torch_internals import interpolate, interpolate_, multiply_, signs_, subtract_
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration (Jordan et al. 2024), as in torch's Muon."""
@@ -107,13 +108,15 @@ class Lion(torch.optim.Optimizer):
         assert closure is None, "gradients are there already"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for parameter, grad, state in _with_gradients(self, group):
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                average = state["exp_avg"]
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(average.lerp(grad, 1 - beta1).sign_(), alpha=group["lr"])
-                average.lerp_(grad, 1 - beta2)
+            for parameters, grads, states in _batches(self, group):
+                for parameter, state in zip(parameters, states, strict=True):
+                    if not state:
+                        state["exp_avg"] = torch.zeros_like(parameter)
+                averages = [state["exp_avg"] for state in states]
+                multiply_([*parameters], 1 - group["lr"] * group["weight_decay"])
+                signs_(updates := interpolate(averages, grads, 1 - beta1))
+                subtract_([*parameters], updates, alpha=group["lr"])
+                interpolate_(averages, grads, 1 - beta2)
 
 
 class Muon(torch.optim.Optimizer):
@@ -143,24 +146,32 @@ class Muon(torch.optim.Optimizer):
         assert closure is None, "gradients are there already"
         for group in self.param_groups:
             if group["muon"]:
-                for parameter, grad, state in _with_gradients(self, group):
-                    self._orthogonal(parameter, grad, state, group)
+                for batch in _batches(self, group):
+                    self._orthogonal(*batch, group)
             else:
                 self._adamw(group)
 
     def _orthogonal(
-        self, parameter: nn.Parameter, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+        self,
+        parameters: list[nn.Parameter],
+        grads: list[Tensor],
+        states: list[dict[str, Any]],
+        group: dict[str, Any],
     ) -> None:
         """torch.optim.Muon's update, Nesterov momentum included."""
         momentum = group["betas"][1]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(grad)
-        state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        whole = self.layout.gather(parameter, grad.lerp(state["momentum_buffer"], momentum))
-        update = self.layout.own_rows(parameter, orthogonalise(whole))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        scale = 0.2 * math.sqrt(max(whole.shape))
-        parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * scale)
+        for grad, state in zip(grads, states, strict=True):
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(grad)
+        buffers = [state["momentum_buffer"] for state in states]
+        interpolate_(buffers, grads, 1 - momentum)
+        directions = interpolate(grads, buffers, momentum)
+        multiply_([*parameters], 1 - group["lr"] * group["weight_decay"])
+        for parameter, direction in zip(parameters, directions, strict=True):
+            whole = self.layout.gather(parameter, direction)
+            update = self.layout.own_rows(parameter, orthogonalise(whole))
+            scale = 0.2 * math.sqrt(max(whole.shape))
+            parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * scale)
 
     def _adamw(self, group: dict[str, Any]) -> None:
         found = list(_with_gradients(self, group))
@@ -305,11 +316,11 @@ class Adafactor(torch.optim.Optimizer):
         numel = max(1, parameter.numel())  # a rank may hold no row
         if rows is not None:
             numel = rows * math.prod(parameter.shape[1:])
-        rate = min(group["lr"], state["step"].item() ** -0.5)
-        rate *= max(self.EPS, math.sqrt(norm.item() / numel))
-        too_large = max(1.0, math.sqrt(square.item() / numel) / self.LARGEST_RMS)
+        rate = (norm / numel).sqrt().clamp(min=self.EPS)  # on the device: the host need not wait
+        rate *= min(group["lr"], state["step"].item() ** -0.5)
+        rate /= ((square / numel).sqrt() / self.LARGEST_RMS).clamp(min=1.0)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-rate / too_large)
+        parameter.sub_(update.mul_(rate.squeeze(0)))
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
@@ -331,6 +342,34 @@ def _with_gradients(
     for parameter in group["params"]:
         if parameter.grad is not None:
             yield parameter, parameter.grad, optimizer.state[parameter]
+
+
+def _batches(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> Iterator[tuple[list[nn.Parameter], list[Tensor], list[dict[str, Any]]]]:
+    """Yield parameters, gradients and states that are updated together, in few launches on a GPU.
+
+    A batch is no larger than the largest parameter, so that updating it needs no more memory.
+    """
+    found = list(_with_gradients(optimizer, group))
+    most = max((grad.numel() for _, grad, _ in found), default=0)
+    batch: list[tuple[nn.Parameter, Tensor, dict[str, Any]]] = []
+    size = 0
+    for entry in found:
+        if batch and size + entry[1].numel() > most:
+            yield _columns(batch)
+            batch, size = [], 0
+        batch.append(entry)
+        size += entry[1].numel()
+    if batch:
+        yield _columns(batch)
+
+
+def _columns(
+    rows: list[tuple[nn.Parameter, Tensor, dict[str, Any]]],
+) -> tuple[list[nn.Parameter], list[Tensor], list[dict[str, Any]]]:
+    parameters, grads, states = zip(*rows, strict=True)
+    return list(parameters), list(grads), list(states)
 
 
 def to_checkpoint_layout(value: Tensor) -> Tensor | None:
