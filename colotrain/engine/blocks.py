@@ -158,6 +158,7 @@ class _Policy:
         return {
             storage_id(tensor): (operation, call)
             for operation, calls in self.entries.items()
+            if operation.name() in COSTLY  # within torch.compile torch stores all others, too
             for call, entry in enumerate(calls)
             for kept in tree_leaves(entry)
             if isinstance(tensor := kept.val, Tensor)

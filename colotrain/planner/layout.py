@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import metadata
 
+from colotrain.spec.installed_torch import torch_is_built_for_cuda
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import Gradients, ParametersLive
@@ -111,12 +110,3 @@ def baseline_bytes(device: str, *, uses_transformers: bool) -> int:
         return CUDA_BASELINE_BYTES
     added = CUDA_BUILD_BYTES if torch_is_built_for_cuda() else 0
     return CPU_BASELINE_BYTES + added + (TRANSFORMERS_BYTES if uses_transformers else 0)
-
-
-@cache
-def torch_is_built_for_cuda() -> bool:
-    """Whether the installed torch asks for CUDA's libraries, as PyPI's wheels for Linux do."""
-    try:
-        return any(need.startswith("nvidia-") for need in metadata.requires("torch") or ())
-    except metadata.PackageNotFoundError:
-        return False

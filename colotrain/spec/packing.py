@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colotrain.spec.installed_torch import torch_packs_modules
 from colotrain.spec.survey import ParameterInfo
 
 IDEAL_BYTES = 64 << 20
@@ -58,7 +59,10 @@ def pack(
     Neighbours share a group only if they have the same `kind` and the same dtypes (gradients of
     two dtypes cannot be reduced together), and if both are trained or both frozen: backward would
     gather frozen parameters, too. Parts of a unit share a group only with parts of the same unit.
+    Where torch does not gather several modules as one group, each unit is a group.
     """
+    if not torch_packs_modules():
+        return [Chunk(names=(unit.name,), num_bytes=unit.num_bytes) for unit in units]
     chunks: list[Chunk] = []
     before: Any = None
     for unit, owner in (piece for top in units for piece in _split(top, chunk_bytes, top.name)):

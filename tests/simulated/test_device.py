@@ -106,6 +106,8 @@ def found(
             plant="no_synchronize",
         ),
         Case(name="hybrid", words=(*SMALL, *TRAIN, "plugin=fsdp-hybrid", *QUIET)),
+        Case(name="adafactor", words=(*SMALL, *TRAIN, *QUIET, "optim.name=adafactor"), looks=False),
+        Case(name="noted", words=(*SMALL, *TRAIN, *QUIET, "observe.grads_every=1"), looks=False),
         Case(name="slow", words=(*SMALL, *TRAIN, *QUIET), plant="slow_optimizer", looks=False),
         Case(name="stays", words=(*SMALL, *TRAIN), plant="stays_on_host"),
     ]
@@ -148,6 +150,15 @@ def test_for_the_disk_it_waits_once_per_group_and_copy(name: str, found: dict[st
     first_update = sum(n for where, n in found[name].waits.items() if "group_storage.py" in where)
     others = sum(found[name].waits.values()) - sum(waits.values()) - first_update
     assert others == STEPS + PLACING, found[name].waits
+
+
+@pytest.mark.parametrize(("name", "more"), [("adafactor", 0), ("noted", 1)])
+def test_so_it_does_with_adafactor_and_once_more_for_a_record(
+    name: str, more: int, found: dict[str, Found]
+) -> None:
+    records = len(found[name].events("gradients"))
+    assert (records > 0) == (more > 0)
+    assert sum(found[name].waits.values()) == STEPS + more * records, found[name].waits
 
 
 def test_an_update_s_time_is_the_device_s_and_not_that_of_the_data(found: dict[str, Found]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from colotrain.engine.sharding import fsdp_internals
 from colotrain.errors import ColotrainError
+from colotrain.spec.installed_torch import torch_packs_modules
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,3 +99,7 @@ def test_a_name_that_torch_lacks_is_told_with_what_is_known(
     monkeypatch.setitem(fsdp_internals.RELIED_ON, group, "fsdp_params renamed_since")
     with pytest.raises(ColotrainError, match=r"2\.11 to 2\.13 .*no FSDPParamGroup\.renamed_since"):
         fsdp_internals.check_names()
+
+
+def test_what_torch_packs_is_known_from_its_version() -> None:
+    assert torch_packs_modules() == fsdp_internals.HAS_SEVERAL_MODULES

@@ -32,9 +32,12 @@ class Recorder:
     rows: dict[str, int] = field(default_factory=dict)
     found: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(parameter, statistic) → this rank's value, a scalar."""
+    factor: float = 1.0
+    """Factor by which stored gradients become those of the step; clipping changes it later."""
 
     @torch.no_grad()
     def begin(self) -> None:
+        self.factor = self.state.factor
         self.rows = {name: i for i, name in enumerate(self.state.names)}
         parameters = self.state.sharded.module.parameters()
         shards = {
@@ -80,7 +83,7 @@ class Recorder:
             rows, columns = to_device(torch.tensor(list(here)).T.contiguous(), device)
             values = torch.stack([value.double() for value in here.values()])
             table[rows, columns] = to_device(values, device)
-        table[:, LARGEST] *= self.state.factor
+        table[:, LARGEST] *= self.factor
         table[:, UPDATE:].square_()
         return table
 
