@@ -120,6 +120,9 @@ class Train:
     """Seed of initial weights, sample order and dropout."""
     precision: PrecisionName = "fp32"
     """Compute precision; weights and optimizer state stay in the model's own precision."""
+    tf32: bool = False
+    """On CUDA: let fp32 matrix products and convolutions round their inputs to TensorFloat-32 (10
+    bits instead of 23), which is several times as fast."""
     grad_clip: float | None = 1.0
     """Maximum global gradient norm, by clipping; null turns it off."""
     activation_checkpointing: Recompute = "none"

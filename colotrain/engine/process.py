@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -16,6 +18,7 @@ from colotrain.engine.loop import PATIENCE_FACTOR
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 STARTING_S, COMPILING_S = 600.0, 1800.0
 SUSPENDED_S = 24 * 3600.0
 """Seconds for which all processes of a run may be stopped in the middle of a collective."""
@@ -70,9 +73,33 @@ def connect(plan: RunPlan) -> torch.device:
         return torch.device("cpu")
     device = torch.device(plan.cluster.device, int(os.environ["LOCAL_RANK"]))
     torch.accelerator.set_device_index(device.index)
+    choose_tf32(plan.train.tf32)
+    run_near(device)
     backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
+
+
+def choose_tf32(wanted: bool) -> None:
+    """Let fp32 products on CUDA use TF32 or not; torch's own default is yes for convolutions."""
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    torch.backends.cudnn.allow_tf32 = wanted
+
+
+def run_near(device: torch.device) -> None:
+    """Keep this process on the cores of its GPU's NUMA node, as far as it may use them."""
+    with suppress(OSError, ValueError, AttributeError, RuntimeError):
+        gpu: Any = torch.cuda.get_device_properties(device)
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        text = (PCI_DEVICES / address / "local_cpulist").read_text()
+        if near := cores_of(text) & os.sched_getaffinity(0):
+            os.sched_setaffinity(0, near)
+
+
+def cores_of(text: str) -> set[int]:
+    """Return the numbers in the kernel's notation of a set of cores, such as `0-15,32-47`."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {core for pair in ends for core in range(int(pair[0]), int(pair[-1]) + 1)}
 
 
 def choose_interface(store: str) -> None:

@@ -46,6 +46,14 @@ ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+OF_CUDA = {
+    # segments that grow: what was freed in one size serves another
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF"),
+    # the last collectives of each rank, written down when NCCL's watchdog ends a rank
+    "TORCH_FR_BUFFER_SIZE": ("2000", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1",),
+}
+"""Settings that torch reads where it uses CUDA: name → value, other spellings."""
 TUNABLE = "glibc.malloc.tcache_count"
 """glibc setting, set to 0: number of freed small blocks per size that a thread caches. With the
 cache, small objects took the bytes left over beside aligned tensors, so that free blocks around
@@ -107,7 +115,11 @@ def environment() -> dict[str, str]:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if TUNABLE not in tunables:
         tunables = f"{tunables}:{TUNABLE}=0".lstrip(":")
-    return ENVIRONMENT | {"GLIBC_TUNABLES": tunables}
+    chosen = ENVIRONMENT | {"GLIBC_TUNABLES": tunables}
+    for name, (value, *spellings) in OF_CUDA.items():
+        if not any(spelling in os.environ for spelling in (name, *spellings)):
+            chosen[name] = value
+    return chosen
 
 
 @contextmanager

@@ -197,9 +197,11 @@ def timed_hardware(
     described, train = settings.hardware, settings.train
     threads = max(1, machine.num_cores // scale.procs_per_node)
     if described.name is not None and described.is_timed and scale.device != "cpu":
+        fp32 = "tf32" if train.tf32 and "tf32" in described.tflops else "fp32"
+        precision = fp32 if train.precision == "fp32" else train.precision
         sheet = Sheet(
             name=described.name,
-            peak_flops=described.tflops[train.precision] * 1e12,
+            peak_flops=described.tflops[precision] * 1e12,
             memory_bytes_per_s=described.memory_gb_per_s * 1e9,
             link_bytes_per_s=described.link_gb_per_s * 1e9,
             node_bytes_per_s=described.node_gb_per_s * 1e9,

@@ -215,6 +215,7 @@ class TrainPlan:
     """Steps between evaluations; 0: evaluate only before the first and after the last step."""
     eval_steps: int | Literal["all"]
     """Global batches per evaluation, at most one pass; all: exactly one pass; 0: never evaluate."""
+    tf32: bool = False
     eval_first: bool = True
     """Whether to evaluate before the first step."""
     on_nonfinite: Literal["stop", "skip", "rollback"]

@@ -95,6 +95,15 @@ def test_hardware_of_ones_own_needs_a_name_and_what_is_known_of_it() -> None:
     assert keys[:2] == ["hardware.tflops", "hardware.memory_gb_per_s"]
 
 
+def test_tf32_is_planned_with_its_own_peak() -> None:
+    words = ["recipe=llm-1b", "hardware=h100", "train.precision=fp32"]
+    plain, rounded = (
+        resolve_config([*words, *more], here=False).plan.time.step_s
+        for more in ((), ("train.tf32=true",))
+    )
+    assert rounded < plain
+
+
 def test_every_shipped_file_has_figures_a_source_and_a_name_of_its_own() -> None:
     search = Search.at(Path.cwd())
     names = search.names("hardware")

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from colotrain.engine import process
 from colotrain.engine.sharding import grouping
 from colotrain.launch import forkserver
 from colotrain.models.llm import LLM
@@ -126,11 +129,54 @@ def test_workers_keep_no_small_pieces_unless_the_user_says_so(
         assert forkserver.environment()["GLIBC_TUNABLES"] == expected
 
 
+def test_settings_for_cuda_are_the_user_s_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spellings = {s for name, (_, *others) in forkserver.OF_CUDA.items() for s in (name, *others)}
+    for name in spellings:
+        monkeypatch.delenv(name, raising=False)
+    assert forkserver.environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_ALLOC_CONF" not in forkserver.environment()
+
+
+def test_a_rank_runs_on_the_cores_near_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = os.sched_getaffinity(0)
+    address = tmp_path / "0001:3b:00.0"
+    address.mkdir()
+    gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(process, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    try:
+        (address / "local_cpulist").write_text(f"{min(own)},{max(own) + 1000}-{max(own) + 1003}\n")
+        process.run_near(torch.device("cuda", 0))
+        assert os.sched_getaffinity(0) == {min(own)}
+        (address / "local_cpulist").write_text("\n")  # a virtual machine does not tell
+        process.run_near(torch.device("cuda", 0))
+        assert os.sched_getaffinity(0) == {min(own)}
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def test_fp32_is_fp32_unless_tf32_is_asked_for() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for wanted, word in ((True, "high"), (False, "highest")):
+            process.choose_tf32(wanted)
+            assert torch.get_float32_matmul_precision() == word
+            assert torch.backends.cudnn.allow_tf32 == wanted
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
 def test_the_server_of_workers_is_started_with_their_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "")  # both are as they were after the test
-    for name in forkserver.ENVIRONMENT:
+    for name in (*forkserver.ENVIRONMENT, *forkserver.OF_CUDA):
         monkeypatch.setenv(name, "")
     found: list[dict[str, str]] = []
     started = threading.Event()
