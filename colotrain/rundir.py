@@ -66,6 +66,8 @@ class RunDir:
     """Composed configuration, which can be given to `recipe=`."""
     signature_file = _At("signature.json")
     """Signatures of the plan and the configuration (`colotrain.runs.trust`)."""
+    references_file = _At("references.safetensors")
+    """Log-probabilities of preference pairs under the model as the run began."""
     cases = _At("cases")
     """verify: one run directory per case."""
     trajectory_file = _At("trajectory.safetensors")

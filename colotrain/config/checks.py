@@ -14,6 +14,7 @@ from typing import Any
 from colotrain.config import slurm
 from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
+from colotrain.config.preferences import check_preferences
 from colotrain.config.schema import Config, Optim, Schedule
 from colotrain.config.shipped import recipe_names
 from colotrain.dotted import FORM
@@ -56,6 +57,7 @@ ABOVE_ZERO = (
     "optim.eps",
     "train.epochs",
     "train.grad_clip",
+    "train.dpo.beta",
     "checkpoint.minutes",
     "elastic.hang_timeout_s",
     "elastic.grace_s",
@@ -107,6 +109,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from _check_resume(settings.checkpoint.resume)
     yield from _check_rollback(settings)
     yield from _check_best(settings)
+    yield from check_preferences(settings)
     for name in settings.observe.trackers:
         if name not in TRACKERS:
             expected, key = f"one of {', '.join(TRACKERS)}", "observe.trackers"

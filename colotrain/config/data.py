@@ -11,11 +11,14 @@ from colotrain.config.schema_data import Data, Part
 from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.spec.plan import DataPlan, PartPlan
 
-MEANINGS = ("text", "prompt", "completion", "messages")
+PAIRS = "give JSONL, Parquet or Arrow files of preference pairs"
 
 
-def data_plan(data: Data, problems: list[Problem]) -> DataPlan | None:
-    """Return the plan of the data section, with absolute paths; None without a source of data."""
+def data_plan(data: Data, problems: list[Problem], *, pairs: bool = False) -> DataPlan | None:
+    """Return the plan of the data section, with absolute paths; None without a source of data.
+
+    `pairs`: whether the records are preference pairs.
+    """
     paths = _absolute(data.path, "data.path", problems)
     parts = [_part(part, f"data.mixture[{i}]", problems) for i, part in enumerate(data.mixture)]
     source = "corpus" if data.corpus else "path" if paths else "mixture" if parts else "target"
@@ -46,6 +49,7 @@ def data_plan(data: Data, problems: list[Problem]) -> DataPlan | None:
         validation_fraction=data.validation_fraction,
         collate=data.collate,
         sampler=data.sampler,
+        pairs=pairs,
     )
     problems += _check_formats(plan)
     return plan
@@ -132,15 +136,18 @@ def _absolute_place(text: str) -> str:
 
 
 def _check_formats(plan: DataPlan) -> Iterator[Problem]:
-    """Yield a problem for each path that holds files of several formats."""
-    from colotrain.data.prepare.formats import recognise
+    """Yield a problem for each path that holds files of several formats, or no pairs."""
+    from colotrain.data.prepare.formats import RECORD_FORMATS, recognise
     from colotrain.data.prepare.tokens import parts_of
 
     if plan.source not in ("path", "mixture"):
         return
     for part in parts_of(plan):
         try:
-            recognise(part)
+            kind = recognise(part)
+            if plan.pairs and kind not in RECORD_FORMATS:
+                expected = f"records with prompt, chosen and rejected, not {kind}"
+                yield Problem(key="data.path", value=part.paths[0], expected=expected, fix=PAIRS)
         except ConfigError as error:
             yield from error.problems
         except OSError:  # reported when the data are read
@@ -166,7 +173,9 @@ def _check_template(data: Data) -> Iterator[Problem]:
 
 
 def _check_columns(key: str, columns: Mapping[str, Any]) -> Iterator[Problem]:
+    from colotrain.data.prepare.conversations import COLUMNS
+
     for name in columns:
-        if name not in MEANINGS:
-            expected = f"one of {', '.join(MEANINGS)}"
-            yield Problem(key=f"{key}.{name}", expected=expected, fix=suggest(name, MEANINGS))
+        if name not in COLUMNS:
+            expected = f"one of {', '.join(COLUMNS)}"
+            yield Problem(key=f"{key}.{name}", expected=expected, fix=suggest(name, COLUMNS))

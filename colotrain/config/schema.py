@@ -102,6 +102,14 @@ class StopEarly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DPO:
+    """Direct preference optimization."""
+
+    beta: float = 0.1
+    """How much the model is held to its reference; lower values allow more change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """The training settings."""
 
@@ -142,6 +150,11 @@ class Train:
     the last checkpoint and skip the batches since then."""
     max_rollbacks: int = 3
     """How often `train.on_nonfinite=rollback` may go back before the run ends."""
+    objective: Literal["dpo"] | None = None
+    """dpo: preference pairs (`prompt`, `chosen`, `rejected`) against the model as the run begins;
+    null: the loss of the model, or `train.loss`."""
+    dpo: DPO = field(default_factory=DPO)
+    """Settings of `train.objective=dpo`."""
     loss: str | None = None
     """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
     targets; null: the model's forward has the loss."""

@@ -46,8 +46,8 @@ class Data:
     folder that has one (then its chat template and end-of-text token are used, too); auto: the one
     in the directory `model.hf`, otherwise bytes."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Field names of the records, if not `text`, `prompt`, `completion`, `messages`:
-    `{prompt: question, completion: answer}`."""
+    """Field names of the records, if not `text`, `prompt`, `completion`, `messages`, `chosen`,
+    `rejected`: `{prompt: question, completion: answer}`."""
     chat_template: str | None = None
     """`chatml`, or a file with a Jinja template; by default the tokenizer's own."""
     loss_on: Literal["answers", "last", "all"] = "answers"

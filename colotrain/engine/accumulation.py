@@ -153,7 +153,7 @@ def _may_be_count(value: Tensor) -> bool:
 
 def _wrong_output(model: nn.Module, output: Any) -> ColotrainError:
     objective = objective_of(model)
-    what = "model: forward" if objective is None else f"train.loss={objective.dotted}"
+    what = "model: forward" if objective is None else objective.setting
     return ColotrainError(
         f"{what} returned {_describe(output)}",
         "return the mean loss as a scalar, (loss_sum, count), or one of these as `loss` of a dict",

@@ -14,6 +14,7 @@ from colotrain.data.read.loader import (
     planned_draw_seed,
     planned_order,
 )
+from colotrain.data.read.references import WithReferences
 from colotrain.dotted import import_target
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import RunPlan
@@ -40,9 +41,10 @@ def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
     end = count_evaluated(samples, plan) or None if split == "validation" else None
     if split == "validation" and len(samples) == 0:
         return None
+    order = planned_order(samples, plan, split)
     loader = BatchLoader(
-        samples,
-        planned_order(samples, plan, split),
+        WithReferences(samples) if plan.data.pairs else samples,
+        order,
         plan.batch,
         rank=plan.mesh.data_rank(rank),
         draw_seed=planned_draw_seed(samples, plan),

@@ -43,6 +43,7 @@ from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs
 from colotrain.engine.probes import memory_now, own_log
 from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
 from colotrain.engine.recording import lasting_bytes, record_failure, record_peak_flops
+from colotrain.engine.references import add_references_
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
@@ -164,6 +165,8 @@ def prepare(
         run.on_gradients = import_target("train.on_gradients", plan.train.on_gradients)
     if plan.train.metrics:
         run.metrics = import_target("train.metrics", plan.train.metrics)
+    if plan.data.pairs:
+        add_references_(run)
     seed_all(seed * 100_003 + rank // plan.mesh.tp)  # dropout differs where activations do
     if resumed is not None:
         checkpoint.restore(run, resumed)

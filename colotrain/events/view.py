@@ -189,7 +189,7 @@ def unit(view: RunView, plan: RunPlan) -> str:
 def unit_of(count: float | None, plan: RunPlan) -> str:
     """Return the unit of a step's `count`; before there is a step, `count` is None."""
     if plan.data.source != "target":
-        return "tokens"
+        return "pairs" if plan.data.pairs else "tokens"
     return "samples" if count in (None, plan.batch.global_batch) else "targets"
 
 

@@ -18,7 +18,7 @@ from colotrain.models.huggingface_attention import check_calls, divided, num_cal
 from colotrain.models.huggingface_internals import without_packed_sequence_search
 from colotrain.models.huggingface_task import SEQUENCE_TO_SEQUENCE, Task, check_batch
 from colotrain.models.llm import positions_within
-from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy
+from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy, reduction
 
 BALANCING = "load_balancing_loss_func"
 """Name of transformers' auxiliary loss in modules of architectures with experts."""
@@ -31,6 +31,7 @@ _HEAD = "_colotrain_head"
 def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> Any:
     """(summed loss, number of targets) of a causal language model, for labels shifted already.
 
+    Within `loss.by_token` the first is the loss of each token.
     Without labels it returns the output of `forward`.
     """
     model = _model_of(forward)
@@ -54,7 +55,7 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
             output.logits.float().flatten(0, 1),
             labels.flatten(),
             ignore_index=IGNORE_INDEX,
-            reduction="sum",
+            reduction=reduction(),
         )
     if balances_experts(model):
         loss = loss + _balancing_loss(model, output.router_logits, labels, batch)
@@ -135,8 +136,9 @@ def _model_of(forward: Any) -> nn.Module:
 
 
 class ChunkedHead:
-    """Forward of a head that returns the summed loss where labels are given, otherwise products.
+    """Forward of a head that returns a number where labels are given, otherwise products.
 
+    `loss` is then what `cross_entropy` returned.
     What the model does with the products of its head is part of the loss; so the rest of its
     forward may treat the returned number as it likes.
     """
@@ -153,7 +155,7 @@ class ChunkedHead:
         self.loss = cross_entropy(
             x.flatten(0, -2), weight, self.labels.flatten(), bias=bias, logits=self.logits
         )
-        return self.loss
+        return self.loss.sum()
 
     @contextmanager
     def given(self, labels: Tensor | None) -> Iterator[None]:

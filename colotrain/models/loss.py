@@ -16,10 +16,15 @@ from torch.autograd.function import once_differentiable
 IGNORE_INDEX = -100
 CHUNK_LOGITS = 1 << 22
 """Logits that exist at a time on the CPU: 16 MiB in float32, which its caches almost hold."""
+LEAST_ROWS = 0.25
+"""Least rows of a chunk on the CPU, as a multiple of the head's width. Each chunk reads the head
+and adds to its gradient, which with fewer rows takes longer than the products; this many take a
+quarter of that gradient's memory (`benchmarks/loss.py`)."""
 GPU_CHUNK_LOGITS = 1 << 26
 """Logits that exist at a time on a GPU, 256 MiB in float32: 2,048 rows of 32,768. With few rows
 each matmul reads all of the head's weight, and adds to all of its gradient, for little work."""
 _device_type: ContextVar[str | None] = ContextVar("device_type", default=None)
+_by_token: ContextVar[bool] = ContextVar("by_token", default=False)
 
 
 @contextmanager
@@ -32,10 +37,27 @@ def computing_as(device_type: str) -> Iterator[None]:
         _device_type.reset(before)
 
 
-def rows_at_once(vocab_size: int, device_type: str) -> int:
-    """Return the rows of a chunk; `device_type` is that of the tensors."""
-    on_cpu = (_device_type.get() or device_type) == "cpu"
-    return max(1, (CHUNK_LOGITS if on_cpu else GPU_CHUNK_LOGITS) // vocab_size)
+@contextmanager
+def by_token() -> Iterator[None]:
+    """Let `cross_entropy` return the loss of each row instead of their sum."""
+    before = _by_token.set(True)
+    try:
+        yield
+    finally:
+        _by_token.reset(before)
+
+
+def reduction() -> str:
+    """What torch's `cross_entropy` calls the sum, or within `by_token` no sum."""
+    return "none" if _by_token.get() else "sum"
+
+
+def rows_at_once(weight: Tensor) -> int:
+    """Return the rows of a chunk for a head of weight [vocab, d]."""
+    vocab_size, width = weight.shape
+    if (_device_type.get() or weight.device.type) != "cpu":
+        return max(1, GPU_CHUNK_LOGITS // vocab_size)
+    return max(1, CHUNK_LOGITS // vocab_size, int(LEAST_ROWS * width))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +75,10 @@ PRODUCTS = Logits()
 
 
 class Head(nn.Linear):
-    """Hidden states to logits, or with `labels` to the summed cross-entropy."""
+    """Hidden states to logits, or with `labels` to the cross-entropy."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits [..., vocab] of `x` [..., d]; with `labels` [...] (-100: none) a scalar."""
+        """Logits [..., vocab] of `x` [..., d]; with `labels` [...] (-100: none) `cross_entropy`."""
         if labels is None:
             return F.linear(x, self.weight)
         return cross_entropy(x.flatten(0, -2), self.weight, labels.flatten())
@@ -72,11 +94,15 @@ def cross_entropy(
 ) -> Tensor:
     """Σ cross-entropy of the logits of `x @ weight.T + bias` over the rows whose label is not -100.
 
+    Within `by_token` the result is [rows], 0 where the label is -100.
     `x` [rows, d], `weight` [vocab, d], `labels` int64 [rows]; float32, or float64 as `x`.
     Gradients are computed in the forward pass, chunk by chunk, as in "Cut Your Losses in
     Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu et al. 2024):
     a separate backward pass would compute every logit again.
     """
+    if _by_token.get():
+        each: Tensor = _TokenLosses.apply(x, weight, bias, labels, logits)
+        return each
     grad = torch.is_grad_enabled()
     total: Tensor = _CrossEntropy.apply(x, weight, bias, labels, logits, grad)
     return total
@@ -99,19 +125,14 @@ class _CrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None  # type: ignore
         total = torch.zeros((), dtype=exact, device=x.device)
-        step = rows_at_once(weight.shape[0], x.device.type)
+        step = rows_at_once(weight)
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
             products = F.linear(x[rows], weight, bias).to(exact)
-            loss, slope = _chunk(products, labels[rows], logits)
-            slope = slope.to(x.dtype)
-            total += loss
-            if grad_x is not None:
-                torch.mm(slope, weight, out=grad_x[rows])
-            if grad_weight is not None:
-                _add_product_(grad_weight, slope.t(), x[rows])
-            if grad_bias is not None:
-                grad_bias += slope.sum(0, dtype=exact)
+            losses, slope = _chunk(products, labels[rows], logits)
+            total += losses.sum()
+            into = None if grad_x is None else grad_x[rows]
+            _add_gradients_(slope.to(x.dtype), x[rows], weight, into, grad_weight, grad_bias)
         ctx.gradients, ctx.dtype = (grad_x, grad_weight, grad_bias), weight.dtype
         return total
 
@@ -124,21 +145,84 @@ class _CrossEntropy(torch.autograd.Function):
         return None if grad_x is None else grad_x * scale, *scaled, None, None, None
 
 
+class _TokenLosses(torch.autograd.Function):
+    """The loss of each row, in float64: what is made of it are differences of long sums.
+
+    Backward, which knows the rows' weights, computes the logits again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
+    ) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        losses = torch.empty(len(x), dtype=torch.float64, device=x.device)
+        step = rows_at_once(weight)
+        for start in range(0, len(x), step):
+            rows = slice(start, start + step)
+            logits, _ = _shape_(F.linear(x[rows], weight, bias).to(exact), shape)
+            valid = labels[rows] != IGNORE_INDEX
+            picked = logits.gather(1, labels[rows].where(valid, 0).unsqueeze(1)).squeeze(1)
+            top = logits.amax(1)
+            logits -= top.unsqueeze(1)
+            sums = logits.exp_().sum(1)
+            losses[rows] = (sums.double().log() + (top.double() - picked.double())) * valid
+        ctx.save_for_backward(x, weight, bias, labels)
+        ctx.shape, ctx.exact = shape, exact
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scales: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, labels = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = torch.empty_like(x) if needs_x else None
+        grad_weight = torch.zeros_like(weight, dtype=ctx.exact) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=ctx.exact) if needs_bias else None
+        step = rows_at_once(weight)
+        for start in range(0, len(x), step):
+            rows = slice(start, start + step)
+            products = F.linear(x[rows], weight, bias).to(ctx.exact)
+            _, slope = _chunk(products, labels[rows], ctx.shape)
+            slope *= scales[rows].unsqueeze(1).to(slope.dtype)
+            into = None if grad_x is None else grad_x[rows]
+            _add_gradients_(slope.to(x.dtype), x[rows], weight, into, grad_weight, grad_bias)
+        of_parameters = (g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
+        return grad_x, *of_parameters, None, None
+
+
+def _add_gradients_(
+    slope: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:
+    """From the gradient of some rows' products write `grad_x`, and add to the other two."""
+    if grad_x is not None:
+        torch.mm(slope, weight, out=grad_x)
+    if grad_weight is not None:
+        _add_product_(grad_weight, slope.t(), x)
+    if grad_bias is not None:
+        grad_bias += slope.sum(0, dtype=grad_bias.dtype)
+
+
 def _chunk(products: Tensor, labels: Tensor, shape: Logits) -> tuple[Tensor, Tensor]:
-    """Summed loss of some rows, and its gradient with respect to the products, which are lost."""
+    """Losses of some rows, and their gradients with respect to the products, which are lost."""
     logits, damping = _shape_(products, shape)
     valid = labels != IGNORE_INDEX
     index = labels.where(valid, 0).unsqueeze(1)
     logits -= logits.amax(1, keepdim=True)
     picked = logits.gather(1, index)
     sums = logits.exp_().sum(1, keepdim=True)
-    loss = ((sums.log() - picked).squeeze(1) * valid).sum()
+    losses = (sums.log() - picked).squeeze(1) * valid
     slope = logits.div_(sums)
     slope.scatter_add_(1, index, torch.full_like(picked, -1.0))
     slope *= valid.unsqueeze(1)
     if damping is not None:
         slope *= damping
-    return loss, slope if shape.scale == 1.0 else slope.mul_(shape.scale)
+    return losses, slope if shape.scale == 1.0 else slope.mul_(shape.scale)
 
 
 def _shape_(products: Tensor, shape: Logits) -> tuple[Tensor, Tensor | None]:

@@ -1,40 +1,50 @@
-"""A loss of the user's own, computed from a batch and what the model's forward returns for it."""
+"""A loss computed from a batch and what the model's forward returns for it."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from colotrain.dotted import import_target
+from colotrain.models import preferences
+from colotrain.models.loss import by_token
 from colotrain.spec.plan import ModelPlan
 
 _OBJECTIVE = "_colotrain_objective"
-"""Attribute of a model whose loss is the user's function."""
+"""Attribute of a model with its `Objective`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The function `train.loss`, and the entries of a batch that the model's forward takes."""
+    """A loss, and what the model's forward gets of a batch for it."""
 
-    dotted: str
+    setting: str
     loss: Callable[[Mapping[str, Tensor], Any], Any]
-    taken: frozenset[str] | None
-    """None: all of them."""
+    inputs: Callable[[Mapping[str, Tensor]], dict[str, Any]]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context of forward."""
 
 
 def attach_(model: nn.Module, plan: ModelPlan) -> None:
-    """Let `output_of` compute the loss with the function that `train.loss` names, if it does.
+    """Let `output_of` compute the loss that `train.loss` or `train.objective` names, if any.
 
     Raises `ConfigError` where the function cannot be imported.
     """
     if plan.loss is not None:
         loss = import_target("train.loss", plan.loss)
         taken = _taken_by(model, is_hf=plan.hf is not None)
-        model.__dict__[_OBJECTIVE] = Objective(plan.loss, loss, taken)
+        inputs = functools.partial(taken_from, model=model, taken=taken)
+        model.__dict__[_OBJECTIVE] = Objective(f"train.loss={plan.loss}", loss, inputs)
+    elif plan.dpo_beta is not None:
+        own = functools.partial(preferences.loss_of, beta=plan.dpo_beta)
+        setting = "train.objective=dpo"
+        model.__dict__[_OBJECTIVE] = Objective(setting, own, preferences.inputs_of, by_token)
 
 
 def objective_of(model: nn.Module) -> Objective | None:
@@ -45,23 +55,22 @@ def objective_of(model: nn.Module) -> Objective | None:
 def output_of(
     model: nn.Module, batch: Mapping[str, Tensor], *, seen: list[Any] | None = None
 ) -> Any:
-    """What stands for the loss: the output of forward, or what `train.loss` makes of it.
+    """What stands for the loss: the output of forward, or what the objective makes of it.
 
     The output of forward is appended to `seen`.
     """
     objective = objective_of(model)
-    output = model(**inputs_of(model, batch))
+    with nullcontext() if objective is None else objective.context():
+        output = model(**inputs_of(model, batch))
     if seen is not None:
         seen.append(output)
     return output if objective is None else objective.loss(batch, output)
 
 
 def inputs_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The entries of a batch that forward gets: with `train.loss`, those that it takes."""
+    """What forward gets of a batch: with `train.loss`, the entries that it takes."""
     objective = objective_of(model)
-    if objective is None:
-        return dict(batch)
-    return taken_from(batch, model, objective.taken)
+    return dict(batch) if objective is None else objective.inputs(batch)
 
 
 def outputs_alone(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:

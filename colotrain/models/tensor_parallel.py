@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from colotrain.models.context_parallel import Collective, without_sending
-from colotrain.models.loss import CHUNK_LOGITS, IGNORE_INDEX
+from colotrain.models.loss import IGNORE_INDEX, rows_at_once
 from colotrain.spec.divisions import Divisions, Split
 
 ATTRIBUTE = "tensor_shard"
@@ -239,7 +239,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         total = torch.zeros((), dtype=exact, device=x.device)
-        step = max(1, CHUNK_LOGITS // weight.shape[0])
+        step = rows_at_once(weight)
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
             loss, slope = _chunk(x[rows], weight, labels[rows], shard, exact)

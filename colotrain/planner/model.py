@@ -57,6 +57,7 @@ def survey_model(
     problems += _check_rules(settings.optim, found)
     if not touches(problems, ("data",)):
         problems += _check_task(settings, model, found)
+        problems += _check_preferences(settings, model, found)
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
@@ -115,6 +116,15 @@ def _check_task(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[
             expected=f"{expected}is for {survey.other_task}",
             fix=f"{fix} whose samples have {survey.samples or 'what its forward takes'}",
         )
+
+
+def _check_preferences(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problem of a model whose loss is known of all tokens together only."""
+    if settings.train.objective == "dpo" and not (survey.scores_tokens or survey.other_task):
+        expected = "a causal model of transformers without the routers' auxiliary loss, or "
+        expected += "colotrain.models.llm:LLM, under train.objective=dpo"
+        fix = "set train.objective=null, and name a loss of yours in train.loss"
+        yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
 
 
 def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:

@@ -96,7 +96,7 @@ def resolve(
     problems += _check_meshes(settings, scale)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
-    data = data_plan(settings.data, problems)
+    data = data_plan(settings.data, problems, pairs=settings.train.objective == "dpo")
     freeze = _freeze(settings.freeze)
     model = _model(settings, problems)
     surveyed = survey_model(model, freeze, settings, survey, problems)
@@ -197,6 +197,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         hf=str(Path(hf).expanduser().absolute()) if hf else None,
         adapter=plan_adapter(settings.adapter, problems),
         loss=settings.train.loss,
+        dpo_beta=settings.train.dpo.beta if settings.train.objective == "dpo" else None,
     )
 
 
@@ -220,8 +221,8 @@ def _freeze(freeze: Freeze) -> FreezePlan:
 
 
 def _batch(batch: Batch, data: DataPlan) -> BatchPlan:
-    """The batch plan; for a user's own dataset `tokens_per_step` counts samples."""
-    per_sample = 1 if data.source == "target" else data.seq_len
+    """The batch plan; for a user's own dataset and for pairs `tokens_per_step` counts samples."""
+    per_sample = 1 if data.source == "target" or data.pairs else data.seq_len
     return BatchPlan(
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,

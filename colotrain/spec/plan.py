@@ -126,6 +126,8 @@ class ModelPlan:
     adapter: AdapterPlan | None = None
     loss: str | None = None
     """`package.module:callable` of a batch and the model's outputs; None: forward has the loss."""
+    dpo_beta: float | None = None
+    """Weight of the rewards' difference in the loss of preference pairs; None: no such loss."""
 
     @property
     def key(self) -> str:
@@ -159,7 +161,9 @@ class DataPlan:
     seq_len: int
     tokenizer: str
     columns: dict[str, str] = field(default_factory=dict)
-    """Role (text, prompt, completion, messages) → the records' column with that role."""
+    """Role (such as text, prompt, chosen) → the records' column with that role."""
+    pairs: bool = False
+    """Whether each sample is a preference pair: a chosen answer and a rejected one."""
     chat_template: str | None = None
     loss_on: Literal["answers", "last", "all"] = "answers"
     packing: Literal["auto", "stream", "whole", "none"] = "auto"

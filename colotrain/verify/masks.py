@@ -21,12 +21,13 @@ class MaskedSamples:
     """The samples of a dataset, with part of their labels masked as a function of the index.
 
     Every sixth sample has all of its labels masked, the others up to the first four fifths.
+    With `whole` no other samples are masked: the answers of a preference pair stay as they are.
     Samples without `labels` of at least one dimension stay as they are, and so do floating labels:
     the losses for those know no masks, and would take -100 for a value.
     """
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    def __init__(self, samples: Samples, *, whole: bool = False) -> None:
+        self.samples, self.whole = samples, whole
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -39,7 +40,7 @@ class MaskedSamples:
         labels = sample.get("labels")
         if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
             sample["labels"] = labels.clone()
-            share = 1.0 if index % 6 == 0 else (index % 5) / 5
+            share = 1.0 if index % 6 == 0 else 0.0 if self.whole else (index % 5) / 5
             sample["labels"][: round(share * len(labels))] = IGNORE_INDEX
         return sample
 

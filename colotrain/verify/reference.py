@@ -36,6 +36,7 @@ from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import TorchDispatchMode, tree_leaves
 from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.optimizers import optimizer_of
+from colotrain.verify.preferences import TwoModels
 
 Tensors = dict[str, Tensor]
 Optimizers = dict[str, tuple[torch.optim.Optimizer, float]]
@@ -109,11 +110,12 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     model.to(dtype)
     begin_training_(model)
     serve_signals_(model)
+    two_models = TwoModels(plan, dtype) if plan.data.pairs else None
     draws, seen = False, _Dtypes()
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
-        samples = MaskedSamples(open_samples(plan.data, "train"))
+        samples = MaskedSamples(open_samples(plan.data, "train"), whole=plan.data.pairs)
     order, drawn = planned_order(samples.samples, plan), planned_draw_seed(samples.samples, plan)
     size, collate = plan.batch.global_batch, planned_collate(plan.data)
     losses, gradients, parameters = [], [], [_values(model, own)]
@@ -128,7 +130,10 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         before = states(CPU)
         with without_dropout(model):
             with seen:
-                loss = _mean_loss(output_of(model, batch))
+                if two_models is not None:
+                    loss = two_models.mean_loss(model, batch)
+                else:
+                    loss = _mean_loss(output_of(model, batch))
             draws = draws or _differ(before, states(CPU))
             loss.backward()
         losses.append(loss.item())

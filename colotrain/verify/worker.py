@@ -59,7 +59,7 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
         events = EventWriter(case.event_file(rank=rank, attempt=attempt))
         run = prepare(plan, case, device=device, events=events, stop=stop)
         began_with = run.loss_scale.scale = scale or run.loss_scale.scale
-        run.train_data = masked_loader(run.train_data)
+        run.train_data = masked_loader(run.train_data, whole=plan.data.pairs)
         recorder = Recorder()
         run.on_gradients = recorder.record
         with without_dropout(run.sharded.module):
@@ -73,9 +73,9 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
     return outcome
 
 
-def masked_loader(loader: BatchLoader) -> BatchLoader:
+def masked_loader(loader: BatchLoader, *, whole: bool = False) -> BatchLoader:
     """The loader with the same masks on its samples as the reference's."""
-    samples, seed = MaskedSamples(loader.samples), loader.draw_seed
+    samples, seed = MaskedSamples(loader.samples, whole=whole), loader.draw_seed
     return BatchLoader(
         samples,
         loader.order,

@@ -51,7 +51,7 @@ def learned(found: Any) -> list[str]:
 
 def test_answers_are_found_by_rendering_what_comes_before_them() -> None:
     messages = conversation(random.randint(1, 5))
-    found = renderer(PLAIN).render({"messages": messages})
+    (found,) = renderer(PLAIN).documents({"messages": messages})
     answers = [m["content"] + "</s>" for m in messages if m["role"] == "assistant"]
     assert learned(found) == answers
     assert found.text.startswith("<s>[user]user ")
@@ -59,7 +59,7 @@ def test_answers_are_found_by_rendering_what_comes_before_them() -> None:
 
 def test_a_template_may_say_itself_what_is_generated() -> None:
     messages = conversation(3)
-    found = renderer(CHATML).render({"messages": messages})
+    (found,) = renderer(CHATML).documents({"messages": messages})
     assert learned(found) == [m["content"] + "<|im_end|>" for m in messages[1::2]]
     first = messages[0]["content"]
     assert found.text.startswith(f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n")
@@ -68,47 +68,47 @@ def test_a_template_may_say_itself_what_is_generated() -> None:
 @pytest.mark.parametrize("template", [PLAIN, CHATML])
 def test_the_loss_may_be_on_the_last_answer_or_on_everything(template: str) -> None:
     messages = conversation(3)
-    last = renderer(template, "last").render({"messages": messages})
+    (last,) = renderer(template, "last").documents({"messages": messages})
     assert len(last.answers) == 1
     assert learned(last)[0].startswith(messages[-1]["content"])
-    assert renderer(template, "all").render({"messages": messages}).answers is None
+    assert renderer(template, "all").documents({"messages": messages})[0].answers is None
 
 
 def test_a_template_that_rewrites_earlier_answers_is_only_good_for_the_last() -> None:
     messages = conversation(2)
     with pytest.raises(BadRecord, match=r"data\.loss_on=last"):
-        renderer(FORGETFUL).render({"messages": messages})
-    found = renderer(FORGETFUL, "last").render({"messages": messages})
+        renderer(FORGETFUL).documents({"messages": messages})
+    (found,) = renderer(FORGETFUL, "last").documents({"messages": messages})
     assert learned(found) == ["<think>" + messages[-1]["content"] + ";"]
 
 
 def test_other_names_for_messages_are_understood() -> None:
     rows = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    found = renderer(PLAIN).render({"conversations": rows})
+    (found,) = renderer(PLAIN).documents({"conversations": rows})
     assert found.text == "<s>[user]Hi</s>[assistant]Hello</s>"
 
 
 def test_prompt_and_completion_may_be_messages() -> None:
     record = {"prompt": conversation(2)[:3], "completion": conversation(1)[1:]}
-    found = renderer(PLAIN).render(record)
+    (found,) = renderer(PLAIN).documents(record)
     assert learned(found) == [record["completion"][0]["content"] + "</s>"]
 
 
 def test_a_template_cannot_reach_python() -> None:
     bad = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(BadRecord, match="refuses it"):
-        renderer(bad).render({"messages": conversation(1)})
+        renderer(bad).documents({"messages": conversation(1)})
 
 
 def test_a_template_may_refuse_a_conversation() -> None:
     strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     with pytest.raises(BadRecord, match="no system"):
-        renderer(strict).render({"messages": conversation(1)})
+        renderer(strict).documents({"messages": conversation(1)})
 
 
 def test_a_template_that_is_none_is_a_problem_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"data\.chat_template: .*Jinja"):
-        renderer("{% if %}").render({"messages": conversation(1)})
+        renderer("{% if %}").documents({"messages": conversation(1)})
 
 
 def plan_of(path: Path, **changes: Any) -> DataPlan:
@@ -258,12 +258,12 @@ def test_parts_of_a_content_are_its_text() -> None:
     whole = [{"role": "user", "content": "Say yes"}, {"role": "assistant", "content": "yes"}]
     for answer in ("yes", [{"type": "text", "text": "yes"}], ["y", "es"]):
         given = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        assert renderer(PLAIN).render({"messages": given}) == renderer(PLAIN).render(
+        assert renderer(PLAIN).documents({"messages": given}) == renderer(PLAIN).documents(
             {"messages": whole}
         )
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, whole[1]]
     with pytest.raises(BadRecord, match="message 1: expected parts that are text, not image_url"):
-        renderer(PLAIN).render({"messages": picture})
+        renderer(PLAIN).documents({"messages": picture})
 
 
 def test_calls_of_tools_without_content_are_learned() -> None:
@@ -274,7 +274,7 @@ def test_calls_of_tools_without_content_are_learned() -> None:
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "It is 3."},
     ]
-    found = renderer(CHATML).render({"messages": messages})
+    (found,) = renderer(CHATML).documents({"messages": messages})
     first, second = learned(found)
     body = first.removesuffix("<|im_end|>").strip()
     body = body.removeprefix("<tool_call>").removesuffix("</tool_call>")
@@ -282,24 +282,24 @@ def test_calls_of_tools_without_content_are_learned() -> None:
     assert second == "It is 3.<|im_end|>"
     assert "None" not in found.text
     call["function"]["arguments"] = '{"a": 1, "b": 2}'  # as OpenAI's files have them
-    assert renderer(CHATML).render({"messages": messages}) == found
+    assert renderer(CHATML).documents({"messages": messages}) == [found]
 
 
 def test_alpacas_input_is_part_of_the_prompt() -> None:
     record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
-    found = renderer(PLAIN).render(record)
+    (found,) = renderer(PLAIN).documents(record)
     assert found.text == "<s>[user]Add.\n\n1 and 2</s>[assistant]3</s>"
     assert learned(found) == ["3</s>"]
     without = Renderer(columns={}, loss_on="answers", template=None)
-    found = without.render(record)
+    (found,) = without.documents(record)
     assert found.text == "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n3"
     assert learned(found) == ["3"]
-    assert without.render({**record, "input": ""}).text.startswith(
+    assert without.documents({**record, "input": ""})[0].text.startswith(
         "### Instruction:\nAdd.\n\n### R"
     )
     named = {"prompt": "instruction", "completion": "output"}
-    found = Renderer(columns=named, loss_on="answers", template=None).render(record)
+    (found,) = Renderer(columns=named, loss_on="answers", template=None).documents(record)
     assert found.text == "Add.\n\n1 and 23"
     for wrong in ({**record, "output": ""}, {**record, "input": 3}):
         with pytest.raises(BadRecord):
-            without.render(wrong)
+            without.documents(wrong)

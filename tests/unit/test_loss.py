@@ -44,6 +44,7 @@ def test_value_and_gradients_are_torchs(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, chunk: int
 ) -> None:
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(loss, "LEAST_ROWS", 0)
     x, weight, labels = case(dtype, seed=chunk)
     total = cross_entropy(x, weight, labels)
     (total / 7).backward()
@@ -54,6 +55,33 @@ def test_value_and_gradients_are_torchs(
         assert (found.double() - right).abs().max().item() <= tolerance * scale
     assert x.grad is not None
     assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("chunk", [5 * VOCAB, 1000 * VOCAB])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
+def test_the_loss_of_each_token_and_its_gradients_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, chunk: int
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(loss, "LEAST_ROWS", 0)
+    x, weight, labels = case(dtype, seed=chunk + 1)
+    scales = torch.randn(ROWS, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    shape = loss.Logits(scale=0.5, cap=4.0)
+    bias = weight.detach()[:, 0].clone().requires_grad_()
+    with loss.by_token():
+        each = cross_entropy(x, weight, labels, bias=bias, logits=shape)
+    (each * scales).sum().backward()
+    own = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    logits = 4.0 * torch.tanh((own[0] @ own[1].T + own[2]) * 0.5 / 4.0)
+    right = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    (right * scales).sum().backward()
+    assert each.shape == (ROWS,)
+    found = (each, x.grad, weight.grad, bias.grad)
+    for one, wanted in zip(found, (right, *(t.grad for t in own)), strict=True):
+        assert one is not None
+        assert wanted is not None
+        off = (one.detach().double() - wanted.detach()).abs().max().item()
+        assert off <= tolerance * wanted.abs().max().item()
 
 
 def test_rows_without_a_target_have_no_part_in_it() -> None:
@@ -103,7 +131,8 @@ def test_only_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
                 Largest.numel = max(Largest.numel, out.untyped_storage().nbytes() // 4)
             return out
 
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", 4 * VOCAB)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", VOCAB)
+    assert loss.rows_at_once(torch.empty(VOCAB, WIDTH)) == 4  # a quarter of the width
     x, weight, labels = case(torch.float32)
     with Largest():
         cross_entropy(x, weight, labels).backward()

@@ -18,7 +18,10 @@ from colotrain.data.prepare.vocabulary import settings_beside
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
-MEANINGS = ("text", "prompt", "completion", "messages")
+COLUMNS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
+"""Roles that a column of records may have."""
+PAIR = ("chosen", "rejected")
+"""Answers of a preference pair, of which the first is the better one."""
 ALPACA = ("instruction", "input", "output")
 """Columns of Alpaca's records; `input` may be empty or absent."""
 NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
@@ -60,22 +63,47 @@ class Renderer:
     template: str | None
     tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens such as bos_token, by name, which templates may use."""
+    pairs: bool = field(default=False, repr=False)
+    """Whether records are preference pairs."""
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
-        own = {self.columns.get(meaning, meaning) for meaning in MEANINGS}
+        own = {self.columns.get(meaning, meaning) for meaning in COLUMNS}
         return frozenset(own | {"conversations", "tools", *ALPACA})
 
-    def render(self, record: Mapping[str, Any]) -> Rendered | None:
-        """The record as text; None where it is empty. Raises `BadRecord`."""
-        found = self._render(record)
-        if found is None or not found.text:
-            return None
+    def documents(self, record: Mapping[str, Any]) -> list[Rendered]:
+        """The record as text: one, none where it is empty, or a pair's two. Raises `BadRecord`."""
+        found = self._pair(record) if self.pairs else [self._render(record)]
+        found = [one for one in found if one is not None and one.text]
         try:
-            found.text.encode()
+            for one in found:
+                one.text.encode()
         except UnicodeEncodeError as error:
             raise BadRecord(f"not valid Unicode ({error.reason})") from error
         return found
+
+    def _pair(self, record: Mapping[str, Any]) -> list[Rendered]:
+        """The chosen and the rejected text of a preference pair."""
+        names = [self.columns.get(meaning, meaning) for meaning in ("prompt", *PAIR)]
+        prompt, *answers = (record.get(name) for name in names)
+        missing = [name for name, a in zip(names[1:], answers, strict=True) if a is None]
+        if missing:
+            expected = "expected {}, {} and {}".format(*names)
+            raise BadRecord(f"{expected}; it has {', '.join(map(str, record)) or '-'}")
+        if any(isinstance(answer, str) for answer in answers):
+            return [
+                self._completion(prompt, answer, record, name=n)
+                for n, answer in zip(names[1:], answers, strict=True)
+            ]
+        chats = [_messages(answer) for answer in answers]
+        if isinstance(prompt, list):
+            before = _messages(prompt)
+            chats = [[*before, *chat] for chat in chats]
+        elif isinstance(prompt, str) and all(chat[0]["role"] == "assistant" for chat in chats):
+            chats = [[*_messages([{"role": "user", "content": prompt}]), *chat] for chat in chats]
+        common = [a == b for a, b in zip(*chats, strict=False)]
+        shared = common.index(False) if False in common else len(common)
+        return [self._chat(chat, record, learn_from=shared) for chat in chats]
 
     def _render(self, record: Mapping[str, Any]) -> Rendered | None:
         messages, prompt, completion, text = (
@@ -83,6 +111,8 @@ class Renderer:
             for meaning in ("messages", "prompt", "completion", "text")
         )
         messages = messages if messages is not None else record.get("conversations")
+        if completion is None and all(record.get(self.columns.get(m, m)) is not None for m in PAIR):
+            raise BadRecord("a preference pair: train on it with train.objective=dpo")
         if messages is not None:
             return self._chat(_messages(messages), record, learn_from=0)
         if prompt is not None or completion is not None:
@@ -100,7 +130,7 @@ class Renderer:
         raise BadRecord(f"expected {self._expected()}; it has {', '.join(map(str, record)) or '-'}")
 
     def _expected(self) -> str:
-        names = {meaning: self.columns.get(meaning, meaning) for meaning in MEANINGS}
+        names = {meaning: self.columns.get(meaning, meaning) for meaning in COLUMNS}
         return "{text}, or {prompt} and {completion}, or {messages}".format(**names)
 
     def _alpaca(self, record: Mapping[str, Any]) -> Rendered | None:
@@ -122,18 +152,18 @@ class Renderer:
         return self._completion("\n\n".join([*parts, "### Response:\n"]), output, record)
 
     def _completion(
-        self, prompt: Any, completion: Any, record: Mapping[str, Any]
-    ) -> Rendered | None:
+        self, prompt: Any, completion: Any, record: Mapping[str, Any], *, name: str | None = None
+    ) -> Rendered:
         """Render prompt and completion: two texts, or two lists of messages."""
         if isinstance(prompt, list) and isinstance(completion, list):
             before = _messages(prompt)
             return self._chat([*before, *_messages(completion)], record, learn_from=len(before))
-        for meaning, value in (("prompt", prompt), ("completion", completion)):
+        name = name or self.columns.get("completion", "completion")
+        for column, value in ((self.columns.get("prompt", "prompt"), prompt), (name, completion)):
             if not isinstance(value, str):
-                name = self.columns.get(meaning, meaning)
-                raise BadRecord(f"{name}: expected text, not {_shown(value)}")
+                raise BadRecord(f"{column}: expected text, not {_shown(value)}")
         if not completion:
-            raise BadRecord(f"{self.columns.get('completion', 'completion')}: it is empty")
+            raise BadRecord(f"{name}: it is empty")
         text, begin = prompt + completion, len(prompt)
         answers = None if self.loss_on == "all" else ((begin, len(text)),)
         return Rendered(text=text, answers=answers, ends=True)
@@ -208,6 +238,7 @@ def renderer_of(plan: DataPlan) -> Renderer:
         loss_on=plan.loss_on,
         template=_template(plan, beside),
         tokens=tokens,
+        pairs=plan.pairs,
     )
 
 

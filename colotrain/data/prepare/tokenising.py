@@ -165,12 +165,11 @@ def encode(block: Block) -> Encoded:
         try:
             if isinstance(record, BadRecord):
                 raise record
-            text = _task.renderer.render(record)
+            texts = _task.renderer.documents(record)
         except BadRecord as error:
             bad.append((f"{block.file}:{number}", str(error)))
             continue
-        if text is not None:
-            rendered[split_of(block, number, _task.fraction)].append(text)
+        rendered[split_of(block, number, _task.fraction)] += texts
     found = {split: _encode(texts) for split, texts in rendered.items()}
     return Encoded(
         tokens={split: tokens for split, (tokens, _, _) in found.items()},
@@ -204,7 +203,7 @@ def _encode(texts: Sequence[Rendered]) -> tuple[bytes, list[int], bytes]:
         wanted = np.ones(len(row), np.uint8) if ends is None else _targets(ends, rendered.answers)
         if rendered.ends and _encoder.separator is not None:
             row, wanted = np.append(row, dtype.type(_encoder.separator)), np.append(wanted, 1)
-        if len(row):
+        if len(row) or _task.renderer.pairs:
             tokens.append(row.tobytes())
             lengths.append(len(row))
             targets.append(wanted.astype(np.uint8).tobytes())
@@ -245,11 +244,10 @@ def _training_texts(
             if split_of(block, number, plan.validation_fraction) != "train":
                 continue
             try:
-                text = None if isinstance(record, BadRecord) else renderer.render(record)
+                texts = [] if isinstance(record, BadRecord) else renderer.documents(record)
             except BadRecord:
                 continue
-            if text is not None:
-                yield text.text
+            yield from (text.text for text in texts)
         report("training tokenizer", min(before[block.file] + block.done, total), total)
 
 

@@ -161,7 +161,8 @@ def _prepare_records(plan: DataPlan, kind: str, store: Cache, report: Progress) 
 
 def _salt_of_records(plan: DataPlan, kind: str) -> str:
     """Text of the settings that the tokens of records depend on, beside `_own_files`."""
-    return f"{kind} {renderer_of(plan)!r} {plan.on_bad}\n"
+    pairs = " pairs" if plan.pairs else ""
+    return f"{kind} {renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
 
 
 def _prepare(

@@ -125,6 +125,22 @@ class DocumentSamples:
         return ids, torch.from_numpy(self._targets[start:stop].astype(bool))
 
 
+class PairSamples:
+    """Preference pairs: the values are [2, seq_len], the chosen document and the rejected one."""
+
+    def __init__(self, documents: DocumentSamples) -> None:
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents) // 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        chosen, rejected = self.documents[2 * index], self.documents[2 * index + 1]
+        return {name: torch.stack([chosen[name], rejected[name]]) for name in chosen}
+
+
 class Concatenation:
     """Several datasets, one after the other, as one."""
 
@@ -157,8 +173,8 @@ def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
 
 def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
     """Resolve `data.packing=auto`: one document per sample if only answers count in the loss."""
-    if plan.packing != "auto":
-        return plan.packing
+    if plan.packing != "auto" or plan.pairs:
+        return "none" if plan.pairs else plan.packing
     return "none" if any(shard.has_targets for shard in shards) else "stream"
 
 
@@ -166,6 +182,8 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
     if packing == "stream":
         return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate)
     most = 1 if packing == "none" else None
+    if plan.pairs:
+        return PairSamples(DocumentSamples(shard, split, plan.seq_len, most=1))
     return DocumentSamples(shard, split, plan.seq_len, isolate=plan.isolate, most=most)
 
 

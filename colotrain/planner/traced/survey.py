@@ -28,8 +28,10 @@ from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_s
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_task import CAUSAL
+from colotrain.models.llm import LLM
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.objective import attach_
+from colotrain.models.preferences import REFERENCE
 from colotrain.models.seeding import seeded
 from colotrain.models.tensor_parallel import DIVISIONS, TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_
@@ -72,6 +74,8 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         built_whole=whole,
         uses_transformers=any("transformers" in type(m).__module__ for m in module.modules()),
         **huggingface_task(module, model),
+        scores_tokens=isinstance(module, LLM)
+        or (task_in(module) is CAUSAL and not balances_experts(module)),
         isolates="document_ids" in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
         divisions=own_divisions(module),
@@ -209,8 +213,12 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
         refuse_empty(samples)
         stacked = stack([(0, read_sample(samples, 0))], planned_collate(data))
         return {name: tensor[0].to("meta") for name, tensor in stacked.items()}
-    tokens = torch.empty(data.seq_len, dtype=torch.int64, device="meta")
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    shape = (2, data.seq_len) if data.pairs else (data.seq_len,)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    sample = {"input_ids": tokens, "labels": tokens.clone()}
+    if data.pairs:
+        sample[REFERENCE] = torch.empty(2, dtype=torch.float64, device="meta")
+    return sample
 
 
 def check_schedule(dotted: str, total: int) -> str | None:

@@ -1,0 +1,132 @@
+"""Log-probabilities of preference pairs under the model as the run begins, its reference.
+
+They are computed once, by a pass over the pairs that the run reads, before a checkpoint is
+restored, and kept in the run directory. So no second model is in memory, and a resumed run reads
+the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from colotrain.data.prepare.tokens import prepare_all
+from colotrain.data.read.loader import BatchLoader, stack
+from colotrain.data.read.references import WithReferences, wanted
+from colotrain.engine.accumulation import to_device
+from colotrain.engine.label_shift import unchanged
+from colotrain.engine.run_state import Run
+from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.events.kinds import Note
+from colotrain.models import huggingface
+from colotrain.models.loss import by_token
+from colotrain.models.preferences import inputs_of, log_probs_of
+from colotrain.records import to_plain
+
+Known = dict[str, Tensor]
+"""Split → log-probabilities [samples, 2], NaN where they are not known."""
+
+
+def add_references_(run: Run) -> None:
+    """Give the run's pairs the log-probabilities of its reference. All ranks must call.
+
+    The model must have the weights with which the run begins.
+    """
+    key = key_of(run) if run.rank == 0 else ""
+    told: list[Any] = [load(run, key) if run.rank == 0 else None]
+    dist.broadcast_object_list(told)
+    known: Known = told[0]
+    is_new = False
+    for split, loader, positions in (
+        ("train", run.train_data, run.plan.train.max_steps * run.plan.batch.global_batch),
+        ("validation", run.validation_data, run.validation_data and run.validation_data.end),
+    ):
+        if loader is None or not positions:
+            continue
+        samples = loader.samples
+        assert isinstance(samples, WithReferences)
+        if split in known and len(known[split]) == len(samples):
+            samples.values.copy_(known[split])
+        ids = wanted(loader.order, len(samples), positions)
+        ids = ids[samples.values[ids, 0].isnan().numpy()]
+        if len(ids):
+            is_new = True
+            _tell(
+                run,
+                f"log-probabilities of {len(ids)} {split} pairs under the reference, "
+                "the model as the run begins, are computed once",
+            )
+            samples.values[ids] = compute(run, loader, ids)
+        known[split] = samples.values
+    if is_new and run.rank == 0:
+        save(run, known, key)
+
+
+def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
+    """Log-probabilities [ids, 2] on the CPU. All ranks must call; each does as many forwards."""
+    size, world, model = run.plan.batch.micro_batch, dist.get_world_size(), run.sharded.module
+    found = torch.zeros(len(ids), 2, dtype=torch.float64)
+    with torch.no_grad(), unchanged(model, run.device):
+        for start in range(0, len(ids), size * world):
+            run.at("reference")
+            run.sharded.calls.clear()
+            first = start + run.rank * size
+            places = [min(i, len(ids) - 1) for i in range(first, first + size)]
+            rows = [(int(ids[i]), loader.samples[int(ids[i])]) for i in places]
+            batch = to_device(stack(rows), run.device)
+            with by_token():
+                output = model(**inputs_of(batch))
+            stop = min(first + size, len(ids))
+            if first < stop:
+                found[first:stop] = log_probs_of(batch, output).cpu()[: stop - first]
+    reshard(run.sharded)
+    shared = found.to(run.device)
+    dist.all_reduce(shared)
+    return shared.cpu()
+
+
+def key_of(run: Run) -> str:
+    """Hash of all that the log-probabilities depend on: model, first weights, data, precision."""
+    plan = run.plan
+    content = {
+        "model": {**to_plain(plan.model), "dpo_beta": None},
+        "directory": huggingface.fingerprint(Path(plan.model.hf)) if plan.model.hf else None,
+        "seed": plan.train.seed,
+        "precision": plan.train.precision,
+        "data": [shard.train.parent.name for shard in prepare_all(plan.data)],
+        "seq_len": plan.data.seq_len,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def load(run: Run, key: str) -> Known:
+    """The values in the run directory; empty where there are none for this key."""
+    try:
+        with safe_open(run.rundir.references_file, "pt") as file:
+            if file.metadata().get("key") != key:
+                return {}
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return {}
+
+
+def save(run: Run, known: Known, key: str) -> None:
+    path = run.rundir.references_file
+    working = path.with_suffix(f".{os.getpid()}")
+    save_file({name: values.clone() for name, values in known.items()}, working, {"key": key})
+    os.replace(working, path)
+
+
+def _tell(run: Run, text: str) -> None:
+    if run.rank == 0:
+        run.events.write(Note(text=text))
