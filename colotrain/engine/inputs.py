@@ -7,6 +7,7 @@ from torch import Tensor
 from colotrain.data.read.ahead import read_ahead
 from colotrain.data.read.loader import (
     BatchLoader,
+    Samples,
     Split,
     count_evaluated,
     open_samples,
@@ -15,6 +16,7 @@ from colotrain.data.read.loader import (
     planned_order,
 )
 from colotrain.data.read.references import WithReferences
+from colotrain.data.read.samples import rest_of
 from colotrain.dotted import import_target
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import RunPlan
@@ -34,10 +36,22 @@ def import_targets(plan: RunPlan) -> None:
                 import_target(key, dotted)
 
 
-def open_loader(plan: RunPlan, split: Split, rank: int) -> BatchLoader | None:
-    """Return the micro-batches of a split; None where there is no validation split."""
+def open_loaders(plan: RunPlan, rank: int) -> tuple[BatchLoader, BatchLoader | None]:
+    """Return the micro-batches of both splits; None where there is no validation split."""
+    train = _open(plan, "train")
+    rest = rest_of(train)
+    found = _loader(plan, "train", train, rank)
+    assert found is not None, "training data without samples is refused"
+    validation = _open(plan, "validation") if rest is None else rest
+    return found, _loader(plan, "validation", validation, rank)
+
+
+def _open(plan: RunPlan, split: Split) -> Samples:
     with seeded(plan.train.seed):  # a builder that shuffles must do so alike in each call
-        samples = open_samples(plan.data, split)
+        return open_samples(plan.data, split)
+
+
+def _loader(plan: RunPlan, split: Split, samples: Samples, rank: int) -> BatchLoader | None:
     end = count_evaluated(samples, plan) or None if split == "validation" else None
     if split == "validation" and len(samples) == 0:
         return None

@@ -11,13 +11,13 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import BatchLoader, targets_per_sample
+from colotrain.data.read.loader import targets_per_sample
 from colotrain.data.read.samples import StreamSamples, describe_cut
 from colotrain.dotted import import_target
 from colotrain.engine import monitor
@@ -32,7 +32,7 @@ from colotrain.engine.context_parallel import divide_among_ranks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
-from colotrain.engine.inputs import first_micro_batch, import_targets, open_loader
+from colotrain.engine.inputs import first_micro_batch, import_targets, open_loaders
 from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import train
 from colotrain.engine.model_checks import check_dtypes
@@ -119,8 +119,7 @@ def prepare(
     configure_malloc_for_build()
     resumed = choose_checkpoint(plan, rundir, events)
     import_targets(plan)
-    train_data = cast(BatchLoader, open_loader(plan, "train", rank))
-    validation_data = open_loader(plan, "validation", rank)
+    train_data, validation_data = open_loaders(plan, rank)
     model = build(plan.model, seed=seed)
     attach_(model, plan.model)
     if rank == 0 and hasattr(model, KEEPS_VALUES):

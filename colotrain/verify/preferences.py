@@ -20,13 +20,14 @@ class TwoModels:
         self.beta = plan.model.dpo_beta or 0.0
 
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Mean over the pairs of which both answers have a target."""
+        """Mean over the pairs of which both answers have a target; 0 where there are none."""
         labels = batch["labels"]
         with torch.no_grad():
             before = _log_probs(self.first, batch)
         gained = _log_probs(model, batch) - before
         losses = -F.logsigmoid(self.beta * (gained[:, 0] - gained[:, 1]))
-        return losses[(labels >= 0).any(2).all(1)].mean()
+        counted = (labels >= 0).any(2).all(1)
+        return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)
 
 
 def _log_probs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

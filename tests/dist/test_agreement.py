@@ -13,7 +13,7 @@ from torch import nn
 
 from colotrain.data.read.loader import BatchLoader, SampleOrder
 from colotrain.engine.agreement import check_alike, check_filled_alike
-from colotrain.engine.worker import open_loader
+from colotrain.engine.inputs import open_loaders
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import build
 from colotrain.spec.plan import ModelPlan, RunPlan
@@ -52,7 +52,10 @@ def test_builders_draw_the_same_numbers_in_every_call() -> None:
     plan, found = plan_of_data(2), []
     for seed in (1, 2):  # whatever was drawn before
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        splits = [numbers_of(open_loader(plan, split, 0)) for split in ("train", "validation")]
+        loaders = open_loaders(plan, 0)
+        splits = [numbers_of(loader) for loader in loaders]
+        datasets = {id(loader.samples.dataset) for loader in loaders if loader is not None}
+        assert len(datasets) == 1  # built once, for both splits
         model = build(ModelPlan(target=f"{__name__}:drawn"), seed=3)
         found.append((splits, [p.tolist() for p in model.parameters()]))
     assert found[0] == found[1]

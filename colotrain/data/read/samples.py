@@ -56,6 +56,14 @@ class WithoutValidation(Subset[Any]):
     """The first samples of a dataset whose last ones are kept for validation."""
 
 
+def rest_of(samples: Any) -> Subset[Any] | None:
+    """The validation split of a dataset that is cut in two; None where each split is opened."""
+    if not isinstance(samples, WithoutValidation):
+        return None
+    total: int = len(samples.dataset)  # type: ignore[arg-type]
+    return Subset(samples.dataset, range(len(samples), total))
+
+
 def describe_cut(samples: Any, plan: DataPlan) -> str:
     """What is kept of a dataset for validation without its doing; empty where nothing is."""
     if not isinstance(samples, WithoutValidation):
