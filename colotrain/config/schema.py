@@ -55,6 +55,9 @@ class Mesh:
     tp: int = 1
     """Tensor parallelism: ranks of a host that divide every layer's matrices among themselves, for
     layers too large for one rank."""
+    tp_plan: dict[str, str] = field(default_factory=dict)
+    """Glob on modules → colwise, rowwise, colwise_gather_output, rowwise_split_input or
+    replicated_with_grad_allreduce: how `mesh.tp` divides a model of yours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from colotrain.engine.context_parallel import collectives_of
 from colotrain.errors import ColotrainError
-from colotrain.models.tensor_parallel import DIVISIONS, TensorShard, divide_parameters_, part_of
-from colotrain.models.tensor_parallel_styles import apply_styles_
+from colotrain.models.tensor_parallel import TensorShard, divide_parameters_, part_of
+from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.spec.divisions import Split
 from colotrain.spec.plan import RunPlan
 
@@ -73,14 +73,13 @@ def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan) -> TensorPar
     ranks = plan.mesh.tp
     if ranks == 1:
         return TensorParts()
-    divisions = getattr(model, DIVISIONS, None)
-    if divisions is None:
+    how = own_divisions(model, plan.model)
+    if how is None:
         raise ColotrainError(
             f"mesh.tp={ranks}: {plan.model.value} cannot divide its matrices among ranks",
             "set mesh.tp=1",
         )
     shard = TensorShard(rank=dist.get_rank() % ranks, size=ranks)
-    how = divisions()
     parts = TensorParts(shard=shard, splits=divide_parameters_(model, how, shard))
     apply_styles_(model, how, shard)
     return parts

@@ -19,6 +19,12 @@ from colotrain.models.huggingface_internals import without_packed_sequence_searc
 from colotrain.models.huggingface_task import SEQUENCE_TO_SEQUENCE, Task, check_batch
 from colotrain.models.llm import positions_within
 from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy, reduction
+from colotrain.models.tensor_parallel import ATTRIBUTE as TENSOR_SHARD
+from colotrain.models.tensor_parallel import (
+    TensorShard,
+    vocabulary_cross_entropy,
+    vocabulary_logits,
+)
 
 BALANCING = "load_balancing_loss_func"
 """Name of transformers' auxiliary loss in modules of architectures with experts."""
@@ -150,11 +156,18 @@ class ChunkedHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
+        shard: TensorShard | None = getattr(self.linear, TENSOR_SHARD, None)
         if self.labels is None:
-            return F.linear(x, weight, bias)
-        self.loss = cross_entropy(
-            x.flatten(0, -2), weight, self.labels.flatten(), bias=bias, logits=self.logits
-        )
+            if shard is None:
+                return F.linear(x, weight, bias)
+            return vocabulary_logits(x, weight, shard, bias=bias)
+        rows, labels, kind = x.flatten(0, -2), self.labels.flatten(), self.logits
+        if shard is None:
+            self.loss = cross_entropy(rows, weight, labels, bias=bias, logits=kind)
+        else:
+            self.loss = vocabulary_cross_entropy(
+                rows, weight, labels, shard, bias=bias, logits=kind
+            )
         return self.loss.sum()
 
     @contextmanager

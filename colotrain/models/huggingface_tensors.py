@@ -2,52 +2,119 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from colotrain.models.huggingface_attention import DIVISIBLE
 from colotrain.models.huggingface_internals import tp_plan_of
+from colotrain.models.huggingface_loss import holds_all_logits
 from colotrain.models.tensor_parallel import DIVISIONS
-from colotrain.models.tensor_parallel_styles import divisions_by
+from colotrain.models.tensor_parallel_styles import VOCABULARY, divisions_by, problems_of
 from colotrain.spec.divisions import Divisions
 
 EXPERTS = ".experts"
 """Part of the names of a plan's entries for experts, which stay whole on every rank."""
 EMBEDDING = "embedding_rowwise"
-"""Style of an embedding, which stays whole on every rank, too."""
-CANDIDATES = tuple(sorted({*DIVISIBLE, "gemma2"} - {"gemma3_text", "gpt2"}))
-"""Model types of config.json; tests/dist/test_tensor_parallel.py compares each with plain torch.
+"""Style of an embedding, which is divided with the loss or not at all."""
+VERIFIED = (
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "starcoder2",
+)
+"""Model types, of config.json, that may train with `mesh.tp`.
 
-Gemma 3 is left out: its plan does not say that ranks sum the gradients of the norms of queries and
-keys. GPT-2 has no plan.
+scripts/verified_models.py trains each with it and compares it with plain transformers.
 """
-VERIFIED: tuple[str, ...] = ()
-"""Types that may train with `mesh.tp`: those that verify has proven in runs, too."""
 
 
 def allow_parts_(model: nn.Module, config: Any) -> None:
     """Let `model` say how ranks can divide its matrices, or why they may not."""
-    of_type = f"models of type {config.model_type} were not compared with one process"
-    refused = functools.partial(Divisions, against=of_type)
-    known = config.model_type in VERIFIED
-    how = functools.partial(divisions_of, model, config) if known else refused
+    kind, how = config.model_type, functools.partial(divisions_of, model, config)
+    if not _own_plan(model):
+        how = functools.partial(Divisions, against=f"transformers has no plan for {kind}")
+    elif kind not in VERIFIED:
+        of_type = f"models of type {kind} were not compared with one process"
+        how = functools.partial(Divisions, against=of_type)
     setattr(model, DIVISIONS, how)
 
 
 def divisions_of(model: nn.Module, config: Any) -> Divisions:
-    """Return how the configuration's plan divides the layers; embedding and head stay whole."""
-    plan = tp_plan_of(model)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    inside = {glob: style for glob, style in plan.items() if glob.startswith(prefix)}
-    inside = {g: style for g, style in inside.items() if EXPERTS not in g and style != EMBEDDING}
-    if not inside:
-        return Divisions(against=f"transformers has no plan for {config.model_type}")
+    """Return how the configuration's plan divides the layers, and the loss its vocabulary."""
     dropout = getattr(config, "attention_dropout", 0.0)
     if dropout:
         return Divisions(against=f"attention_dropout={dropout} would differ from one process")
+    names = [name for name, _ in model.named_modules()]
     heads = config.num_attention_heads
     sizes = {"num_attention_heads": heads}
     sizes["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or heads
-    return divisions_by(inside, model, sizes)
+    plan = _own_plan(model)
+    # a plan is of all models of a type: dense layers and experts, say
+    held = {glob: s for glob, s in plan.items() if fnmatch.filter(names, glob)}
+    for problem in problems_of(held, model):
+        return Divisions(against=f"its plan has {problem.value!r}, expected {problem.expected}")
+    found = divisions_by(held, model, sizes)
+    if besides := _works_on_parts(model, found):
+        return Divisions(against=f"its plan does not say how {besides} works on parts of heads")
+    vocabulary = _vocabulary_of(model)
+    dims = {f"{name}.{key}": 0 for name in vocabulary for key in ("weight", "bias")}
+    styles = dict.fromkeys(vocabulary, VOCABULARY)
+    return replace(found, dims=found.dims | dims, styles=found.styles | styles)
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """The plan of the model's layers, without experts, embedding and head."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    inside = {glob: s for glob, s in tp_plan_of(model).items() if glob.startswith(prefix)}
+    return {glob: s for glob, s in inside.items() if EXPERTS not in glob and s != EMBEDDING}
+
+
+def _vocabulary_of(model: Any) -> list[str]:
+    """Names of the head and embedding, of which ranks can hold parts of the vocabulary."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    tied = head is not None and head.weight is embedding.weight
+    if head is None or holds_all_logits(model) or (tied and not plain):
+        return []
+    divided = (head, embedding) if plain else (head,)
+    return [name for name, module in model.named_modules() if module in divided]
+
+
+def _works_on_parts(model: nn.Module, divisions: Divisions) -> str:
+    """Name of a module with parameters beside divided ones that the plan leaves out; "" for none.
+
+    Where all of them gather their outputs it works on whole ones, as OLMo 2's norms do.
+    """
+    styles = divisions.styles.items()
+    for name, parent in model.named_modules():
+        children = [f"{name}.{key}" for key, c in parent.named_children() if [*c.parameters()]]
+        known = {c: next((s for g, s in styles if fnmatch.fnmatchcase(c, g)), "") for c in children}
+        if "colwise" in known.values() and "" in known.values():
+            return next(child for child, style in known.items() if not style)
+    return ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -103,12 +104,21 @@ def cross_entropy(
     if _by_token.get():
         each: Tensor = _TokenLosses.apply(x, weight, bias, labels, logits)
         return each
-    grad = torch.is_grad_enabled()
-    total: Tensor = _CrossEntropy.apply(x, weight, bias, labels, logits, grad)
+    return in_chunks(x, weight, bias, labels, functools.partial(_chunk, shape=logits))
+
+
+Chunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(products of some rows, which it may overwrite, labels) → loss of each row or their sum, gradient
+of the products."""
+
+
+def in_chunks(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, of: Chunk) -> Tensor:
+    """Σ of the losses that `of` computes for a few rows of `x @ weight.T + bias` at a time."""
+    total: Tensor = _InChunks.apply(x, weight, bias, labels, of, torch.is_grad_enabled())
     return total
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -116,7 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        logits: Logits,
+        loss_of: Chunk,
         with_grad: bool,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -129,7 +139,7 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
             products = F.linear(x[rows], weight, bias).to(exact)
-            losses, slope = _chunk(products, labels[rows], logits)
+            losses, slope = loss_of(products, labels[rows])
             total += losses.sum()
             into = None if grad_x is None else grad_x[rows]
             _add_gradients_(slope.to(x.dtype), x[rows], weight, into, grad_weight, grad_bias)
@@ -160,7 +170,7 @@ class _TokenLosses(torch.autograd.Function):
         step = rows_at_once(weight)
         for start in range(0, len(x), step):
             rows = slice(start, start + step)
-            logits, _ = _shape_(F.linear(x[rows], weight, bias).to(exact), shape)
+            logits, _ = shape_(F.linear(x[rows], weight, bias).to(exact), shape)
             valid = labels[rows] != IGNORE_INDEX
             picked = logits.gather(1, labels[rows].where(valid, 0).unsqueeze(1)).squeeze(1)
             top = logits.amax(1)
@@ -210,7 +220,7 @@ def _add_gradients_(
 
 def _chunk(products: Tensor, labels: Tensor, shape: Logits) -> tuple[Tensor, Tensor]:
     """Losses of some rows, and their gradients with respect to the products, which are lost."""
-    logits, damping = _shape_(products, shape)
+    logits, damping = shape_(products, shape)
     valid = labels != IGNORE_INDEX
     index = labels.where(valid, 0).unsqueeze(1)
     logits -= logits.amax(1, keepdim=True)
@@ -225,7 +235,7 @@ def _chunk(products: Tensor, labels: Tensor, shape: Logits) -> tuple[Tensor, Ten
     return losses, slope if shape.scale == 1.0 else slope.mul_(shape.scale)
 
 
-def _shape_(products: Tensor, shape: Logits) -> tuple[Tensor, Tensor | None]:
+def shape_(products: Tensor, shape: Logits) -> tuple[Tensor, Tensor | None]:
     """The logits, in the memory of the products, and the derivative of the cap if there is one."""
     if shape.scale != 1.0:
         products *= shape.scale

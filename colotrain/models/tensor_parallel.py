@@ -9,6 +9,7 @@ Everything between the parts is the same on all ranks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from colotrain.models.context_parallel import Collective, without_sending
-from colotrain.models.loss import IGNORE_INDEX, rows_at_once
+from colotrain.models.loss import IGNORE_INDEX, PRODUCTS, Logits, in_chunks, shape_
 from colotrain.spec.divisions import Divisions, Split
 
 ATTRIBUTE = "tensor_shard"
@@ -198,84 +199,67 @@ class VocabularyEmbedding(nn.Embedding):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         shard = self.tensor_shard
-        if shard is None:
-            return super().forward(input_ids)
-        index, is_here = _in_part(input_ids, self.weight, shard)
-        own = F.embedding(index, self.weight).masked_fill(~is_here.unsqueeze(-1), 0.0)
-        return leave(own, shard)
+        return super().forward(input_ids) if shard is None else embed(self, shard, input_ids)
 
 
-def _in_part(tokens: Tensor, weight: Tensor, shard: TensorShard) -> tuple[Tensor, Tensor]:
-    """Return the row in this rank's `weight` of each token, 0 for others, and whether it is one."""
-    index = tokens - shard.rank * weight.shape[0]
-    is_here = (index >= 0) & (index < weight.shape[0])
+def embed(module: nn.Embedding, shard: TensorShard, input_ids: Tensor) -> Tensor:
+    """Return the rows of `input_ids`, where `module` has those of this rank's part."""
+    rows = module.weight.shape[0]
+    index, is_here = _in_part(input_ids, rows, shard)
+    padding = None
+    if module.padding_idx is not None and module.padding_idx // rows == shard.rank:
+        padding = module.padding_idx % rows  # a row without a gradient
+    own = F.embedding(index, module.weight, padding)
+    return leave(own.masked_fill(~is_here.unsqueeze(-1), 0.0), shard)
+
+
+def _in_part(tokens: Tensor, rows: int, shard: TensorShard) -> tuple[Tensor, Tensor]:
+    """Return which of this rank's `rows` each token is, 0 for others, and whether it is one."""
+    index = tokens - shard.rank * rows
+    is_here = (index >= 0) & (index < rows)
     return index.where(is_here, 0), is_here
 
 
-def vocabulary_logits(x: Tensor, weight: Tensor, shard: TensorShard) -> Tensor:
+def vocabulary_logits(
+    x: Tensor, weight: Tensor, shard: TensorShard, *, bias: Tensor | None = None
+) -> Tensor:
     """Logits [..., vocab] of `x` [..., d], the same on all ranks."""
-    return gather_last(F.linear(enter(x, shard), weight), shard, alike=True)
+    return gather_last(F.linear(enter(x, shard), weight, bias), shard, alike=True)
 
 
 def vocabulary_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, shard: TensorShard
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: TensorShard,
+    *,
+    bias: Tensor | None = None,
+    logits: Logits = PRODUCTS,
 ) -> Tensor:
     """`loss.cross_entropy` where `weight` [vocab / ranks, d] is this rank's part of the vocabulary.
 
     The result is the same on all ranks. They exchange three numbers per row in forward, and the
     gradient of `x`; no rank computes the logits of another's part.
     """
-    total: Tensor = _CrossEntropy.apply(x, weight, labels, shard, torch.is_grad_enabled())
-    return total
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, shard: TensorShard, with_grad: bool
-    ) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        needs_x, needs_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
-        grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
-        total = torch.zeros((), dtype=exact, device=x.device)
-        step = rows_at_once(weight)
-        for start in range(0, x.shape[0], step):
-            rows = slice(start, start + step)
-            loss, slope = _chunk(x[rows], weight, labels[rows], shard, exact)
-            total += loss
-            if grad_x is not None:
-                torch.mm(slope, weight, out=grad_x[rows])
-            if grad_weight is not None:
-                grad_weight += (slope.t() @ x[rows]).to(exact)
-        if grad_x is not None:
-            grad_x = shard.sum(grad_x)
-        ctx.gradients, ctx.dtype = (grad_x, grad_weight), weight.dtype
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        grad_x, grad_weight = ctx.gradients
-        ctx.gradients = None  # scaled in place to save a copy, so only one backward
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(scale).to(ctx.dtype)
-        return None if grad_x is None else grad_x * scale, grad_weight, None, None, None
+    chunk = functools.partial(_chunk, rows=weight.shape[0], shard=shard, shape=logits)
+    return in_chunks(enter(x, shard), weight, bias, labels, chunk)
 
 
 def _chunk(
-    x: Tensor, weight: Tensor, labels: Tensor, shard: TensorShard, exact: torch.dtype
+    products: Tensor, labels: Tensor, *, rows: int, shard: TensorShard, shape: Logits
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of some rows, and its gradient with respect to this rank's logits."""
-    logits = F.linear(x, weight).to(exact)
+    """Summed loss, and the gradient with respect to the `rows` products per label of this rank."""
+    logits, damping = shape_(products, shape)
     valid = labels != IGNORE_INDEX
-    index, is_here = _in_part(labels, weight, shard)
+    index, is_here = _in_part(labels, rows, shard)
     index, is_here = index.unsqueeze(1), is_here & valid
     logits -= shard.gather(logits.amax(1)).amax(0).unsqueeze(1)
     picked = logits.gather(1, index).squeeze(1).where(is_here, 0.0)
     sums, picked = shard.sum(torch.stack((logits.exp_().sum(1), picked)))
     loss = ((sums.log() - picked) * valid).sum()
     slope = logits.div_(sums.unsqueeze(1))
-    slope.scatter_add_(1, index, -is_here.unsqueeze(1).to(exact))
+    slope.scatter_add_(1, index, -is_here.unsqueeze(1).to(slope.dtype))
     slope *= valid.unsqueeze(1)
-    return loss, slope.to(x.dtype)
+    if damping is not None:
+        slope *= damping
+    return loss, slope if shape.scale == 1.0 else slope.mul_(shape.scale)

@@ -1,52 +1,118 @@
 """Tensor parallelism of models that know nothing of it, by a plan: module glob → style.
 
-The styles and their names are those of transformers' `base_model_tp_plan`.
+The styles and their names are those of transformers' `base_model_tp_plan`. The plan of a user's
+own model is `mesh.tp_plan`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.models.tensor_parallel import TensorShard, enter, gather_last, leave, own_part
+from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.models.tensor_parallel import (
+    ATTRIBUTE,
+    DIVISIONS,
+    TensorShard,
+    embed,
+    enter,
+    gather_last,
+    leave,
+    own_part,
+)
 from colotrain.spec.divisions import Divisions
+from colotrain.spec.plan import ModelPlan
 
 ROWS = ("colwise", "colwise_gather_output")
 COLUMNS = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
 """Style of modules that are whole on all ranks and work on the parts of their inputs."""
+VOCABULARY = "vocabulary"
+"""Style of an embedding and of a head with its loss, which have a part of the vocabulary's rows."""
 STYLES = (*ROWS, *COLUMNS, SUMMED)
 
 
-def divisions_by(plan: Mapping[str, str], model: nn.Module, sizes: Mapping[str, int]) -> Divisions:
-    """Return how `plan` divides `model`; `sizes` must be multiples of the number of ranks, too.
+def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
+    """How the matrices of `model` can be divided; None where neither it nor `plan` says so.
 
-    What cannot be right is a `Divisions` with the reason.
+    Raises `ConfigError` for everything in `mesh.tp_plan` that cannot be right.
     """
-    dims, divided = {}, dict(sizes)
+    own = getattr(model, DIVISIONS, None)
+    if not plan.tp_plan:
+        return own() if callable(own) else None
+    problems = []
+    if own is not None:
+        expected = f"null, for {plan.value} says itself how it is divided"
+        problems = [Problem(key="mesh.tp_plan", expected=expected, fix="leave it out")]
+    problems += problems_of(plan.tp_plan, model)
+    if problems:
+        raise ConfigError(problems)
+    return divisions_by(plan.tp_plan, model)
+
+
+def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
+    """What cannot be right in a plan, as problems of `mesh.tp_plan`."""
     modules = dict(model.named_modules())
+    linears = suggest("", {name for name, module in modules.items() if _is_linear(module)})
     for glob, style in plan.items():
+        key = f"mesh.tp_plan.{glob}"
         if style not in STYLES:
-            known = ", ".join(STYLES)
-            return Divisions(against=f"{glob} has the style {style!r}, which is none of {known}")
-        matched = {name: m for name, m in modules.items() if fnmatchcase(name, glob)}
-        if style == SUMMED or not matched:
+            expected = f"one of {', '.join(STYLES)}"
+            yield Problem(key=key, value=style, expected=expected, fix=suggest(style, set(STYLES)))
             continue
-        for name, module in matched.items():
-            if not isinstance(module, nn.Linear):
+        matched = {name: m for name, m in modules.items() if fnmatchcase(name, glob)}
+        if not matched:
+            yield Problem(key=key, expected="a glob that matches a module's name", fix=linears)
+        for name, module in matched.items() if style != SUMMED else ():
+            if not _is_linear(module):
                 kind = type(module).__name__
-                return Divisions(against=f"{name} is a {kind}, and {style} is for nn.Linear")
+                expected = f"nn.Linear modules for {style} ({name} is a {kind})"
+                yield Problem(key=key, value=style, expected=expected, fix="name its linears")
+                break
+            if others := _also_in(model, module):
+                expected = f"matrices of their own ({name} shares its weight with {others})"
+                yield Problem(key=key, value=style, expected=expected, fix="leave it whole")
+                break
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _also_in(model: nn.Module, module: nn.Module) -> str:
+    """Name of another module with a parameter of `module`; "" for none."""
+    own = set(module.parameters(recurse=False))
+    for name, other in model.named_modules():
+        if other is not module and not own.isdisjoint(other.parameters(recurse=False)):
+            return name
+    return ""
+
+
+def divisions_by(
+    plan: Mapping[str, str], model: nn.Module, sizes: Mapping[str, int] | None = None
+) -> Divisions:
+    """Return how `plan`, without problems, divides `model`.
+
+    The number of ranks must divide `sizes`, too.
+    """
+    dims, divided = {}, dict(sizes or {})
+    for glob, style in plan.items():
+        if style == SUMMED:
+            continue
         dim = 0 if style in ROWS else 1
         dims[f"{glob}.weight"] = dim
         if style in ROWS:
             dims[f"{glob}.bias"] = 0
-        for module in matched.values():
-            divided[glob.rpartition(".")[2]] = module.weight.shape[dim]
+        for name, module in model.named_modules():
+            if fnmatchcase(name, glob):
+                key = glob.rpartition(".")[2]
+                divided[key] = math.gcd(divided.get(key, 0), module.weight.shape[dim])
     return Divisions(dims=dims, sizes=divided, styles=dict(plan))
 
 
@@ -57,17 +123,29 @@ def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) ->
             if not fnmatchcase(name, glob):
                 continue
             if style == SUMMED:
-                for parameter in module.parameters():
-                    _sum_gradients(parameter, shard)
-            else:
+                summed = functools.partial(_summed, module, module.forward, shard)
+                module.forward = summed
+            elif style != VOCABULARY:
                 module.forward = functools.partial(_FORWARDS[style], module, shard)
+            elif isinstance(module, nn.Embedding):
+                if len(module.weight) < module.num_embeddings:
+                    found = functools.partial(embed, module, shard)
+                    module.forward = found  # type: ignore[method-assign]
+            elif len(module.weight) < module.out_features:
+                setattr(module, ATTRIBUTE, shard)  # its loss finds it there
 
 
-def _sum_gradients(parameter: nn.Parameter, shard: TensorShard) -> None:
-    trains = parameter.requires_grad
-    parameter.requires_grad_(True)  # a frozen parameter may be unfrozen later
-    parameter.register_hook(shard.sum)
-    parameter.requires_grad_(trains)
+def _summed(
+    module: nn.Module, forward: Callable[..., Any], shard: TensorShard, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute with parameters whose gradients are summed, those that `fully_shard` has gathered."""
+    own = dict(module._parameters)
+    entered = {name: None if p is None else enter(p, shard) for name, p in own.items()}
+    module._parameters.update(entered)  # type: ignore[arg-type]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters.update(own)
 
 
 def _colwise(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:

@@ -201,9 +201,6 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
     if settings.train.compile:
         expected, fix = f"false with mesh.tp={tp}", "set train.compile=false"
         yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
-    if model.hf and settings.mesh.cp > 1:
-        expected, fix = f"1 with mesh.tp={tp} and model.hf", "divide samples or matrices, not both"
-        yield Problem(key="mesh.cp", value=settings.mesh.cp, expected=expected, fix=fix)
     if settings.adapter.name is not None:
         expected, fix = f"null with mesh.tp={tp}", "set mesh.tp=1"
         yield Problem(key="adapter.name", value=settings.adapter.name, expected=expected, fix=fix)

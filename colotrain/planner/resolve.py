@@ -198,6 +198,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         adapter=plan_adapter(settings.adapter, problems),
         loss=settings.train.loss,
         dpo_beta=settings.train.dpo.beta if settings.train.objective == "dpo" else None,
+        tp_plan=settings.mesh.tp_plan,
     )
 
 

@@ -61,13 +61,16 @@ class Divisions:
 
     def part_of(self, name: str, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """Return the shape of one rank's part of a parameter."""
-        dim = self.dim_of(name)
-        return tuple(n // ranks if i == dim else n for i, n in enumerate(shape))
+        split = self.split(name, shape, rank=0, ranks=ranks)
+        return tuple(split.size if split and i == split.dim else n for i, n in enumerate(shape))
 
     def split(self, name: str, shape: Sequence[int], *, rank: int, ranks: int) -> Split | None:
-        """Return the part that `rank` of the group holds; None for a parameter not divided."""
+        """Return the part that `rank` of the group holds; None for a parameter not divided.
+
+        A vocabulary that `sizes` does not name stays whole where it cannot be divided evenly.
+        """
         dim = self.dim_of(name)
-        if dim is None:
+        if dim is None or shape[dim] % ranks:
             return None
         size = shape[dim] // ranks
         return Split(dim=dim, start=rank * size, size=size, whole=shape[dim])

@@ -128,6 +128,8 @@ class ModelPlan:
     """`package.module:callable` of a batch and the model's outputs; None: forward has the loss."""
     dpo_beta: float | None = None
     """Weight of the rewards' difference in the loss of preference pairs; None: no such loss."""
+    tp_plan: dict[str, str] = field(default_factory=dict)
+    """Glob on modules → how ranks divide them; empty for models that say so themselves."""
 
     @property
     def key(self) -> str:
@@ -234,8 +236,7 @@ class TrainPlan:
     """Steps per epoch; 0: not computed, because no setting is in epochs."""
     last_batch: Literal["fill", "drop"] = "fill"
     num_validation: int | None = None
-    """Number of validation samples; None: not counted, as nothing needed it or the data was not
-    prepared."""
+    """Number of validation samples; None: not counted, or the data was not prepared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

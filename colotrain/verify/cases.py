@@ -39,7 +39,7 @@ class Variant:
         changed = {
             "name": f"verify-{self.plugin}-{axes}-{self.accumulation_steps}",
             "plugin": own or {"name": self.plugin},
-            "mesh": {"cp": self.cp, "tp": self.tp},
+            "mesh": {**(config.get("mesh") or {}), "cp": self.cp, "tp": self.tp},
             "train": {
                 **train,
                 "global_batch": global_batch,

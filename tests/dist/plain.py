@@ -7,7 +7,7 @@ nothing of colotrain but its order of samples and its masks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,14 @@ def plan_of(family: Family, folder: Path, plugin: str, *overrides: str) -> RunPl
     )
 
 
-def compare(family: Family, folder: Path, cases: Path, *overrides: str) -> list[CaseResult]:
-    """Train the directory under every plugin in the folder `cases`; the differences from plain."""
-    plans = [plan_of(family, folder, plugin, *overrides) for plugin in ROWS]
+def compare(
+    family: Family, folder: Path, cases: Path, plans: Sequence[RunPlan] = ()
+) -> list[CaseResult]:
+    """Train the directory in the folder `cases`, by default under every plugin.
+
+    Returns the differences from plain transformers.
+    """
+    plans = plans or [plan_of(family, folder, plugin) for plugin in ROWS]
     reference = functools.partial(train, family)
     with mock.patch.object(runner, "run_reference", reference):
         return list(runner.verify(plans, cases, tolerance=Tolerance()))
@@ -85,6 +90,8 @@ def _train(family: Family, plan: RunPlan, steps: int, dtype: torch.dtype) -> Tra
                 total += loss.item()
         losses.append(total)
         gradients.append(_values({n: p.grad for n, p in named.items() if p.grad is not None}))
+        if plan.train.grad_clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.train.grad_clip)
         optimizer.step()
         parameters.append(_values(named))
     return Trajectory(
@@ -110,16 +117,18 @@ def _values(tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {n: t.detach().float().clone() for n, t in tensors.items()}
 
 
-def export_differences(family: Family, folder: Path, cases: Path) -> Iterator[float]:
-    """Largest differences of logits between the trained model and its export, by plugin.
+def export_differences(
+    family: Family, folder: Path, cases: Path, plans: Sequence[RunPlan] = ()
+) -> Iterator[float]:
+    """Largest differences of logits between trained models and their exports, after `compare`.
 
-    The export is loaded by transformers; the trained model has the checkpoint's values.
+    The export is loaded by transformers; the trained model has the checkpoint's values. `plans` are
+    of two ranks, by default one of every plugin.
     """
-    for index, plugin in enumerate(ROWS):
+    for index, plan in enumerate(plans or [plan_of(family, folder, plugin) for plugin in ROWS]):
         run = runner.case_of(RunDir(cases / "world-2"), index)
-        to = cases / f"exported-{plugin}"
+        to = cases / f"exported-{index}"
         export(run, to, Choice(), progress=lambda what, done, total: None)
-        plan = plan_of(family, folder, plugin)
         trained = build_whole(plan.model, seed=0)
         held = {n.removeprefix("model."): t for n, t in read_whole(run.checkpoint(STEPS)).items()}
         with torch.no_grad():

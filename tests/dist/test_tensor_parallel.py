@@ -13,7 +13,8 @@ from torch import nn
 
 from colotrain.cli.main import guarded
 from colotrain.engine.context_parallel import collectives_of
-from colotrain.models.huggingface_tensors import CANDIDATES, divisions_of
+from colotrain.models.huggingface_loss import chunk_loss_
+from colotrain.models.huggingface_tensors import VERIFIED, divisions_of
 from colotrain.models.llm import LLM
 from colotrain.models.tensor_parallel import (
     TensorShard,
@@ -21,19 +22,21 @@ from colotrain.models.tensor_parallel import (
     part_of,
     vocabulary_logits,
 )
-from colotrain.models.tensor_parallel_styles import apply_styles_, divisions_by
+from colotrain.models.tensor_parallel_styles import SUMMED, apply_styles_, problems_of
 from colotrain.rundir import RunDir
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.checkpoints import read_whole
-from tests.dist import hf
+from tests.dist import hf, plain
 from tests.dist.test_context_parallel import LENGTH, make_model
 from tests.dist.test_run import losses
 from tests.dist.test_transport import run
+from tests.families import GROUPED, Family
 from tests.representatives import representatives
 from tests.running import SMALL, Colotrain
 
 HEADS = ("model.args.num_heads=4", "model.args.num_kv_heads=2")
+SIXTEEN = ("cluster.procs_per_node=16", "mesh.tp=16")
 OWN = ("freeze.patterns=[embed*,blocks.0.*]", "train.grad_clip=0.1")
 
 
@@ -168,7 +171,7 @@ def compare_logits(rank: int) -> None:
     assert torch.allclose(own.grad, head.weight.grad.chunk(2)[rank], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", representatives(CANDIDATES, kept=["gpt_neox", "olmo2", "qwen3"]))
+@pytest.mark.parametrize("kind", representatives(VERIFIED, kept=["gpt_neox", "olmo2", "qwen3"]))
 def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
     run(compare_plan_with_whole, 2, kind)
@@ -176,6 +179,7 @@ def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole
 
 def compare_plan_with_whole(rank: int, kind: str) -> None:
     model, forward = make_model(kind)
+    chunk_loss_(model)
     with torch.no_grad():
         for parameter in model.parameters():  # biases begin with zeros, which hide their number
             parameter.add_(torch.randn_like(parameter) / 10)
@@ -201,22 +205,111 @@ def compare_plan_with_whole(rank: int, kind: str) -> None:
             assert parameter.grad is None
             continue
         part = part_of(whole, splits[name]) if name in splits else whole
-        assert (parameter.grad - part).abs().max() <= 1e-9 * max(1.0, whole.abs().max()), name
+        limit = 1e-7 if "gemma3" in kind else 1e-9  # whose norms compute in float32
+        assert (parameter.grad - part).abs().max() <= limit * max(1.0, whole.abs().max()), name
 
 
 def test_a_plan_with_an_unknown_style_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 1))
-    assert "'sideways'" in divisions_by({"0": "sideways"}, model, {}).against
-    assert "1 is a Conv1d" in divisions_by({"1": "colwise"}, model, {}).against
+    model.add_module("2", nn.Embedding(4, 4))
+    model.add_module("3", nn.Linear(4, 4))
+    model[3].weight = model[2].weight
+    plan = {"0": "sideways", "1": "colwise", "3": "rowwise", "nothing.*": "rowwise"}
+    said = [str(problem) for problem in problems_of(plan, model)]
+    assert len(said) == 4
+    for line, wanted in zip(
+        said, ("=sideways: expected one of", "1 is a Conv1d", "with 2)", "matches a"), strict=True
+    ):
+        assert wanted in line
 
 
-def test_a_hugging_face_directory_is_refused(tmp_path: Path, colotrain: Colotrain) -> None:
+def test_a_plan_of_the_users_own_divides_any_model(
+    colotrain: Colotrain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ("model.target=tests.dist.own_heads:make", "data.target=tests.dist.own_heads:samples")
+    plan = "mesh.tp_plan={'blocks.*.query':colwise,'blocks.*.out':rowwise,'blocks.*.norm':"
+    plan += f"{SUMMED},'blocks.*.up':colwise_gather_output,'blocks.*.down':rowwise_split_input}}"
+    options = ("--world-sizes", "4", "--tp", "2", "--plugins", "zero1,zero3", "--steps", "2")
+    guarded(["verify", *own, plan, "train.micro_batch=2", *options, "--json"])
+    cases = loads(capsys.readouterr().out)["cases"]
+    assert {(case["plugin"], case["accumulation_steps"], case["tp"]) for case in cases} == {
+        (plugin, steps, 2) for plugin in ("zero1", "zero3") for steps in (1, 4)
+    }
+    assert not [case["difference"] for case in cases if not case["passed"]]
+    wrong = plan.replace("query", "querry").replace("rowwise_split_input", "sideways")
+    for odd, says in ((wrong, ["tp_plan.blocks.*.querry", "sideways"]), (plan, ["query=24"])):
+        refused = colotrain("plan", *own, odd, "train.micro_batch=2", *SIXTEEN)
+        assert refused.code == 2
+        errors = [line for line in refused.err.splitlines() if "error" in line]
+        assert len(errors) == len(says)
+        assert all(word in line for word, line in zip(says, errors, strict=True))
+
+
+BIASED = Family("Qwen3", "Qwen3ForCausalLM", "qwen3", {**GROUPED, "attention_bias": True})
+MANY_HEADS = {**GROUPED, "num_key_value_heads": 4, "tie_word_embeddings": True}
+
+
+def test_a_hugging_face_directory_trains_and_exports_as_plain_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    folder = hf.make_directory("llama", tmp_path / "llama")
+    folder = BIASED.make(tmp_path / "made")
+    options = ("mesh.tp=2", "train.grad_clip=0.1")
+    plans = [plain.plan_of(BIASED, folder, plugin, *options) for plugin in ("zero1", "gemini")]
+    for result in plain.compare(BIASED, folder, tmp_path / "cases", plans):
+        assert result.passed, result.difference
+        assert result.tp == 2
+    for difference in plain.export_differences(BIASED, folder, tmp_path / "cases", plans):
+        assert difference <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_tied_hugging_face_directory_trains_with_every_product_of_axes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    family = Family("Llama, tied", "LlamaForCausalLM", "llama", MANY_HEADS)
+    folder = family.make(tmp_path / "made")
+    ranks = "cluster.procs_per_node=4"
+    plans = [
+        plain.plan_of(family, folder, plugin, ranks, f"mesh.tp={tp}", f"mesh.cp={cp}", *options)
+        for plugin in ("zero1", "zero3", "gemini")
+        for tp, cp in ((2, 1), (2, 2), (4, 1))
+        for options in ((), ("train.micro_batch=1", "train.activation_checkpointing=full"))
+    ]
+    for plan, result in zip(
+        plans, plain.compare(family, folder, tmp_path / "cases", plans), strict=True
+    ):
+        assert result.passed, (plan.plugin.name, plan.mesh, result.difference)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "says"),
+    [
+        ("forgets_norms", "norm.weight in step 1: differs by nan"),
+        ("adds_bias_everywhere", "loss of step 2"),
+        pytest.param("counts_norms_twice", "parameter", marks=pytest.mark.slow),
+        pytest.param("splits_keys_wrongly", "loss of step 1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_in_dividing_a_hugging_face_model_is_found(
+    mutant: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    folder = BIASED.make(tmp_path / "made")
+    plan = plain.plan_of(BIASED, folder, "zero3", "mesh.tp=2", "train.grad_clip=0.1")
+    (result,) = plain.compare(BIASED, folder, tmp_path / "cases", [plan])
+    assert not result.passed
+    assert says in str(result.difference)
+
+
+def test_hugging_face_models_without_a_plan_are_refused(
+    tmp_path: Path, colotrain: Colotrain
+) -> None:
+    pytest.importorskip("transformers")
+    folder = hf.make_directory("gpt2", tmp_path / "gpt2")
     data = ("data.target=tests.dist.hf:samples", "train.micro_batch=4", "cluster.procs_per_node=2")
     refused = colotrain("plan", f"model.hf={folder}", *data, "mesh.tp=2")
     assert refused.code == 2
-    assert "models of type llama were not compared" in refused.err
+    assert "transformers has no plan for gpt2" in refused.err
 
 
 def test_a_run_goes_on_with_other_axes(colotrain: Colotrain) -> None:

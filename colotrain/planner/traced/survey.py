@@ -33,8 +33,8 @@ from colotrain.models.loading import begin_training_, build, build_on_meta, fill
 from colotrain.models.objective import attach_
 from colotrain.models.preferences import REFERENCE
 from colotrain.models.seeding import seeded
-from colotrain.models.tensor_parallel import DIVISIONS, TensorShard, divide_parameters_
-from colotrain.models.tensor_parallel_styles import apply_styles_
+from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
+from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
@@ -78,7 +78,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         or (task_in(module) is CAUSAL and not balances_experts(module)),
         isolates="document_ids" in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
-        divisions=own_divisions(module),
+        divisions=own_divisions(module, model),
     )
 
 
@@ -91,12 +91,6 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
         return {"remarks": tuple(_remarks(module))}
     unknown = f"another task ({type(module).__name__})"
     return {"other_task": task.name, "samples": task.sample} if task else {"other_task": unknown}
-
-
-def own_divisions(module: nn.Module) -> Divisions | None:
-    """What the model says on dividing its matrices; None where it says nothing."""
-    own = getattr(module, DIVISIONS, None)
-    return own() if callable(own) else None
 
 
 def _remarks(module: nn.Module) -> Iterator[str]:
@@ -177,7 +171,7 @@ def trace_micro_batch(
     if mesh.cp > 1:
         divide_sequences_(module, sequences)
     if mesh.tp > 1:
-        divisions = own_divisions(module) or Divisions()
+        divisions = own_divisions(module, model) or Divisions()
         divide_parameters_(module, divisions, tensors)
         apply_styles_(module, divisions, tensors)
     try:

@@ -10,7 +10,7 @@ split = Divisions.split
 
 def of_another(self, name, shape, *, rank, ranks):
     found = split(self, name, shape, rank=rank, ranks=ranks)
-    if ".key." not in name:
+    if ".key." not in name and ".k_proj." not in name:
         return found
     return dataclasses.replace(found, start=found.whole - found.size - found.start)
 
