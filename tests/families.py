@@ -47,7 +47,6 @@ VISION = {
     "initializer_range": 0.1,
 }
 BERT = {**SMALL, **NO_DROPOUT}
-STARCODER = {"residual_dropout": 0.0, "embedding_dropout": 0.0}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -113,19 +112,6 @@ CAUSAL = (
         "falcon",
         {**SMALL, "num_kv_heads": 2, "new_decoder_architecture": True, "hidden_dropout": 0.0},
     ),
-    Family("SmolLM3", "SmolLM3ForCausalLM", "smollm3"),
-    Family("Gemma", "GemmaForCausalLM", "gemma"),
-    Family("OLMo", "OlmoForCausalLM", "olmo"),
-    Family("OLMo 3", "Olmo3ForCausalLM", "olmo3"),
-    Family("Cohere 2", "Cohere2ForCausalLM", "cohere2", {**GROUPED, "logit_scale": 0.25}),
-    Family("GLM", "GlmForCausalLM", "glm"),
-    Family("GLM-4", "Glm4ForCausalLM", "glm4"),
-    Family("Starcoder 2", "Starcoder2ForCausalLM", "starcoder2", {**GROUPED, **STARCODER}),
-    Family("Ministral", "MinistralForCausalLM", "ministral"),
-    Family("Arcee", "ArceeForCausalLM", "arcee"),
-    Family("Nemotron", "NemotronForCausalLM", "nemotron"),
-    Family("Helium", "HeliumForCausalLM", "helium"),
-    Family("ERNIE 4.5", "Ernie4_5ForCausalLM", "ernie4_5"),
 )
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 MIXTURES = (

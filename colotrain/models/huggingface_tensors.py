@@ -20,33 +20,18 @@ EXPERTS = ".experts"
 EMBEDDING = "embedding_rowwise"
 """Style of an embedding, which is divided with the loss or not at all."""
 VERIFIED = (
-    "arcee",
     "cohere",
-    "cohere2",
-    "ernie4_5",
-    "gemma",
     "gemma2",
     "gemma3_text",
-    "glm",
-    "glm4",
-    "gpt_neox",
-    "granite",
-    "helium",
     "llama",
-    "ministral",
     "mistral",
     "mixtral",
-    "nemotron",
-    "olmo",
     "olmo2",
-    "olmo3",
     "phi",
     "phi3",
     "qwen2",
     "qwen3",
     "qwen3_moe",
-    "smollm3",
-    "starcoder2",
 )
 """Model types, of config.json, that may train with `mesh.tp`.
 

@@ -36,6 +36,14 @@ from tests.representatives import representatives
 from tests.running import SMALL, Colotrain
 
 HEADS = ("model.args.num_heads=4", "model.args.num_kv_heads=2")
+CANDIDATES = sorted(
+    {
+        *VERIFIED,
+        *("arcee", "cohere2", "ernie4_5", "gemma", "glm", "glm4", "gpt_neox", "granite", "helium"),
+        *("ministral", "nemotron", "olmo", "olmo2", "olmo3", "smollm3", "starcoder2"),
+    }
+)
+"""Types whose plans are right in float64; runs come before a type is allowed."""
 SIXTEEN = ("cluster.procs_per_node=16", "mesh.tp=16")
 OWN = ("freeze.patterns=[embed*,blocks.0.*]", "train.grad_clip=0.1")
 
@@ -171,7 +179,7 @@ def compare_logits(rank: int) -> None:
     assert torch.allclose(own.grad, head.weight.grad.chunk(2)[rank], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", representatives(VERIFIED, kept=["gpt_neox", "olmo2", "qwen3"]))
+@pytest.mark.parametrize("kind", representatives(CANDIDATES, kept=["gpt_neox", "olmo2", "qwen3"]))
 def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
     run(compare_plan_with_whole, 2, kind)

@@ -44,10 +44,15 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_of_a_group_that_divides_samples_leaves_no_trace_in_the_losses(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "divided",
+    [("mesh.cp=2",), ("mesh.tp=2", "model.args.num_heads=4", "model.args.num_kv_heads=2")],
+    ids=["samples", "matrices"],
+)
+def test_a_killed_rank_of_a_group_that_divides_its_work_leaves_no_trace_in_the_losses(
+    tmp_path: Path, divided: tuple[str, ...]
 ) -> None:
-    colotrain, divided = Colotrain(tmp_path), ("mesh.cp=2",)
+    colotrain = Colotrain(tmp_path)
     expected = straight(colotrain, "zero3", options=divided)
     assert inflict(colotrain, "killed", "zero3", AT_A_TIME, options=divided) >= 2
     assert history(colotrain, "killed") == expected
