@@ -91,6 +91,10 @@ def ranks(evidence: Evidence) -> Verdict:
         most = max(ends, key=lambda end: end.backwards)
         text = f"after the last step the ranks' backwards number {', '.join(map(str, begun))}"
         return wrong(name, text, most.backward_at)
+    alone = [end for end in ends if end.failed and end.forwards > min(e.forwards for e in ends)]
+    if len(ends) == len(lengths) and alone:
+        text = f"after {lengths[0]} steps {len(alone)} of {len(ends)} ranks went on, and failed"
+        return wrong(name, text, alone[0].forward_at)
     return ok(name, f"{lengths[0]} steps on each of {evidence.world_size}")
 
 
@@ -244,7 +248,7 @@ def between_ranks(evidence: Evidence) -> Iterator[Verdict]:
 def weights(looked: list[Looked], evidence: Evidence) -> Verdict:
     name = "weights"
     if evidence.first.process.framework in SHARDED:
-        return ok(name, "sharded: there is one copy")
+        return shards(evidence)
     for each in looked:
         first = each.details[0].weights
         for rank, own in enumerate(each.details):
@@ -255,6 +259,23 @@ def weights(looked: list[Looked], evidence: Evidence) -> Verdict:
                 )
                 return wrong(name, text, each.step.site, step=each.step.step)
     return ok(name, f"equal on all ranks at {len(looked)} steps, bit for bit")
+
+
+def shards(evidence: Evidence) -> Verdict:
+    """Compare the whole weights that the ranks made shards of."""
+    name, known = "weights", [rank.sharding for rank in evidence.ranks if rank.sharding is not None]
+    if len(known) < len(evidence.ranks):
+        return ok(name, "sharded: there is one copy")
+    first = known[0]
+    differ = [k for k in first.weights if any(o.weights.get(k) != first.weights[k] for o in known)]
+    kept = [key for key in differ if all(key in (own.kept or ()) for own in known)]
+    if kept:
+        text = "ranks made shards of different weights, each of its own: "
+        return wrong(name, text + named([key.partition(":")[2] for key in kept]), first.site)
+    if differ and first.kept is None:
+        why = "ranks made shards of different weights; whether others were loaded is not known"
+        return unknown(name, why, first.site)
+    return ok(name, "sharded: there is one copy")
 
 
 def data(looked: list[Looked]) -> Verdict:

@@ -15,6 +15,7 @@ from colotrain.audit.records import (
     ObservedProcess,
     ObservedStep,
     Remark,
+    Sharding,
 )
 from colotrain.events.event import Event
 from colotrain.events.log import read
@@ -30,6 +31,7 @@ class RankEvidence:
     members: list[Membership] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
     engine: EngineInfo | None = None
+    sharding: Sharding | None = None
     end: ObservedEnd | None = None
 
     @property
@@ -102,23 +104,32 @@ def newest(ranks: list[RankEvidence]) -> list[RankEvidence]:
 
 def rank_of(path: Path) -> tuple[RankEvidence | None, list[Remark]]:
     process: ObservedProcess | None = None
-    steps, members, remarks, engine, end = [], [], [], None, None
+    steps, members, remarks, engine, sharding, end = [], [], [], None, None, None
     for event in read(path):
-        if event.kind == ObservedProcess.KIND:
-            process = ObservedProcess.of(event)
-        elif event.kind == ObservedStep.KIND:
-            steps.append(ObservedStep.of(event))
-        elif event.kind == Membership.KIND:
-            members.append(Membership.of(event))
-        elif event.kind == Remark.KIND:
-            remarks.append(Remark.of(event))
-        elif event.kind == EngineInfo.KIND:
-            engine = EngineInfo.of(event)
-        elif event.kind == ObservedEnd.KIND:
-            end = ObservedEnd.of(event)
+        match event.kind:
+            case ObservedProcess.KIND:
+                process = ObservedProcess.of(event)
+            case ObservedStep.KIND:
+                steps.append(ObservedStep.of(event))
+            case Membership.KIND:
+                members.append(Membership.of(event))
+            case Remark.KIND:
+                remarks.append(Remark.of(event))
+            case EngineInfo.KIND:
+                engine = EngineInfo.of(event)
+            case Sharding.KIND:
+                sharding = Sharding.of(event)
+            case ObservedEnd.KIND:
+                end = ObservedEnd.of(event)
     if process is None:
         return None, remarks
     rank = RankEvidence(
-        process=process, steps=steps, members=members, remarks=remarks, engine=engine, end=end
+        process=process,
+        steps=steps,
+        members=members,
+        remarks=remarks,
+        engine=engine,
+        sharding=sharding,
+        end=end,
     )
     return rank, remarks

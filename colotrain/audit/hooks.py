@@ -95,9 +95,10 @@ def observe_torch() -> None:
     _wrap_schedulers()
     _wrap_grad_scaler()
     _wrap_checkpoint()
-    _wrap_hooks()
     _wrap_cross_entropy()
     _wrap_forward()
+    if "torch.distributed.fsdp" in sys.modules:
+        observe_fsdp()
 
 
 def _wrap_forward() -> None:
@@ -159,6 +160,9 @@ def _wrap_backward() -> None:
         seen.backward_depth += 1
         try:
             original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        except BaseException:
+            seen.taps.detach()
+            raise
         finally:
             seen.backward_depth -= 1
         if outer:
@@ -291,9 +295,6 @@ def _wrap_checkpoint() -> None:
         if kwargs.get("use_reentrant") is False or not torch.is_grad_enabled():
             return
         site = here()
-        seen.blocked = (
-            seen.blocked or f"reentrant checkpointing at {site} allows no second backward"
-        )
         tensors = [a for a in args[1:] if isinstance(a, Tensor)]
         if not any(t.requires_grad for t in tensors) and _may_train(args[0]):
             seen.remark("reentrant", "no input of a reentrant checkpoint requires a gradient", site)
@@ -308,23 +309,6 @@ def _may_train(function: Any) -> bool:
     return not isinstance(owner, nn.Module) or any(p.requires_grad for p in owner.parameters())
 
 
-def _wrap_hooks() -> None:
-    def noted(args: Any, kwargs: Any) -> None:
-        site = here()
-        if site.package == "deepspeed":  # without effect within its own backward
-            return
-        seen = observer()
-        seen.blocked = seen.blocked or f"a second backward would call the hook of {site} again"
-
-    for owner, names in (
-        (Tensor, ("register_hook",)),
-        (nn.Module, ("register_full_backward_hook", "register_full_backward_pre_hook")),
-        (nn.modules.module, ("register_module_full_backward_hook",)),
-    ):
-        for name in names:
-            wrap(owner, name, before=noted)
-
-
 def _wrap_cross_entropy() -> None:
     def after(_: Any, args: Any, kwargs: Any) -> None:
         seen = observer()
@@ -334,6 +318,30 @@ def _wrap_cross_entropy() -> None:
             seen.window.new_counts.append([kwargs.get("reduction", "mean"), count])
 
     wrap(nn.functional, "cross_entropy", after=after)
+
+
+def observe_fsdp() -> None:
+    """Install the hooks on `fully_shard` and FSDP: called once, right after their import."""
+    if _current is None:
+        return
+    module: Any = sys.modules["torch.distributed.fsdp"]
+
+    def modules(args: Any, kwargs: Any, position: int) -> list[nn.Module]:
+        found = kwargs.get("module", args[position] if len(args) > position else None)
+        return [found] if isinstance(found, nn.Module) else list(found or ())
+
+    def wrapping(args: Any, kwargs: Any) -> None:
+        if not kwargs.get("sync_module_states"):
+            observer().shards.is_known = False
+            observer().shards.sharding(modules(args, kwargs, 1))
+
+    wrap(
+        module,
+        "fully_shard",
+        before=lambda args, kwargs: observer().shards.sharding(modules(args, kwargs, 0)),
+        after=lambda _, args, kwargs: observer().shards.sharded(modules(args, kwargs, 0)),
+    )
+    wrap(module.FullyShardedDataParallel, "__init__", before=wrapping)
 
 
 def observe_deepspeed() -> None:

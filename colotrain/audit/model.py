@@ -94,6 +94,17 @@ def is_fsdp(module: object) -> bool:
     return is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
+def sharded_units(root: nn.Module) -> list[nn.Module]:
+    """Return the modules whose parameters `fully_shard` or FSDP gathers for their forward."""
+    found = []
+    for module in root.modules():
+        if is_fsdp(module):
+            found.append(module.module)  # its own hooks run after its shards are back
+        elif is_a(module, "torch.distributed.fsdp", "FSDPModule"):
+            found.append(module)
+    return found  # type: ignore[return-value]
+
+
 def framework(roots: list[nn.Module]) -> str:
     """Return what shards or wraps the model; empty if nothing known does."""
     for root in roots:
@@ -115,6 +126,11 @@ def whole(value: Tensor | None) -> Tensor | None:
     if value is None or not is_dtensor(value):
         return value
     return value.full_tensor()  # type: ignore[attr-defined]
+
+
+def local(value: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, any other tensor as it is."""
+    return value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.audit import model, reference
+from colotrain.audit import model
 from colotrain.audit.records import (
     Clip,
     Details,
@@ -27,7 +27,9 @@ from colotrain.audit.records import (
     ObservedStep,
     Remark,
 )
+from colotrain.audit.reference import Taps
 from colotrain.audit.report import Report, rank, undivided
+from colotrain.audit.shards import Shards
 from colotrain.audit.sites import Site, here
 from colotrain.audit.sketch import packed, sketch
 from colotrain.audit.window import Window, factors_of, number, product
@@ -50,6 +52,7 @@ class Observer:
         """Above 0 within calls of the observer's own and within an engine's step."""
         self.backward_depth = 0
         self.roots = model.Roots()
+        self.taps = Taps(lambda: self.is_looking and not self.quiet)
         self.window = Window()
         self.optimizers: list[weakref.ref[Any]] = []
         self.made_at: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
@@ -59,10 +62,13 @@ class Observer:
         self.micro_batches = 0
         self.backwards = 0
         """Calls of backward that began."""
-        self.backward_at = Site("")
+        self.backward_at = self.forward_at = Site("")
+        self.forwards = 0
+        """Forwards of training since the last step."""
+        self.shards = Shards()
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
-        """Why no second backward may run through the script's graph; empty if one may."""
+        """Why the evidence is not complete; empty if it is."""
         self.before: dict[str, Tensor] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.taken: dict[str, Tensor] = {}
@@ -104,8 +110,14 @@ class Observer:
         return coming <= FIRST or coming % EVERY == 0
 
     def forward(self, module: nn.Module, inputs: object) -> None:
-        if self.backward_depth or not self.roots.add(module) or not self.is_looking:
+        if self.backward_depth or not self.roots.add(module):
             return
+        if torch.is_grad_enabled():
+            self.forwards += 1
+            self.forward_at = here()
+        if not self.is_looking:
+            return
+        self.taps.watch(self.roots)
         if torch.is_grad_enabled():
             device = next(module.parameters()).device
             self.window.inputs.append(model.hash_of(inputs))
@@ -130,34 +142,16 @@ class Observer:
             window.counts.append(counts[0] if len(counts) == 1 else None)
             if loss is None or not plain or loss.numel() != 1:
                 window.why_not = "backward was called with other arguments than one loss"
-            self.add_reference(loss, factors)
-
-    def add_reference(self, loss: Tensor | None, factors: list[Any]) -> None:
-        window = self.window
-        parameters = {n: p for n, p in self.roots.parameters().items() if p.requires_grad}
-        window.why_not = (
-            window.why_not or reference.why_not(loss, self.roots.all(), parameters) or self.blocked
-        )
-        if window.why_not or loss is None:
-            return
-        factor, scale = product(factors)
-        try:
-            found = reference.gradients(loss, parameters)
-        except Exception as error:  # a graph that allows one backward alone
-            window.why_not = (
-                f"a second backward is impossible: {' '.join(str(error).split())[:200]}"
-            )
-            return
-        window.add_reference(found, factor=factor, scale=scale)
+            window.product = product(factors)
+            window.why_not = window.why_not or self.taps.attach(self.roots) or self.blocked
 
     def _has_gradients(self) -> bool:
         found = (p.grad for p in self.roots.parameters().values() if p.requires_grad)
-        return any(
-            g is not None and not model.is_dtensor(g) and bool(g.detach().count_nonzero())
-            for g in found
-        )
+        own = (model.local(gradient) for gradient in found if gradient is not None)
+        return any(bool(gradient.detach().count_nonzero()) for gradient in own)
 
     def after_backward(self) -> None:
+        self.window.add_reference(self.taps.detach())
         self.window.micro_batches += 1
         self.micro_batches += 1
 
@@ -221,6 +215,8 @@ class Observer:
         if self.number_of(optimizer) == 0 and self.report is None:
             self.report = Report(self.rundir)
             self.write(self.report.begin(self.roots))
+            if (sharding := self.shards.event()) is not None:
+                self.write(sharding)
             atexit.register(self.end, os.getpid())
         if self.is_looking:
             self.taken, self.rows = self.take(gradient_of)
@@ -271,7 +267,8 @@ class Observer:
             self.report.step(
                 step, window, rows, lr=learning_rate(own or optimizer), total=self.micro_batches
             )
-        self.window = Window()
+        self.window, self.forwards = Window(), 0
+        self.taps.whole.clear()
         if self.limit and min(self.steps) >= self.limit:
             self.finish()
 
@@ -332,7 +329,13 @@ class Observer:
 
     def end(self, pid: int) -> None:
         if os.getpid() == pid:  # not in a fork
-            end = ObservedEnd(backwards=self.backwards, backward_at=self.backward_at.plain())
+            end = ObservedEnd(
+                backwards=self.backwards,
+                backward_at=self.backward_at.plain(),
+                forwards=self.forwards,
+                forward_at=self.forward_at.plain(),
+                failed=hasattr(sys, "last_value"),
+            )
             self.write(end)
 
     def finish(self) -> None:

@@ -144,6 +144,22 @@ class ObservedEnd(EventKind):
     """Calls of backward that began."""
     backward_at: list[str]
     """Site of the last of them."""
+    forwards: int
+    """Forwards of training that began after the last step."""
+    forward_at: list[str]
+    failed: bool
+    """Whether an exception ended the process."""
+
+
+@event_kind("sharding")
+class Sharding(EventKind):
+    """Whole parameters that ranks made shards of, at the first optimizer step."""
+
+    weights: dict[str, str]
+    """Number of the call and name → sketch before the call."""
+    kept: list[str] | None
+    """Those that were not replaced since, as by a checkpoint; None where that is not known."""
+    site: list[str]
 
 
 @event_kind("engine")

@@ -1,44 +1,104 @@
-"""The gradient of a micro-batch by plain autograd, beside the script's own backward.
+"""The gradients of a micro-batch as the script's own backward computes them, before any engine.
 
-`torch.autograd.grad` captures gradients before they are accumulated: engines that reduce or
-partition gradients in hooks on the accumulation do not notice. Where a second backward could change
-the script, there is a reason instead.
+Hooks on whole parameters see each gradient on its way to `.grad`: before it is accumulated,
+reduced, scaled or partitioned. They are there during the backward alone. Nothing is computed twice,
+so engines that count their backwards do not notice.
 """
 
 from __future__ import annotations
 
-import torch
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from colotrain.audit import model
 from colotrain.audit.sketch import sketch
 
-SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
+GATHERED = ("FullyShardedDataParallel", "fully_shard")
+"""What gathers parameters by putting others in their place."""
 
 
-def why_not(
-    loss: Tensor | None, roots: list[nn.Module], parameters: dict[str, nn.Parameter]
-) -> str:
-    """Return why the reference cannot be computed; empty if it can."""
-    if loss is None or loss.grad_fn is None:
-        return "the loss has no graph"
-    if not parameters:
-        return "no module with trainable parameters ran before the backward"
-    framework = model.framework(roots)
-    if framework in SHARDED:
-        return f"{framework} frees and gathers parameters in its own backward, which runs only once"
-    if any(getattr(root, "static_graph", False) for root in roots):
-        return "DistributedDataParallel with static_graph counts the first backward"
-    return ""
+class Taps:
+    """Hooks on the parameters of a model, whose gradients they sum up as sketches."""
 
+    def __init__(self, is_looking: Callable[[], bool]) -> None:
+        self.is_looking = is_looking
+        self._units = weakref.WeakSet[nn.Module]()
+        """Modules of `fully_shard` or FSDP whose whole parameters are noted in each forward."""
+        self.names: dict[int, str] = {}
+        """Names of shards by their ids."""
+        self.whole: dict[int, list[Tensor]] = {}
+        """Id of a shard → whole parameters that forwards used in its place."""
+        self._handles: list[Any] = []
+        self._sums: dict[str, Tensor] = {}
 
-def gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return sketches of the loss's gradients; the graph stays as it was."""
-    found = torch.autograd.grad(
-        loss, list(parameters.values()), retain_graph=True, allow_unused=True
-    )
-    return {
-        name: sketch(gradient.to_dense() if gradient.is_sparse else gradient)
-        for name, gradient in zip(parameters, found, strict=True)
-        if gradient is not None
-    }
+    def watch(self, roots: model.Roots) -> None:
+        """Note from now on what sharded parameters are while they are whole."""
+        for root in roots.all():
+            for unit in model.sharded_units(root):
+                if unit not in self._units:
+                    self._units.add(unit)
+                    self.names |= {id(p): name for name, p in roots.parameters().items()}
+                    unit.register_forward_hook(self._noting(unit), prepend=True)
+
+    def _noting(self, unit: nn.Module) -> Any:
+        nested = {
+            m for other in model.sharded_units(unit) if other is not unit for m in other.modules()
+        }
+        shards = [
+            (module, key, id(shard))
+            for module in unit.modules()
+            if module not in nested
+            for key, shard in module.named_parameters(recurse=False)
+        ]
+
+        def note(*_: Any) -> None:
+            for module, key, shard in shards if self.is_looking() else ():
+                value = getattr(module, key, None)
+                known = self.whole.setdefault(shard, [])
+                if isinstance(value, Tensor) and not any(value is other for other in known):
+                    known.append(value)
+
+        return note
+
+    def attach(self, roots: model.Roots) -> str:
+        """Hook the parameters for one backward; return why that cannot be, or an empty text."""
+        own = {n: p for n, p in roots.parameters().items() if p.requires_grad}
+        if not own:
+            return "no module with trainable parameters ran before the backward"
+        found: dict[str, list[Tensor]] = {name: [parameter] for name, parameter in own.items()}
+        kind = model.framework(roots.all())
+        if kind in GATHERED:
+            names = self.names | {id(parameter): name for name, parameter in own.items()}
+            used = {names[shard]: tensors for shard, tensors in self.whole.items()}
+            if any(name.endswith("_flat_param") for name in names.values()):
+                return f"{kind} without use_orig_params hides the parameters while it trains"
+            if not used:
+                return f"{kind}: no forward was seen in which its parameters were whole"
+            if any(model.is_dtensor(tensor) for tensors in used.values() for tensor in tensors):
+                return f"{kind}: some parameters are sharded while they are used, too"
+            plain: dict[str, list[Tensor]] = {
+                n: [p] for n, p in own.items() if id(p) not in self.names and n not in used
+            }
+            found = {**plain, **{n: [t for t in ts if t.requires_grad] for n, ts in used.items()}}
+        for name, tensors in found.items():
+            for tensor in tensors:
+                self._handles.append(tensor.register_hook(self._adding(name)))
+        return ""
+
+    def _adding(self, name: str) -> Any:
+        def add(gradient: Tensor) -> None:
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            self._sums[name] = self._sums.get(name, 0) + sketch(gradient)
+
+        return add
+
+    def detach(self) -> dict[str, Tensor]:
+        """Remove the hooks and return the sketches of the backward's gradients."""
+        for handle in self._handles:
+            handle.remove()
+        found, self._handles, self._sums = self._sums, [], {}
+        return found

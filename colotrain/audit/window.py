@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from colotrain.audit.sites import Site
@@ -67,6 +66,8 @@ class Window:
     declared: dict[str, Tensor] = field(default_factory=dict)
     base: dict[str, Tensor] = field(default_factory=dict)
     last: dict[str, Tensor] = field(default_factory=dict)
+    product: tuple[float, float] = (1.0, 1.0)
+    """Factor of the micro-batch under way, and the GradScaler's scale."""
     why_not: str = ""
     before_clip: dict[str, Tensor] | None = None
     clip_rows: dict[str, dict[str, Any]] | None = None
@@ -79,8 +80,9 @@ class Window:
         if self.micro_batches > self.lost:
             self.lost, self.lost_at = self.micro_batches, site
 
-    def add_reference(self, gradients: dict[str, Tensor], *, factor: float, scale: float) -> None:
-        """Add a micro-batch; `gradients` are sketches of its loss's, `scale` a GradScaler's."""
+    def add_reference(self, gradients: dict[str, Tensor]) -> None:
+        """Add the sketches of a micro-batch's gradients, as its backward computed them."""
+        factor, scale = self.product
         self.last = {name: value / scale for name, value in gradients.items()}
         for name, value in self.last.items():
             self.declared[name] = self.declared.get(name, 0) + value
@@ -141,7 +143,3 @@ def product(factors: list[Factor]) -> tuple[float, float]:
     """Return the product of the factors, and of those that are a GradScaler's scale alone."""
     scale = math.prod(f.value() for f in factors if f.loss_scale)
     return math.prod(f.value() for f in factors if not f.loss_scale), scale
-
-
-def same_device(tensors: dict[str, Tensor]) -> torch.device:
-    return next(iter(tensors.values())).device if tensors else torch.device("cpu")

@@ -1,6 +1,7 @@
-"""A training script of plain torch and DDP that the tests audit, with one fault or none.
+"""A training script of plain torch, DDP or `fully_shard` that the tests audit.
 
-`python audited.py [FAULT]` or `torchrun … audited.py [FAULT]`; it knows nothing of colotrain.
+`python audited.py [FAULT]` or `torchrun … audited.py [FAULT [fully_shard]]`; it has one
+fault or none, and knows nothing of colotrain.
 """
 
 import contextlib
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+SHARDED = sys.argv[2:] == ["fully_shard"]
 ACCUMULATION = 4
 STEPS = 3
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -49,20 +52,27 @@ def main() -> None:
         for parameter in model.parameters():
             parameter.data += 0.1 * rank
     if FAULT == "frozen-decays":
-        for parameter in model.first.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            parameter.requires_grad_(False)
+        model.first.requires_grad_(False)
     if FAULT != "same-dropout":
         torch.manual_seed(1 + rank)
     net = model
-    if WORLD > 1 and FAULT not in BY_HAND:
+    other = copy.deepcopy(model)
+    if SHARDED:
+        fully_shard(model.second)
+        fully_shard(model)
+    elif WORLD > 1 and FAULT not in BY_HAND:
         find = FAULT == "idle"
         net = nn.parallel.DistributedDataParallel(model, find_unused_parameters=find)
+    if FAULT == "frozen-decays":
+        for parameter in model.first.parameters():
+            parameter.grad = torch.zeros_like(parameter)
     parameters = list(model.parameters())
     if FAULT == "missing":
         parameters = parameters[2:]
+    if FAULT == "twice":
+        parameters = [*parameters, parameters[-1]]
     if FAULT == "other-model":
-        parameters = list(copy.deepcopy(model).parameters())
+        parameters = list(other.parameters())
     decay = 0.1 if FAULT == "frozen-decays" else 0.0
     if FAULT == "adamw":
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -72,6 +82,8 @@ def main() -> None:
     scaled = FAULT in ("clip-before-unscale", "scaler")
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
     draw = torch.Generator().manual_seed(100 + (0 if FAULT == "same-data" else rank))
+    if FAULT == "schedule-first":
+        scheduler.step()
     for step in range(STEPS):
         for micro_batch in range(ACCUMULATION):
             if FAULT == "zeroed-each":
@@ -104,7 +116,7 @@ def main() -> None:
             continue
         if FAULT == "local-clip":
             nn.utils.clip_grad_norm_(parameters, 0.01)
-        if WORLD > 1 and FAULT in ("summed", "local-clip", "reentrant"):
+        if WORLD > 1 and not SHARDED and FAULT in ("summed", "local-clip", "reentrant"):
             for parameter in parameters:
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad)

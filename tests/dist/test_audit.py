@@ -5,52 +5,69 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from colotrain.audit.checks import check
+from colotrain.audit.command import START
+from colotrain.audit.evidence import evidence
 from colotrain.events.gradients import records
 from colotrain.rundir import RunDir
-from tests.representatives import representatives
+from tests.representatives import representatives, selected
 from tests.running import Colotrain, Result
 
 SCRIPT = Path(__file__).with_name("audited.py")
 LINES = SCRIPT.read_text("utf-8").splitlines()
-ON_ONE = {
-    "undivided": ("accumulation", ""),
+STEP = "scaler.step(optimizer)"
+BACKWARD = "scaler.scale(loss).backward()"
+FAULTS = {
+    "undivided": ("accumulation", BACKWARD),
     "divided-twice": ("accumulation", "loss = loss / ACCUMULATION"),
     "step-each": ("accumulation", "loss = loss / ACCUMULATION"),
     "stepped-twice": ("steps", "optimizer.step()"),
     "zeroed-each": ("zeroing", "optimizer.zero_grad()"),
     "zeroed-before": ("zeroing", "optimizer.zero_grad()"),
-    "never-zeroed": ("zeroing", "scaler.scale(loss).backward()"),
+    "never-zeroed": ("zeroing", BACKWARD),
     "clip-each": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.5)"),
     "clip-after": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.5)"),
     "clip-before-unscale": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.5)"),
     "schedule-each": ("scheduler", "scheduler.step()"),
+    "schedule-first": ("scheduler", "scheduler.step()"),
     "missing": ("parameters", "optimizer = torch.optim.SGD("),
+    "twice": ("parameters", "optimizer = torch.optim.SGD("),
     "other-model": ("parameters", "optimizer = torch.optim.SGD("),
-    "idle": ("parameters", "scaler.scale(loss).backward()"),
-    "frozen-decays": ("frozen", "scaler.step(optimizer)"),
-    "mean-of-means": ("targets", "scaler.scale(loss).backward()"),
+    "idle": ("parameters", BACKWARD),
+    "frozen-decays": ("frozen", STEP),
+    "mean-of-means": ("targets", BACKWARD),
     "reentrant": ("checkpointing", "checkpoint(self.first"),
 }
 """Fault → the check that finds it, and what stands on the line that it names."""
-ON_TWO = {
-    "never-exchanged": ("gradient", "scaler.step(optimizer)"),
-    "summed": ("gradient", "scaler.step(optimizer)"),
-    "divided-by-ranks": ("accumulation", "loss = loss / WORLD"),
-    "divided-twice": ("accumulation", "loss = loss / ACCUMULATION"),
+BETWEEN_RANKS = {
+    "never-exchanged": ("gradient", STEP),
+    "summed": ("gradient", STEP),
     "local-clip": ("clipping", "nn.utils.clip_grad_norm_(parameters, 0.01)"),
-    "different-weights": ("weights", "scaler.step(optimizer)"),
+    "divided-by-ranks": ("accumulation", "loss = loss / WORLD"),
+    "different-weights": ("weights", ""),
     "same-data": ("data", ""),
     "same-dropout": ("dropout", ""),
-    "rank-skips": ("ranks", "scaler.scale(loss).backward()"),
+    "rank-skips": ("ranks", ""),
 }
+NOT_SHARDED = ("never-exchanged", "summed", "local-clip")
+"""What cannot occur where the engine reduces gradients by itself."""
 CORRECT = ("", "adamw", "scaler", "weighted")
+FRAMEWORKS = ("plain", "ddp", "fully_shard")
+CASES = [
+    *((fault, framework) for fault in FAULTS for framework in FRAMEWORKS),
+    *((fault, "ddp") for fault in BETWEEN_RANKS),
+    *((fault, "fully_shard") for fault in BETWEEN_RANKS if fault not in NOT_SHARDED),
+]
+KEPT = [("divided-twice", "fully_shard"), ("clip-each", "plain"), ("never-exchanged", "ddp")]
 
 
 def command(*words: str, ranks: int = 1) -> list[str]:
@@ -71,9 +88,8 @@ def wrong(result: Result) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("variant", representatives(CORRECT, kept=[""]))
-def test_a_correct_script_has_no_fault(colotrain: Colotrain, variant: str, ranks: int) -> None:
-    result = audit(colotrain, str(SCRIPT), variant, ranks=ranks)
+def test_a_correct_script_has_no_fault(colotrain: Colotrain, ranks: int) -> None:
+    result = audit(colotrain, str(SCRIPT), ranks=ranks)
     outcomes = {c["check"]: c["outcome"] for c in result.json["checks"]}
     assert outcomes == dict.fromkeys(outcomes, "ok"), result.out
     assert (result.code, result.json["steps"], result.json["ranks"]) == (0, 3, ranks)
@@ -87,15 +103,46 @@ def check_found(result: Result, check: str, line: str, *, code: int = 4) -> None
     assert not line or any(line in text for text in named), (found, named)
 
 
-@pytest.mark.parametrize("fault", representatives(ON_ONE, kept=["divided-twice", "zeroed-each"]))
-def test_a_fault_is_found_and_named_by_its_line(colotrain: Colotrain, fault: str) -> None:
-    check_found(audit(colotrain, str(SCRIPT), fault), *ON_ONE[fault])
+@pytest.fixture(scope="module")
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The verdicts of all cases that tests ask for, observed in one process and its forks."""
+    folder = tmp_path_factory.mktemp("audits")
+    cases = sorted(case for (case,) in selected(request, "case"))
+    environment = {"PYTHONPATH": str(START), "COLOTRAIN_AUDIT": str(folder), "OMP_NUM_THREADS": "1"}
+    many = [sys.executable, SCRIPT.with_name("audited_many.py"), folder, *map("/".join, cases)]
+    subprocess.run(many, env={**os.environ, **environment}, check=True, capture_output=True)
+    return {
+        case: {v.check: v for v in check(evidence(RunDir(folder / "-".join(case))))}
+        for case in cases
+    }
 
 
-@pytest.mark.parametrize("fault", representatives(ON_TWO, kept=["never-exchanged"]))
-def test_a_fault_between_ranks_is_found(colotrain: Colotrain, fault: str) -> None:
-    code = 1 if fault == "rank-skips" else 4  # the ranks that are left fail
-    check_found(audit(colotrain, str(SCRIPT), fault, ranks=2), *ON_TWO[fault], code=code)
+@pytest.mark.parametrize("case", representatives(CASES, kept=KEPT), ids="-".join)
+def test_a_fault_is_found_and_named_by_its_line(verdicts: Any, case: tuple[str, str]) -> None:
+    name, line = {**FAULTS, **BETWEEN_RANKS}[case[0]]
+    found = verdicts[case]
+    assert found[name].outcome == "wrong", found
+    numbers = [int(site.rpartition(":")[2].rstrip(")")) for site in found[name].sites]
+    named = [LINES[number - 1].strip() for number in numbers]
+    assert not line or any(line in text for text in named), (found[name], named)
+
+
+CORRECT_CASES = [(variant, framework) for variant in CORRECT for framework in FRAMEWORKS]
+
+
+@pytest.mark.parametrize(
+    "case", representatives(CORRECT_CASES, kept=[("scaler", "fully_shard")]), ids="-".join
+)
+def test_no_fault_is_found_where_none_is(verdicts: Any, case: tuple[str, str]) -> None:
+    outcomes = {v.check: v.outcome for v in verdicts[case].values()}
+    assert outcomes == dict.fromkeys(outcomes, "ok"), verdicts[case]
+
+
+def test_a_fault_is_named_on_the_command_line(colotrain: Colotrain) -> None:
+    result = audit(colotrain, str(SCRIPT), "divided-twice", ranks=2)
+    assert result.code == 4, result.out
+    (site, *_) = wrong(result)["accumulation"]["sites"]
+    assert LINES[int(site.rpartition(":")[2]) - 1].strip() == "loss = loss / ACCUMULATION"
 
 
 def test_the_table_has_plain_torchs_gradients(colotrain: Colotrain) -> None:
@@ -163,6 +210,39 @@ def test_a_fork_and_a_spawned_process_are_observed_by_themselves(colotrain: Colo
         result = audit(colotrain, "spawns.py", method)
         assert result.code == 4, result.out
         assert set(wrong(result)) == {"accumulation", "update"}
+
+
+def test_a_crash_at_import_is_the_scripts_own(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "crashes.py").write_text("import torch\nimport no_such_module\n")
+    plain = subprocess.run([sys.executable, "crashes.py"], cwd=colotrain.cwd, capture_output=True)
+    result = colotrain("audit", "--", sys.executable, "crashes.py")
+    assert result.code == plain.returncode == 1
+    assert plain.stderr.decode() in result.err
+    assert "no Python process of the command made an optimizer step" in " ".join(result.err.split())
+
+
+@pytest.mark.slow
+def test_a_subprocess_of_a_script_is_observed_and_keeps_its_pipes(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "starts.py").write_text(
+        "import subprocess, sys\n"
+        f"words = [sys.executable, {str(SCRIPT)!r}, 'clip-each']\n"
+        "made = subprocess.run(words, capture_output=True, text=True)\n"
+        "print(made.stdout + made.stderr, end='')\n"
+    )
+    result = colotrain("audit", "--", sys.executable, "starts.py", env={"OMP_NUM_THREADS": "1"})
+    assert result.out == '{"trained": true}\n'
+    assert result.code == 4
+    assert "clipped after 1 of 4 micro-batches" in " ".join(result.err.split())
+
+
+def test_an_audit_is_read_as_a_run(colotrain: Colotrain) -> None:
+    result = audit(colotrain, str(SCRIPT), "")
+    name = result.json["run"]
+    table = colotrain("inspect-grads", name, "--json").json
+    assert [row["status"] for row in table["parameters"]] == ["trained"] * 6
+    shown = colotrain("dashboard", name, "--once")
+    assert (shown.code, name in shown.out) == (0, True), shown.err
+    assert colotrain("plot", name).code == 0
 
 
 @pytest.mark.slow

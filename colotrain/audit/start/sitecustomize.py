@@ -1,7 +1,7 @@
 """Start of every Python process of an audited command: Python imports this module by itself.
 
-`colotrain audit` puts this folder first on PYTHONPATH. The module waits for the imports of torch
-and DeepSpeed and lets `colotrain.audit.hooks` observe them; it prints nothing and raises nothing.
+`colotrain audit` puts this folder first on PYTHONPATH. The module waits for the imports of torch,
+FSDP and DeepSpeed and lets `colotrain.audit.hooks` observe them; it prints and raises nothing.
 A `sitecustomize` that it hides runs as it would without it.
 """
 
@@ -15,7 +15,11 @@ from types import ModuleType
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-WATCHED = {"torch": "observe_torch", "deepspeed.runtime.engine": "observe_deepspeed"}
+WATCHED = {
+    "torch": "observe_torch",
+    "torch.distributed.fsdp": "observe_fsdp",
+    "deepspeed.runtime.engine": "observe_deepspeed",
+}
 """Module → function of `colotrain.audit.hooks` to call once it has been imported."""
 
 
