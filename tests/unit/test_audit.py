@@ -11,8 +11,9 @@ import torch
 
 from colotrain.audit.checks import check
 from colotrain.audit.command import START, environment, hidden_python
-from colotrain.audit.evidence import Evidence
+from colotrain.audit.evidence import Evidence, RankEvidence
 from colotrain.audit.ratios import mean, ratio, unpacked
+from colotrain.audit.records import EngineInfo, ObservedProcess, ObservedStep
 from colotrain.audit.sites import Site
 from colotrain.audit.sketch import packed, sketch
 from colotrain.audit.verdicts import CHECKS
@@ -86,3 +87,40 @@ def test_a_sitecustomize_that_is_hidden_runs_and_nothing_is_printed(tmp_path: Pa
     code = f"import sys\nassert own == 7\nassert {str(START)!r} not in sys.path\nprint('x')"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "x\n", "")
+
+
+def observed(step: int, micro_batches: int) -> ObservedStep:
+    return ObservedStep(
+        step=step,
+        optimizer=0,
+        optimizer_name="SGD",
+        site=["train.py:9", ""],
+        micro_batches=micro_batches,
+        backward_at=["train.py:7", ""],
+        step_calls=1,
+        closure_calls=0,
+        zero_calls=0,
+        lost=0,
+        lost_at=["", ""],
+        clips=[],
+        scheduler_steps=0,
+        scheduler_at=["", ""],
+        scale=False,
+        losses=[],
+    )
+
+
+@pytest.mark.parametrize(("micro_batches", "outcome"), [(4, "ok"), (12, "wrong")])
+def test_a_step_of_other_micro_batches_than_the_engines_is_wrong(
+    micro_batches: int, outcome: str
+) -> None:
+    process = ObservedProcess(
+        rank=0, world_size=1, pid=1, torch="", model="Net", framework="DeepSpeedEngine"
+    )
+    own = RankEvidence(
+        process=process,
+        steps=[observed(step, micro_batches) for step in (1, 2)],
+        engine=EngineInfo(name="deepspeed", accumulation_steps=4, stage=1),
+    )
+    (found, *_) = check(Evidence(ranks=[own], remarks=[], failures=[]))
+    assert (found.check, found.outcome) == ("steps", outcome), found
