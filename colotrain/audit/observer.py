@@ -37,7 +37,7 @@ from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 
-FIRST, EVERY = 3, 10
+FIRST, EVERY = 3, 20
 """Steps that are looked into: the first ones, and then every `EVERY`-th."""
 FEW = 32
 """Remarks per process."""

@@ -83,6 +83,7 @@ def lightning() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self)
 
+    world = 2 if KIND == "lightning-ddp" else 1
     strategy: object = "ddp" if KIND == "lightning-ddp" else "auto"
     if KIND == "lightning-deepspeed":
         from lightning.pytorch.accelerators import CPUAccelerator
@@ -98,7 +99,8 @@ def lightning() -> None:
         strategy = OnCpu(stage=1, process_group_backend="gloo", logging_batch_size_per_gpu=4)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2 if KIND == "lightning-ddp" else 1,
+        devices=world,
+        use_distributed_sampler=False,  # it would shuffle
         strategy=strategy,
         max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATION,
@@ -107,7 +109,8 @@ def lightning() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(Samples(), 4))
+    own = list(range(int(os.environ.get("LOCAL_RANK", 0)), 64, world))
+    trainer.fit(Module(), DataLoader(Samples(), 4, sampler=own))
 
 
 def transformers() -> None:
