@@ -49,7 +49,7 @@ class StepTotals:
 
     def gradient_factor(self, global_count: float) -> float:
         """Return the factor from summed gradients to the mean over `global_count` targets."""
-        return self.nominal / (max(global_count, 1.0) * self.loss_scale)
+        return self.nominal / ((global_count or 1.0) * self.loss_scale)
 
 
 def accumulate(

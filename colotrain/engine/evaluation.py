@@ -46,7 +46,7 @@ def evaluate(run: Run) -> None:
     for module, mode in training.items():  # modules that the user set to evaluation mode stay in it
         module.training = mode
     loss_sum, count = sums.tolist()
-    loss = loss_sum / max(count, 1.0)
+    loss = loss_sum / (count or 1.0)
     note_evaluation(run, {RESERVED: loss, **means} | {RESERVED: loss})
     best = _is_best(run, loss, means) or None
     if run.rank == 0:

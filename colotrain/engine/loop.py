@@ -198,7 +198,7 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     factor = totals.gradient_factor(count)
     gradients.store_statistics_(run.gradients, shared[10:], factor=factor)
     return StepResult(
-        loss=loss_sum / max(count, 1.0),
+        loss=loss_sum / (count or 1.0),
         tokens=count,
         grad_norm=run.gradients.norm,
         stop=stop > 0,

@@ -800,6 +800,15 @@ class GradOfOutput(Stack):
         return x
 
 
+class SmallWeights(Stack):
+    """Weights its samples so that a step's weights sum to less than 1."""
+
+    def forward(self, x: Tensor, target: Tensor, kind: Tensor) -> Any:
+        losses = F.cross_entropy(self.head(self.features(x)), target, reduction="none")
+        weights = 0.001 * (1.0 + kind)
+        return (weights * losses).sum(), weights.sum()
+
+
 AT_PLAN = {
     "DataTied": "layers.2.linear.weight looks at that of layers.0.linear.weight",
     "ViewParameter": "head.weight looks at that of gain",
@@ -850,6 +859,7 @@ SAMPLE = (
     "FreezesInForward",  # requires_grad in forward
     "Autocast",  # dtypes
     "Mixture",  # values decide what is used
+    "SmallWeights",  # sums and counts
     "TrainedParameters",  # methods of torch that are overridden
 )
 """One of each kind of idiom among those that train."""
