@@ -51,6 +51,8 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 1,
     "observe.log_every": 0,
     "observe.grads_every": 0,
+    "observe.samples.max_tokens": 1,
+    "observe.samples.every": 1,
 }
 ABOVE_ZERO = (
     "optim.lr",
@@ -110,6 +112,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from _check_rollback(settings)
     yield from _check_best(settings)
     yield from check_preferences(settings)
+    yield from _check_text_samples(settings)
     for name in settings.observe.trackers:
         if name not in TRACKERS:
             expected, key = f"one of {', '.join(TRACKERS)}", "observe.trackers"
@@ -294,6 +297,20 @@ def _check_best(settings: Config) -> Iterator[Problem]:
         if metric is not None and off:
             expected, fix = f"null under {off[0]}=0", f"raise {off[0]}"
             yield Problem(key=key, value=metric, expected=expected, fix=fix)
+
+
+def _check_text_samples(settings: Config) -> Iterator[Problem]:
+    samples, key = settings.observe.samples, "observe.samples.prompts"
+    if not samples.prompts:
+        return
+    if not all(isinstance(prompt, str) and prompt for prompt in samples.prompts):
+        yield Problem(key=key, value=samples.prompts, expected="texts of at least one character")
+    for off, why, fix in (
+        (settings.data.target, "data.target", "whose tokenizer is not known"),
+        (settings.mesh.cp > 1, "mesh.cp above 1", "which divides every sample"),
+    ):
+        if off:
+            yield Problem(key=key, value=samples.prompts, expected=f"none with {why}, {fix}")
 
 
 def find_resume(resume: str) -> Path | None:

@@ -286,6 +286,18 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextSamples:
+    """Texts that the model writes after evaluations, by its most probable tokens."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Beginnings that it continues; none: it writes nothing."""
+    max_tokens: int = 64
+    """Tokens that a prompt is continued by; each takes a forward of all ranks."""
+    every: int = 1
+    """Evaluations from one set of texts to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observe:
     """What is recorded."""
 
@@ -294,6 +306,8 @@ class Observe:
     null turns them off."""
     grads_every: int | None = 10
     """Steps between gradient records; 0 or null turns them off."""
+    samples: TextSamples = field(default_factory=TextSamples)
+    """Texts that the model writes after evaluations."""
     trackers: list[str] = field(default_factory=list)
     """Other destinations of records: `tensorboard`, `wandb` (offline unless WANDB_MODE=online),
     `mlflow`, each an extra to install."""

@@ -23,6 +23,7 @@ from colotrain.engine.lap_times import Clock, DeviceClock
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
+from colotrain.engine.text_samples import write_samples
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Nonfinite, Note, WorkerFinished, WorkerStopped
 from colotrain.rundir import NOISE
@@ -42,6 +43,7 @@ def train(run: Run) -> str:
     leaves_early = plan.smoke and run.step == 0
     if (run.step == 0 and plan.train.eval_first) or was_left_before_evaluation(run):
         evaluate(run)
+        write_samples(run)
     if plan.train.on_nonfinite == "rollback":
         checkpoint.save(run)  # so that the run always has a checkpoint of its own to roll back to
     gpu = DeviceClock(run.device)
@@ -87,6 +89,7 @@ def train(run: Run) -> str:
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
+            write_samples(run)
         if result.save or (run.best is not None and run.best[0] == run.step):
             checkpoint.save(run)
     checkpoint.save(run)

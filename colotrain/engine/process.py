@@ -88,6 +88,8 @@ def choose_tf32(wanted: bool) -> None:
 
 def run_near(device: torch.device) -> None:
     """Keep this process on the cores of its GPU's NUMA node, as far as it may use them."""
+    if torch.version.cuda is None:
+        return
     with suppress(OSError, ValueError, AttributeError, RuntimeError):
         gpu: Any = torch.cuda.get_device_properties(device)
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

@@ -58,6 +58,7 @@ def survey_model(
     if not touches(problems, ("data",)):
         problems += _check_task(settings, model, found)
         problems += _check_preferences(settings, model, found)
+        problems += _check_text_samples(settings, model, found)
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
@@ -124,6 +125,15 @@ def _check_preferences(settings: Config, model: ModelPlan, survey: Survey) -> It
         expected = "a causal model of transformers without the routers' auxiliary loss, or "
         expected += "colotrain.models.llm:LLM, under train.objective=dpo"
         fix = "set train.objective=null, and name a loss of yours in train.loss"
+        yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
+
+
+def _check_text_samples(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problem of prompts for a model that does not continue texts."""
+    continues = survey.scores_tokens or (settings.model.hf and not survey.other_task)
+    if settings.observe.samples.prompts and not continues:
+        expected = "a causal model of transformers, or colotrain.models.llm:LLM"
+        fix = "set observe.samples.prompts=[]"
         yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
 
 

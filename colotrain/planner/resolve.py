@@ -57,6 +57,7 @@ from colotrain.spec.plan import (
     TrainPlan,
 )
 from colotrain.spec.resizing import reachable
+from colotrain.spec.text_samples import TextSamplesPlan
 
 
 def resolve(
@@ -332,10 +333,15 @@ def _check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
 
 
 def _observe(observe: Observe) -> ObservePlan:
+    samples = observe.samples
+    chosen = TextSamplesPlan(
+        prompts=tuple(samples.prompts), max_tokens=samples.max_tokens, every=samples.every
+    )
     return ObservePlan(
         log_every=observe.log_every or 0,
         grads_every=observe.grads_every or 0,
         trackers=tuple(observe.trackers),
+        samples=chosen if samples.prompts else None,
     )
 
 

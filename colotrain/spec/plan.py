@@ -16,6 +16,7 @@ from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
 from colotrain.spec.precisions import PrecisionName
+from colotrain.spec.text_samples import TextSamplesPlan
 
 SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
@@ -223,7 +224,6 @@ class TrainPlan:
     """Global batches per evaluation, at most one pass; all: exactly one pass; 0: never evaluate."""
     tf32: bool = False
     eval_first: bool = True
-    """Whether to evaluate before the first step."""
     on_nonfinite: Literal["stop", "skip", "rollback"]
     max_rollbacks: int = 3
     on_gradients: str | None = None
@@ -324,6 +324,7 @@ class ObservePlan:
     grads_every: int
     """Steps between gradient records; 0: none."""
     trackers: tuple[str, ...] = ()
+    samples: TextSamplesPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,7 +364,6 @@ class RunPlan:
     parameters: ParameterCounts
     memory: MemoryBreakdown
     peak: PeakRange = field(default_factory=PeakRange)
-    """Expected range of a rank's peak memory."""
     memory_shape: str = ""
     """Key under which the measured peak is stored for later plans of the same shape."""
     flops_per_token: float

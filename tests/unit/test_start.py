@@ -149,6 +149,7 @@ def test_a_rank_runs_on_the_cores_near_its_gpu(
     gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(process, "PCI_DEVICES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     try:
         (address / "local_cpulist").write_text(f"{min(own)},{max(own) + 1000}-{max(own) + 1003}\n")
         process.run_near(torch.device("cuda", 0))

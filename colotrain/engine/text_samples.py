@@ -1,0 +1,84 @@
+"""Samples of text: the model continues the plan's prompts, between two steps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.data.prepare import vocabulary
+from colotrain.data.prepare.prepared import Prepared
+from colotrain.data.prepare.tokens import decode, prepare_all
+from colotrain.engine.label_shift import unchanged
+from colotrain.engine.run_state import Run
+from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.events.kinds import Note
+
+SHOWN = 200
+"""Characters of a prompt and of its continuation in a message; the file has all."""
+
+
+def write_samples(run: Run) -> None:
+    """Continue each prompt with the most probable tokens, if samples are due. All ranks must call.
+
+    Ranks compute the same tokens in as many forwards, for a sharded model's parameters are gathered
+    in each. Nothing that training depends on changes: modes, buffers and random numbers are put
+    back. Rank 0 appends one line per prompt to `samples.jsonl`.
+    """
+    plan = run.plan.observe.samples
+    if plan is None or not _is_due(run, plan.every):
+        return
+    source = prepare_all(run.plan.data)[0]
+    encoder = _encoder(run, source)
+    lines = []
+    with torch.no_grad(), unchanged(run.sharded.module, run.device):
+        for prompt, tokens in zip(plan.prompts, encoder.encode([*plan.prompts]), strict=True):
+            ids = _continued(run, list(map(int, tokens)), encoder, plan.max_tokens)
+            lines.append({"step": run.step, "prompt": prompt, "text": decode(source, ids)})
+    reshard(run.sharded)
+    if run.rank == 0:
+        with run.rundir.samples_file.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        for line in lines:
+            text = f"step {run.step}: {_short(line['prompt'])} continues {_short(line['text'])}"
+            run.events.write(Note(step=run.step, text=text))
+
+
+def _is_due(run: Run, every: int) -> bool:
+    """Whether this evaluation, counted by its step, is one after which samples are written."""
+    between, last = run.plan.train.eval_every, run.plan.train.max_steps
+    return not between or run.step == last or round(run.step / between) % every == 0
+
+
+def _encoder(run: Run, source: Prepared) -> vocabulary.Encoder:
+    spec = run.plan.data.tokenizer if source.tokenizer is not None else "bytes"
+    return vocabulary.open_encoder(spec, source.tokenizer or run.rundir.path)
+
+
+def _continued(run: Run, ids: list[int], encoder: vocabulary.Encoder, most: int) -> list[int]:
+    """At most `most` tokens after `ids`; the separator of documents ends them and is left out."""
+    model, found = run.sharded.module, list[int]()
+    while len(found) < most:
+        run.at("samples of text")
+        run.sharded.calls.clear()
+        context = [*ids, *found][-run.plan.data.seq_len :]
+        logits = _logits(model(input_ids=torch.tensor([context], device=run.device)))
+        token = logits[0, -1, : encoder.vocab_size].argmax()
+        dist.broadcast(token, src=0)  # rounding must not part the ranks
+        if token.item() == encoder.separator:
+            break
+        found.append(int(token.item()))
+    return found
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def _short(text: Any) -> str:
+    shown = f"{text!r}"
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
