@@ -69,7 +69,13 @@ def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
         matched = {name: m for name, m in modules.items() if fnmatchcase(name, glob)}
         if not matched:
             yield Problem(key=key, expected="a glob that matches a module's name", fix=linears)
-        for name, module in matched.items() if style != SUMMED else ():
+        for name, module in matched.items():
+            if style == SUMMED:
+                if inner := _with_parameters_inside(name, module):
+                    expected = f"modules with parameters of their own ({inner} is inside {name})"
+                    yield Problem(key=key, value=style, expected=expected, fix=f"name {inner}")
+                    break
+                continue
             if not _is_linear(module):
                 kind = type(module).__name__
                 expected = f"nn.Linear modules for {style} ({name} is a {kind})"
@@ -79,6 +85,12 @@ def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
                 expected = f"matrices of their own ({name} shares its weight with {others})"
                 yield Problem(key=key, value=style, expected=expected, fix="leave it whole")
                 break
+
+
+def _with_parameters_inside(name: str, module: nn.Module) -> str:
+    """Name of a module inside with parameters, whose gradients would not be summed; "" for none."""
+    found = (key for key, child in module.named_children() if [*child.parameters()])
+    return next((f"{name}.{key}" for key in found), "")
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -222,13 +222,18 @@ def test_a_plan_with_an_unknown_style_is_refused_by_name() -> None:
     model.add_module("2", nn.Embedding(4, 4))
     model.add_module("3", nn.Linear(4, 4))
     model[3].weight = model[2].weight
-    plan = {"0": "sideways", "1": "colwise", "3": "rowwise", "nothing.*": "rowwise"}
+    model.add_module("4", nn.Sequential(nn.LayerNorm(4)))
+    plan = {"0": "sideways", "1": "colwise", "3": "rowwise", "nothing.*": "rowwise", "4": SUMMED}
     said = [str(problem) for problem in problems_of(plan, model)]
-    assert len(said) == 4
-    for line, wanted in zip(
-        said, ("=sideways: expected one of", "1 is a Conv1d", "with 2)", "matches a"), strict=True
-    ):
-        assert wanted in line
+    wanted = (
+        "=sideways: expected one of",
+        "1 is a Conv1d",
+        "with 2)",
+        "matches a",
+        "4.0 is inside",
+    )
+    assert len(said) == len(wanted)
+    assert all(words in line for line, words in zip(said, wanted, strict=True))
 
 
 def test_a_plan_of_the_users_own_divides_any_model(
