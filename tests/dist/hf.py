@@ -24,23 +24,22 @@ VOCAB, SEQ = 96, 12
 KINDS = ("llama", "gpt2")
 
 
-def make_directory(kind: str, folder: Path) -> Path:
-    """A model that transformers itself made and saved."""
+def make_directory(kind: str, folder: Path, **llama: int) -> Path:
+    """A model that transformers itself made and saved; `llama` replaces its sizes."""
     import transformers
 
     torch.manual_seed(3)
     if kind == "llama":
         config: Any = transformers.LlamaConfig(
-            vocab_size=VOCAB,
             hidden_size=24,
             intermediate_size=40,
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=32,
             initializer_range=0.1,
             bos_token_id=None,
             eos_token_id=0,
+            **{"vocab_size": VOCAB, "max_position_embeddings": 32} | llama,
         )
     else:
         config = transformers.GPT2Config(

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.dist.hf import make_directory
 from tests.representatives import representatives
 from tests.running import SMALL, Colotrain, losses
 
@@ -22,6 +22,7 @@ DPO = (
     "train.dpo.beta=0.3",
     "train.eval_steps=all",
 )
+OF_BYTES = {"vocab_size": 256, "max_position_embeddings": 64}
 PLUGINS = ("zero1", "zero2", "zero3", "fsdp-hybrid", "gemini")
 
 
@@ -43,23 +44,6 @@ def pairs(colotrain: Colotrain) -> Colotrain:
     return colotrain
 
 
-def tiny_llama(folder: Path) -> Path:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("plugin", representatives(PLUGINS, kept=["zero3"]))
 @pytest.mark.parametrize("kind", representatives(["llm", "adapters"], kept=["adapters"]))
 def test_verify_compares_with_two_models_in_plain_torch(
@@ -67,7 +51,8 @@ def test_verify_compares_with_two_models_in_plain_torch(
 ) -> None:
     model = (*SMALL, "data.corpus=null")
     if kind == "adapters":
-        folder = tiny_llama(tmp_path / "llama")
+        pytest.importorskip("transformers")
+        folder = make_directory("llama", tmp_path / "llama", **OF_BYTES)
         model = (f"model.hf={folder}", "train.global_batch=8", "adapter.name=lora")
         model = (*model, "adapter.targets=[q_proj,down_proj]")
     options = ("--world-sizes", "2", "--plugins", plugin, "--accumulation", "2")

@@ -11,7 +11,8 @@ import torch
 
 from colotrain.models.llm import LLM
 from tests.checkpoints import read_whole
-from tests.dist.test_preferences import tiny_llama
+from tests.dist.hf import make_directory
+from tests.dist.test_preferences import OF_BYTES
 from tests.running import SMALL, Colotrain, losses
 
 PROMPTS = ("The ", "a")
@@ -77,7 +78,7 @@ def test_a_hugging_face_model_writes_what_transformers_generates(
     colotrain: Colotrain, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    folder = tiny_llama(tmp_path / "llama")
+    folder = make_directory("llama", tmp_path / "llama", **OF_BYTES)
     words = (f"model.hf={folder}", "data.corpus=stdlib", "plugin=zero2")
     data = (
         "data.tokenizer=bytes",
