@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -23,15 +23,19 @@ class Shards:
         """Whether it can be told that shards were replaced after the call."""
         self._after: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
-    def sharding(self, modules: Iterable[nn.Module]) -> None:
-        """Before a call that makes shards."""
+    def sharding(self, modules: Sequence[nn.Module]) -> None:
+        """Sketch the whole parameters before a call shards them, and leave earlier shards alone."""
         self.calls, self.site = self.calls + 1, self.site if self.weights else here()
+        units = [m for module in modules for m in module.modules() if model.is_fsdp(m)]
+        shards = {id(parameter) for unit in units for parameter in unit.parameters()}
         for name, parameter in named(modules):
+            if id(parameter) in shards:
+                continue
             if not model.is_dtensor(parameter) and not parameter.is_meta and parameter.numel():
                 self.weights[f"{self.calls}:{name}"] = packed(sketch(parameter))
 
     def sharded(self, modules: Iterable[nn.Module]) -> None:
-        """After a call of `fully_shard`."""
+        """Sketch the shards after a call of `fully_shard`."""
         for name, parameter in named(modules):
             key = f"{self.calls}:{name}"
             if key in self.weights and model.is_dtensor(parameter):

@@ -305,12 +305,13 @@ def _check_text_samples(settings: Config) -> Iterator[Problem]:
         return
     if not all(isinstance(prompt, str) and prompt for prompt in samples.prompts):
         yield Problem(key=key, value=samples.prompts, expected="texts of at least one character")
-    for off, why, fix in (
+    for off, setting, reason in (
         (settings.data.target, "data.target", "whose tokenizer is not known"),
         (settings.mesh.cp > 1, "mesh.cp above 1", "which divides every sample"),
     ):
         if off:
-            yield Problem(key=key, value=samples.prompts, expected=f"none with {why}, {fix}")
+            expected, fix = f"none with {setting}, {reason}", "set observe.samples.prompts=[]"
+            yield Problem(key=key, value=samples.prompts, expected=expected, fix=fix)
 
 
 def find_resume(resume: str) -> Path | None:

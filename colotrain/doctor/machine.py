@@ -12,6 +12,7 @@ from pathlib import Path
 
 from colotrain import host
 from colotrain.doctor.finding import Environment, Finding, fail, graded, ok, size, warn
+from colotrain.spec.installed_torch import torch_version
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 TORCH_FIX = "pip install 'torch>=2.11,<2.14'"
@@ -26,7 +27,7 @@ def check_torch(_: Environment) -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield fail("torch", "torch is not installed", TORCH_FIX)
         return
-    if not OLDEST_TORCH <= _numbers(version) <= NEWEST_TORCH:
+    if not OLDEST_TORCH <= (torch_version() or (0, 0)) <= NEWEST_TORCH:
         known = " to ".join(".".join(map(str, each)) for each in (OLDEST_TORCH, NEWEST_TORCH))
         yield fail("torch", f"torch {version}: the engine knows {known}", TORCH_FIX)
         return
@@ -43,11 +44,6 @@ def check_torch(_: Environment) -> Iterator[Finding]:
         return
     yield ok("torch", f"torch {version}, backends {', '.join(names)}")
     yield from _check_gpus(torch.cuda.is_available(), torch.version.cuda or "", "nccl" in names)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.partition("+")[0].split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdigit())
 
 
 def _check_gpus(usable: bool, cuda: str, nccl: bool) -> Iterator[Finding]:

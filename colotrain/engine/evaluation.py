@@ -96,7 +96,7 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
         run.progress.at_micro_batch(index, of=total, calls=0)
         at = divmod(index, num)
         batch, num_samples = to_device(data.micro_batch(*at), run.device), len(data.positions(*at))
-        with _uncompiled(run, num_samples < run.plan.batch.micro_batch):
+        with uncompiled(run, num_samples < run.plan.batch.micro_batch):
             loss, count, output, own = _with_metrics(run, batch)
         if not num_samples:  # none is left: the forward ran because other ranks wait for it
             continue
@@ -140,7 +140,7 @@ def _checked(found: Any, dotted: str | None) -> dict[str, Any]:
     return dict(found)
 
 
-def _uncompiled(run: Run, is_short: bool) -> AbstractContextManager[Any]:
+def uncompiled(run: Run, is_short: bool) -> AbstractContextManager[Any]:
     """Run a short micro-batch as it is: a second shape would make compiled blocks dynamic."""
     short = run.plan.train.compile and is_short
     return torch.compiler.set_stance("force_eager") if short else nullcontext()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colotrain.spec.precisions import PRECISIONS
 
-KEPT = ("labels", "label", "targets", "target", "y", "reference")
+KEPT = ("labels", "label", "targets", "target", "y", "reference_log_probs")
 """Entries of a batch that are never cast: the output is compared with them."""
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000

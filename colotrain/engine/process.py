@@ -96,6 +96,7 @@ def run_near(device: torch.device) -> None:
         text = (PCI_DEVICES / address / "local_cpulist").read_text()
         if near := cores_of(text) & os.sched_getaffinity(0):
             os.sched_setaffinity(0, near)
+            torch.set_num_threads(min(torch.get_num_threads(), len(near)))
 
 
 def cores_of(text: str) -> set[int]:

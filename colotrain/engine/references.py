@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from colotrain.data.prepare.tokens import prepare_all
+from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.data.read.references import WithReferences, wanted
 from colotrain.engine.accumulation import to_device
@@ -61,15 +62,17 @@ def add_references_(run: Run) -> None:
         ids = ids[samples.values[ids, 0].isnan().numpy()]
         if len(ids):
             is_new = True
-            _tell(
-                run,
-                f"log-probabilities of {len(ids)} {split} pairs under the reference, "
-                "the model as the run begins, are computed once",
-            )
+            if run.rank == 0:
+                what = f"log-probabilities of {len(ids)} {split} pairs under the reference"
+                text = f"{what}, the model as the run begins, are computed once"
+                run.events.write(Note(text=text))
             samples.values[ids] = compute(run, loader, ids)
         known[split] = samples.values
     if is_new and run.rank == 0:
         save(run, known, key)
+    for loader in (run.train_data, run.validation_data):
+        if isinstance(loader, AheadLoader):
+            loader.restart()
 
 
 def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
@@ -125,8 +128,3 @@ def save(run: Run, known: Known, key: str) -> None:
     working = path.with_suffix(f".{os.getpid()}")
     save_file({name: values.clone() for name, values in known.items()}, working, {"key": key})
     os.replace(working, path)
-
-
-def _tell(run: Run, text: str) -> None:
-    if run.rank == 0:
-        run.events.write(Note(text=text))

@@ -12,6 +12,7 @@ from torch import Tensor
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import Prepared
 from colotrain.data.prepare.tokens import decode, prepare_all
+from colotrain.engine.evaluation import uncompiled
 from colotrain.engine.label_shift import unchanged
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
@@ -34,7 +35,7 @@ def write_samples(run: Run) -> None:
     source = prepare_all(run.plan.data)[0]
     encoder = _encoder(run, source)
     lines = []
-    with torch.no_grad(), unchanged(run.sharded.module, run.device):
+    with torch.no_grad(), unchanged(run.sharded.module, run.device), uncompiled(run, True):
         for prompt, tokens in zip(plan.prompts, encoder.encode([*plan.prompts]), strict=True):
             ids = _continued(run, list(map(int, tokens)), encoder, plan.max_tokens)
             lines.append({"step": run.step, "prompt": prompt, "text": decode(source, ids)})

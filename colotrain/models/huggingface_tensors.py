@@ -12,8 +12,8 @@ from torch import nn
 from colotrain.models.huggingface_internals import tp_plan_of
 from colotrain.models.huggingface_loss import holds_all_logits
 from colotrain.models.tensor_parallel import DIVISIONS
-from colotrain.models.tensor_parallel_styles import VOCABULARY, divisions_by, problems_of
-from colotrain.spec.divisions import Divisions
+from colotrain.models.tensor_parallel_styles import divisions_by, problems_of
+from colotrain.spec.divisions import VOCABULARY, Divisions
 
 EXPERTS = ".experts"
 """Part of the names of a plan's entries for experts, which stay whole on every rank."""

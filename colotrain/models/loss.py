@@ -108,8 +108,8 @@ def cross_entropy(
 
 
 Chunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(products of some rows, which it may overwrite, labels) → loss of each row or their sum, gradient
-of the products."""
+"""(products of some rows, which it may overwrite, labels) → loss of each row, gradient of the
+products."""
 
 
 def in_chunks(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, of: Chunk) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from colotrain.models.loss import IGNORE_INDEX
 from colotrain.models.outputs import pair_in
 
-REFERENCE = "reference"
+REFERENCE = "reference_log_probs"
 """Entry of a batch with the reference's log-probabilities, float64."""
 
 

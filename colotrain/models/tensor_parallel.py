@@ -248,7 +248,7 @@ def vocabulary_cross_entropy(
 def _chunk(
     products: Tensor, labels: Tensor, *, rows: int, shard: TensorShard, shape: Logits
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss, and the gradient with respect to the `rows` products per label of this rank."""
+    """Losses, and their gradients with respect to the products; `rows`: this rank's part."""
     logits, damping = shape_(products, shape)
     valid = labels != IGNORE_INDEX
     index, is_here = _in_part(labels, rows, shard)
@@ -256,10 +256,10 @@ def _chunk(
     logits -= shard.gather(logits.amax(1)).amax(0).unsqueeze(1)
     picked = logits.gather(1, index).squeeze(1).where(is_here, 0.0)
     sums, picked = shard.sum(torch.stack((logits.exp_().sum(1), picked)))
-    loss = ((sums.log() - picked) * valid).sum()
+    losses = (sums.log() - picked) * valid
     slope = logits.div_(sums.unsqueeze(1))
     slope.scatter_add_(1, index, -is_here.unsqueeze(1).to(slope.dtype))
     slope *= valid.unsqueeze(1)
     if damping is not None:
         slope *= damping
-    return loss, slope if shape.scale == 1.0 else slope.mul_(shape.scale)
+    return losses, slope if shape.scale == 1.0 else slope.mul_(shape.scale)

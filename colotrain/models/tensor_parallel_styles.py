@@ -26,15 +26,13 @@ from colotrain.models.tensor_parallel import (
     leave,
     own_part,
 )
-from colotrain.spec.divisions import Divisions
+from colotrain.spec.divisions import VOCABULARY, Divisions
 from colotrain.spec.plan import ModelPlan
 
 ROWS = ("colwise", "colwise_gather_output")
 COLUMNS = ("rowwise", "rowwise_split_input")
 SUMMED = "replicated_with_grad_allreduce"
 """Style of modules that are whole on all ranks and work on the parts of their inputs."""
-VOCABULARY = "vocabulary"
-"""Style of an embedding and of a head with its loss, which have a part of the vocabulary's rows."""
 STYLES = (*ROWS, *COLUMNS, SUMMED)
 
 
@@ -67,6 +65,11 @@ def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
             yield Problem(key=key, value=style, expected=expected, fix=suggest(style, set(STYLES)))
             continue
         matched = {name: m for name, m in modules.items() if fnmatchcase(name, glob)}
+        for name in matched:
+            if before := next((g for g in plan if g != glob and fnmatchcase(name, g)), None):
+                expected = f"modules that no other glob matches ({before} matches {name}, too)"
+                yield Problem(key=key, value=style, expected=expected, fix="name each module once")
+                break
         if not matched:
             yield Problem(key=key, expected="a glob that matches a module's name", fix=linears)
         for name, module in matched.items():

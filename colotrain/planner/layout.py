@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from colotrain.spec.installed_torch import torch_is_built_for_cuda
+from colotrain.spec.installed_torch import torch_has_cuda
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import Gradients, ParametersLive
@@ -108,5 +108,5 @@ def baseline_bytes(device: str, *, uses_transformers: bool) -> int:
     """
     if device == "cuda":
         return CUDA_BASELINE_BYTES
-    added = CUDA_BUILD_BYTES if torch_is_built_for_cuda() else 0
+    added = CUDA_BUILD_BYTES if torch_has_cuda() else 0
     return CPU_BASELINE_BYTES + added + (TRANSFORMERS_BYTES if uses_transformers else 0)

@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from colotrain import host
+from colotrain.spec.installed_torch import torch_has_cuda
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 
@@ -45,14 +45,6 @@ def this_machine() -> Machine:
         device_memory_bytes=min(gpus, default=0),
         host_free_bytes=host.free_bytes(),
     )
-
-
-def torch_has_cuda() -> bool:
-    """Whether the installed torch is built for CUDA, judged by its version without loading it."""
-    try:
-        return not metadata.version("torch").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        return False
 
 
 def _gpu_memory_bytes() -> list[int]:

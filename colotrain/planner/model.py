@@ -130,8 +130,13 @@ def _check_preferences(settings: Config, model: ModelPlan, survey: Survey) -> It
 
 def _check_text_samples(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
     """Problem of prompts for a model that does not continue texts."""
+    prompts = settings.observe.samples.prompts
+    if prompts and holds_tokens(settings.data):
+        expected = "none with files of tokens, whose tokenizer is not known"
+        fix = "set observe.samples.prompts=[]"
+        yield Problem(key="observe.samples.prompts", value=prompts, expected=expected, fix=fix)
     continues = survey.scores_tokens or (settings.model.hf and not survey.other_task)
-    if settings.observe.samples.prompts and not continues:
+    if prompts and not continues:
         expected = "a causal model of transformers, or colotrain.models.llm:LLM"
         fix = "set observe.samples.prompts=[]"
         yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)

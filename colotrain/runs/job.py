@@ -16,9 +16,10 @@ from colotrain.config.schema_cluster import Hardware
 from colotrain.config.shipped import Search
 from colotrain.config.sizes import parse_size
 from colotrain.errors import ColotrainError, Problem
-from colotrain.planner.machine import Machine, torch_has_cuda
+from colotrain.planner.machine import Machine
 from colotrain.schedulers.job import NodeKind
 from colotrain.schedulers.registry import SCHEDULERS, Scheduler, scheduler_or_default
+from colotrain.spec.installed_torch import torch_has_cuda
 from colotrain.spec.quantities import format_size
 
 

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from colotrain.errors import ColotrainError
+
+VOCABULARY = "vocabulary"
+"""Style of an embedding and of a head with its loss, which have a part of the vocabulary's rows."""
 MOST_RANKS = 64
 """Largest group that messages name."""
 
@@ -67,10 +71,17 @@ class Divisions:
     def split(self, name: str, shape: Sequence[int], *, rank: int, ranks: int) -> Split | None:
         """Return the part that `rank` of the group holds; None for a parameter not divided.
 
-        A vocabulary that `sizes` does not name stays whole where it cannot be divided evenly.
+        A vocabulary that `sizes` does not name stays whole where it cannot be divided evenly; any
+        other parameter that cannot raises `ColotrainError`.
         """
         dim = self.dim_of(name)
-        if dim is None or shape[dim] % ranks:
+        if dim is None:
             return None
+        if shape[dim] % ranks:
+            module = name.rpartition(".")[0]
+            if any(s == VOCABULARY and fnmatchcase(module, g) for g, s in self.styles.items()):
+                return None
+            problem = f"mesh.tp={ranks}: {name} has a size of {shape[dim]}, not divided by {ranks}"
+            raise ColotrainError(problem, "choose a mesh.tp that divides it")
         size = shape[dim] // ranks
         return Split(dim=dim, start=rank * size, size=size, whole=shape[dim])

@@ -25,11 +25,9 @@ def torch_packs_modules() -> bool:
     return (torch_version() or (2, 13)) >= (2, 13)
 
 
-@cache
-def torch_is_built_for_cuda() -> bool:
-    """Whether torch asks for CUDA's libraries, as PyPI's wheels for Linux do."""
+def torch_has_cuda() -> bool:
+    """Whether torch is built for CUDA, judged by its version."""
     try:
-        needs = metadata.requires("torch") or []
+        return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
         return False
-    return any(need.startswith("nvidia-") for need in needs)

@@ -185,9 +185,9 @@ def _differ(before: Tensors, after: Tensors) -> bool:
 
 def _mean_loss(output: Any) -> Tensor:
     pair = pair_in(output)
-    return (
-        loss_in(output) if pair is None else pair[0] / (pair[1] or 1)
-    )  # a step may have no target at all
+    if pair is None:
+        return loss_in(output)
+    return pair[0] / (pair[1] or 1)  # a step may have no target at all
 
 
 def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:

@@ -72,6 +72,7 @@ def test_a_resumed_run_has_the_same_reference(pairs: Colotrain) -> None:
     assert whole["metrics"]["reward_accuracy"] > 0.6
     margin = whole["metrics"]["reward_chosen"] - whole["metrics"]["reward_rejected"]
     assert whole["metrics"]["reward_margin"] == pytest.approx(margin, abs=1e-6)
+    assert losses(pairs.run(*words, "data.num_workers=2", "name=ahead")) == found
     rundir = pairs.rundir("whole")
     for folder in (rundir.checkpoint(6),):
         for path in folder.iterdir():

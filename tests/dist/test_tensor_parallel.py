@@ -13,6 +13,7 @@ from torch import nn
 
 from colotrain.cli.main import guarded
 from colotrain.engine.context_parallel import collectives_of
+from colotrain.errors import ColotrainError
 from colotrain.models.huggingface_loss import chunk_loss_
 from colotrain.models.huggingface_tensors import VERIFIED, divisions_of
 from colotrain.models.llm import LLM
@@ -24,6 +25,7 @@ from colotrain.models.tensor_parallel import (
 )
 from colotrain.models.tensor_parallel_styles import SUMMED, apply_styles_, problems_of
 from colotrain.rundir import RunDir
+from colotrain.spec.divisions import VOCABULARY, Divisions
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
 from tests.checkpoints import read_whole
@@ -234,6 +236,16 @@ def test_a_plan_with_an_unknown_style_is_refused_by_name() -> None:
     )
     assert len(said) == len(wanted)
     assert all(words in line for line, words in zip(said, wanted, strict=True))
+    twice = problems_of({"4.0": SUMMED, "4.*": SUMMED}, model)  # it would be summed twice
+    assert ["matches 4.0, too" in str(problem) for problem in twice] == [True, True]
+
+
+def test_a_matrix_that_cannot_be_divided_evenly_is_an_error_but_a_vocabulary_stays_whole() -> None:
+    styles = {"head": VOCABULARY}
+    how = Divisions(dims={"head.weight": 0, "up.weight": 0}, styles=styles)
+    assert how.split("head.weight", (7, 4), rank=0, ranks=2) is None
+    with pytest.raises(ColotrainError, match=r"up\.weight has a size of 7"):
+        how.split("up.weight", (7, 4), rank=0, ranks=2)
 
 
 def test_a_plan_of_the_users_own_divides_any_model(

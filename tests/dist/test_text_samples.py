@@ -63,8 +63,9 @@ def test_a_model_continues_the_prompts_and_trains_as_without(colotrain: Colotrai
         ("plugin=fsdp-hybrid", "train.precision=bf16"),
         ("plugin=gemini", "plugin.budget.host=1MiB", "plugin.disk_path=disk"),
         ("plugin=zero3", "mesh.tp=2"),
+        ("train.compile=true", "plugin=zero2"),
     ],
-    ids=lambda words: words[0].removeprefix("plugin="),
+    ids=lambda words: words[0].rpartition(".")[2].removeprefix("plugin="),
 )
 def test_so_it_does_under_every_plugin(colotrain: Colotrain, words: tuple[str, ...]) -> None:
     always = (*SMALL, *STEPS, "data.tokenizer=bytes", *words)
@@ -109,3 +110,11 @@ def test_what_cannot_be_is_refused(
     result = colotrain("plan", *SMALL, *ASKED, *words)
     assert result.code == 2
     assert expected in result.err
+
+
+def test_files_of_tokens_have_no_text(colotrain: Colotrain) -> None:
+    (colotrain.cwd / "tokens.bin").write_bytes(bytes(8192))
+    words = ("data.corpus=null", "data.path=tokens.bin")
+    result = colotrain("plan", *SMALL, *ASKED, *words)
+    assert result.code == 2
+    assert "none with files of tokens" in result.err

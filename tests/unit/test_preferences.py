@@ -73,7 +73,7 @@ def test_the_loss_is_the_formulas_and_a_pair_without_an_answer_does_not_count() 
     labels = torch.ones(3, 2, 5, dtype=torch.int64)
     labels[1, 1] = -100
     reference = -torch.rand(3, 2, generator=generator, dtype=torch.float64) * 5
-    found = loss_of({"labels": labels, "reference": reference}, (losses, 30), beta=0.3)
+    found = loss_of({"labels": labels, "reference_log_probs": reference}, (losses, 30), beta=0.3)
     expected, correct, values = 0.0, 0, losses.detach().view(3, 2, 5)
     for pair in (0, 2):
         chosen, rejected = (-values[pair, i].sum().item() for i in (0, 1))

@@ -75,6 +75,8 @@ class Renderer:
         """The record as text: one, none where it is empty, or a pair's two. Raises `BadRecord`."""
         found = self._pair(record) if self.pairs else [self._render(record)]
         found = [one for one in found if one is not None and one.text]
+        if self.pairs and len(found) == 1:
+            raise BadRecord("one of the pair's texts is empty")
         try:
             for one in found:
                 one.text.encode()

@@ -67,6 +67,10 @@ class AheadLoader(BatchLoader):
         self._batches = iter(self._read)
         self._next = 0
 
+    def restart(self) -> None:
+        """Read again what was read ahead: the samples have changed."""
+        self._next = -1
+
     def micro_batch(self, step: int, micro_batch_index: int) -> dict[str, Tensor]:
         number = step * self.batch.accumulation_steps + micro_batch_index
         if number != self._next:

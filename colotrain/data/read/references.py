@@ -23,11 +23,14 @@ class WithReferences:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {**self.samples[index], "reference": self.values[index]}
+        return {**self.samples[index], "reference_log_probs": self.values[index]}
 
 
 def wanted(order: Any, num_samples: int, num_positions: int) -> np.ndarray[Any, Any]:
-    """Ids of the samples at the first positions of an order, ascending; from an epoch on, all."""
+    """Ids of the samples at the first positions of an order, ascending.
+
+    All samples where the positions cover an epoch.
+    """
     if num_positions >= num_samples:
         return np.arange(num_samples)
     return np.unique(order.samples_at(range(num_positions)))
