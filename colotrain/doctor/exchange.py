@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from colotrain.doctor.finding import Environment, Finding, fail, ok, size, warn
 
 LIMIT_S = 90.0
+TIMEOUT = datetime.timedelta(seconds=LIMIT_S * 2 / 3)
 NUM_BYTES = 16 << 20
 ROUNDS = 5
 SLOW_BYTES_PER_S = 20e6
@@ -94,19 +96,18 @@ def _words(exchange: Exchange) -> list[str]:
     return [exchange.host, *map(str, numbers)]
 
 
-def time_all_reduce(exchange: Exchange) -> dict[str, object]:
-    """Time an all-reduce with the other ranks; all must call. Raises torch's exceptions."""
+def time_all_reduce(store: Any, host: str, rank: int, world: int) -> dict[str, object]:
+    """Time an all-reduce between ranks that share `store`, a `torch.distributed.Store` on `host`.
+
+    All ranks must call. Raises torch's exceptions.
+    """
     import torch
     import torch.distributed as dist
 
     from colotrain.engine.process import choose_interface
 
-    timeout = datetime.timedelta(seconds=LIMIT_S * 2 / 3)
-    choose_interface(exchange.host)
-    store = dist.TCPStore(exchange.host, exchange.port, is_master=exchange.listens, timeout=timeout)
-    dist.init_process_group(
-        "gloo", store=store, rank=exchange.rank, world_size=exchange.world, timeout=timeout
-    )
+    choose_interface(host)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     tensor = torch.ones(NUM_BYTES // 4)
     dist.all_reduce(tensor)
     started = time.perf_counter()
@@ -119,9 +120,11 @@ def time_all_reduce(exchange: Exchange) -> dict[str, object]:
 
 
 def main(words: list[str]) -> int:
+    from torch.distributed import TCPStore
+
     host, (port, rank, world, listens) = words[0], map(int, words[1:])
-    exchange = Exchange(host=host, port=port, rank=rank, world=world, listens=bool(listens))
-    print(json.dumps(time_all_reduce(exchange)), flush=True)
+    store = TCPStore(host, port, is_master=bool(listens), timeout=TIMEOUT)
+    print(json.dumps(time_all_reduce(store, host, rank, world)), flush=True)
     return 0
 
 

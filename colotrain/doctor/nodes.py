@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from colotrain.doctor.exchange import Exchange, judge, time_all_reduce
+from colotrain.doctor.exchange import judge, time_all_reduce
 from colotrain.doctor.finding import Environment, Finding, fail, ok, warn
 
 RENDEZVOUS_S = 120.0
@@ -24,7 +24,7 @@ FOLDER_S = 30.0
 def check_nodes(env: Environment, mine: list[Finding]) -> dict[str, list[Finding]]:
     """Findings of all nodes by host, and findings about their differences. All nodes must call.
 
-    Node 0 listens on `env.head` and on the port after it. Other nodes get an empty result.
+    Node 0 listens on `env.head`. Other nodes get an empty result.
     """
     assert env.head is not None
     host, port = env.head
@@ -66,7 +66,7 @@ def _check_nodes(env: Environment, mine: list[Finding]) -> dict[str, list[Findin
     rows = [json.loads(store.get(f"about/{rank}")) for rank in range(env.nodes)]
     if is_head:
         probe.unlink(missing_ok=True)
-    found = _bandwidth(env, "127.0.0.1" if is_head else host, port + 1)
+    found = _bandwidth(env, store, "127.0.0.1" if is_head else host)
     store.set(f"done/{env.rank}", "1")
     if not is_head:
         return {}
@@ -136,10 +136,9 @@ def compare(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         yield warn("hosts", f"several nodes are called {hosts[0]}", "one launcher per machine")
 
 
-def _bandwidth(env: Environment, host: str, port: int) -> list[Finding]:
-    mine = Exchange(host=host, port=port, rank=env.rank, world=env.nodes, listens=env.rank == 0)
+def _bandwidth(env: Environment, store: Any, host: str) -> list[Finding]:
     try:
-        answer: dict[str, object] | str = time_all_reduce(mine)
+        answer: dict[str, object] | str = time_all_reduce(store, host, env.rank, env.nodes)
     except (RuntimeError, OSError) as error:
         answer = str(error).strip().splitlines()[0][:200]
     return list(judge("all-reduce", answer, f"{env.nodes} nodes"))
