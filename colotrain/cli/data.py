@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from colotrain.data.read.inspection import Token
 
 SPLITS = ("train", "validation")
+PAIR = ("chosen answer", "rejected answer")
 BAR_WIDTH = 40
 
 
@@ -42,7 +43,8 @@ def inspect(overrides: list[str], *, sample: int, split: str, as_json: bool) -> 
         _print_part(console, part)
     counts = ", ".join(f"{split} {count:,}" for split, count in document["samples"].items())
     console.print(f"samples of {document['seq_len']} tokens: {counts}")
-    _print_sample(console, document["sample"], tokens)
+    parts = PAIR if plan.data.pairs else ()
+    _print_sample(console, document["sample"], tokens, parts)
     return 0
 
 
@@ -127,8 +129,13 @@ def _print_lengths(console: Console, lengths: dict[str, Any]) -> None:
         console.print(f"  up to {row['up_to']:>9,}  {row['count']:>11,}  {bar}", highlight=False)
 
 
-def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token]) -> None:
-    """Print the sample; tokens in the loss are green, or in brackets without colour."""
+def _print_sample(
+    console: Console, sample: dict[str, Any], tokens: list[Token], parts: Sequence[str]
+) -> None:
+    """Print the sample; tokens in the loss are green, or in brackets without colour.
+
+    `parts` names what its documents are, where they are no documents.
+    """
     padding = f", {sample['padding']} of padding" if sample["padding"] else ""
     console.print(
         f"sample {sample['position']} of {sample['split']} (number {sample['index']}): "
@@ -137,8 +144,8 @@ def _print_sample(console: Console, sample: dict[str, Any], tokens: list[Token])
     coloured, text, last = is_live(console), Text(), None
     for segment in sample["segments"]:
         if segment["document"] not in (None, last):
-            text.append(f"\n── document {segment['document']} ──\n", style="cyan")
             last = segment["document"]
+            text.append(f"\n── {parts[last] if parts else f'document {last}'} ──\n", style="cyan")
         shown = _visible(segment["text"])
         if coloured:
             text.append(shown, style="green" if segment["in_loss"] else "dim")

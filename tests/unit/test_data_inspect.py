@@ -68,6 +68,23 @@ def test_a_sample_shows_exactly_what_is_learned(
     assert f"[[It is {number}.<|im_end|>]]" in capsys.readouterr().out
 
 
+def test_both_answers_of_a_pair_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}.", "rejected": "many"} for i in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("data.path=pairs.jsonl", "train.objective=dpo", "data.seq_len=16")
+    found = inspect(capsys, *settings)
+    segments = found["sample"]["segments"]
+    number = int(segments[0]["text"].removesuffix("+1="))
+    assert [(s["text"], s["document"]) for s in segments if s["in_loss"]] == [
+        (f"{number + 1}.\0", 0),
+        ("many\0", 1),
+    ]
+    assert guarded(["data", "inspect", *RECIPE, *settings]) == 0
+    printed = capsys.readouterr().out
+    assert f"── chosen answer ──\n{number}+1=[[{number + 1}." in printed
+    assert f"── rejected answer ──\n{number}+1=[[many" in printed
+
+
 def test_documents_of_a_sample_are_shown_apart(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,8 @@ class Token:
     in_loss: bool
     """Whether the token is a target that counts in the loss."""
     document: int | None
-    """Number of its document in an isolated sample; -1 for padding; None if not isolated."""
+    """Number of its document in an isolated sample, or of its answer in a preference pair (0: the
+    chosen one); -1 for padding; None in other samples."""
 
 
 def describe(plan: DataPlan, progress: Progress | None = None) -> dict[str, Any]:
@@ -135,17 +136,32 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
         problem = f"sample {index} has no input_ids and labels to show (it has {names})"
         raise ColotrainError(problem, "name them so in your dataset")
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
-    counts = [False, *(label != IGNORE_INDEX for label in labels[:-1])]
-    if "document_ids" in sample:
-        documents = sample["document_ids"].tolist()
+    if plan.pairs:
+        for answer in range(2):
+            documents = _padding_apart(ids[answer], labels[answer], answer)
+            yield from _as_text(plan, ids[answer], labels[answer], documents)
+    elif sample["input_ids"].dim() != 1:
+        problem = f"sample {index} has input_ids of {sample['input_ids'].dim()} dimensions to show"
+        raise ColotrainError(problem, "a sample of text has one")
+    elif "document_ids" in sample:
+        yield from _as_text(plan, ids, labels, sample["document_ids"].tolist())
     else:
-        documents = [None] * len(ids)
-        at = len(ids)
-        while at and ids[at - 1] == 0 and labels[at - 1] == IGNORE_INDEX and not counts[at - 1]:
-            at -= 1
-            documents[at] = -1
-    texts = token_texts(plan, ids)
-    for text, in_loss, document in zip(texts, counts, documents, strict=True):
+        yield from _as_text(plan, ids, labels, _padding_apart(ids, labels, None))
+
+
+def _padding_apart(ids: list[int], labels: list[int], document: int | None) -> list[int | None]:
+    """The document of each token: -1 for padding, which is at the end."""
+    at = len(ids)
+    while at and ids[at - 1] == 0 and labels[max(0, at - 2)] == labels[at - 1] == IGNORE_INDEX:
+        at -= 1
+    return [document] * at + [-1] * (len(ids) - at)
+
+
+def _as_text(
+    plan: DataPlan, ids: list[int], labels: list[int], documents: list[int | None]
+) -> Iterator[Token]:
+    counts = [False, *(label != IGNORE_INDEX for label in labels[:-1])]
+    for text, in_loss, document in zip(token_texts(plan, ids), counts, documents, strict=True):
         yield Token(text=text, in_loss=in_loss, document=document)
 
 
