@@ -89,13 +89,10 @@ def notes(found: Evidence) -> list[str]:
 
 def show(rundir: RunDir, found: Evidence, verdicts: Sequence[Verdict], *, code: int) -> None:
     console = stderr_console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("CHECK", "VERDICT", "WHY"):
-        table.add_column(title, no_wrap=title != "WHY", overflow="fold")
-    for verdict in verdicts:
-        outcome = Text(verdict.outcome, STYLES[verdict.outcome])
-        table.add_row(verdict.check, outcome, Text(clean(described(verdict))))
-    console.print(table)
+    if found.ranks:
+        console.print(_table(verdicts))
+    else:
+        console.print(f"no check could be made: {verdicts[0].text}", soft_wrap=True)
     for note in notes(found):
         console.print(f"note: {clean(note)}", soft_wrap=True)
     if found.ranks:
@@ -106,6 +103,16 @@ def show(rundir: RunDir, found: Evidence, verdicts: Sequence[Verdict], *, code: 
         console.print(f"{clean(text)} ranks; gradients: colotrain inspect-grads {rundir.name}")
     if code != 0:
         console.print(f"error: {ended_by(code)}: its own error, not the audit's", soft_wrap=True)
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("CHECK", "VERDICT", "WHY"):
+        table.add_column(title, no_wrap=title != "WHY", overflow="fold")
+    for verdict in verdicts:
+        outcome = Text(verdict.outcome, STYLES[verdict.outcome])
+        table.add_row(verdict.check, outcome, Text(clean(described(verdict))))
+    return table
 
 
 def described(verdict: Verdict) -> str:
