@@ -125,20 +125,24 @@ def export_differences(
     The export is loaded by transformers; the trained model has the checkpoint's values. `plans` are
     of two ranks, by default one of every plugin.
     """
-    for index, plan in enumerate(plans or [plan_of(family, folder, plugin) for plugin in ROWS]):
+    for index in range(len(plans or ROWS)):
         run = runner.case_of(RunDir(cases / "world-2"), index)
-        to = cases / f"exported-{index}"
-        export(run, to, Choice(), progress=lambda what, done, total: None)
-        trained = build_whole(plan.model, seed=0)
-        held = {n.removeprefix("model."): t for n, t in read_whole(run.checkpoint(STEPS)).items()}
-        with torch.no_grad():
-            for name, parameter in trained.named_parameters():
-                parameter.copy_(held[name])
-        at_first, found, wanted = (
-            logits(model, family) for model in (family.load(folder), family.load(to), trained)
-        )
-        assert (at_first - wanted).abs().max().item() > 1e-3, "it did not train"
-        yield (found - wanted).abs().max().item()
+        yield export_difference(family, folder, run, cases / f"exported-{index}", step=STEPS)
+
+
+def export_difference(family: Family, folder: Path, run: RunDir, to: Path, *, step: int) -> float:
+    """Largest difference of logits between a run's last checkpoint and its export to `to`."""
+    export(run, to, Choice(), progress=lambda what, done, total: None)
+    trained = build_whole(run.plan().model, seed=0)
+    held = {n.removeprefix("model."): t for n, t in read_whole(run.checkpoint(step)).items()}
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            parameter.copy_(held[name])
+    at_first, found, wanted = (
+        logits(model, family) for model in (family.load(folder), family.load(to), trained)
+    )
+    assert (at_first - wanted).abs().max().item() > 1e-3, "it did not train"
+    return (found - wanted).abs().max().item()
 
 
 @torch.no_grad()

@@ -24,14 +24,11 @@ from colotrain.models.tensor_parallel import (
     vocabulary_logits,
 )
 from colotrain.models.tensor_parallel_styles import SUMMED, apply_styles_, problems_of
-from colotrain.rundir import RunDir
 from colotrain.spec.divisions import VOCABULARY, Divisions
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
-from tests.checkpoints import read_whole
 from tests.dist import hf, plain
 from tests.dist.test_context_parallel import LENGTH, make_model
-from tests.dist.test_run import losses
 from tests.dist.test_transport import run
 from tests.families import GROUPED, Family
 from tests.representatives import representatives
@@ -88,6 +85,20 @@ def test_every_plugin_equals_one_process_on_four_ranks(
 ) -> None:
     cases = verified(capsys, "--world-sizes", "4", *options)
     assert {case["plugin"] for case in cases} == set(ROWS)
+    assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_ranks_divide_samples_and_matrices(capsys: pytest.CaptureFixture[str]) -> None:
+    """One case of each kind of mesh; scripts/verify_axes.py makes 720."""
+    axes = ("--world-sizes", "8", "--cp", "2", "--tp", "2,4", "--plugins", "zero2,fsdp-hybrid")
+    options = ("--accumulation", "4", "--steps", "2", "plugin.name=fsdp-hybrid")
+    cases = verified(capsys, *axes, *options, "plugin.shard_size=2", *OWN)
+    assert [(case["plugin"], case["tp"]) for case in cases] == [
+        *(("zero2", 2), ("fsdp-hybrid", 2)),
+        *(("zero2", 4), ("fsdp-hybrid", 4)),
+    ]
     assert not [case["difference"] for case in cases if not case["passed"]]
 
 
@@ -335,44 +346,6 @@ def test_hugging_face_models_without_a_plan_are_refused(
     refused = colotrain("plan", f"model.hf={folder}", *data, "mesh.tp=2")
     assert refused.code == 2
     assert "transformers has no plan for gpt2" in refused.err
-
-
-def test_a_run_goes_on_with_other_axes(colotrain: Colotrain) -> None:
-    options = (*SMALL, *HEADS, "observe.grads_every=1", "checkpoint.every=2", "checkpoint.keep=3")
-    steady = (*options, "optim.schedule.name=constant")
-    whole = colotrain.run(*steady, "train.max_steps=4", "plugin=zero1", "name=whole")
-    divided = colotrain.run(*steady, "train.max_steps=2", "plugin=zero3", "mesh.tp=2", "name=tp")
-    assert losses(divided) == pytest.approx(losses(whole)[:2], abs=1e-6)
-    seen = [
-        [(e.fields["loss"], e.fields["tokens"]) for e in colotrain.events(name) if e.kind == "eval"]
-        for name in ("whole", "tp")
-    ]
-    assert seen[1][0] == pytest.approx(seen[0][0], abs=1e-6)
-    gradients = [
-        [e.fields for e in colotrain.events(name) if e.kind == "gradients"]
-        for name in ("whole", "tp")
-    ]
-    for before, after in zip(*gradients, strict=False):
-        for column in ("norm", "rms", "max_abs", "zero_fraction", "update_ratio"):
-            assert after[column] == pytest.approx(before[column], rel=1e-4, abs=1e-7), column
-        assert after["global_norm"] == pytest.approx(before["global_norm"], rel=1e-6)
-    resumed = colotrain("resume", "tp", "train.max_steps=4", "mesh.tp=1", "plugin=gemini", "--json")
-    assert losses(resumed.json) == pytest.approx(losses(whole), abs=1e-6)
-
-
-def test_a_checkpoint_holds_the_same_bits_for_all_axes(colotrain: Colotrain) -> None:
-    options = (*SMALL, *HEADS, "checkpoint.every=2", "checkpoint.keep=3", "train.max_steps=4")
-    folders = [RunDir(colotrain.cwd / "runs" / name).checkpoint(2) for name in ("a", "b", "c")]
-    colotrain.run(*options, "plugin=zero2", "name=a", "train.eval_steps=0")
-    # a run that may roll back saves what it resumed from before its first step
-    again = (*options, "train.on_nonfinite=rollback", "train.eval_steps=0")
-    colotrain.run(*again, "mesh.tp=2", "plugin=zero1", "name=b", f"checkpoint.resume={folders[0]}")
-    colotrain.run(*again, "plugin=gemini", "name=c", f"checkpoint.resume={folders[1]}")
-    first, *others = ({n: t for n, t in read_whole(f).items() if n[:3] != "rng"} for f in folders)
-    assert any(name.startswith("optim.") for name in first)
-    for other in others:
-        assert other.keys() == first.keys()
-        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
 def test_what_cannot_be_divided_is_refused(colotrain: Colotrain) -> None:
