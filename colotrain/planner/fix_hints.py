@@ -82,6 +82,8 @@ def fix_hints(context: PlanningContext, plan: RunPlan) -> str:
         is_new = not any(known.keys() <= changes.keys() for known in found)
         if len(found) < MOST_HINTS and is_new and context.verdict(changes) == "yes":
             found.append(changes)
+    if not found:
+        found += _larger_groups(context, plan)
     if found:
         return "set " + " or ".join(map(_shown, found))
     for nodes in (plan.cluster.nodes << n for n in range(1, 11)):
@@ -149,6 +151,25 @@ def _changes(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
             yield least | {"train.precision": "bf16"}
     if plan.cluster.device == "cpu" and plan.cluster.procs_per_node > 1:
         yield LEAST | gemini | {"cluster.procs_per_node": 1}
+
+
+def _larger_groups(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]:
+    """The smallest group of ranks that fits by dividing tokens, and the smallest for matrices.
+
+    They come last, for such ranks exchange activations inside every layer. Where even the largest
+    group does not fit, the others are not traced.
+    """
+    mesh, procs, survey = plan.mesh, plan.cluster.procs_per_node, context.search_space.survey
+    how, sizes = survey.divisions, [n for n in range(1, procs + 1) if procs % n == 0]
+    cps = [n for n in sizes if n > mesh.cp and procs % (n * mesh.tp) == 0]
+    tps = [n for n in sizes if n > mesh.tp and procs % (n * mesh.cp) == 0]
+    for key, larger in (
+        ("mesh.cp", cps if survey.divides_sequences else []),
+        ("mesh.tp", [n for n in tps if how is not None and how.allows(n)]),
+    ):
+        groups = [LEAST | {key: size} for size in larger]
+        if groups and context.verdict(groups[-1]) == "yes":
+            yield next(changes for changes in groups if context.verdict(changes) == "yes")
 
 
 def _one(layout: Layout) -> Layout:

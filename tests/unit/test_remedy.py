@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_resolve import LAPTOP, survey, with_values
+from test_resolve import LAPTOP, SERVER, survey, with_values
 
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.resolve import resolve
+from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
 from colotrain.spec.survey import Survey
 
@@ -88,3 +89,19 @@ def test_more_machines_are_named_only_where_nothing_helps_on_this_one() -> None:
 
     hints = fix_hints(replace(context, verdict=verdict), plan)
     assert hints.startswith("nothing makes it fit here; 4 such machines would do: cluster.nodes=4")
+
+
+def divisible(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+    how = Divisions(dims={"*": 0}, sizes={"width": 64})
+    return replace(large(model, freeze, seq_len), divisions=how)
+
+
+def test_ranks_that_divide_matrices_are_named_where_nothing_else_helps() -> None:
+    machine, own = replace(SERVER, device_memory_bytes=2 << 30), ("plugin.name", "zero3")
+    plan, context = resolve(with_values(own), survey=divisible, machine=machine)
+    hints = fix_hints(context, plan)
+    (changes,) = settings_of(hints.partition("(accumulation")[0])
+    assert ("mesh.tp", 2) in changes, hints
+    made, _ = resolve(with_values(*changes), survey=divisible, machine=machine)
+    assert made.peak.verdict(made.cluster.memory_bytes) == "yes"
+    assert "mesh" not in verdict(machine, own)[2]  # a model that cannot be divided
