@@ -42,6 +42,8 @@ class RunDir:
     checkpoints = _At("checkpoints")
     launcher_log = _At("logs/launcher.log")
     """Output of the launcher of a detached run."""
+    notify_log = _At("logs/notify.log")
+    """Output of the command that is told what becomes of the run."""
     stop_file = _At("control/stop")
     """File whose presence asks every rank to save and stop after its current step."""
     grads_request_file = _At("control/grads")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from colotrain.config import schema, schema_cluster, schema_data, slurm
+from colotrain.config import schema, schema_cluster, schema_data, schema_observe, slurm
 from colotrain.records import field_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -25,7 +25,7 @@ def meanings() -> dict[tuple[str, str], str]:
     found = {}
     modules = [
         ast.parse(inspect.getsource(module))
-        for module in (schema, schema_cluster, schema_data, slurm)
+        for module in (schema, schema_cluster, schema_data, schema_observe, slurm)
     ]
     for section in (part for module in modules for part in module.body):
         if not isinstance(section, ast.ClassDef):

@@ -20,6 +20,7 @@ from colotrain.events.kinds import LaunchEnded, LaunchStarted
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RUNS, RunDir, run_name
 from colotrain.spec.memory import MemoryBreakdown
+from colotrain.spec.observing import ObservePlan
 from colotrain.spec.plan import (
     BatchPlan,
     CheckpointPlan,
@@ -28,7 +29,6 @@ from colotrain.spec.plan import (
     ElasticPlan,
     FreezePlan,
     ModelPlan,
-    ObservePlan,
     OptimPlan,
     ParameterCounts,
     PluginPlan,

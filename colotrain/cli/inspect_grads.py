@@ -181,8 +181,12 @@ def for_one_step(plan: RunPlan) -> RunPlan:
     """
     return dataclasses.replace(
         plan,
-        train=dataclasses.replace(plan.train, max_steps=1, eval_every=0, eval_steps=0),
-        observe=dataclasses.replace(plan.observe, grads_every=1, trackers=()),
+        train=dataclasses.replace(
+            plan.train, max_steps=1, eval_every=0, eval_steps=0, profile=None
+        ),
+        observe=dataclasses.replace(
+            plan.observe, grads_every=1, trackers=(), notify=None, metrics_port=None
+        ),
         checkpoint=dataclasses.replace(plan.checkpoint, enabled=False, resume="none"),
         elastic=dataclasses.replace(plan.elastic, max_restarts=0),
     )

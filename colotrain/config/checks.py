@@ -14,6 +14,7 @@ from typing import Any
 from colotrain.config import slurm
 from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
+from colotrain.config.observing import check_observing
 from colotrain.config.preferences import check_preferences
 from colotrain.config.schema import Config, Optim, Schedule
 from colotrain.config.shipped import recipe_names
@@ -51,6 +52,7 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 1,
     "observe.log_every": 0,
     "observe.grads_every": 0,
+    "observe.metrics_port": 1,
     "observe.samples.max_tokens": 1,
     "observe.samples.every": 1,
 }
@@ -113,6 +115,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from _check_best(settings)
     yield from check_preferences(settings)
     yield from _check_text_samples(settings)
+    yield from check_observing(settings)
     for name in settings.observe.trackers:
         if name not in TRACKERS:
             expected, key = f"one of {', '.join(TRACKERS)}", "observe.trackers"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from colotrain.config.schema_cluster import Cluster, Hardware
 from colotrain.config.schema_data import Data
+from colotrain.config.schema_observe import Observe, Profile
 from colotrain.config.sizes import Size
 from colotrain.spec.plan import Recompute, RulePlan
 from colotrain.spec.precisions import PrecisionName
@@ -168,6 +169,8 @@ class Train:
     """The end of a run whose evaluations no longer improve."""
     on_gradients: str | None = None
     """`package.module:callable`, called with the gradients of each step before clipping."""
+    profile: Profile = field(default_factory=Profile)
+    """Traces of a few steps by torch's profiler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,34 +286,6 @@ class Checkpoint:
     content: Literal["all", "trained"] = "all"
     """trained: without parameters that never trained, for example under adapters; to resume or
     export such a checkpoint, the model that the run began with must still exist."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextSamples:
-    """Texts that the model writes after evaluations, by its most probable tokens."""
-
-    prompts: list[str] = field(default_factory=list)
-    """Beginnings that it continues; none: it writes nothing."""
-    max_tokens: int = 64
-    """Tokens that a prompt is continued by; each takes a forward of all ranks."""
-    every: int = 1
-    """Evaluations from one set of texts to the next."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observe:
-    """What is recorded."""
-
-    log_every: int | Literal["auto"] | None = "auto"
-    """Steps between progress lines without a terminal; auto: a line every 10 to 60 seconds; 0 or
-    null turns them off."""
-    grads_every: int | None = 10
-    """Steps between gradient records; 0 or null turns them off."""
-    samples: TextSamples = field(default_factory=TextSamples)
-    """Texts that the model writes after evaluations."""
-    trackers: list[str] = field(default_factory=list)
-    """Other destinations of records: `tensorboard`, `wandb` (offline unless WANDB_MODE=online),
-    `mlflow`, each an extra to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from colotrain.config.files import first_line
 from colotrain.errors import Problem, suggest
 from colotrain.records import MISSING
+from colotrain.spec.observing import KEEPS_VARIABLES, VARIABLE
 
 _BROKEN = object()
 
@@ -40,7 +41,11 @@ def delete_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -
 
 
 def resolve_references(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:
-    """Return plain data with every `${...}` resolved; broken references are left out."""
+    """Return plain data with every `${...}` resolved; broken references are left out.
+
+    Environment variables in `KEEPS_VARIABLES` are not read: their values may be secrets, and what
+    is returned is written to files.
+    """
     try:
         plain: dict[str, Any] = _plain(config, "", problems)
     except RecursionError:
@@ -62,10 +67,13 @@ def _plain(node: Any, path: str, problems: list[Problem]) -> Any:
 def _item(node: Any, key: Any, path: str, problems: list[Problem]) -> Any:
     if OmegaConf.is_missing(node, key):
         return MISSING
+    written = node._get_node(key)._value()
+    kept = path.startswith(KEEPS_VARIABLES) and isinstance(written, str)
+    if kept and VARIABLE.search(written):
+        return written
     try:
         value = node[key]
     except (OmegaConfBaseException, RecursionError) as error:
-        written = node._get_node(key)._value()
         expected = f"a reference that resolves ({first_line(error)})"
         fix = "refer to a setting by its whole key, as in ${train.seed}"
         problems.append(Problem(key=path, value=written, expected=expected, fix=fix))

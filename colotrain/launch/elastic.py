@@ -61,7 +61,7 @@ def launch(
         watch=Watch(plan=plan, rundir=rundir),
     )
     current.watch.say = current.say
-    follow = _shielded(follow)
+    follow = shielded(follow)
     reader = EventReader(rundir)
     reader.skip_to_end()  # events of earlier launches
     if node.is_head:
@@ -101,11 +101,11 @@ def launch(
     return EXIT_CODE_BY_STATUS[status], cause
 
 
-def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
+def shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
     """Call `follow` until it raises once: a closed pipe or a display bug must not end the run."""
     failed = False
 
-    def shielded(events: list[Event]) -> None:
+    def shown(events: list[Event]) -> None:
         nonlocal failed
         if failed:
             return
@@ -116,7 +116,7 @@ def _shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], 
             with suppress(Exception):
                 print(f"warning: no longer shown ({error!r}); training goes on", file=sys.stderr)
 
-    return shielded
+    return shown
 
 
 def _outcome(current: Launch) -> str:

@@ -27,9 +27,10 @@ from colotrain.planner.memory import Estimate, non_model_bytes
 from colotrain.planner.offload import least_bytes, offloaded_estimate, predict
 from colotrain.planner.scale import Scale
 from colotrain.spec.memory import Verdict
+from colotrain.spec.observing import ObservePlan
 from colotrain.spec.offload import SAFETY
 from colotrain.spec.packing import choose_chunk_bytes, units_of
-from colotrain.spec.plan import BatchPlan, ObservePlan, OptimPlan, PluginPlan, TrainPlan
+from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan, TrainPlan
 from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
 from colotrain.spec.quantities import format_seconds, format_size
 from colotrain.spec.survey import Survey

@@ -13,7 +13,9 @@ from colotrain.config.adapter import plan_adapter
 from colotrain.config.checks import check, find_resume
 from colotrain.config.data import data_plan
 from colotrain.config.hints import hinted
-from colotrain.config.schema import Config, Elastic, Freeze, Observe, Optim, Train
+from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
+from colotrain.config.schema import Config, Elastic, Freeze, Optim, Train
+from colotrain.config.schema_observe import Observe
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import SearchSpace
 from colotrain.planner.durations import evaluates_first, warn_of_durations
@@ -42,6 +44,7 @@ from colotrain.planner.schedules import CheckSchedule, check_own_schedule
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch
+from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import (
     BatchPlan,
@@ -51,7 +54,6 @@ from colotrain.spec.plan import (
     ElasticPlan,
     FreezePlan,
     ModelPlan,
-    ObservePlan,
     OptimPlan,
     RunPlan,
     TrainPlan,
@@ -95,6 +97,7 @@ def resolve(
     if batch is not None:
         problems += _check_sizes(settings.elastic, scale, batch)
     problems += _check_meshes(settings, scale)
+    problems += check_traced_ranks(settings.train.profile, scale.world)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
     data = data_plan(settings.data, problems, pairs=settings.train.objective == "dpo")
@@ -241,6 +244,7 @@ def _train(train: Train, steps: Steps, num_validation: int | None) -> TrainPlan:
         "epoch_steps": steps.per_epoch,
         "num_validation": num_validation,
         "stop_early": stop_early_plan(train.stop_early),
+        "profile": profile_plan(train.profile),
     }
     return TrainPlan(**same_fields(train, TrainPlan) | computed)
 
@@ -342,6 +346,8 @@ def _observe(observe: Observe) -> ObservePlan:
         grads_every=observe.grads_every or 0,
         trackers=tuple(observe.trackers),
         samples=chosen if samples.prompts else None,
+        notify=notify_plan(observe.notify),
+        metrics_port=observe.metrics_port,
     )
 
 

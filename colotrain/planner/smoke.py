@@ -41,13 +41,14 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
         "micro_batch": 1,
         "eval_every": None,  # evaluations before the first step and after the last
         "eval_steps": int(plan.train.eval_steps != 0),
+        "profile": {},
     }
     small["optim"]["schedule"] |= {
         "warmup_steps": plan.optim.warmup_steps,
         "warmup_ratio": None,
     }
     small["checkpoint"] |= {"every": 1, "keep": 1, "resume": "auto"}
-    small["observe"] |= {"log_every": 1, "trackers": []}
+    small["observe"] |= {"log_every": 1, "trackers": [], "metrics_port": None, "notify": {}}
     for section, name in (("observe", "grads_every"), ("elastic", "check_every")):
         small[section][name] = 1 if small[section][name] else small[section][name]
     later = [glob for globs in plan.freeze.unfreeze.values() for glob in globs]

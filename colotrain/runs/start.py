@@ -31,6 +31,7 @@ from colotrain.runs.resolving import (
 )
 from colotrain.schedulers.job import recall
 from colotrain.show.console import print_json, stderr_console
+from colotrain.show.notify import check_notify
 from colotrain.spec.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def run(
     if detach and plan.elastic.max_nodes > 1:
         raise UsageError("--detach: expected a run on one node", "use nohup, or `colotrain submit`")
     if detach:
+        check_notify(plan)
         checkpoints.check_resumable(plan, rundir)
         return detached.detach(plan, rundir, resolved.config, as_json=as_json)
     return train(plan, rundir, resolved.config, node=node, as_json=as_json, began_at=began_at)
@@ -312,14 +314,18 @@ def execute(
     """Write the plan, prepare the data, launch, and follow; return exit code and cause."""
     from colotrain.events import liveness
     from colotrain.events.fold import Fold
-    from colotrain.launch.elastic import launch
+    from colotrain.launch.elastic import launch, shielded
     from colotrain.launch.smoke import launch_and_resume
     from colotrain.launch.startup import end_recorded, ended_by_signals
     from colotrain.show.live import progress_for
+    from colotrain.show.metrics import MetricsServer
+    from colotrain.show.notify import Notifier
     from colotrain.show.trackers import Trackers
 
+    check_notify(plan)
     rundir.create()
-    with liveness.claim(rundir), end_recorded(rundir):
+    notifier, metrics = Notifier(plan, rundir), MetricsServer(plan)
+    with liveness.claim(rundir), notifier, end_recorded(rundir), metrics:
         trust.write_signed(plan, rundir, config)
         for text in plan.warnings:
             console.print(f"warning: {text}", style="yellow", soft_wrap=True)
@@ -327,14 +333,16 @@ def execute(
             prepare_data(plan, console)
         fold = Fold(max_steps=plan.train.max_steps)
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
+            display = shielded(lambda events: shown.update(fold.view(), events))
 
             def show(events: list[Event]) -> None:
-                fold.add(events)
-                shown.update(fold.view(), [*events, *trackers.take(events)])
+                view = fold.add(events).view()
+                notes = [*notifier.take(events, view), *metrics.take(events, view)]
+                display([*events, *notes, *trackers.take(events)])
 
             start = launch_and_resume if plan.smoke else launch
             ended = start(plan, rundir, follow=show, node=node, began_at=began_at)
-            shown.update(fold.view(), trackers.close())
+            display([*trackers.close(), *notifier.close()])
     return ended
 
 

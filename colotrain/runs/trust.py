@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +21,15 @@ from typing import Any
 from colotrain.config.checks import CODE
 from colotrain.errors import UsageError
 from colotrain.rundir import RunDir, write_atomically
+from colotrain.spec.observing import KEEPS_VARIABLES
 from colotrain.spec.plan import RunPlan
 
 OWN_MODELS = frozenset({"colotrain.models.llm:LLM"})
 """Models of this package, which any plan may name."""
 NAMES = ("optim.name", "optim.schedule.name")
 """Settings that are code only if they have a colon; otherwise they name what colotrain has."""
-CODE_SETTINGS = (*CODE, *NAMES)
-"""Settings whose value is a dotted path of the user's code, as `calls` has them."""
+CODE_SETTINGS = (*CODE, *NAMES, *KEEPS_VARIABLES)
+"""Settings whose value names code, a command or a webhook, as in `calls`."""
 KEY_BYTES = 32
 
 
@@ -44,6 +46,9 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
         "optim.name": (plan.optim.name if ":" in plan.optim.name else "", plan.optim.args),
         "optim.schedule.name": (plan.optim.schedule if ":" in plan.optim.schedule else "", {}),
     }
+    if (notify := plan.observe.notify) is not None:
+        found["observe.notify.command"] = (shlex.join(notify.command), {"shell": notify.shell})
+        found["observe.notify.url"] = (notify.url or "", {})  # it gets environment variables
     return {key: call for key, call in found.items() if call[0] and call[0] not in OWN_MODELS}
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
+from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
 from colotrain.spec.precisions import PrecisionName
-from colotrain.spec.text_samples import TextSamplesPlan
 
 SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
@@ -237,6 +237,7 @@ class TrainPlan:
     last_batch: Literal["fill", "drop"] = "fill"
     num_validation: int | None = None
     """Number of validation samples; None: not counted, or the data was not prepared."""
+    profile: ProfilePlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,16 +316,6 @@ class CheckpointPlan:
     best_metric: str | None = None
     """Metric whose best evaluation's checkpoint is kept; None: only the newest are kept."""
     best_mode: Literal["min", "max"] = "min"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservePlan:
-    log_every: int | Literal["auto"]
-    """Steps between lines of progress; auto: by time; 0: none."""
-    grads_every: int
-    """Steps between gradient records; 0: none."""
-    trackers: tuple[str, ...] = ()
-    samples: TextSamplesPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,60 @@
+"""What a run records and whom it tells, as the plan has it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from colotrain.spec.text_samples import TextSamplesPlan
+
+Notified = Literal["finished", "failed", "stopped", "restarted"]
+NOTIFIED: tuple[Notified, ...] = get_args(Notified)
+VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
+"""Reference to an environment variable, which files keep in place of its value."""
+KEEPS_VARIABLES = ("observe.notify.command", "observe.notify.url")
+"""Settings in which references to environment variables stay references."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotifyPlan:
+    """A command or a webhook that is told what becomes of the run."""
+
+    command: tuple[str, ...] = ()
+    """Words of the command, or the one text that a shell runs."""
+    shell: bool = False
+    url: str | None = None
+    on: tuple[Notified, ...] = NOTIFIED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePlan:
+    """Steps that ranks trace with torch's profiler."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservePlan:
+    log_every: int | Literal["auto"]
+    """Steps between lines of progress; auto: by time; 0: none."""
+    grads_every: int
+    """Steps between gradient records; 0: none."""
+    trackers: tuple[str, ...] = ()
+    samples: TextSamplesPlan | None = None
+    notify: NotifyPlan | None = None
+    metrics_port: int | None = None
+
+
+def unset_variables(text: str, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the environment variables that `text` refers to and that are not set."""
+    return [name for name in VARIABLE.findall(text) if name not in environment]
+
+
+def with_variables(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return `text` with the values of the environment variables that it refers to."""
+    return VARIABLE.sub(lambda found: environment[found[1]], text)
