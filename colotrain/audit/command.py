@@ -19,6 +19,7 @@ from colotrain.events import liveness
 from colotrain.events.kinds import LaunchEnded, LaunchStarted
 from colotrain.events.log import EventWriter
 from colotrain.rundir import RUNS, RunDir, run_name
+from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.plan import (
@@ -26,7 +27,6 @@ from colotrain.spec.plan import (
     CheckpointPlan,
     ClusterPlan,
     DataPlan,
-    ElasticPlan,
     FreezePlan,
     ModelPlan,
     OptimPlan,

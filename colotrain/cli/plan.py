@@ -127,6 +127,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
         "time": to_plain(plan.time),
         "activation_checkpointing": recompute,
         "checkpoint": to_plain(plan.checkpoint),
+        "memory_copy": to_plain(plan.elastic.memory_copy),
         **_groups(resolved, layout, trace),
         "alternatives": [_shown(option, plan.cluster) for option in options],
         "warnings": [*plan.warnings, *_warnings(resolved)],

@@ -103,6 +103,18 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
     yield "evaluations", _evaluations(plan)
     yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
+    yield "copies", _memory_copies(plan)
+
+
+def _memory_copies(plan: RunPlan) -> str:
+    copies, ranks = plan.elastic.memory_copy, plan.cluster.procs_per_node
+    if not copies.enabled:
+        return copies.reason
+    size = format_size(copies.bytes * ranks)
+    return (
+        f"{size} on each node for two copies of the state, from which workers restart; "
+        f"{copies.reason}"
+    )
 
 
 def _steps(train: TrainPlan) -> str:

@@ -218,4 +218,6 @@ def _judge(run: Run, first: list[Finding], second: list[Finding]) -> None:
         if not second:
             run.events.write(Note(text=f"warning: corrupt for a moment, then not: {what}"))
     if second:
+        if run.copies is not None:
+            run.copies.clear()  # they may hold it, too
         raise Corruption(f"silent data corruption, and persistent: {what}")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from colotrain.engine import generators, guard, label_shift, monitor
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
 from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.checkpoint.memory_state import copy_to_memory
 from colotrain.engine.early_stopping import why_over
 from colotrain.engine.evaluation import evaluate
 from colotrain.engine.gradients import gradients, noise
@@ -77,6 +78,8 @@ def train(run: Run) -> str:
         gpu.mark("updated")
         run.step += 1
         run.heartbeat.patience_s = patience_s(plan, clock.laps)  # only a first step is slow
+        copy_to_memory(run)
+        clock.lap("copy_s")
         times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps, **gpu.seconds()}
         record_step(run, result, times=times, lr=lr, skipped=skipped)
         if is_due(run.step, plan.elastic.check_every):
@@ -90,6 +93,7 @@ def train(run: Run) -> str:
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
             evaluate(run)
             write_samples(run)
+            copy_to_memory(run, again=True)
         if result.save or (run.best is not None and run.best[0] == run.step):
             checkpoint.save(run)
     checkpoint.save(run)
@@ -177,9 +181,10 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     order = run.sharded.order_of_calls()
     short, due = run.tiers is not None and run.tiers.policy.exceeds_budget(), run.saver.is_due()
     flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
+    copy_s = run.copies.seconds if run.copies is not None else 0.0
     # a GPU has not done yet what the host has queued: of it, the step before is known
     took_s = run.progress.elapsed_s() if gpu.step_s is None else gpu.step_s
-    requests = torch.tensor([*flags, order, order * order, took_s], dtype=torch.float64)
+    requests = torch.tensor([*flags, order, order * order, took_s, copy_s], dtype=torch.float64)
     if run.tiers is not None:
         run.tiers.transfers.order_gradients()
     norms, used = gradients.local_statistics(run.gradients, run.device)
@@ -190,16 +195,18 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     dist.all_reduce(shared)
     gpu.mark("reduced")
     shared = shared.cpu()  # the only wait for the device in a step
-    sums = shared[:10].tolist()
-    loss_sum, count, stop, record, noisy, update_placement, save, orders, squares, took_s = sums
-    monitor.note_duration(run, took_s / dist.get_world_size())
-    if orders * orders != squares * dist.get_world_size():  # equal only if all orders are the same
+    sums, world = shared[:11].tolist(), dist.get_world_size()
+    loss_sum, count, stop, record, noisy, update_placement, save, *orders, took_s, copy_s = sums
+    monitor.note_duration(run, took_s / world)
+    if run.copies is not None:
+        run.copies.note_durations(took_s / world, copy_s / world)
+    if orders[0] ** 2 != orders[1] * world:  # equal only if all orders are the same
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.store_statistics_(run.gradients, shared[10:], factor=factor)
+    gradients.store_statistics_(run.gradients, shared[11:], factor=factor)
     return StepResult(
         loss=loss_sum / (count or 1.0),
         tokens=count,

@@ -8,7 +8,9 @@ spike need not come back.
 from __future__ import annotations
 
 from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.checkpoint.choosing import choose
 from colotrain.engine.checkpoint.manifest import read_manifest
+from colotrain.engine.checkpoint.memory_state import copy_to_memory
 from colotrain.engine.freezing import BY_MODEL, freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.run_state import Run
@@ -32,7 +34,7 @@ def roll_back_(run: Run) -> None:
             "lower optim.lr or clip harder (train.grad_clip); train.max_rollbacks allows more",
         )
     run.saver.wait()
-    path = checkpoint.choose(run.rundir.checkpoints, run.events)
+    path = choose(run.rundir.checkpoints, run.events)
     if path is None:
         raise ColotrainError(
             f"step {run.step + 1}: no checkpoint to go back to", "set checkpoint.every lower"
@@ -48,6 +50,9 @@ def roll_back_(run: Run) -> None:
     run.checksums = None
     run.rollbacks += 1
     run.skipped_batches = offending + 1 - run.step
+    if run.copies is not None:
+        run.copies.clear()  # later steps, which must not come back
+        copy_to_memory(run)
     if run.rank == 0:
         text = (
             f"rollback {run.rollbacks} of at most {most}: back from step {left_at + 1} to step "

@@ -15,6 +15,7 @@ from torch import Tensor
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine.accumulation import Batch, StepTotals
 from colotrain.engine.checkpoint.manifest import Evaluations, Manifest
+from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.gradients.gradients import GradientState
@@ -29,7 +30,7 @@ from colotrain.events.log import EventWriter
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
-AFTER_A_STEP = ("checkpoint", "evaluation", "search for corruption")
+AFTER_A_STEP = ("checkpoint", "evaluation", "memory copy", "search for corruption")
 """Phases between the end of a step and the beginning of the next."""
 
 
@@ -106,6 +107,8 @@ class Run:
     stop_requested: Callable[[], str | None]
     """Function that returns a reason to stop that reached this rank, or None."""
     saver: Saver
+    copies: MemoryCopies | None = None
+    """Copies of the state in the launcher's memory; None where there are none."""
     heartbeat: HeartbeatWriter = field(default_factory=HeartbeatWriter)
     progress: StepProgress = field(default_factory=StepProgress)
     is_monitored: bool = False

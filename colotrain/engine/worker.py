@@ -25,8 +25,10 @@ from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.allocator import configure_malloc_for_build, configure_malloc_for_steps
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.changed_inputs import CHANGES_INPUTS
-from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.manifest import tidy, where_to_resume
+from colotrain.engine.checkpoint import checkpoint, memory_state
+from colotrain.engine.checkpoint.choosing import choose
+from colotrain.engine.checkpoint.manifest import complete, tidy, where_to_resume
+from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.context_parallel import divide_among_ranks_
 from colotrain.engine.freezing import freeze_
@@ -118,7 +120,10 @@ def prepare(
     """Build the run: model on meta, freeze, shard, fill, optimizer, data, then the checkpoint."""
     rank, seed = dist.get_rank(), plan.train.seed
     configure_malloc_for_build()
-    resumed = choose_checkpoint(plan, rundir, events)
+    copies = MemoryCopies.open(plan, events)
+    copied = copies.choose() if copies is not None else None
+    resumed = choose_checkpoint(plan, rundir, events, unless_before=copied.step if copied else 0)
+    copied = copied if resumed is None else None
     import_targets(plan)
     train_data, validation_data = open_loaders(plan, rank)
     model = build(plan.model, seed=seed)
@@ -128,7 +133,9 @@ def prepare(
     if rank == 0 and (cut := describe_cut(train_data.samples, plan.data)):
         events.write(Note(text=cut))
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
-    frozen = freeze_(model, plan.freeze, step=checkpoint.step_of(resumed))
+    frozen = freeze_(
+        model, plan.freeze, step=copied.step if copied else checkpoint.step_of(resumed)
+    )
     begin_training_(model)
     parts = divide_parameters_among_ranks_(model, plan)
     trial = first_micro_batch(train_data) if rank == 0 else None
@@ -156,6 +163,7 @@ def prepare(
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
         saver=Saver.make(plan, rundir, events),
+        copies=copies,
         heartbeat=heartbeat or HeartbeatWriter(),
     )
     run.saver.beat = lambda: run.at(run.phase)
@@ -168,21 +176,37 @@ def prepare(
     if plan.data.pairs:
         add_references_(run)
     seed_all(seed * 100_003 + rank // plan.mesh.tp)  # dropout differs where activations do
-    if resumed is not None:
+    if copied is not None:
+        memory_state.restore(run, copied)
+    elif resumed is not None:
         checkpoint.restore(run, resumed)
+    if copies is not None:
+        copies.begin(copied, run.step)
     if tiers is None and optimizer.begins_with_zeros:
         optimizer.prepare_state_()
     configure_malloc_for_steps()
     return run
 
 
-def choose_checkpoint(plan: RunPlan, rundir: RunDir, events: EventWriter) -> Path | None:
-    """Return the checkpoint to resume from, or None. All ranks must call."""
+def choose_checkpoint(
+    plan: RunPlan, rundir: RunDir, events: EventWriter, *, unless_before: int = 0
+) -> Path | None:
+    """Return the checkpoint to resume from, or None. All ranks must call.
+
+    None, too, if the newest checkpoint is not after step `unless_before`, of which there is a copy
+    in memory.
+    """
+    newer = [True]
     if dist.get_rank() == 0:
         tidy(rundir.checkpoints)
-    dist.barrier()
+        if unless_before:
+            newest = complete(rundir.checkpoints)[:1]
+            newer = [any(path.name > rundir.checkpoint(unless_before).name for path in newest)]
+    dist.broadcast_object_list(newer)
+    if not newer[0]:
+        return None
     where = where_to_resume(plan, rundir)
-    resumed = checkpoint.choose(where, events)
+    resumed = choose(where, events)
     if resumed is None and where != rundir.checkpoints:
         raise ColotrainError(
             f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",

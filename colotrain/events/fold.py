@@ -284,6 +284,6 @@ def _latest(attempts: list[Attempt], kind: type[Kind]) -> Kind | None:
 def _last_checkpoint(attempts: list[Attempt]) -> kinds.Checkpoint | None:
     for attempt in reversed(attempts):
         event = attempt.latest.get(kinds.Checkpoint.KIND) or attempt.latest.get(kinds.Resumed.KIND)
-        if event is not None:
+        if event is not None and not event.fields.get("in_memory"):
             return kinds.Checkpoint.of(event)
     return None

@@ -146,6 +146,8 @@ class Step(EventKind):
     """Seconds of waiting for the other ranks."""
     optimizer_s: float | None
     """On a GPU the update of the step before, which the GPU computes within this step's time."""
+    copy_s: float | None = None
+    """Seconds in which the state was copied to the launcher's memory."""
     micro_batches: int
     samples: list[int] = field(metadata=WRITE_ONLY)
     """Positions of this rank's samples in the data."""
@@ -336,7 +338,25 @@ class Checkpoint(EventKind):
 
 @event_kind("resumed")
 class Resumed(EventKind):
-    """Training goes on from a checkpoint."""
+    """Training goes on from a checkpoint, or from a copy in the launcher's memory."""
 
     step: int
     path: str
+    in_memory: bool | None = None
+    """True for a copy in memory, which has no path."""
+
+
+@event_kind("memory_copy")
+class MemoryCopied(EventKind):
+    """The state is copied to the launcher's memory; written as copies begin or change their pace.
+
+    Workers that die are started again from there.
+    """
+
+    step: int
+    bytes: int
+    """Bytes of rank 0's copy."""
+    seconds: float
+    """Seconds for which this copy held rank 0 up."""
+    every: int
+    """Steps between two copies."""

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from colotrain.engine.checkpoint.checkpoint import left_out, step_of
+from colotrain.engine.checkpoint.checkpoint import step_of
 from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
-from colotrain.engine.checkpoint.manifest import complete, damage
+from colotrain.engine.checkpoint.manifest import complete, damage, read_manifest
 from colotrain.errors import UsageError
 from colotrain.export.stream import Entry
 from colotrain.rundir import RunDir
@@ -29,7 +29,7 @@ class CheckpointTensors:
         self.folder = folder
         self.index = read_index(folder)
         self._reader = _KnownIndex(folder, self.index)
-        self.left_out: tuple[str, ...] = tuple(left_out(folder))
+        self.left_out: tuple[str, ...] = read_manifest(folder).left_out
         """Names of the parameters that are not in the checkpoint, since they were never trained."""
         self.entries = {entry.name: entry for entry in self._entries()}
 

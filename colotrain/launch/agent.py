@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from colotrain.launch.forkserver import without_results, work
+from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Stopped
 from colotrain.launch.rendezvous import Rendezvous
 from colotrain.launch.state import POLL_S, Launch
@@ -37,14 +38,16 @@ LOST_GRACE_S = 10.0
 class Agent(LocalElasticAgent):
     """Records why workers died; stops restarting when another attempt cannot help."""
 
-    def __init__(self, launch: Launch, rendezvous: Rendezvous, logs: Path) -> None:
+    def __init__(
+        self, launch: Launch, rendezvous: Rendezvous, logs: Path, copies: list[str]
+    ) -> None:
         plan = launch.plan
         self.launch, self.rendezvous, self.logs = launch, rendezvous, logs
         spec = WorkerSpec(
             role="worker",
             local_world_size=plan.cluster.procs_per_node,
             entrypoint=work,
-            args=(launch.worker, str(launch.rundir.path), os.getpid()),
+            args=(launch.worker, str(launch.rundir.path), os.getpid(), copies),
             rdzv_handler=rendezvous.handler(),
             max_restarts=plan.elastic.max_restarts,
             monitor_interval=0.1,
@@ -129,8 +132,8 @@ def run_workers(launch: Launch) -> None:
     rendezvous = Rendezvous(
         launch.plan, launch.rundir, launch.node, stop=launch.asked_to_stop, say=launch.say
     )
-    logs = _log_folder(launch)
-    agent = Agent(launch, rendezvous, logs)
+    logs, files = _log_folder(launch), MemoryFiles(launch.plan)
+    agent = Agent(launch, rendezvous, logs, files.paths())
     watch = launch.watch
     watch.pids, watch.first_rank, watch.logs = agent.pids, agent.first_rank, logs
     failed: BaseException | None = None
@@ -143,6 +146,7 @@ def run_workers(launch: Launch) -> None:
         failed = error
         raise
     finally:
+        files.close()
         ends_all = failed is not None and not isinstance(failed, Stopped)
         rendezvous.end(launch.full_cause() if ends_all else "")
 

@@ -26,6 +26,7 @@ from typing import Any
 from colotrain import host
 from colotrain.launch.process_titles import name_process
 from colotrain.parent_process import die_with
+from colotrain.spec.elastic import MEMORY_FILES
 
 FIRST, LAST = "colotrain.launch.forkserver_first", "colotrain.launch.forkserver_last"
 ENTRY = "colotrain.engine.worker"
@@ -169,16 +170,19 @@ def without_results() -> Iterator[None]:
         contexts["forkserver"] = before
 
 
-def work(module: str, rundir: str, launcher: int) -> None:
+def work(module: str, rundir: str, launcher: int, copies: list[str]) -> None:
     """Body of a worker process: `module.main(rundir)`, whose result is the exit code.
 
-    An exception is printed to the worker's log. `launcher` is the launcher's process id.
+    An exception is printed to the worker's log. `launcher` is the launcher's process id, `copies`
+    are the paths of its `MemoryFiles`, by local rank.
 
     It exits without returning: torch's agent would receive the result over a queue, whose locks a
     worker that is killed at that moment never releases. Destructors are skipped too: those of a
     broken process group may wait for its peers.
     """
     die_with(launcher)
+    if copies:
+        os.environ[MEMORY_FILES] = copies[int(os.environ["LOCAL_RANK"])]
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")
     try:
         code = importlib.import_module(module).main(rundir)

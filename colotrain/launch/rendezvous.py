@@ -31,6 +31,7 @@ OF_ONE_MACHINE = {
     "": ("memory", "warnings"),
     "cluster": ("memory_bytes", "threads_per_rank"),
     "plugin": ("reason",),
+    "elastic": ("memory_copy",),
 }
 """Plan fields, by section, that may differ between machines; node 0's values apply to all."""
 

@@ -21,6 +21,8 @@ from colotrain.spec.plan import RunPlan
 
 ENDS = (kinds.Failure.KIND, kinds.WorkerFinished.KIND, kinds.WorkerStopped.KIND)
 """Kinds of a worker's last event."""
+SAVES = (kinds.Checkpoint.KIND, kinds.MemoryCopied.KIND, kinds.Resumed.KIND)
+"""Kinds after which a restart does not begin with the first step."""
 POLL_S = 0.2
 REGROUP_S = 3.0
 """Seconds that nodes may take to learn that others join or leave: several reports."""
@@ -58,7 +60,7 @@ class Launch:
     progressed: bool = False
     """Whether any step was completed."""
     saved: bool = False
-    """Whether a checkpoint was saved or loaded."""
+    """Whether a checkpoint was saved or loaded, or the state copied in memory."""
     num_polls: int = 0
     """Number of times that the main thread has read the events."""
     error: BaseException | None = None
@@ -74,7 +76,7 @@ class Launch:
         seen = {event.kind for event in events}
         self.ended += [e for e in events if e.kind in ENDS]
         self.progressed = self.progressed or kinds.Step.KIND in seen
-        self.saved = self.saved or not seen.isdisjoint((kinds.Checkpoint.KIND, kinds.Resumed.KIND))
+        self.saved = self.saved or not seen.isdisjoint(SAVES)
         self.remote_exits += [
             kinds.WorkerExit.of(event)
             for event in events

@@ -23,6 +23,7 @@ from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
 from colotrain.planner.evaluations import CountValidation, num_validation, stop_early_plan
 from colotrain.planner.fix_hints import memory_warnings, verdicts
 from colotrain.planner.machine import Machine
+from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.model import (
     SurveyModel,
     TraceModel,
@@ -44,6 +45,7 @@ from colotrain.planner.schedules import CheckSchedule, check_own_schedule
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch
+from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import (
@@ -51,7 +53,6 @@ from colotrain.spec.plan import (
     CheckpointPlan,
     ClusterPlan,
     DataPlan,
-    ElasticPlan,
     FreezePlan,
     ModelPlan,
     OptimPlan,
@@ -146,6 +147,8 @@ def resolve(
     )
     plugin, option = decide(settings.plugin, context)
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)
+    copies, unfit = plan_memory_copy(settings.elastic, context, plugin, option.peak)
+    problems += unfit
     if problems:
         raise ConfigError(problems)
     plan = RunPlan(
@@ -163,7 +166,7 @@ def resolve(
         optim=optim,
         freeze=dataclasses.replace(freeze, matched=surveyed.matched),
         cluster=_cluster(scale, machine),
-        elastic=_elastic(settings.elastic, scale.nodes),
+        elastic=_elastic(settings.elastic, scale.nodes, copies),
         checkpoint=checkpoint,
         observe=observe,
         parameters=count(surveyed),
@@ -292,7 +295,7 @@ def _checkpoint(settings: Config, steps: Steps) -> CheckpointPlan:
     )
 
 
-def _elastic(elastic: Elastic, nodes: int) -> ElasticPlan:
+def _elastic(elastic: Elastic, nodes: int, copies: MemoryCopyPlan) -> ElasticPlan:
     return ElasticPlan(
         max_restarts=elastic.max_restarts,
         hang_timeout_s=elastic.hang_timeout_s,
@@ -300,6 +303,7 @@ def _elastic(elastic: Elastic, nodes: int) -> ElasticPlan:
         check_every=elastic.check_every or 0,
         min_nodes=elastic.min_nodes or nodes,
         max_nodes=elastic.max_nodes or nodes,
+        memory_copy=copies,
     )
 
 

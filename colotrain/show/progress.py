@@ -40,7 +40,8 @@ Prepare = Callable[[str, int, int], None]
 _LINES = {
     kinds.LaunchStarted.KIND: ("world_size", "host", "pid"),
     kinds.WorkerStarted.KIND: ("attempt", "world_size", "host", "device", "step"),
-    kinds.Resumed.KIND: ("step", "path"),
+    kinds.Resumed.KIND: ("step", "path", "in_memory"),
+    kinds.MemoryCopied.KIND: ("step", "bytes", "seconds", "every"),
     kinds.Evaluation.KIND: ("step", "loss", "best"),
     kinds.Checkpoint.KIND: ("step", "seconds", "path"),
     kinds.CheckpointFailed.KIND: ("step", "error"),
@@ -228,7 +229,8 @@ def message_of(event: Event) -> Text | None:
             line += f", {started.step} steps done"
         case kinds.Resumed.KIND:
             resumed = kinds.Resumed.of(event)
-            line = f"resumed from step {resumed.step}: {resumed.path}"
+            where = "the copy in memory" if resumed.in_memory else resumed.path
+            line = f"resumed from step {resumed.step}: {where}"
         case kinds.Evaluation.KIND:
             found = kinds.Evaluation.of(event)
             line = f"step {found.step}: validation loss {shown(found.loss, '.4f')}"

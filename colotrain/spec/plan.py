@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
+from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
@@ -288,18 +289,6 @@ class ClusterPlan:
     threads_per_rank: int
     memory_bytes: int
     """Bytes of memory that one rank may use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticPlan:
-    max_restarts: int
-    hang_timeout_s: float
-    grace_s: float = 300.0
-    check_every: int = 0
-    """Steps between checks for silent data corruption; 0: never."""
-    min_nodes: int = 1
-    max_nodes: int = 1
-    """Most nodes; where it or `min_nodes` is not `cluster.nodes`, nodes may join and leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

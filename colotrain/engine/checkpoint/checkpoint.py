@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import time
 import zlib
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -25,12 +25,9 @@ from colotrain.engine import generators
 from colotrain.engine.checkpoint import plain_state
 from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
 from colotrain.engine.checkpoint.manifest import (
-    MANIFEST,
     Manifest,
     check_batch,
     check_steps,
-    complete,
-    damage,
     read_manifest,
 )
 from colotrain.engine.checkpoint.parts import as_parts, parameter_of
@@ -43,7 +40,6 @@ from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
 from colotrain.engine.sharding.shards import begin_of, local_shard, replica_of
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note, Resumed
-from colotrain.events.log import EventWriter
 from colotrain.models import huggingface
 from colotrain.records import to_plain
 from colotrain.torch_internals import is_persistent
@@ -155,8 +151,11 @@ def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
     return [n for n, a, b in zip(names, mine.tolist(), of_first.tolist(), strict=True) if a != b]
 
 
-def manifest_of(run: Run) -> Manifest:
-    """Return everything but the tensors, as it is after `run.step` steps."""
+def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
+    """Return everything but the tensors, as it is after `run.step` steps.
+
+    With `progress_only` it is without what never changes while this launch lasts.
+    """
     spared = tuple(sorted(unchanged(run)))
     return Manifest(
         step=run.step,
@@ -173,10 +172,10 @@ def manifest_of(run: Run) -> Manifest:
         best_value=run.best[1] if run.best else None,
         evaluations=run.evaluations,
         frozen=dict(run.gradients.frozen),
-        plan=to_plain(run.plan),
-        versions=_versions(),
+        plan={} if progress_only else to_plain(run.plan),
+        versions={} if progress_only else _versions(),
         left_out=spared,
-        began_with=_began_with(run) if spared else {},
+        began_with=began_with(run) if spared and not progress_only else {},
         written_at=time.time(),
     )
 
@@ -195,11 +194,6 @@ def step_of(path: Path | None) -> int:
     return read_manifest(path).step if path else 0
 
 
-def left_out(path: Path) -> tuple[str, ...]:
-    """Return parameters that a checkpoint leaves out: they have the values the run began with."""
-    return read_manifest(path).left_out
-
-
 def restore(run: Run, path: Path) -> None:
     """Read a checkpoint into `run`. All ranks must call.
 
@@ -215,10 +209,28 @@ def restore(run: Run, path: Path) -> None:
             f"samples changes at step {manifest.step + 1}; some may come twice or not at all"
         )
         run.events.write(Note(text=text))
-    stored = read_index(path).state_dict_metadata
+    parts, stored = run.sharded.parts, read_index(path).state_dict_metadata
+    fill(run, path, manifest, stored, lambda wanted: _load(as_parts(wanted, parts), path))
+    if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
+        run.saved_step = run.step
+    if run.rank == 0:
+        run.events.write(Resumed(step=run.step, path=str(path)))
+
+
+def fill(
+    run: Run,
+    path: Path,
+    manifest: Manifest,
+    stored: Mapping[str, Any],
+    load: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """Set the whole state of `run`; `load` fills tensors of the names in `stored`.
+
+    All ranks must call. `path` stands in messages.
+    """
     _prepare_optimizer_(run, stored)
     wanted = _tensors(run) | plain_state.as_stored(stored)
-    wanted = _without_skipped(run, path, wanted)
+    wanted = _without_skipped(run, path, manifest, wanted)
     missing = [
         name.removeprefix(PLAIN).removeprefix("model.")
         for name in wanted
@@ -237,7 +249,7 @@ def restore(run: Run, path: Path) -> None:
         base = {own_: name for name, own_ in own.items()}
         sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
         wanted = {own.get(n, n): sized.get(own.get(n, n), tensor) for n, tensor in wanted.items()}
-    _load(as_parts(wanted, run.sharded.parts), path)
+    load(wanted)
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
     same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
     plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
@@ -247,10 +259,6 @@ def restore(run: Run, path: Path) -> None:
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
     _restore_progress(run, manifest)
-    if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
-        run.saved_step = run.step
-    if run.rank == 0:
-        run.events.write(Resumed(step=run.step, path=str(path)))
 
 
 def _other_samples(run: Run, manifest: Manifest) -> list[str]:
@@ -264,7 +272,7 @@ def _other_samples(run: Run, manifest: Manifest) -> list[str]:
     ]
 
 
-def _prepare_optimizer_(run: Run, stored: Collection[str]) -> None:
+def _prepare_optimizer_(run: Run, stored: Mapping[str, Any]) -> None:
     """Make state for the parameters whose state is in the checkpoint; drop that of all others.
 
     Zeros would be wrong for the others, because not every optimizer begins with zeros. If a part of
@@ -302,7 +310,7 @@ def unchanged(run: Run) -> set[str]:
     return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored - later
 
 
-def _began_with(run: Run) -> dict[str, Any]:
+def began_with(run: Run) -> dict[str, Any]:
     """Return the settings that decide the values of parameters that never trained."""
     model = run.plan.model
     files = huggingface.fingerprint(Path(model.hf)) if model.hf else None
@@ -310,11 +318,12 @@ def _began_with(run: Run) -> dict[str, Any]:
     return to_plain({"target": model.target, "args": model.args, "files": files, "seed": seed})
 
 
-def _without_skipped(run: Run, path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_skipped(
+    run: Run, path: Path, manifest: Manifest, wanted: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Return `wanted` without parameters that the checkpoint leaves out; both runs began alike."""
-    manifest = read_manifest(path)
     spared = {f"model.{name}" for name in manifest.left_out}
-    if spared and manifest.began_with != _began_with(run):
+    if spared and manifest.began_with != began_with(run):
         raise ColotrainError(
             f"{path}: holds only what trained, of a run that began with another model",
             "resume with the model, its arguments and the seed that it was made from",
@@ -332,14 +341,14 @@ def _load(state: dict[str, Any], path: Path) -> None:
 
 def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
     """Return flat name → tensor: parameters, persistent buffers, optimizer and generator states."""
-    state = {f"model.{n}": t for n, t in _model_state(run.sharded) if n not in skipped}
+    state = {f"model.{n}": t for n, t in model_state(run.sharded) if n not in skipped}
     for name, values in run.optimizer.state().items():
         state |= {f"optim.{name}.{key}": value for key, value in values.items()}
     state |= plain_state.encoded(run)
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
 
 
-def _model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
     reshard(sharded)
     for name, parameter in sharded.module.named_parameters():
@@ -362,36 +371,3 @@ def _restore_progress(run: Run, manifest: Manifest) -> None:
     if run.loss_scale.dynamic and manifest.loss_scale is not None:
         run.loss_scale.scale = manifest.loss_scale
         run.loss_scale.clean_steps = manifest.clean_steps
-
-
-def choose(folder: Path, events: EventWriter) -> Path | None:
-    """Return the newest intact checkpoint in `folder` (or `folder` itself if it is one), or None.
-
-    All ranks must call, and all get the same; each checks a part of the files. If there are
-    checkpoints and none is intact, that is an error.
-    """
-    candidates = _candidates(folder)
-    for path in candidates:
-        found = damage(path, part=dist.get_rank(), parts=dist.get_world_size())
-        bad = torch.tensor(float(found is not None))
-        dist.all_reduce(bad)
-        if bad.item() == 0:
-            return path
-        if found is not None:
-            events.write(Note(text=f"warning: checkpoint {path.name} passed over: {found}"))
-    if candidates:
-        raise ColotrainError(
-            f"{folder}: none of {len(candidates)} checkpoints is intact ({damage(candidates[0])})",
-            "start again with another name, or give checkpoint.resume=PATH of an older one",
-        )
-    return None
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints to try, the same on every rank: rank 0 looks and tells the others."""
-    names: list[Any] = [None]
-    if dist.get_rank() == 0:
-        is_one = (folder / MANIFEST).is_file()
-        names = [[str(folder)] if is_one else [str(path) for path in complete(folder)]]
-    dist.broadcast_object_list(names)
-    return [Path(name) for name in names[0]]

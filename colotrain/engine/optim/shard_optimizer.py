@@ -191,6 +191,16 @@ class ShardOptimizer:
             for name, state in self._states()
         }
 
+    def held_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return name → this rank's part of the state tensors."""
+        if self.plan.name not in OPTIMIZERS:
+            whole = self.state()
+            return {n: {k: local_shard(v) for k, v in state.items()} for n, state in whole.items()}
+        return {
+            name: {k: v for k, v in state.items() if isinstance(v, Tensor)}
+            for name, state in self._states()
+        }
+
     def plain_state(self) -> dict[str, dict[str, Any]]:
         """Return name → state that is no tensor, such as a step count that is an int."""
         return {

@@ -1,0 +1,73 @@
+"""A run's state as it is copied to the launcher's memory, and restored from there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine import generators
+from colotrain.engine.checkpoint import plain_state
+from colotrain.engine.checkpoint.checkpoint import (
+    began_with,
+    fill,
+    manifest_of,
+    model_state,
+    unchanged,
+)
+from colotrain.engine.checkpoint.memory_copy import Copied
+from colotrain.engine.run_state import Run
+from colotrain.engine.sharding.shards import local_shard
+from colotrain.errors import ColotrainError
+from colotrain.events.kinds import Resumed
+from colotrain.records import to_plain
+
+
+def copy_to_memory(run: Run, *, again: bool = False) -> None:
+    """Copy this rank's part of the state after `run.step` steps, where a copy is due.
+
+    With `again` a copy is replaced that was made of the same step, before it was evaluated.
+    """
+    copies = run.copies
+    if copies is None or not (copies.step == run.step if again else copies.is_due(run.step)):
+        return
+    run.at("memory copy")
+    started = time.perf_counter()
+    try:
+        if run.tiers is not None and run.tiers.placement.streams:
+            raise OSError("the state is on disk (plugin=gemini)")
+        copies.take(held(run), manifest_of(run, progress_only=True), started)
+    except (ColotrainError, OSError) as error:  # state that is no plain data, or too little memory
+        copies.end(str(error))
+        run.copies = None
+
+
+def held(run: Run) -> dict[str, Tensor]:
+    """Return flat name → what this rank holds of the state, with the names of a checkpoint."""
+    shards, skipped = run.optimizer.shards, unchanged(run)
+    state: dict[str, Tensor] = {}
+    for name, tensor in model_state(run.sharded):
+        if name not in skipped:
+            known = shards.get(name)  # finding the local part of a DTensor takes far longer
+            state[f"model.{name}"] = local_shard(tensor) if known is None else known
+    for name, values in run.optimizer.held_state().items():
+        state |= {f"optim.{name}.{key}": value for key, value in values.items()}
+    state |= plain_state.encoded(run)
+    return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
+
+
+def restore(run: Run, copied: Copied) -> None:
+    """Read a copy of this rank's state into `run`. All ranks must call."""
+
+    def load(wanted: dict[str, Tensor]) -> None:
+        copied.file.read_into({name: local_shard(tensor) for name, tensor in wanted.items()})
+
+    whole = replace(copied.manifest, plan=to_plain(run.plan))
+    whole = replace(whole, began_with=began_with(run) if whole.left_out else {})
+    fill(run, Path("memory"), whole, copied.file.sizes(), load)
+    dist.barrier()  # ranks may read one another's part of shared parameters
+    if run.rank == 0:
+        run.events.write(Resumed(step=run.step, path="", in_memory=True))

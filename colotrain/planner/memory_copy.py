@@ -1,0 +1,69 @@
+"""Whether each rank's state is copied to its launcher's memory, and what that takes."""
+
+from __future__ import annotations
+
+from colotrain.config.schema import Elastic
+from colotrain.config.sizes import parse_size
+from colotrain.errors import Problem
+from colotrain.planner.budget import host_bytes
+from colotrain.planner.model_states import model_state_bytes
+from colotrain.planner.plugin import PlanningContext
+from colotrain.spec.elastic import MemoryCopyPlan
+from colotrain.spec.memory import PeakRange
+from colotrain.spec.plan import PluginPlan
+from colotrain.spec.quantities import format_size
+
+KEY = "elastic.memory_copy"
+AUTOMATIC_SHARE = 0.03
+"""Largest share of the time that copying takes by default."""
+BESIDE_BYTES = 1 << 20
+"""Bytes of a copy beside the model's state: generators, and the description."""
+
+
+def plan_memory_copy(
+    elastic: Elastic, context: PlanningContext, plugin: PluginPlan, peak: PeakRange
+) -> tuple[MemoryCopyPlan, list[Problem]]:
+    """The copies that `elastic.memory_copy` allows: auto, off, or a size for each node."""
+    scale, asked = context.scale, elastic.memory_copy
+    is_here = scale.device == "cpu" or context.machine.num_devices > 0
+    capacity = host_bytes(scale, context.machine) if is_here else 0
+    on_host = plugin.budget.host_bytes if plugin.budget is not None else 0
+    used = peak.high if scale.device == "cpu" else on_host
+    num_bytes = 2 * copy_bytes(context, plugin)
+    node_bytes, room = num_bytes * scale.procs_per_node, capacity - used
+    what = f"two copies of the state of {scale.procs_per_node} ranks"
+    sized = f"{format_size(node_bytes)} on each node"
+    if asked in ("off", False, 0):
+        return MemoryCopyPlan(bytes=num_bytes, reason=f"off ({KEY}={asked})"), []
+    if elastic.max_restarts == 0:
+        return MemoryCopyPlan(bytes=num_bytes, reason="off (elastic.max_restarts=0)"), []
+    fits = not capacity or num_bytes <= room
+    if asked == "auto":
+        share = AUTOMATIC_SHARE
+        often = f"after each step, or less often so that it takes {share:.0%} of the time at most"
+        reason = often if fits else f"off: {sized} would not fit beside the ranks"
+        plan = MemoryCopyPlan(enabled=fits, bytes=num_bytes, share=share, reason=reason)
+        return plan, []
+    plan = MemoryCopyPlan(enabled=True, bytes=num_bytes, reason="after each step")
+    try:
+        allowed = parse_size(asked, whole=capacity * scale.procs_per_node or None)
+    except ValueError as error:
+        expected = f"auto, off, {error}"
+        return plan, [Problem(key=KEY, value=asked, expected=expected, fix=f"as in {KEY}=4GiB")]
+    if node_bytes > allowed:
+        expected = f"at least {format_size(node_bytes)}: {what}"
+        return plan, [Problem(key=KEY, value=asked, expected=expected, fix="raise it, or set off")]
+    if not fits:
+        expected = f"auto or off: {what} ({sized}) do not fit beside the ranks"
+        fix = "use a plugin or a batch that takes less memory, or set off"
+        return plan, [Problem(key=KEY, value=asked, expected=expected, fix=fix)]
+    return plan, []
+
+
+def copy_bytes(context: PlanningContext, plugin: PluginPlan) -> int:
+    """Bytes of one copy of a rank's state, on the rank that holds most."""
+    layout, space = context.layout(plugin), context.search_space
+    trace = space.traces(context.train.activation_checkpointing, layout.micro_batch)
+    states = model_state_bytes(layout, space.survey)
+    buffers = trace.buffer_bytes if trace is not None else 0
+    return states.parameters + states.optimizer + buffers + BESIDE_BYTES

@@ -1,0 +1,122 @@
+"""Workers that die or hang go on from their launcher's memory, and lose no finished step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kills import processes, wait_until_gone
+from tests.faults.test_faults import environment
+from tests.running import SMALL, Colotrain, Result, losses
+
+pytestmark = pytest.mark.timeout(1800)  # seconds, of a busy machine
+
+PLAN = (
+    *SMALL,
+    "train.max_steps=9",
+    "train.eval_every=3",
+    "train.stop_early.metric=validation_loss",
+    "checkpoint.every=8",
+    "elastic.memory_copy=1GiB",
+    "elastic.check_every=2",
+    "name=hurt",
+    "train.on_gradients=tests.faults.plant:nothing",
+)
+WITHIN_A_COPY = """
+import os, signal
+from tests.faults import plant
+
+def torn(model, step):
+    if step + 1 == 6 and os.environ["RANK"] == "1" and plant.once():
+        from colotrain.engine.checkpoint import memory_file
+        write = memory_file._write_all
+
+        def first_only(handle, data, at):
+            write(handle, data, at)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        memory_file._write_all = first_only
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(colotrain: Colotrain) -> Iterator[None]:
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    wait_until_gone(colotrain.cwd)
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not processes(colotrain.cwd)
+
+
+def run(colotrain: Colotrain, *settings: str, **order: object) -> Result:
+    result = colotrain("run", *PLAN, *settings, "--json", env=environment(**order))
+    assert result.code == 0, result.err
+    return result
+
+
+def resumed(colotrain: Colotrain) -> list[tuple[int, bool]]:
+    found = [e.fields for e in colotrain.events("hurt") if e.kind == "resumed"]
+    return [(fields["step"], bool(fields.get("in_memory"))) for fields in found]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(run(Colotrain(tmp_path_factory.mktemp("straight")), "plugin=zero2").json)
+
+
+def test_a_killed_rank_costs_the_step_in_flight_alone(
+    colotrain: Colotrain, straight: list[float]
+) -> None:
+    result = run(colotrain, "plugin=zero2", what="kill", rank=1, step=6)
+    assert resumed(colotrain) == [(5, True)]
+    assert losses(result.json) == straight
+
+
+def test_a_copy_that_a_rank_did_not_finish_is_passed_over(
+    colotrain: Colotrain, straight: list[float]
+) -> None:
+    (colotrain.cwd / "within.py").write_text(WITHIN_A_COPY)
+    result = run(colotrain, "plugin=zero2", "train.on_gradients=within:torn")
+    assert resumed(colotrain) == [(5, True)]
+    assert losses(result.json) == straight
+
+
+@pytest.mark.slow
+def test_a_newer_checkpoint_is_preferred_to_an_older_copy(
+    colotrain: Colotrain, straight: list[float]
+) -> None:
+    """Copies that are made seldom; here none is, after the first."""
+    (colotrain.cwd / "seldom.py").write_text(
+        "from tests.faults import plant\n"
+        "from colotrain.engine.checkpoint.memory_copy import MemoryCopies\n"
+        "MemoryCopies.is_due = lambda self, step: step == 1\n"
+        "def planted(model, step):\n    plant.nothing(model, step)\n"
+    )
+    settings = ("plugin=zero2", "train.on_gradients=seldom:planted", "checkpoint.every=4")
+    result = run(colotrain, *settings, "checkpoint.async=false", what="kill", rank=0, step=7)
+    assert resumed(colotrain) == [(4, False)]
+    assert losses(result.json) == straight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", ["zero1", "zero3", "fsdp-hybrid", "gemini"])
+def test_every_plugin_goes_on_bit_equal_without_any_checkpoint(
+    colotrain: Colotrain, tmp_path: Path, plugin: str
+) -> None:
+    settings = [f"plugin={plugin}", "checkpoint.every=0", "train.stop_early.metric=null"]
+    settings += ["plugin.shard_size=1"] if plugin == "fsdp-hybrid" else []
+    (tmp_path / "undisturbed").mkdir()
+    expected = run(Colotrain(tmp_path / "undisturbed"), *settings)
+    result = run(colotrain, *settings, what="kill", rank=0, step=4)
+    assert resumed(colotrain) == [(3, True)]
+    assert losses(result.json) == losses(expected.json)
+
+
+@pytest.mark.slow
+def test_a_hung_rank_is_replaced_from_memory(colotrain: Colotrain, straight: list[float]) -> None:
+    bounded = "elastic.hang_timeout_s=10"
+    result = run(colotrain, "plugin=zero2", bounded, what="hang", rank=1, step=6)
+    assert resumed(colotrain) == [(5, True)]
+    assert losses(result.json) == straight
