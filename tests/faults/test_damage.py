@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from colotrain.engine.checkpoint.checkpoint import choose
+from colotrain.engine.checkpoint.choosing import choose
 from colotrain.engine.checkpoint.manifest import prune, tidy
 from colotrain.errors import ColotrainError
 from colotrain.events.log import EventReader, EventWriter
