@@ -3,7 +3,8 @@
 Every system is a process tree of its own, started as its users start it. As many as memory holds
 are alive at once, plain DDP always among them, and take turns: one trains for some steps while the
 others are halted. What is compared are ratios to DDP within a turn, so that the speed of a shared
-machine, which drifts, is the same for all. Writes a JSON file and a Markdown table.
+machine, which drifts, is the same for all. Where ranks divide matrices, torch's own tensor
+parallelism is in DDP's place. Writes a JSON file and a Markdown table.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ CELLS = (
     Cell(ranks=2, micro_batch=1, accumulation=4),
     Cell(ranks=2, micro_batch=4, accumulation=4),
     Cell(ranks=4, micro_batch=1, accumulation=1),
+    Cell(ranks=2, micro_batch=4, accumulation=1, tp=2),
+    Cell(ranks=4, micro_batch=4, accumulation=1, tp=2),
 )
 
 
@@ -67,8 +70,11 @@ class System:
 
 
 DDP = System("torch", "ddp", 0, "plain.py")
+DTENSOR = System("torch", "tp", 3, "with_dtensor.py")
 SYSTEMS = [
     DDP,
+    DTENSOR,
+    System("torch", "tp+sp", 3, "with_dtensor.py"),
     System("torch", "ddp+zero", 1, "plain.py"),
     System("torch", "fully_shard-zero2", 2, "plain.py"),
     System("torch", "fully_shard-zero3", 3, "plain.py"),
@@ -140,6 +146,7 @@ def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
         return colotrain(system.variant, cell, steps)
     settings = ["--variant", system.variant, "--out", str(out), "--steps", str(steps)]
     settings += ["--micro-batch", str(cell.micro_batch), "--accumulation", str(cell.accumulation)]
+    settings += ["--tp", str(cell.tp)]
     script = str(PEERS / system.script)
     bin_ = Path(sys.executable).parent
     port = str(free_port())
@@ -163,8 +170,7 @@ def colotrain(plugin: str, cell: Cell, steps: int) -> list[str]:
         *(f"train.max_steps={steps}", f"train.global_batch={cell.global_batch}"),
         *(f"train.micro_batch={cell.micro_batch}", "train.eval_steps=0"),
         *(f"optim.lr={LR}", "optim.schedule.name=constant", "checkpoint.every=0"),
-        f"cluster.procs_per_node={cell.ranks}",
-        "--force",
+        *(f"cluster.procs_per_node={cell.ranks}", f"mesh.tp={cell.tp}", "--force"),
     ]
 
 
@@ -191,13 +197,23 @@ def installed() -> list[System]:
     ]
 
 
+def base_of(cell: Cell) -> System:
+    """What the others are compared with."""
+    return DTENSOR if cell.tp > 1 else DDP
+
+
+def can_train(system: System, cell: Cell) -> bool:
+    return system.name == "colotrain" or (system.script == DTENSOR.script) == (cell.tp > 1)
+
+
 def heats(systems: list[System], cell: Cell) -> list[list[System]]:
-    """Who takes turns with whom: DDP and as many others as memory holds, stage by stage."""
-    most = psutil.virtual_memory().available // (cell.ranks * RANK_BYTES) - 1
-    others = sorted((s for s in systems if s != DDP), key=lambda s: s.stage)
+    """Who takes turns with whom: the base and as many others as memory holds, stage by stage."""
+    most, base = psutil.virtual_memory().available // (cell.ranks * RANK_BYTES) - 1, base_of(cell)
+    able = [s for s in systems if can_train(s, cell) and s != base]
+    others = sorted(able, key=lambda s: s.stage)
     num_heats = max(1, math.ceil(len(others) / max(1, most)))
     size = math.ceil(len(others) / num_heats)
-    return [[DDP, *others[i * size : (i + 1) * size]] for i in range(num_heats)]
+    return [[base, *others[i * size : (i + 1) * size]] for i in range(num_heats)]
 
 
 def compete(systems: list[System], cell: Cell, *, turns: int, steps: int) -> list[Contestant]:
@@ -246,31 +262,31 @@ class Measured:
 
     stage: int
     ours: bool
-    of_ddp: float
-    """Its tokens/s by those of DDP in the same turn."""
+    of_base: float
+    """Its tokens/s by those of DDP, or torch's tensor parallelism, in the same turn."""
     tokens_per_s: float
     peak_bytes: int
     of_plan: float | None
     first_step_s: float
-    first_step_of_ddp: float
+    first_step_of_base: float
     turns_s: list[float]
 
 
 def judge(heat: list[Contestant], steps: int) -> dict[str, Measured]:
-    """Label -> figures. Raises `RuntimeError` where DDP itself failed."""
-    ddp = next((c for c in heat if c.system == DDP), None)
-    if ddp is None:
-        raise RuntimeError("plain DDP failed: there is nothing to compare with")
+    """Label -> figures. Raises `RuntimeError` where the base itself failed."""
+    base = next((c for c in heat if c.system == base_of(c.cell)), None)
+    if base is None:
+        raise RuntimeError("plain torch failed: there is nothing to compare with")
     return {
         c.system.label: Measured(
             stage=c.system.stage,
             ours=c.system.name == "colotrain",
-            of_ddp=median(b / a for a, b in zip(c.turns_s, ddp.turns_s, strict=True)),
+            of_base=median(b / a for a, b in zip(c.turns_s, base.turns_s, strict=True)),
             tokens_per_s=c.cell.global_batch * SEQ_LEN * steps / median(c.turns_s),
             peak_bytes=c.peak_bytes,
             of_plan=c.of_plan,
             first_step_s=c.first_step_s,
-            first_step_of_ddp=c.first_step_s / ddp.first_step_s,
+            first_step_of_base=c.first_step_s / base.first_step_s,
             turns_s=c.turns_s,
         )
         for c in heat
@@ -282,19 +298,20 @@ def table(cell: Cell, found: dict[str, Measured]) -> list[str]:
     lines = [
         f"### {cell}",
         "",
-        "| | tokens/s ÷ DDP | ÷ best peer of the stage | peak per rank | ÷ plan | first step |",
+        f"| | tokens/s ÷ {base_of(cell).label} "
+        "| ÷ best peer of the stage | peak per rank | ÷ plan | first step |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for label, mine in found.items():
         peers = [
-            other.of_ddp
+            other.of_base
             for name, other in found.items()
             if other.stage == mine.stage and not other.ours and name != label
         ]
         row = (
             f"**{label}**" if mine.ours else label,
-            f"{mine.of_ddp:.2f}",
-            f"{mine.of_ddp / max(peers):.2f}" if peers else "-",
+            f"{mine.of_base:.2f}",
+            f"{mine.of_base / max(peers):.2f}" if peers else "-",
             f"{mine.peak_bytes / 2**20:.0f} MiB",
             f"{mine.of_plan:.2f}" if mine.of_plan else "",
             f"{mine.first_step_s:.1f} s",
@@ -328,14 +345,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of systems' labels")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.md")
     asked = parser.parse_args()
-    systems = [s for s in installed() if s == DDP or any(part in s.label for part in asked.only)]
+    bases = (DDP, DTENSOR)
+    systems = [s for s in installed() if s in bases or any(part in s.label for part in asked.only)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # halted systems end with this
     text, document = machine(), {}
     for cell in (CELLS[i] for i in asked.cells):
         found: dict[str, Measured] = {}
         for heat in heats(systems, cell):
             done = compete(heat, cell, turns=asked.turns, steps=asked.steps)
-            found = judge(done, asked.steps) | found  # DDP's figures are those of the first heat
+            found = judge(done, asked.steps) | found  # the base's figures are the first heat's
         found = {s.label: found[s.label] for s in systems if s.label in found}
         document[str(cell)] = {label: vars(measured) for label, measured in found.items()}
         part = table(cell, found)

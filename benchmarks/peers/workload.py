@@ -29,15 +29,16 @@ class Cell:
     ranks: int
     micro_batch: int
     accumulation: int
+    tp: int = 1
+    """Ranks that divide each matrix, and have the same samples."""
 
     @property
     def global_batch(self) -> int:
-        return self.ranks * self.micro_batch * self.accumulation
+        return self.ranks // self.tp * self.micro_batch * self.accumulation
 
     def __str__(self) -> str:
-        return (
-            f"{self.ranks} ranks, micro-batch {self.micro_batch}, accumulation {self.accumulation}"
-        )
+        cut = f"micro-batch {self.micro_batch}, accumulation {self.accumulation}"
+        return f"{self.ranks} ranks, {cut}" + (f", tp {self.tp}" if self.tp > 1 else "")
 
 
 class Model(nn.Module):
@@ -77,6 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--variant", default="")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--local_rank", type=int, default=0)  # some launchers add it

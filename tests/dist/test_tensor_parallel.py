@@ -91,7 +91,7 @@ def test_every_plugin_equals_one_process_on_four_ranks(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_eight_ranks_divide_samples_and_matrices(capsys: pytest.CaptureFixture[str]) -> None:
-    """One case of each kind of mesh; scripts/verify_axes.py makes 720."""
+    """One case of each kind of mesh; scripts/verify_axes.py has 720."""
     axes = ("--world-sizes", "8", "--cp", "2", "--tp", "2,4", "--plugins", "zero2,fsdp-hybrid")
     options = ("--accumulation", "4", "--steps", "2", "plugin.name=fsdp-hybrid")
     cases = verified(capsys, *axes, *options, "plugin.shard_size=2", *OWN)
