@@ -147,6 +147,8 @@ class History:
     """Unix times (end of an attempt's last surviving step, end of the next attempt's first)."""
     last: kinds.Step | None = None
     skipped: int = 0
+    useful_s: float = 0.0
+    """Seconds in these steps."""
 
     def append(self, step: kinds.Step) -> None:
         warm = self.last is not None and self.last.attempt == step.attempt
@@ -163,6 +165,7 @@ class History:
         if step.step_s is not None and warm:
             self.step_times.append((step.step, step.step_s))
         self.skipped += bool(step.skipped)
+        self.useful_s += step.step_s or 0.0
         self.recent.append(step)
         self.last = step
 
@@ -189,9 +192,11 @@ class History:
         if self.last is None:
             return ()
         steps = list(self.recent)[1:] or [self.last]
-        data, reduce_, optimizer = (
+        data, reduce_, optimizer, copying = (
             sum(value or 0.0 for value in column)
-            for column in zip(*((s.data_s, s.reduce_s, s.optimizer_s) for s in steps), strict=True)
+            for column in zip(
+                *((s.data_s, s.reduce_s, s.optimizer_s, s.copy_s) for s in steps), strict=True
+            )
         )
         whole = sum(step.step_s or 0.0 for step in steps)
         start = self.recent[0].t
@@ -199,10 +204,10 @@ class History:
         between = max(0.0, (self.pace_s() or 0.0) * len(steps) - whole - saving)
         seconds = {
             "data": data,
-            "compute": max(0.0, whole - data - reduce_ - optimizer),
+            "compute": max(0.0, whole - data - reduce_ - optimizer - copying),
             "wait": reduce_,
             "optimizer": optimizer,
-            "saving": saving,
+            "saving": saving + copying,
             "between": between,
         }
         return tuple((name, value / len(steps)) for name, value in seconds.items())

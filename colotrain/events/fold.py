@@ -15,8 +15,10 @@ from colotrain.errors import ColotrainError
 from colotrain.events import kinds
 from colotrain.events.attempt import Attempt, History, heat_of, merge
 from colotrain.events.event import Event, Kind
+from colotrain.events.goodput import Goodput, wall_s
 from colotrain.events.gradients import GradientRecord
 from colotrain.events.log import EventReader
+from colotrain.events.recovery import recoveries
 from colotrain.events.view import ENDED, RunView
 from colotrain.rundir import RunDir
 
@@ -31,6 +33,8 @@ class Fold:
         self._launches: list[kinds.LaunchStarted] = []
         self._restarts: list[kinds.Restart] = []
         self._done: kinds.LaunchEnded | None = None
+        self._ends: list[float] = []
+        """Unix times at which launches were over."""
         self._history: History | None = History()
         """Merged history of all attempts; None if it must be merged again."""
         self._first_steps: dict[int, float] = {}
@@ -54,6 +58,7 @@ class Fold:
             self._restarts.append(kinds.Restart.of(event))
         elif event.kind == kinds.LaunchEnded.KIND:
             self._done = kinds.LaunchEnded.of(event)
+            self._ends.append(event.t)
 
     def _add_worker(self, event: Event, rank: int, number: int) -> None:
         attempt = self._attempts.setdefault(number, Attempt(number=number))
@@ -85,6 +90,7 @@ class Fold:
         saves = attempts[-1].saves if attempts else ()
         times, lost_s = self._history.times(saves), self._history.lost_s(self._launches)
         view = replace(with_history(view, self._history), times=times, lost_s=lost_s)
+        view = replace(view, goodput=self._goodput(attempts, self._history))
         return self._with_progress(view, attempts)
 
     def _outcome(self, attempts: list[Attempt]) -> RunView:
@@ -127,6 +133,16 @@ class Fold:
             saving=newest.saving() if running else None,
             save_failure=newest.save_failure(),
             nonfinite=newest.nonfinite,
+        )
+
+    def _goodput(self, attempts: list[Attempt], history: History) -> Goodput:
+        """Return what restarts cost, over all launches."""
+        signs = [attempt.ready_at for attempt in attempts]
+        signs += [self._last_event_at] if self._done is None else []
+        return Goodput(
+            recoveries=recoveries(attempts, self._restarts),
+            useful_s=history.useful_s,
+            wall_s=wall_s(self._launches, self._ends, signs),
         )
 
     def _time_to_first_step_s(self) -> float | None:

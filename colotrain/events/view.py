@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from colotrain.events.goodput import Goodput
 from colotrain.events.gradients import GradientRecord, Heat
 from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, StepProgress
 from colotrain.events.log import json_safe
@@ -80,6 +81,8 @@ class RunView:
     """Mean seconds from step to step, including validation and checkpoints in between."""
     lost_s: float = 0.0
     """Seconds lost to restarts: repeated steps and the time to start again."""
+    goodput: Goodput = field(default_factory=Goodput)
+    """What restarts cost over the run's whole life."""
     eta_s: float | None = None
     """Estimated seconds to the end, including restarts at their rate so far."""
     times: tuple[tuple[str, float], ...] = ()
@@ -157,6 +160,14 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "error": error(plan.time.step_s, step_s),
         },
         "restarts": view.restarts,
+        "goodput": {
+            "share": view.goodput.goodput,
+            "useful_s": view.goodput.useful_s,
+            "wall_s": view.goodput.wall_s,
+            "lost_steps": view.goodput.lost_steps,
+            "restart_s": view.goodput.restart_s,
+            "recoveries": [to_plain(recovery) for recovery in view.goodput.recoveries],
+        },
         "plugin": plan.plugin.name,
         "time_to_first_step_s": view.time_to_first_step_s,
         "run_dir": str(rundir.path),

@@ -62,6 +62,11 @@ class Row:
     tokens_per_s: float | None = None
     unit: str = "tokens"
     """Unit of `tokens_per_s`."""
+    restarts: int | None = None
+    lost_steps: int | None = None
+    """Finished steps that restarts made again."""
+    goodput: float | None = None
+    """Share of the time that was spent in steps that count, over all launches."""
     age_s: float | None = None
     """Seconds since the first launch, or since the plan was written."""
     run_dir: str
@@ -174,6 +179,9 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
             validation_loss=summary["validation_loss"],
             tokens_per_s=float(summary["tokens_per_s"]) or None,
             unit=str(summary.get("unit", row.unit)),
+            restarts=summary.get("restarts"),
+            lost_steps=summary.get("goodput", {}).get("lost_steps"),
+            goodput=summary.get("goodput", {}).get("share"),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
@@ -190,6 +198,9 @@ def _from_events(row: Row, rundir: RunDir, plan: RunPlan) -> Row:
         validation_loss=view.evals[-1][1] if view.evals else None,
         tokens_per_s=overall_tokens_per_s(view) or None,
         unit=unit(view, plan),
+        restarts=view.restarts,
+        lost_steps=view.goodput.lost_steps,
+        goodput=view.goodput.goodput,
     )
 
 
@@ -222,13 +233,22 @@ def print_table(rows: list[Row]) -> None:
     differ = any(row.settings for row in rows)
     if differ:
         table.add_column("SETTINGS THAT DIFFER", overflow="fold")
+    restarted = any(row.restarts for row in rows)
+    for title in ("RESTARTS", "LOST STEPS", "USEFUL") if restarted else ():
+        table.add_column(title, justify="right", no_wrap=True)
     has_jobs = any(row.job for row in rows)
     if has_jobs:
         table.add_column("JOB", overflow="fold")
     for row in rows:
         own = [Text(clean(naming.shown(row.settings, most=3)))] if differ else []
-        table.add_row(*cells(row), *own, *([Text(clean(job_text(row)))] if has_jobs else []))
+        cost = [Text(text) for text in cost_cells(row)] if restarted else []
+        table.add_row(*cells(row), *own, *cost, *([Text(clean(job_text(row)))] if has_jobs else []))
     console.print(table)
+
+
+def cost_cells(row: Row) -> list[str]:
+    """Return what restarts cost a run."""
+    return [shown(row.restarts, "d"), shown(row.lost_steps, "d"), shown(row.goodput, ".0%")]
 
 
 def job_text(row: Row) -> str:

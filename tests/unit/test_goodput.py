@@ -1,0 +1,80 @@
+"""What restarts cost: steps made again, seconds, and the useful share of a run's whole life."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colotrain.events.event import Event
+from colotrain.events.fold import fold
+from colotrain.events.view import RunView
+
+
+def said(kind: str, t: float, attempt: int | None = None, **fields: Any) -> Event:
+    rank = None if attempt is None else 0
+    return Event(kind=kind, t=t, rank=rank, attempt=attempt, fields=fields)
+
+
+def launch(t: float, began_at: float) -> Event:
+    return said("launch", t, pid=1, host="h", world_size=1, began_at=began_at)
+
+
+def attempt(number: int, *, base: int, begins: float, steps: int) -> list[Event]:
+    """Steps of one second each, after `base` ones."""
+    started = {"rank": 0, "world_size": 1, "attempt": number, "pid": 1, "step": base}
+    found = [said("started", begins, number, **started)]
+    for n in range(1, steps + 1):
+        found.append(said("step", begins + n, number, step=base + n, step_s=1.0, loss=1.0))
+    return found
+
+
+def view(*parts: Event | list[Event]) -> RunView:
+    return fold([e for part in parts for e in (part if isinstance(part, list) else [part])])
+
+
+def test_a_restart_costs_the_steps_that_are_made_again_and_the_time_between() -> None:
+    found = view(
+        launch(100, 98),
+        attempt(0, base=0, begins=100, steps=6),  # until 106
+        said("restart", 107.5, cause="rank 1 was killed"),
+        attempt(1, base=4, begins=110, steps=4),  # from 110 to 114
+        said("done", 115, status="finished", exit_code=0, cause=""),
+    ).goodput
+    [recovery] = found.recoveries
+    assert recovery.lost_steps == 2
+    assert recovery.restart_s == pytest.approx(111 - 107.5)
+    assert recovery.lost_s == pytest.approx(110 - 104)  # step 4 was over at 104
+    assert (found.useful_s, found.wall_s) == (8.0, 17.0)  # 8 steps count; from 98 to 115
+    assert found.goodput == pytest.approx(8 / 17)
+    assert found.cost == "2 steps lost, 3.5 s to the next step, 47% of the time useful"
+
+
+def test_a_restart_that_led_to_no_step_is_part_of_the_next() -> None:
+    found = view(
+        launch(100, 100),
+        attempt(0, base=0, begins=100, steps=3),
+        said("restart", 104, cause="once"),
+        attempt(1, base=3, begins=105, steps=0),
+        said("restart", 106, cause="twice"),
+        attempt(2, base=3, begins=107, steps=1),
+    ).goodput
+    [recovery] = found.recoveries
+    assert (recovery.lost_steps, recovery.restart_s) == (0, 4.0)
+
+
+def test_the_time_between_launches_does_not_count_nor_does_a_resume_as_a_restart() -> None:
+    found = view(
+        launch(100, 100),
+        attempt(0, base=0, begins=101, steps=5),  # until 106, then the launcher was killed
+        launch(500, 500),
+        attempt(1, base=4, begins=501, steps=2),
+        said("done", 504, status="finished", exit_code=0, cause=""),
+    ).goodput
+    assert found.recoveries == ()
+    assert found.wall_s == pytest.approx(6 + 4)
+    assert found.useful_s == 6.0
+
+
+def test_before_anything_is_known_there_is_no_share() -> None:
+    assert view().goodput.goodput is None
