@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ class RunDir:
     """File whose presence asks every rank to save and stop after its current step."""
     grads_request_file = _At("control/grads")
     """File whose presence asks for a gradient record of the next step."""
+    profile_request_file = _At("control/profile.json")
+    """File whose presence asks for traces of the next steps."""
+    traces = _At("traces")
+    """Traces of torch's profiler."""
     heartbeats = _At("control/heartbeats")
     """Folder of the ranks' heartbeats."""
     rendezvous_file = _At("control/meeting.json")
@@ -107,6 +112,23 @@ class RunDir:
             return self.grads_request_file.read_text("utf-8").strip()
         except OSError:
             return None
+
+    def request_profile(self, *, num_steps: int, ranks: Sequence[int]) -> None:
+        """Ask a running job for traces of its next steps."""
+        self.profile_request_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        text = json.dumps({"num_steps": num_steps, "ranks": list(ranks)})
+        write_atomically(self.profile_request_file, text)
+
+    def profile_request(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return the number of steps and the ranks that are asked for; None if there are none."""
+        try:
+            asked = json.loads(self.profile_request_file.read_text("utf-8"))
+            return max(1, int(asked["num_steps"])), tuple(int(rank) for rank in asked["ranks"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def trace_file(self, *, first: int, last: int, rank: int) -> Path:
+        return self.traces / f"steps-{first:08d}-{last:08d}-rank{rank:05d}.json.gz"
 
     def heartbeat_file(self, rank: int) -> Path:
         return self.heartbeats / f"rank{rank:05d}.json"

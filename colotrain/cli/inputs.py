@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from colotrain.cli.arguments import Json, Out, Overrides, written_to
+from colotrain.cli.arguments import Json, Out, Overrides, Run, written_to
 
 data_app = typer.Typer(
     rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
@@ -69,6 +69,21 @@ def plot(
     return draw(names or [], to=written_to(to, out) or "plot.png")
 
 
+def profile(
+    name: Run = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a running job to trace.")] = 3,
+    ranks: Annotated[str, typer.Option(help="Ranks to trace, as in 0,3.")] = "0",
+    last: Annotated[
+        bool, typer.Option("--last", help="The newest trace, also of a running job.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Trace a running job's next steps, and show where their time goes."""
+    from colotrain.cli.profile import profile as show
+
+    return show(name, num_steps=steps, ranks=ranks, last=last, as_json=as_json)
+
+
 def audit(
     command: Annotated[
         list[str] | None,
@@ -95,4 +110,5 @@ def register(app: typer.Typer) -> None:
     app.add_typer(data_app, name="data", no_args_is_help=True)
     app.command()(import_config)
     app.command()(plot)
+    app.command()(profile)
     app.command(context_settings={"allow_interspersed_args": False})(audit)

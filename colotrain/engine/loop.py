@@ -21,6 +21,7 @@ from colotrain.engine.gradients import gradients, noise
 from colotrain.engine.gradients.nonfinite import describe, locate
 from colotrain.engine.gradients.statistics import Recorder
 from colotrain.engine.lap_times import Clock, DeviceClock
+from colotrain.engine.profiling import Profiler
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
@@ -47,10 +48,11 @@ def train(run: Run) -> str:
         write_samples(run)
     if plan.train.on_nonfinite == "rollback":
         checkpoint.save(run)  # so that the run always has a checkpoint of its own to roll back to
-    gpu = DeviceClock(run.device)
+    gpu, profiler = DeviceClock(run.device), Profiler(run)
     while run.step < plan.train.max_steps and why_over(run) is None:
         clock = Clock()
         gpu.begin_step()
+        profiler.begin_step()
         _begin_step(run)
         batches, num = Fetch(run, gpu), plan.batch.accumulation_steps
         with monitor.interruptible(run):
@@ -88,6 +90,7 @@ def train(run: Run) -> str:
         if leaves_early:
             run.stop_reason = run.stop_reason or READ_BACK
         if (result.stop or leaves_early) and run.step < plan.train.max_steps:
+            profiler.close()
             _save_and_stop(run)
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
@@ -96,6 +99,8 @@ def train(run: Run) -> str:
             copy_to_memory(run, again=True)
         if result.save or (run.best is not None and run.best[0] == run.step):
             checkpoint.save(run)
+        profiler.end_step(asked=result.profile)
+    profiler.close()
     checkpoint.save(run)
     checkpoint.finish_saving(run)
     early = why_over(run)
@@ -179,8 +184,9 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     run.stop_reason = run.reason_to_stop()
     asked = run.rundir.grads_request() if run.rank == 0 else None
     order = run.sharded.order_of_calls()
+    traced = run.rank == 0 and run.rundir.profile_request() is not None
     short, due = run.tiers is not None and run.tiers.policy.exceeds_budget(), run.saver.is_due()
-    flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due]
+    flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due, traced]
     copy_s = run.copies.seconds if run.copies is not None else 0.0
     # a GPU has not done yet what the host has queued: of it, the step before is known
     took_s = run.progress.elapsed_s() if gpu.step_s is None else gpu.step_s
@@ -195,8 +201,9 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     dist.all_reduce(shared)
     gpu.mark("reduced")
     shared = shared.cpu()  # the only wait for the device in a step
-    sums, world = shared[:11].tolist(), dist.get_world_size()
-    loss_sum, count, stop, record, noisy, update_placement, save, *orders, took_s, copy_s = sums
+    sums, world = shared[:12].tolist(), dist.get_world_size()
+    loss_sum, count, stop, record, noisy, update_placement, save, traced = sums[:8]
+    *orders, took_s, copy_s = sums[8:]
     monitor.note_duration(run, took_s / world)
     if run.copies is not None:
         run.copies.note_durations(took_s / world, copy_s / world)
@@ -206,7 +213,7 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.store_statistics_(run.gradients, shared[11:], factor=factor)
+    gradients.store_statistics_(run.gradients, shared[12:], factor=factor)
     return StepResult(
         loss=loss_sum / (count or 1.0),
         tokens=count,
@@ -216,6 +223,7 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
         noise=noisy > 0,
         save=save > 0 or is_due(run.step + 1, run.plan.checkpoint.every),
         update_placement=update_placement > 0,
+        profile=traced > 0,
         totals=totals,
     )
 

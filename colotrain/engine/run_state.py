@@ -23,6 +23,7 @@ from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import LossScale
 from colotrain.engine.sharding.sharded_model import ShardedModel
+from colotrain.engine.spans import enter_phase
 from colotrain.engine.spikes import LossSpikes
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
@@ -151,6 +152,7 @@ class Run:
     def at(self, phase: str) -> None:
         """Note what this rank does now, for the event of a failure, and send a heartbeat."""
         self.phase = phase
+        enter_phase(phase)
         self.heartbeat.beat(self.phase_step, phase)
 
     @property
@@ -192,6 +194,8 @@ class StepResult:
     """Whether gradient noise was asked for, too."""
     save: bool
     """Whether a checkpoint is due."""
+    profile: bool
+    """Whether somebody asks for a trace."""
     totals: StepTotals = field(repr=False)
 
     @property

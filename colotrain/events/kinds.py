@@ -176,6 +176,15 @@ class Step(EventKind):
         return self.compute_s + (self.data_s or 0.0)
 
 
+@event_kind("traced")
+class Traced(EventKind):
+    """A rank wrote a trace of some of its steps."""
+
+    first: int
+    last: int
+    path: str
+
+
 @event_kind("progress")
 class StepProgress(EventKind):
     """Progress within a step or evaluation that takes long."""

@@ -29,6 +29,7 @@ from colotrain.engine.sharding.fsdp_internals import (
 )
 from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
 from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
+from colotrain.engine.spans import span
 from colotrain.spec.cpu_memory import MOST_WRITTEN_BYTES, NUM_SLOTS
 from colotrain.torch_internals import call_after_backward, hooks_after_gradient_of
 
@@ -140,8 +141,9 @@ class Reduction:
 
     def finish(self) -> None:
         """Sum every message that is still to be summed, at the end of a backward."""
-        while self.written:
-            self._sum(self.written.popleft())
+        with span("reduce"):
+            while self.written:
+                self._sum(self.written.popleft())
 
     def _messages(self, gradients: Gradients) -> Iterator[Message]:
         itemsize = gradients.dtype.itemsize
