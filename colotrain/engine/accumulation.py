@@ -20,6 +20,7 @@ from colotrain.engine.gradients.gradients import GradientState, note_use
 from colotrain.engine.sharding.sharded_model import begin_micro_batch, reduce_replicated_
 from colotrain.errors import ColotrainError
 from colotrain.models.context_parallel import ATTRIBUTE
+from colotrain.models.documents import DOCUMENT_IDS, ON_HOST
 from colotrain.models.objective import objective_of, output_of
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
@@ -79,6 +80,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return batch
     moved = OnDevice({n: t.pin_memory().to(device, non_blocking=True) for n, t in batch.items()})
     moved.on_host = batch
+    if DOCUMENT_IDS in moved:
+        setattr(moved[DOCUMENT_IDS], ON_HOST, batch[DOCUMENT_IDS])
     return moved
 
 

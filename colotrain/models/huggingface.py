@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.huggingface_attention import allow_division_
+from colotrain.models.huggingface_documents import can_keep_documents_apart
 from colotrain.models.huggingface_files import Source, Sources, find_sources, more_layers
 from colotrain.models.huggingface_internals import let_experts_compute_anywhere_
 from colotrain.models.huggingface_loss import (
@@ -72,7 +72,7 @@ def build(plan: ModelPlan) -> nn.Module:
         allow_division_(model, config)
         chunk_loss_(model)
         allow_parts_(model, config)
-        loss = isolating_loss if _sees_documents(model) else shifted_loss
+        loss = isolating_loss if can_keep_documents_apart(model) else shifted_loss
         model.forward = functools.partial(loss, model.forward)
     elif task is not None:
         model.forward = functools.partial(own_loss, model.forward, task)
@@ -83,11 +83,6 @@ def task_in(model: nn.Module) -> Task | None:
     """The task of a model that `build` made; None for any other, and for one without a known."""
     task: Task | None = model.__dict__.get(_TASK)
     return task
-
-
-def _sees_documents(model: nn.Module) -> bool:
-    """Whether the architecture uses `create_causal_mask`, whose masks separate documents."""
-    return hasattr(sys.modules[type(model).__module__], "create_causal_mask")
 
 
 def fill_(

@@ -46,6 +46,12 @@ def let_experts_compute_anywhere_() -> None:
     experts._can_use_grouped_mm = can_use_grouped_mm
 
 
+def attention_of(model: Any) -> str | None:
+    """Return the name of the attention function that a model uses."""
+    name: str | None = model.config._attn_implementation
+    return name
+
+
 def tp_plan_of(model: Any) -> dict[str, str]:
     """Return transformers' plan for dividing the layers of a model: glob → style."""
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}

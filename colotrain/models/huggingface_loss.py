@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from colotrain.errors import UsageError
 from colotrain.models.adapters import is_adapted
 from colotrain.models.context_parallel import ATTRIBUTE
+from colotrain.models.documents import documents_in
 from colotrain.models.huggingface_attention import check_calls, divided, num_calls
+from colotrain.models.huggingface_documents import attending_within, needs_no_mask
 from colotrain.models.huggingface_internals import without_packed_sequence_search
 from colotrain.models.huggingface_task import SEQUENCE_TO_SEQUENCE, Task, check_batch
 from colotrain.models.llm import positions_within
@@ -107,12 +109,21 @@ def isolating_loss(
     document_ids: Tensor | None = None,
     **batch: Any,
 ) -> Any:
-    """`shifted_loss` of a model that sees a document's beginning where positions restart at 0."""
+    """`shifted_loss` of a model that keeps the documents of `document_ids` [batch, seq] apart."""
+    model, documents = _model_of(forward), None
+    if document_ids is not None and batch.get("attention_mask") is not None:
+        raise UsageError(
+            "samples have document_ids and an attention_mask, of which one would be ignored",
+            "leave out attention_mask, and give padding a document of its own",
+        )
     if document_ids is not None:
         batch["position_ids"] = positions_within(document_ids)
-        if getattr(_model_of(forward), ATTRIBUTE, None) is not None:
+        if getattr(model, ATTRIBUTE, None) is not None:
             batch["document_ids"] = document_ids
-    return shifted_loss(forward, *inputs, **batch)
+        elif needs_no_mask(model):
+            documents = documents_in(document_ids)
+    with attending_within(model, documents) as more:
+        return shifted_loss(forward, *inputs, **batch, **more)
 
 
 def own_loss(forward: Callable[..., Any], task: Task, /, *inputs: Any, **batch: Any) -> Any:

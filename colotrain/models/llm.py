@@ -7,12 +7,14 @@ grouped-query attention (Ainslie et al. 2023), residual-scaled initialisation (G
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.models.context_parallel import SequenceShard, additive, attend
+from colotrain.models.context_parallel import SequenceShard, attend
+from colotrain.models.documents import Documents, attend_within, documents_in
 from colotrain.models.loss import IGNORE_INDEX, Head
 from colotrain.models.tensor_parallel import (
     TensorShard,
@@ -111,12 +113,12 @@ class LLM(nn.Module):
             input_ids, positions = shard.own(input_ids), shard.own(positions)
             labels = None if labels is None else shard.own(labels)
         x = self.embed(input_ids)
-        mask = None
+        documents = None
         if document_ids is not None and self.sequence_shard is None:
-            mask = additive(document_mask(document_ids), x.dtype)
+            documents = documents_in(document_ids)
         rope = rotary_tables(positions, self.head_dim, self.rope_theta, x)
         for block in self.blocks:
-            x = block(x, *rope, mask)
+            x = block(x, *rope, documents)
         output: Tensor = self.head(self.norm(x), labels)
         return output if labels is None else (output, (labels != IGNORE_INDEX).sum())
 
@@ -172,8 +174,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.mlp = SwiGLU(d_model, d_hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -193,8 +197,10 @@ class Attention(nn.Module):
         self.value = nn.Linear(d_model, d_kv, bias=False)
         self.output = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` [batch, 1, seq, seq] is added to the scores; None: causal."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Without `documents` each sample is one."""
 
         def heads(projected: Tensor) -> Tensor:
             return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -209,13 +215,13 @@ class Attention(nn.Module):
             rotate(heads(key), cos, sin),
             heads(value),
         )
-        options = {"enable_gqa": key.shape[1] != query.shape[1]}
+        options: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]}
         if self.sequence_shard is not None:
             mixed = attend(query, key, value, self.sequence_shard, **options)
+        elif documents is not None:
+            mixed = attend_within(query, key, value, documents, **options)
         else:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, **options
-            )
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
         return leave(self.output(mixed.transpose(1, 2).flatten(2)), shard)
 
 
@@ -254,14 +260,6 @@ def positions_within(document_ids: Tensor) -> Tensor:
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return index - torch.cummax(torch.where(begins, index, 0), dim=1).values
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Mask [batch, 1, seq, seq]: True where the key is in the same document and not later."""
-    seq_len = document_ids.shape[1]
-    causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=document_ids.device).tril()
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same & causal
 
 
 def rotary_tables(

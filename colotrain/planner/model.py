@@ -161,6 +161,11 @@ def _check_isolation(settings: Config, survey: Survey) -> Iterator[Problem]:
         expected = f"a model that takes document_ids ({model} does not)"
         fix = "let its forward take document_ids, or set data.isolate=false"
         yield Problem(key="data.isolate", value=True, expected=expected, fix=fix)
+    if settings.data.isolate and settings.train.compile:
+        key, value = "train.activation_checkpointing", settings.train.activation_checkpointing
+        expected = "none or full with train.compile and data.isolate (blocks would run uncompiled)"
+        if value == "selective":
+            yield Problem(key=key, value=value, expected=expected, fix=f"set {key}=full")
 
 
 def _check_context_parallel(

@@ -164,8 +164,8 @@ def make_model(kind: str) -> tuple[Any, Any]:
     """A model of transformers in float64, and its forward as `model.hf` has it."""
     import transformers
 
-    from colotrain.models.huggingface import _sees_documents
     from colotrain.models.huggingface_attention import allow_division_
+    from colotrain.models.huggingface_documents import can_keep_documents_apart
     from colotrain.models.huggingface_loss import isolating_loss
 
     torch.manual_seed(5)
@@ -173,7 +173,7 @@ def make_model(kind: str) -> tuple[Any, Any]:
     config = transformers.AutoConfig.for_model(kind, **words)
     config._experts_implementation = "eager"  # the fast one has no float64
     model: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
-    assert _sees_documents(model)
+    assert can_keep_documents_apart(model)
     allow_division_(model, config)
     config.is_causal, other = False, torch.nn.Module()
     allow_division_(other, config)

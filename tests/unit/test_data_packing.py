@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from colotrain.data.read.loader import BatchLoader, open_samples, order_of
 from colotrain.data.read.mixtures import BLOCK, Mixture, MixtureOrder, block_counts
 from colotrain.data.read.packing import IGNORE_INDEX, Concatenation
 from colotrain.errors import ConfigError
-from colotrain.models.llm import LLM, document_mask, positions_within
+from colotrain.models.documents import attend_within, documents_in
+from colotrain.models.llm import LLM, positions_within
 from colotrain.spec.plan import BatchPlan, DataPlan, PartPlan
 
 
@@ -177,13 +181,68 @@ def test_one_document_is_as_if_nothing_had_been_said() -> None:
     torch.testing.assert_close(said, model(ids), rtol=1e-12, atol=1e-12)
 
 
-def test_positions_begin_anew_and_nothing_attends_ahead_or_across() -> None:
+def test_positions_begin_anew() -> None:
     numbers = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1]])
     assert positions_within(numbers).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
-    mask = document_mask(numbers)[0, 0]
-    for i in range(8):
-        for j in range(8):
-            assert mask[i, j] == (j <= i and numbers[0, i] == numbers[0, j])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_by_document_is_that_under_a_mask(window: int | None, kv_heads: int) -> None:
+    """Outputs and gradients, of samples that are cut in different places."""
+    for _ in range(5):
+        numbers = (torch.rand(3, 40) < random.choice([0.0, 0.1, 0.5, 1.0])).cumsum(1)
+        query, key, value = (
+            torch.randn(3, 40, heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
+            for heads in (4, kv_heads, kv_heads)
+        )
+        seen = (numbers[:, None, :, None] == numbers[:, None, None, :]).tril()
+        if window is not None:
+            seen = seen.triu(1 - window)
+        slope = torch.randn(3, 4, 40, 8, dtype=torch.float64)
+        wanted = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, enable_gqa=True
+        )
+        of_mask = torch.autograd.grad(wanted, (query, key, value), slope)
+        found = attend_within(
+            query, key, value, documents_in(numbers), window=window, enable_gqa=True
+        )
+        own = torch.autograd.grad(found, (query, key, value), slope)
+        torch.testing.assert_close((found, *own), (wanted, *of_mask), rtol=1e-10, atol=1e-10)
+
+
+def test_nothing_as_large_as_all_pairs_of_tokens_is_made() -> None:
+    """Under a mask of 512 x 512 pairs one number of it would be made for each."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves(found):
+                if isinstance(tensor, torch.Tensor):
+                    self.numel = max(self.numel, tensor.untyped_storage().nbytes() // 8)
+            return found
+
+    model, ids = small(), torch.randint(0, 50, (1, 512))
+    with Largest() as largest:
+        model(ids, ids, (ids == 0).cumsum(1))[0].backward()
+    assert 512 * 50 <= largest.numel < 512 * 512 / 2
+
+
+@pytest.mark.slow
+def test_a_compiled_block_keeps_documents_apart_and_is_compiled_once() -> None:
+    model, plain = small(), small()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for _ in range(12):
+        ids = torch.randint(0, 50, (2, 16))
+        numbers = (torch.rand(2, 16) < 0.3).cumsum(1)
+        torch.testing.assert_close(model(ids, None, numbers), plain(ids, None, numbers))
+    assert torch._dynamo.utils.counters["frames"]["ok"] <= 6
 
 
 # --- mixtures

@@ -25,6 +25,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
+from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_task import CAUSAL
@@ -76,7 +77,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         **huggingface_task(module, model),
         scores_tokens=isinstance(module, LLM)
         or (task_in(module) is CAUSAL and not balances_experts(module)),
-        isolates="document_ids" in inspect.signature(module.forward).parameters,
+        isolates=DOCUMENT_IDS in inspect.signature(module.forward).parameters,
         divides_sequences=hasattr(module, ATTRIBUTE),
         divisions=own_divisions(module, model),
     )
@@ -210,6 +211,8 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
     shape = (2, data.seq_len) if data.pairs else (data.seq_len,)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     sample = {"input_ids": tokens, "labels": tokens.clone()}
+    if data.isolate:
+        sample[DOCUMENT_IDS] = tokens.clone()
     if data.pairs:
         sample[REFERENCE] = torch.empty(2, dtype=torch.float64, device="meta")
     return sample
