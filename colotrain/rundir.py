@@ -203,12 +203,12 @@ def run_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "run"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` atomically: a reader sees the old or the new text, never a mixture."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace `path` atomically: a reader sees the old or the new content, never a mixture."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
+        with os.fdopen(handle, "wb") as out:
+            out.write(content.encode() if isinstance(content, str) else content)
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, path)

@@ -41,6 +41,9 @@ def train(run: Run) -> str:
     Returns "finished" or "stopped"; the state is saved in both cases.
     """
     plan = run.plan
+    if run.stop_reason is not None:  # while the run was prepared
+        _save_and_stop(run)
+        return "stopped"
     label_shift.find(run)
     leaves_early = plan.smoke and run.step == 0
     if (run.step == 0 and plan.train.eval_first) or was_left_before_evaluation(run):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialized
 from torch import Tensor
 
 from colotrain.data.prepare.tokens import prepare_all
@@ -33,6 +32,7 @@ from colotrain.models import huggingface
 from colotrain.models.loss import by_token
 from colotrain.models.preferences import inputs_of, log_probs_of
 from colotrain.records import to_plain
+from colotrain.rundir import write_atomically
 
 Known = dict[str, Tensor]
 """Split → log-probabilities [samples, 2], NaN where they are not known."""
@@ -41,7 +41,8 @@ Known = dict[str, Tensor]
 def add_references_(run: Run) -> None:
     """Give the run's pairs the log-probabilities of its reference. All ranks must call.
 
-    The model must have the weights with which the run begins.
+    The model must have the weights with which the run begins. A run that is asked to stop keeps
+    what it has computed, and has a reason to stop afterwards.
     """
     key = key_of(run) if run.rank == 0 else ""
     told: list[Any] = [load(run, key) if run.rank == 0 else None]
@@ -68,6 +69,8 @@ def add_references_(run: Run) -> None:
                 run.events.write(Note(text=text))
             samples.values[ids] = compute(run, loader, ids)
         known[split] = samples.values
+        if run.stop_reason is not None:
+            break
     if is_new and run.rank == 0:
         save(run, known, key)
     for loader in (run.train_data, run.validation_data):
@@ -76,11 +79,18 @@ def add_references_(run: Run) -> None:
 
 
 def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
-    """Log-probabilities [ids, 2] on the CPU. All ranks must call; each does as many forwards."""
+    """Log-probabilities [ids, 2] on the CPU. All ranks must call; each does as many forwards.
+
+    Where a rank is asked to stop, `run.stop_reason` says so on all, and the rest are NaN.
+    """
     size, world, model = run.plan.batch.micro_batch, dist.get_world_size(), run.sharded.module
     found = torch.zeros(len(ids), 2, dtype=torch.float64)
+    done = len(ids)
     with torch.no_grad(), unchanged(model, run.device):
         for start in range(0, len(ids), size * world):
+            if _is_to_stop(run):
+                done = start
+                break
             run.at("reference")
             run.sharded.calls.clear()
             first = start + run.rank * size
@@ -95,7 +105,18 @@ def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
     reshard(run.sharded)
     shared = found.to(run.device)
     dist.all_reduce(shared)
+    shared[done:] = torch.nan
     return shared.cpu()
+
+
+def _is_to_stop(run: Run) -> bool:
+    """Whether any rank is asked to stop; `run.stop_reason` is set then. All ranks must call."""
+    own = run.reason_to_stop()
+    asked = torch.tensor(float(own is not None), device=run.device)
+    dist.all_reduce(asked)
+    if asked.item():
+        run.stop_reason = own or "another rank"
+    return run.stop_reason is not None
 
 
 def key_of(run: Run) -> str:
@@ -124,7 +145,5 @@ def load(run: Run, key: str) -> Known:
 
 
 def save(run: Run, known: Known, key: str) -> None:
-    path = run.rundir.references_file
-    working = path.with_suffix(f".{os.getpid()}")
-    save_file({name: values.clone() for name, values in known.items()}, working, {"key": key})
-    os.replace(working, path)
+    content = serialized({name: values.clone() for name, values in known.items()}, {"key": key})
+    write_atomically(run.rundir.references_file, content)

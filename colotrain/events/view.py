@@ -12,6 +12,7 @@ from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, StepProgress
 from colotrain.events.log import json_safe
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.plan import RunPlan
 
@@ -223,4 +224,5 @@ def typical_step_s(view: RunView) -> float:
 def mfu(view: RunView, plan: RunPlan, tokens_per_s: float) -> float:
     """Return the model FLOPs utilization: share of all ranks' measured peak; 0.0 without a peak."""
     ideal = (view.world_size or plan.world_size) * (view.peak_flops_per_s or 0.0)
-    return plan.flops_per_token * tokens_per_s / ideal if ideal else 0.0
+    tokens = tokens_per_count(pairs=plan.data.pairs, seq_len=plan.data.seq_len)
+    return plan.flops_per_token * tokens * tokens_per_s / ideal if ideal else 0.0

@@ -55,6 +55,7 @@ class SearchSpace:
     capacity: int
     global_batch: int
     tokens_per_step: int
+    tokens_per_count: int
     world_size: int
     data_parallel: int
     """Ranks, or groups of ranks, that work on different samples."""
@@ -70,7 +71,7 @@ class SearchSpace:
                 trace,
                 self.hardware(layout),
                 tokens_per_step=self.tokens_per_step,
-                flops_per_token=self.survey.flops_per_token,
+                flops_per_token=self.survey.flops_per_token * self.tokens_per_count,
                 world_size=self.world_size,
             )
         return Option(

@@ -44,7 +44,7 @@ from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
 from colotrain.planner.schedules import CheckSchedule, check_own_schedule
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
-from colotrain.spec.batch import Batch
+from colotrain.spec.batch import Batch, tokens_per_count
 from colotrain.spec.elastic import ElasticPlan, MemoryCopyPlan
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.optimizers import optimizer_of
@@ -135,6 +135,7 @@ def resolve(
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
             tokens_per_step=batch_plan.tokens_per_step,
+            tokens_per_count=tokens_per_count(pairs=data.pairs, seq_len=data.seq_len),
             world_size=scale.world,
             data_parallel=batch.world,
         ),

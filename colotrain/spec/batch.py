@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from colotrain.errors import Problem
 
 
+def tokens_per_count(*, pairs: bool, seq_len: int) -> int:
+    """Tokens that a model computes for one that is counted; a preference pair has two answers."""
+    return 2 * seq_len if pairs else 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The four sizes; None where the user left one out."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.data.read.loader import (
+    IGNORE_INDEX,
     open_samples,
     planned_collate,
     planned_draw_seed,
@@ -134,6 +135,9 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
                     loss = two_models.mean_loss(model, batch)
                 else:
                     loss = _mean_loss(output_of(model, batch))
+                    if loss.isnan() and not _has_targets(batch):  # a mean of none
+                        labels = torch.zeros_like(batch["labels"])
+                        loss = 0.0 * _mean_loss(output_of(model, {**batch, "labels": labels}))
             draws = draws or _differ(before, states(CPU))
             loss.backward()
         losses.append(loss.item())
@@ -188,6 +192,14 @@ def _mean_loss(output: Any) -> Tensor:
     if pair is None:
         return loss_in(output)
     return pair[0] / (pair[1] or 1)  # a step may have no target at all
+
+
+def _has_targets(batch: Tensors) -> bool:
+    """Whether a batch has labels that may count; those of first tokens may not."""
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        return True
+    return bool((labels[..., 1:] != IGNORE_INDEX).any())
 
 
 def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:

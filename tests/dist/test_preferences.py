@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from tests.dist.hf import make_directory
 from tests.representatives import representatives
@@ -107,3 +109,29 @@ def test_what_pairs_exclude_is_said_at_once(pairs: Colotrain) -> None:
     result = pairs("run", *SMALL, "data.corpus=null", "data.path=pairs.jsonl")
     assert result.code == 2
     assert "train.objective=dpo" in result.err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_in_the_reference_pass_continues_there(pairs: Colotrain) -> None:
+    records = (pairs.cwd / "pairs.jsonl").read_text()
+    (pairs.cwd / "pairs.jsonl").write_text(100 * records)
+    words = (*SMALL, "data.corpus=null", *DPO, "plugin=zero3", "train.max_steps=600")
+    words = (*words, "train.eval_every=0", "train.micro_batch=1")
+    started = pairs.start("run", *words, "name=long")
+    deadline = time.monotonic() + 120
+    while not pairs.rundir("long").events.is_dir() or not any(
+        "are computed once" in str(event.fields) for event in pairs.events("long")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert pairs("stop", "long").code == 0
+    started.communicate(timeout=120)
+    assert started.returncode == 75
+    assert not any(event.kind == "step" for event in pairs.events("long"))
+    with safe_open(pairs.rundir("long").references_file, "pt") as file:
+        values = file.get_tensor("train")
+    known = ~values.isnan()
+    assert known.any()
+    assert not known.all()
+    found = losses(pairs.resume("long", "train.max_steps=3"))
+    assert found == losses(pairs.run(*words, "name=whole", "train.max_steps=3"))

@@ -532,6 +532,7 @@ def search_space(capacity: int) -> SearchSpace:
         capacity=capacity,
         global_batch=16,
         tokens_per_step=16 * SEQ_LEN,
+        tokens_per_count=1,
         world_size=4,
         data_parallel=4,
     )

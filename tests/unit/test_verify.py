@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,6 +74,35 @@ def test_a_model_that_draws_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch)
     result: CaseResult = compare(plan, wanted, found, Tolerance())
     assert (result.draws, result.passed) == (True, False)
     assert "the model draws random numbers" in (result.difference or "")
+
+
+class MeanOfTargets(nn.Module):
+    """A model that returns the mean over its targets: NaN where there are none."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(input_ids))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_step_without_targets_changes_nothing_where_the_loss_is_a_mean() -> None:
+    target = "model.target=tests.unit.test_verify:MeanOfTargets"
+    small = [word for word in SMALL if not word.startswith("model.")]
+    words = [
+        "data.tokenizer=bytes",
+        "train.global_batch=1",
+        "train.micro_batch=1",
+        "data.shuffle=false",
+    ]
+    plan = plan_from([*small, target, *words, "optim.name=sgd", "cluster.procs_per_node=1"])
+    found = run_reference(plan, steps=2)  # the first sample has no label
+    assert found.losses[0] == 0.0 < found.losses[1] < math.inf
+    assert all(gradient.eq(0).all() for gradient in found.gradients[0].values())
+    assert found.gradients[0].keys() == found.gradients[1].keys()
+    assert any(gradient.any() for gradient in found.gradients[1].values())
 
 
 def test_a_signal_ends_a_backward() -> None:

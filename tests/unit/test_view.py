@@ -17,7 +17,7 @@ from colotrain.events.event import Event
 from colotrain.events.fold import Fold, fold, follow
 from colotrain.events.kinds import Step
 from colotrain.events.log import EventWriter, json_safe
-from colotrain.events.view import RunView, summary, unit
+from colotrain.events.view import RunView, mfu, summary, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.progress import step_line, summary_rows
@@ -474,6 +474,13 @@ def test_the_summary_of_a_run_that_did_nothing_has_the_same_keys(rundir: RunDir)
     assert empty.keys() == full.keys()
     assert empty["loss"] == {"first": None, "last": None, "history": []}
     assert (empty["mfu"], empty["tokens_per_s"]) == (0.0, 0.0)
+
+
+def test_a_preference_pair_is_the_tokens_of_its_two_answers() -> None:
+    plan = plan_of()
+    pairs = dataclasses.replace(plan, data=dataclasses.replace(plan.data, pairs=True))
+    view = view_of(worker("peak_flops", 0.0, flops_per_s=1e6, what="float32 matmul"))
+    assert mfu(view, pairs, 100.0) == 2 * plan.data.seq_len * mfu(view, plan, 100.0) > 0.0
 
 
 def test_a_summary_with_losses_that_are_not_numbers_is_valid_json(rundir: RunDir) -> None:
