@@ -8,9 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +22,7 @@ from colotrain.events.view import ENDED, RunView, overall_tokens_per_s, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import naming
+from colotrain.runs.row import Row
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import OVER, JobState, Submitted, recall
 from colotrain.show.console import print_json, stderr_console, stdout_console
@@ -45,39 +45,6 @@ STYLES = {
     "preempted": "yellow",
     "interrupted": "yellow",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One run in the list; unknown fields are None."""
-
-    name: str
-    state: str
-    plugin: str | None = None
-    world_size: int | None = None
-    steps: int | None = None
-    max_steps: int | None = None
-    loss: float | None = None
-    validation_loss: float | None = None
-    tokens_per_s: float | None = None
-    unit: str = "tokens"
-    """Unit of `tokens_per_s`."""
-    restarts: int | None = None
-    lost_steps: int | None = None
-    """Finished steps that restarts made again."""
-    goodput: float | None = None
-    """Share of the time that was spent in steps that count, over all launches."""
-    age_s: float | None = None
-    """Seconds since the first launch, or since the plan was written."""
-    run_dir: str
-    problem: str | None = None
-    """Why a damaged run cannot be read."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that differ from those of other runs with the same recipe."""
-    job: str | None = None
-    """Id of the run's job."""
-    job_state: str | None = None
-    job_reason: str | None = None
 
 
 def list_runs(*, as_json: bool, root: Path = RUNS) -> int:

@@ -23,10 +23,11 @@ def launch(t: float, began_at: float) -> Event:
 def attempt(number: int, *, base: int, begins: float, steps: int) -> list[Event]:
     """Steps of one second each, after `base` ones."""
     started = {"rank": 0, "world_size": 1, "attempt": number, "pid": 1, "step": base}
-    found = [said("started", begins, number, **started)]
-    for n in range(1, steps + 1):
-        found.append(said("step", begins + n, number, step=base + n, step_s=1.0, loss=1.0))
-    return found
+    done = [
+        said("step", begins + n, number, step=base + n, step_s=1.0, loss=1.0)
+        for n in range(1, steps + 1)
+    ]
+    return [said("started", begins, number, **started), *done]
 
 
 def view(*parts: Event | list[Event]) -> RunView:
