@@ -39,7 +39,7 @@ class Goodput:
     def cost(self) -> str:
         """Text like `1 step lost, 2.1 s to the next step, 97 % of the time useful`."""
         lost = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
-        again = f", {self.restart_s:.1f} s to the next step" if self.recoveries else ""
+        again = f", {self.restart_s:.1f} s to the next step" if self.restart_s is not None else ""
         share = f", {self.goodput:.0%} of the time useful" if self.goodput is not None else ""
         return f"{lost}{again}{share}"
 

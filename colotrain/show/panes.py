@@ -282,7 +282,8 @@ def health(frame: FrameState, width: int, height: int) -> list[Text]:
         lines.append(Text(clean(str(view.nonfinite)), VERMILLION))
     if view.failure is not None:
         lines.append(Text(clean(f"failed: {view.failure}"), VERMILLION))
-    restarts = f"{view.restarts} restart{'' if view.restarts == 1 else 's'}: {view.goodput.cost}"
+    restarts = f"{view.restarts} restart{'' if view.restarts == 1 else 's'}"
+    restarts += f": {view.goodput.cost}" if view.goodput.recoveries else ""
     lines.append(Text(restarts if view.restarts else "no restarts", "" if view.restarts else "dim"))
     for number, cause in reversed(list(enumerate(view.restart_causes, 1))):
         lines.append(Text(f" {number}: {clean(cause)}", ORANGE))

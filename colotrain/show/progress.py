@@ -277,7 +277,7 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
     failed = summary["status"] == "failed"  # the command's last line gives the reason
     status = summary["status"] + (f" ({view.cause})" if view.cause and not failed else "")
     restarts = str(summary["restarts"])
-    if view.restarts:
+    if view.goodput.recoveries:
         restarts += f": {view.goodput.cost}"
     if view.restart_causes and not failed:
         restarts += f" (last: {view.restart_causes[-1]})"

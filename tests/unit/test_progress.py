@@ -250,7 +250,8 @@ def test_the_summary_names_the_peak_its_mfu_assumes() -> None:
     assert values["loss"] == "1.0000 → 0.1250"
     assert values["validation loss"] == "2.0000"
     assert values["peak memory"] == "rank 0: 200MiB, rank 1: 201MiB; predicted 1.3KiB (-100.0%)"
-    assert values["restarts"] == "1 (last: rank 1 was killed)"
+    cost = "2 steps lost, 2.5 s to the next step, 20% of the time useful"
+    assert values["restarts"] == f"1: {cost} (last: rank 1 was killed)"
     assert values["time to first step"] == "1s"
     assert values["run directory"].endswith("runs/tiny")
 

@@ -449,6 +449,14 @@ def test_the_summary_is_the_document_of_the_design(rundir: RunDir) -> None:
         },
         "time": {"step_s": 0.5, "predicted_step_s": 0.0, "error": None},
         "restarts": 1,
+        "goodput": {
+            "share": 0.2,  # 8 steps of 0.5 s in the 20 s of the launch
+            "useful_s": 4.0,
+            "wall_s": 20.0,
+            "lost_steps": 2,
+            "restart_s": 2.5,
+            "recoveries": [{"lost_steps": 2, "lost_s": 5.5, "restart_s": 2.5}],
+        },
         "plugin": "zero2",
         "time_to_first_step_s": 1.0,
         "run_dir": str(rundir.path),
