@@ -256,7 +256,7 @@ class Elastic:
     """Steps between searches for silent data corruption; 0 or null turns them off."""
     memory_copy: Size | bool = "auto"
     """Memory of each node for two copies of its ranks' state, from which dead workers restart: a
-    size, and each step is copied; off; auto: if there is room, in at most 3 % of the time."""
+    size, and each step is copied; off; auto: if there is room, in at most 1 % of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

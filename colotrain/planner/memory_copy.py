@@ -14,7 +14,7 @@ from colotrain.spec.plan import PluginPlan
 from colotrain.spec.quantities import format_size
 
 KEY = "elastic.memory_copy"
-AUTOMATIC_SHARE = 0.03
+AUTOMATIC_SHARE = 0.01
 """Largest share of the time that copying takes by default."""
 BESIDE_BYTES = 1 << 20
 """Bytes of a copy beside the model's state: generators, and the description."""
