@@ -22,7 +22,7 @@ def launch(t: float, began_at: float) -> Event:
 
 def attempt(number: int, *, base: int, begins: float, steps: int) -> list[Event]:
     """Steps of one second each, after `base` ones."""
-    started = {"rank": 0, "world_size": 1, "attempt": number, "pid": 1, "step": base}
+    started = {"rank": 0, "world_size": 1, "pid": 1, "step": base}
     done = [
         said("step", begins + n, number, step=base + n, step_s=1.0, loss=1.0)
         for n in range(1, steps + 1)
