@@ -51,6 +51,8 @@ def train(run: Run) -> str:
         write_samples(run)
     if plan.train.on_nonfinite == "rollback":
         checkpoint.save(run)  # so that the run always has a checkpoint of its own to roll back to
+    if run.copies is not None and run.copies.resumed and _is_checkpoint_due(run):
+        checkpoint.save(run)  # the attempt before ended in it
     gpu, profiler = DeviceClock(run.device), Profiler(run)
     while run.step < plan.train.max_steps and why_over(run) is None:
         clock = Clock()
@@ -100,7 +102,7 @@ def train(run: Run) -> str:
             evaluate(run)
             write_samples(run)
             copy_to_memory(run, again=True)
-        if result.save or (run.best is not None and run.best[0] == run.step):
+        if result.save or _is_checkpoint_due(run):
             checkpoint.save(run)
         profiler.end_step(asked=result.profile)
     profiler.close()
@@ -130,6 +132,11 @@ def _save_and_stop(run: Run) -> None:
     if run.stop_error is not None:
         raise run.stop_error
     run.events.write(WorkerStopped(step=run.step, reason=run.stop_reason or "another rank"))
+
+
+def _is_checkpoint_due(run: Run) -> bool:
+    is_best = run.best is not None and run.best[0] == run.step
+    return is_best or is_due(run.step, run.plan.checkpoint.every)
 
 
 def was_left_before_evaluation(run: Run) -> bool:
@@ -224,7 +231,7 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
         stop=stop > 0,
         record=record > 0 or is_due(run.step + 1, run.plan.observe.grads_every),
         noise=noisy > 0,
-        save=save > 0 or is_due(run.step + 1, run.plan.checkpoint.every),
+        save=save > 0,
         update_placement=update_placement > 0,
         profile=traced > 0,
         totals=totals,

@@ -37,7 +37,14 @@ def plan_memory_copy(
         return MemoryCopyPlan(bytes=num_bytes, reason=f"off ({KEY}={asked})"), []
     if elastic.max_restarts == 0:
         return MemoryCopyPlan(bytes=num_bytes, reason="off (elastic.max_restarts=0)"), []
+    if context.train.on_nonfinite == "rollback":
+        reason = "off: train.on_nonfinite=rollback goes back to checkpoints"
+        problem = Problem(key=KEY, value=asked, expected="auto or off with rollback", fix="set off")
+        return MemoryCopyPlan(bytes=num_bytes, reason=reason), [problem] * (asked != "auto")
     fits = not capacity or num_bytes <= room
+    if asked == "auto" and scale.device == "cuda":
+        reason = f"off: on a GPU training waits for a copy; {KEY}=SIZE makes them"
+        return MemoryCopyPlan(bytes=num_bytes, reason=reason), []
     if asked == "auto":
         share = AUTOMATIC_SHARE
         often = f"after each step, or less often so that it takes {share:.0%} of the time at most"

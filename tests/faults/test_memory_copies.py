@@ -120,3 +120,27 @@ def test_a_hung_rank_is_replaced_from_memory(colotrain: Colotrain, straight: lis
     result = run(colotrain, "plugin=zero2", bounded, what="hang", rank=1, step=6)
     assert resumed(colotrain) == [(5, True)]
     assert losses(result.json) == straight
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_which_a_rank_died_is_made_up_for(
+    colotrain: Colotrain, straight: list[float]
+) -> None:
+    (colotrain.cwd / "dies.py").write_text(
+        "import os, signal\n"
+        "from colotrain.engine.checkpoint import checkpoint\n"
+        "from tests.faults import plant\n"
+        "save = checkpoint.save\n"
+        "def planted(model, step):\n    plant.nothing(model, step)\n"
+        "def dies(run):\n"
+        "    if run.step == 8 and run.rank == 1 and plant.once():\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    save(run)\n"
+        "checkpoint.save = dies\n"
+    )
+    settings = ("plugin=zero2", "train.on_gradients=dies:planted", "train.max_steps=9")
+    result = run(colotrain, *settings)
+    assert resumed(colotrain) == [(8, True)]
+    assert losses(result.json) == straight
+    saved = {path.name for path in (colotrain.cwd / "runs/hurt/checkpoints").iterdir()}
+    assert {"step-00000008", "step-00000009"} <= saved

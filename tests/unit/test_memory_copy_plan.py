@@ -23,7 +23,9 @@ def test_copies_are_made_where_two_of_them_fit() -> None:
     for host_bytes, fits in ((2 * whole - 4, False), (2 * whole + 4, True)):
         made = plan(*RANKS, machine=replace(LAPTOP, host_memory_bytes=host_bytes))
         assert made.elastic.memory_copy.enabled is fits
-    assert plan(*RANKS, machine=SERVER).elastic.memory_copy.enabled
+    on_gpus = plan(*RANKS, machine=SERVER).elastic.memory_copy
+    assert (on_gpus.enabled, "a GPU" in on_gpus.reason) == (False, True)
+    assert plan(*RANKS, (KEY, "1GiB"), machine=SERVER).elastic.memory_copy.enabled
 
 
 @pytest.mark.parametrize("value", ["off", False, 0])
@@ -45,3 +47,10 @@ def test_a_size_copies_every_step_or_is_refused() -> None:
     small = replace(LAPTOP, host_memory_bytes=2 * plan(*RANKS).peak.high)
     assert "do not fit beside the ranks" in one_line(*RANKS, (KEY, "1GiB"), machine=small)
     assert "expected auto, off, bytes, a size like" in one_line(*RANKS, (KEY, "often"))
+
+
+def test_a_run_that_rolls_back_has_checkpoints_alone() -> None:
+    """A restart from memory would change which checkpoint it goes back to."""
+    rolls = ("train.on_nonfinite", "rollback")
+    assert not plan(*RANKS, rolls).elastic.memory_copy.enabled
+    assert "expected auto or off with rollback" in one_line(*RANKS, rolls, (KEY, "1GiB"))

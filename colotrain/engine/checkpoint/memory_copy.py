@@ -71,6 +71,8 @@ class MemoryCopies:
     """Mean duration of a copy, as a multiple of a step's."""
     seconds: float = 0.0
     """Seconds that this rank's last copy took."""
+    resumed: bool = False
+    """Whether this attempt went on from a copy."""
     told_every: int = 0
     """`every` in the last event about the copies; 0 before the first."""
 
@@ -115,7 +117,7 @@ class MemoryCopies:
 
     def begin(self, copied: Copied | None, step: int) -> None:
         """Begin an attempt after `step` steps: every copy but the one it resumed from is void."""
-        self.step = step
+        self.step, self.resumed = step, copied is not None
         for file in self.files:
             if copied is None or file is not copied.file:
                 file.clear()
