@@ -14,7 +14,7 @@ from colotrain.events.fold import Fold
 from colotrain.events.kinds import Note, Traced
 from colotrain.events.liveness import find, state
 from colotrain.events.log import EventReader
-from colotrain.events.traces import Breakdown, break_down, read_trace
+from colotrain.events.traces import OF_BLOCKS, Breakdown, break_down, read_trace
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.show.console import print_json, stdout_console
@@ -22,7 +22,6 @@ from colotrain.show.formatting import clean
 
 POLL_S = 0.1
 LIVE = ("starting", "running")
-OF_BLOCKS = ("forward", "backward", "gather", "reduce")
 TIMEOUT_S = 120.0
 """Seconds without any event of the traced ranks after which the request is given up."""
 

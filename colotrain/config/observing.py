@@ -32,7 +32,7 @@ def check_observing(settings: Config) -> Iterator[Problem]:
 
 def check_traced_ranks(profile: Profile, world_size: int) -> Iterator[Problem]:
     """Yield a problem if a rank that is to be traced does not exist."""
-    if profile.steps and max(profile.ranks) >= world_size:
+    if profile.steps and max(profile.ranks, default=0) >= world_size:
         expected, key = f"ranks from 0 to {world_size - 1}", "train.profile.ranks"
         yield Problem(key=key, value=profile.ranks, expected=expected, fix="lower them")
 
@@ -41,7 +41,9 @@ def notify_plan(notify: Notify) -> NotifyPlan | None:
     if notify.command is None and notify.url is None:
         return None
     command = tuple(_words(notify))
-    return NotifyPlan(command=command, shell=notify.shell, url=notify.url, on=tuple(notify.on))
+    return NotifyPlan(
+        command=command, shell=notify.shell, url=notify.url, events=tuple(notify.events)
+    )
 
 
 def profile_plan(profile: Profile) -> ProfilePlan | None:

@@ -20,7 +20,7 @@ class Notify:
     url: str | None = None
     """Address that gets the same JSON as a POST. It holds `${oc.env:NAME}`, because addresses of
     webhooks are secrets and every other setting is written to the run's files."""
-    on: list[Notified] = field(default_factory=lambda: list(NOTIFIED))
+    events: list[Notified] = field(default_factory=lambda: list(NOTIFIED))
     """Which of finished, failed, stopped, restarted are told."""
 
 

@@ -55,9 +55,9 @@ def train(run: Run) -> str:
         checkpoint.save(run)  # the attempt before ended in it
     gpu, profiler = DeviceClock(run.device), Profiler(run)
     while run.step < plan.train.max_steps and why_over(run) is None:
+        profiler.begin_step()
         clock = Clock()
         gpu.begin_step()
-        profiler.begin_step()
         _begin_step(run)
         batches, num = Fetch(run, gpu), plan.batch.accumulation_steps
         with monitor.interruptible(run):

@@ -11,6 +11,8 @@ from typing import Any
 
 PREFIX = "colotrain::"
 """Beginning of the names of colotrain's spans; torch's own have others."""
+OF_BLOCKS = ("forward", "backward", "gather", "reduce")
+"""Parts that are told by block or group, whose name follows the part's."""
 ORDER = ("data", "forward", "backward", "gather", "reduce", "wait", "update", "record")
 """Parts of a step in the order in which they are shown; others come after them."""
 
@@ -57,9 +59,10 @@ def break_down(trace: dict[str, Any]) -> Breakdown:
     each = 1e-6 / len(steps)
     for name, microseconds in own.items():
         part, _, block = name.partition(" ")
-        part = "other" if part == "step" else part
+        if part not in OF_BLOCKS:
+            part, block = "other" if part == "step" else name, ""
         parts[part] += microseconds * each
-        if block and part != "other" and block != "root":
+        if block and block != "root":
             blocks[block][part] += microseconds * each
     rank = {name: index for index, name in enumerate(ORDER)}
     ordered = sorted(parts, key=lambda name: (name == "other", rank.get(name, len(rank)), name))

@@ -26,7 +26,7 @@ class NotifyPlan:
     """Words of the command, or the one text that a shell runs."""
     shell: bool = False
     url: str | None = None
-    on: tuple[Notified, ...] = NOTIFIED
+    events: tuple[Notified, ...] = NOTIFIED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ def test_a_webhook_gets_a_post(tmp_path: Path, hook: Hook, status: str, told: st
 
 
 def test_only_what_is_asked_for_is_told(tmp_path: Path, hook: Hook) -> None:
-    plan = plan_with(url="${oc.env:HOOK}", on=["finished"])
+    plan = plan_with(url="${oc.env:HOOK}", events=["finished"])
     assert tell(plan, rundir_in(tmp_path), RESTART, DONE) == []
     assert [json.loads(got["body"])["status"] for got in hook.got] == ["finished"]
 
@@ -273,7 +273,10 @@ def test_the_value_of_a_variable_stands_in_no_file(
             ["observe.notify.command=[a,b]", "observe.notify.shell=true"],
             "expected one text, which a shell runs",
         ),
-        (["observe.notify.on=[finish]"], "expected one of finished, failed, stopped, restarted"),
+        (
+            ["observe.notify.events=[finish]"],
+            "expected one of finished, failed, stopped, restarted",
+        ),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(words: list[str], problem: str) -> None:

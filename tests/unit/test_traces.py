@@ -20,6 +20,8 @@ from colotrain.config.observing import profile_plan
 from colotrain.config.schema_observe import Profile
 from colotrain.engine import spans
 from colotrain.errors import ConfigError
+from colotrain.events.kinds import LaunchEnded
+from colotrain.events.log import EventWriter
 from colotrain.events.traces import PREFIX, break_down
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import resolve_config
@@ -41,6 +43,7 @@ TRACE = {
         event("backward blocks.0", 450, 300, tid=2),  # on autograd's own thread
         event("reduce blocks.0", 700, 100, tid=2),  # half of it after its block's end
         event("update", 800, 150),
+        event("search for corruption", 960, 20),
         event("checkpoint", 1100, 100),  # between two steps
         event("step 5", 2000, 1000),
         event("update", 2100, 50),
@@ -65,7 +68,8 @@ def test_the_parts_of_steps_sum_up_to_the_steps() -> None:
             "backward": 350,
             "reduce": 50,
             "update": 200,
-            "other": 1010,
+            "search for corruption": 20,
+            "other": 990,
         }
     )
     assert list(found.parts)[-1] == "other"
@@ -85,6 +89,8 @@ def rundir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     rundir = RunDir(tmp_path / "runs" / "mine")
     rundir.create()
     rundir.write_plan(plan_of())
+    with EventWriter(rundir.launcher_events) as events:
+        events.write(LaunchEnded(status="finished", exit_code=0, cause=""))
     return rundir
 
 
