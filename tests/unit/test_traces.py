@@ -113,7 +113,11 @@ def test_a_run_that_is_over_shows_its_newest_trace(
     assert [trace["steps"] for trace in document["traces"]] == [[4, 5], [4, 5]]
 
 
-@pytest.mark.parametrize("content", [b"", b"junk", gzip.compress(b"{}"), gzip.compress(b"[1]")[:9]])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"junk", gzip.compress(b"{}"), gzip.compress(b"[1]")[:9]],
+    ids=["empty", "junk", "other", "cut"],
+)
 def test_a_trace_that_cannot_be_read_is_one_line(
     rundir: RunDir, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
