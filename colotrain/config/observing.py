@@ -41,9 +41,8 @@ def notify_plan(notify: Notify) -> NotifyPlan | None:
     if notify.command is None and notify.url is None:
         return None
     command = tuple(_words(notify))
-    return NotifyPlan(
-        command=command, shell=notify.shell, url=notify.url, events=tuple(notify.events)
-    )
+    events = tuple(notify.events)
+    return NotifyPlan(command=command, shell=notify.shell, url=notify.url, events=events)
 
 
 def profile_plan(profile: Profile) -> ProfilePlan | None:

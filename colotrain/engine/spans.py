@@ -48,7 +48,7 @@ class Spans:
         self._phase: record_function | None = None
         self._block: record_function | None = None
         """The backward of a block."""
-        self._name = self._rank_phase = ""
+        self._name = self._rank_phase = self._block_name = ""
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], None]] = []
 
@@ -100,6 +100,12 @@ class Spans:
     def _enter_block(self, name: str) -> None:
         _exit(self._block)
         self._block = _entered(f"backward {name}") if name else None
+        self._block_name = name
+
+    def _leave_block(self, name: str) -> None:
+        """End a block's backward; the block before may have begun its own at the same tensor."""
+        if self._block_name == name:
+            self._enter_block("")
 
     def _begin_backward(self, *_: Any) -> None:
         """End the forward of a micro-batch: what follows is its loss and backward."""
@@ -112,28 +118,28 @@ class Spans:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             forwards.append(_entered(f"forward {name}"))
-            self._on_gradient((args, kwargs), "")
+            self._on_gradient((args, kwargs), self._leave_block, name)
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if forwards:
                 _exit(forwards.pop())
-            self._on_gradient(output, name)
+            self._on_gradient(output, self._enter_block, name)
 
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(after).remove)
 
-    def _on_gradient(self, values: Any, name: str) -> None:
-        """When backward comes to a tensor of `values`, begin the backward of the block `name`."""
+    def _on_gradient(self, values: Any, action: Callable[[str], None], name: str) -> None:
+        """Call `action(name)` when backward comes to a tensor of `values`."""
         if self._name != "forward" or not torch.is_grad_enabled():
             return
         for value in tree_leaves(values):
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(partial(self._at_gradient, name))
+                value.register_hook(partial(self._at_gradient, action, name))
                 return
 
-    def _at_gradient(self, name: str, _: Tensor) -> None:
+    def _at_gradient(self, action: Callable[[str], None], name: str, _: Tensor) -> None:
         if self._name == "backward" and _current is self:
-            self._enter_block(name)
+            action(name)
 
     def _wrap(self, params: Any, method: str, name: str) -> None:
         """Put a span around a method of one object, whether the object or its class has it."""

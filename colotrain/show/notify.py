@@ -105,11 +105,9 @@ class Notifier:
 
     def _tell(self, status: str, reason: str, view: RunView) -> None:
         settings = self._settings
-        if (
-            settings is None
-            or status not in settings.events
-            or self._waiting.qsize() > MOST_WAITING
-        ):
+        if settings is None or status not in settings.events:
+            return
+        if self._waiting.qsize() > MOST_WAITING:
             return
         self._waiting.put(message_of(status, reason, view, self._plan, self._rundir))
 

@@ -220,6 +220,9 @@ def test_the_spans_of_a_step_change_no_bit_and_leave_nothing_behind() -> None:
     assert [n for n in names if n.startswith("forward b")] == [f"forward {b}" for b in blocks]
     backwards = [n for n in names if n.startswith("backward b")]
     assert backwards == [f"backward {b}" for b in reversed(blocks)]
+    work = [e.time_range.start for e in profiler.events() if e.name == "aten::mm"]
+    spent = [e.time_range for e in profiler.events() if e.name.startswith(f"{PREFIX}backward b")]
+    assert all(any(one.start <= at < one.end for at in work) for one in spent)
     rest = [name for name in names if " blocks" not in name]
     assert sorted(rest) == ["backward", "forward", "step 1", "update"]
     assert all(torch.equal(a, b) for a, b in zip(plain, step(), strict=True))
