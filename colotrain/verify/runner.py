@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +17,7 @@ from colotrain.events.kinds import CaseDone
 from colotrain.launch.elastic import launch
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.spec.elastic import MemoryCopyPlan
 from colotrain.spec.exit_codes import STOPPED
 from colotrain.spec.plan import RunPlan
 from colotrain.verify.compare import CaseResult, Tolerance, compare
@@ -70,6 +72,7 @@ def case_of(rundir: RunDir, index: int) -> RunDir:
 
 
 def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], None]) -> None:
+    plans = [_without_copies(plan) for plan in plans]
     rundir.create()
     rundir.write_plan(plans[0])
     for index, plan in enumerate(plans):
@@ -91,6 +94,11 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
             f"the workers of the verification ended early: {cause}",
             f"its files are in {rundir.path}",
         )
+
+
+def _without_copies(plan: RunPlan) -> RunPlan:
+    """Return the plan without copies in the launcher's memory, which all cases would share."""
+    return replace(plan, elastic=replace(plan.elastic, memory_copy=MemoryCopyPlan()))
 
 
 def _read(case: RunDir) -> Trajectory:
