@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from colotrain.engine.changed_inputs import when_inputs_change
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.errors import UsageError
+from colotrain.models.documents import leave_graphs_for_documents
 from colotrain.spec.plan import Recompute, TrainPlan
 from colotrain.torch_internals import (
     COMPUTED_AGAIN,
@@ -66,6 +67,7 @@ def prepare_blocks_(model: nn.Module, train: TrainPlan) -> None:
 
 def compile_blocks_(model: nn.Module) -> None:
     """Compile each repeated block, or the whole model if it has none."""
+    leave_graphs_for_documents()
     for module in _blocks(model):
         module.forward = torch.compile(module.forward)
 

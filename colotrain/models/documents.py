@@ -5,6 +5,8 @@ A mask would have a number for each pair of a sample's tokens, most of them of t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +43,38 @@ def documents_in(document_ids: Tensor) -> Documents:
     return Documents(tuple(last.diff(prepend=last.new_tensor([-1])).tolist()))
 
 
-@torch.compiler.disable
+def run_eagerly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call the function; a compiled model leaves its graph for it."""
+    return _call(function, *args, **options)
+
+
+def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
+
+
+@functools.cache
+def leave_graphs_for_documents() -> None:
+    """Hide attention by documents from torch's compiler; call it before a model is compiled.
+
+    A decorator would load the compiler in every process, which takes 30 MiB and 0.3 s.
+    """
+    global _call
+    _call = torch.compiler.disable(_call)
+
+
 def attend_within(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, **options: Any
+) -> Tensor:
+    """Return causal attention, in which tokens attend to their own document alone.
+
+    All are [batch, heads, seq, head size]. With `window` a token attends to so many keys, itself
+    included. Other `options` are those of `scaled_dot_product_attention`.
+    """
+    mixed: Tensor = run_eagerly(_attend_within, query, key, value, documents, **options)
+    return mixed
+
+
+def _attend_within(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -51,11 +83,6 @@ def attend_within(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return causal attention, in which tokens attend to their own document alone.
-
-    All are [batch, heads, seq, head size]. With `window` a token attends to so many keys, itself
-    included. `options` are further arguments of `scaled_dot_product_attention`.
-    """
     shape = query.shape[0], query.shape[2]
     parts = (_split(tensor, documents) for tensor in (query, key, value))
     mixed = []

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError
-from colotrain.models.documents import Documents, attend_within
+from colotrain.models.documents import Documents, attend_within, run_eagerly
 from colotrain.models.huggingface_attention import DIVISIBLE
 from colotrain.models.huggingface_internals import (
     attention_of,
@@ -107,12 +106,11 @@ def _mask(sdpa: Any, *args: Any, **options: Any) -> Tensor | None:
     return mask
 
 
-@torch.compiler.disable
-def _within(module: nn.Module, *tensors: Tensor, **options: Any) -> Tensor:
+def _within(module: nn.Module, *inputs: Any, **options: Any) -> Tensor:
     calls = _calls.get()
     if calls is not None:  # not when backward computes a layer again
         calls.append(module)
-    return attend_within(*tensors, **options)
+    return attend_within(*inputs, **options)
 
 
 def _attention(
@@ -136,7 +134,8 @@ def _attention(
         )
         return found
     assert attention_mask is None, "transformers made a mask of its own"
-    mixed = _within(
+    mixed = run_eagerly(
+        _within,
         module,
         *(query, key, value, documents),
         window=sliding_window,
