@@ -30,7 +30,7 @@ class Reticent(nn.Module):
 
 def test_a_state_dict_of_ones_own_leaves_nothing_out_of_a_checkpoint() -> None:
     sharded: Any = SimpleNamespace(module=Reticent(), groups=())
-    assert dict(checkpoint._model_state(sharded)).keys() == {"linear.weight", "linear.bias", "seen"}
+    assert dict(checkpoint.model_state(sharded)).keys() == {"linear.weight", "linear.bias", "seen"}
 
 
 def test_another_order_of_samples_is_announced() -> None:
