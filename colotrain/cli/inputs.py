@@ -78,7 +78,7 @@ def profile(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Trace a running job's next steps, and show where their time goes."""
+    """Trace a few steps, and show where their time goes."""
     from colotrain.cli.profile import profile as show
 
     return show(name, num_steps=steps, ranks=ranks, last=last, as_json=as_json)

@@ -111,10 +111,7 @@ def _memory_copies(plan: RunPlan) -> str:
     if not copies.enabled:
         return copies.reason
     size = format_size(copies.bytes * ranks)
-    return (
-        f"{size} on each node for two copies of the state, from which workers restart; "
-        f"{copies.reason}"
-    )
+    return f"in memory, {size} on each node, for restarts; {copies.reason}"
 
 
 def _steps(train: TrainPlan) -> str:

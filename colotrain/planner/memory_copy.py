@@ -47,7 +47,7 @@ def plan_memory_copy(
         return MemoryCopyPlan(bytes=num_bytes, reason=reason), []
     if asked == "auto":
         share = AUTOMATIC_SHARE
-        often = f"after each step, or less often so that it takes {share:.0%} of the time at most"
+        often = f"at most {share:.0%} of the time"
         reason = often if fits else f"off: {sized} would not fit beside the ranks"
         plan = MemoryCopyPlan(enabled=fits, bytes=num_bytes, share=share, reason=reason)
         return plan, []

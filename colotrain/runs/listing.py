@@ -187,6 +187,10 @@ def _written_at(rundir: RunDir) -> float:
     return -math.inf
 
 
+WITH_COSTS = 110
+"""Columns of a terminal with room for what restarts cost."""
+
+
 def print_table(rows: list[Row]) -> None:
     """Print the table as wide as the terminal; without a terminal, one line per run."""
     console = stdout_console()
@@ -200,7 +204,7 @@ def print_table(rows: list[Row]) -> None:
     differ = any(row.settings for row in rows)
     if differ:
         table.add_column("SETTINGS THAT DIFFER", overflow="fold")
-    restarted = any(row.restarts for row in rows)
+    restarted = console.width >= WITH_COSTS and any(row.restarts for row in rows)
     for title in ("RESTARTS", "LOST STEPS", "USEFUL") if restarted else ():
         table.add_column(title, justify="right", no_wrap=True)
     has_jobs = any(row.job for row in rows)

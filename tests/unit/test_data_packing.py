@@ -18,7 +18,11 @@ from colotrain.data.read.loader import BatchLoader, open_samples, order_of
 from colotrain.data.read.mixtures import BLOCK, Mixture, MixtureOrder, block_counts
 from colotrain.data.read.packing import IGNORE_INDEX, Concatenation
 from colotrain.errors import ConfigError
-from colotrain.models.documents import attend_within, documents_in
+from colotrain.models.documents import (
+    attend_within,
+    documents_in,
+    leave_graphs_for_documents,
+)
 from colotrain.models.llm import LLM, positions_within
 from colotrain.spec.plan import BatchPlan, DataPlan, PartPlan
 
@@ -235,6 +239,7 @@ def test_nothing_as_large_as_all_pairs_of_tokens_is_made() -> None:
 @pytest.mark.slow
 def test_a_compiled_block_keeps_documents_apart_and_is_compiled_once() -> None:
     model, plain = small(), small()
+    leave_graphs_for_documents()
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
