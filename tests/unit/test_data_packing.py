@@ -242,12 +242,13 @@ def test_a_compiled_block_keeps_documents_apart_and_is_compiled_once() -> None:
     leave_graphs_for_documents()
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager")
-    torch._dynamo.utils.counters.clear()
-    for _ in range(12):
+    frames = torch._dynamo.utils.counters["frames"]
+    for number in range(12):
         ids = torch.randint(0, 50, (2, 16))
         numbers = (torch.rand(2, 16) < 0.3).cumsum(1)
         torch.testing.assert_close(model(ids, None, numbers), plain(ids, None, numbers))
-    assert torch._dynamo.utils.counters["frames"]["ok"] <= 6
+        compiled = frames["ok"] if number == 0 else compiled
+    assert frames["ok"] == compiled > 0
 
 
 # --- mixtures
