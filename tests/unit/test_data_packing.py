@@ -242,7 +242,7 @@ def test_a_compiled_block_keeps_documents_apart_and_is_compiled_once() -> None:
     leave_graphs_for_documents()
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager")
-    frames = torch._dynamo.utils.counters["frames"]
+    frames, compiled = torch._dynamo.utils.counters["frames"], 0
     for number in range(12):
         ids = torch.randint(0, 50, (2, 16))
         numbers = (torch.rand(2, 16) < 0.3).cumsum(1)
