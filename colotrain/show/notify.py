@@ -19,17 +19,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.events.event import Event
-from colotrain.events.kinds import LaunchEnded, Note, Restart
+from colotrain.events.kinds import LaunchEnded, Restart
 from colotrain.events.log import json_safe
 from colotrain.events.view import RunView
 from colotrain.rundir import RunDir
+from colotrain.show.thread_warnings import ThreadWarnings
 from colotrain.spec.exit_codes import PREEMPTED
 from colotrain.spec.observing import NotifyPlan, unset_variables, with_variables
 from colotrain.spec.plan import RunPlan
@@ -60,7 +61,7 @@ class Notifier:
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         self._plan, self._rundir, self._settings = plan, rundir, plan.observe.notify
         self._waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._notes: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._warnings = ThreadWarnings()
         self._thread = threading.Thread(target=self._work, name="notifications", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
         self._ended = False
@@ -90,7 +91,7 @@ class Notifier:
                 self._ended, ended = True, LaunchEnded.of(event)
                 told = STATUSES.get(ended.status, ended.status)
                 self._tell(told, ended.cause or view.cause or "", view)
-        return list(self._new_notes())
+        return self._warnings.take()
 
     def close(self) -> list[Event]:
         """Let the notifications that wait be sent; return warnings."""
@@ -98,10 +99,12 @@ class Notifier:
             self._waiting.put(None)
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                self._warn(f"was left behind: not done after {CLOSE_S:.0f} s")
+                self._warnings.add(
+                    f"observe.notify was left behind: not done after {CLOSE_S:.0f} s"
+                )
                 if (running := self._running) is not None:
                     _kill(running)
-        return list(self._new_notes())
+        return self._warnings.take()
 
     def _tell(self, status: str, reason: str, view: RunView) -> None:
         settings = self._settings
@@ -111,14 +114,6 @@ class Notifier:
             return
         self._waiting.put(message_of(status, reason, view, self._plan, self._rundir))
 
-    def _new_notes(self) -> Iterator[Event]:
-        while not self._notes.empty():
-            yield self._notes.get()
-
-    def _warn(self, text: str) -> None:
-        fields = Note(text=f"warning: observe.notify {text}").fields()
-        self._notes.put(Event(kind=Note.KIND, t=time.time(), fields=fields))
-
     def _work(self) -> None:
         """Body of the thread."""
         assert self._settings is not None
@@ -127,10 +122,14 @@ class Notifier:
                 try:
                     send(self._settings, message)
                 except NotSent as problem:
-                    self._warn(f"({what}): {message['status']} was not told: {problem}")
+                    self._warnings.add(
+                        f"observe.notify ({what}): {message['status']} was not told: {problem}"
+                    )
                 except Exception as error:  # its text may hold what a variable holds
                     kind = type(error).__name__
-                    self._warn(f"({what}): {message['status']} was not told: {kind}")
+                    self._warnings.add(
+                        f"observe.notify ({what}): {message['status']} was not told: {kind}"
+                    )
 
     def _run(self, settings: NotifyPlan, message: dict[str, Any]) -> None:
         """Run the command; its output goes to the run's `logs/notify.log`."""

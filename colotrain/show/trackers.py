@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from colotrain.events.event import Event
 from colotrain.events.gradients import Gradients, Parameters, record_of
-from colotrain.events.kinds import Evaluation, Note, Step, WorkerStarted
+from colotrain.events.kinds import Evaluation, Step, WorkerStarted
 from colotrain.events.view import unit_of
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.show.thread_warnings import ThreadWarnings
 from colotrain.spec.plan import RunPlan
 
 CLOSE_S = 20.0
@@ -56,7 +56,7 @@ class Trackers:
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
         self._plan, self._rundir = plan, rundir
         self._waiting: queue.SimpleQueue[Sequence[Event] | None] = queue.SimpleQueue()
-        self._notes: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._warnings = ThreadWarnings()
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
         self._dropped = False
 
@@ -75,8 +75,8 @@ class Trackers:
                 self._waiting.put(events)
             elif not self._dropped:
                 self._dropped = True
-                self._warn("trackers cannot keep up: they miss events from here on")
-        return list(self._new_notes())
+                self._warnings.add("trackers cannot keep up: they miss events from here on")
+        return self._warnings.take()
 
     def close(self) -> list[Event]:
         """Let the trackers finish what is queued; return warnings."""
@@ -84,16 +84,8 @@ class Trackers:
             self._waiting.put(None)
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                self._warn(f"trackers were left behind: not done after {CLOSE_S:.0f} s")
-        return list(self._new_notes())
-
-    def _new_notes(self) -> Iterator[Event]:
-        while not self._notes.empty():
-            yield self._notes.get()
-
-    def _warn(self, text: str) -> None:
-        fields = Note(text=f"warning: {text}").fields()
-        self._notes.put(Event(kind=Note.KIND, t=time.time(), fields=fields))
+                self._warnings.add(f"trackers were left behind: not done after {CLOSE_S:.0f} s")
+        return self._warnings.take()
 
     def _work(self) -> None:
         """Body of the thread."""
@@ -123,9 +115,11 @@ class Trackers:
             result = action()
         except ImportError as error:
             fix = f"pip install 'colotrain[{name}]'"
-            self._warn(f"observe.trackers: {name} is not installed ({error}); {fix}")
+            self._warnings.add(f"observe.trackers: {name} is not installed ({error}); {fix}")
         except Exception as error:
-            self._warn(f"observe.trackers: {name} failed and is left out from here on ({error})")
+            self._warnings.add(
+                f"observe.trackers: {name} failed and is left out from here on ({error})"
+            )
         else:
             return True if result is None else result
         return None
