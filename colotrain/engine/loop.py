@@ -26,6 +26,7 @@ from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
 from colotrain.engine.text_samples import write_samples
+from colotrain.engine.waiting import waited_s, waiting
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Nonfinite, Note, WorkerFinished, WorkerStopped
 from colotrain.rundir import NOISE
@@ -56,7 +57,7 @@ def train(run: Run) -> str:
     gpu, profiler = DeviceClock(run.device), Profiler(run)
     while run.step < plan.train.max_steps and why_over(run) is None:
         profiler.begin_step()
-        clock = Clock()
+        clock, waited_before_s = Clock(), waited_s()
         gpu.begin_step()
         _begin_step(run)
         batches, num = Fetch(run, gpu), plan.batch.accumulation_steps
@@ -88,6 +89,8 @@ def train(run: Run) -> str:
         copy_to_memory(run)
         clock.lap("copy_s")
         times = {"step_s": clock.total(), "data_s": batches.seconds, **clock.laps, **gpu.seconds()}
+        if run.waits_counted:
+            times["wait_s"] = waited_s() - waited_before_s
         record_step(run, result, times=times, lr=lr, skipped=skipped)
         if is_due(run.step, plan.elastic.check_every):
             run.at("search for corruption")
@@ -208,7 +211,8 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
     mine = mine * run.sharded.parts.is_first  # the others of its group have the same loss
     shared = torch.cat((mine, known_here[: len(requests)], norms, known_here[len(requests) :]))
-    dist.all_reduce(shared)
+    with waiting():
+        dist.all_reduce(shared)
     gpu.mark("reduced")
     shared = shared.cpu()  # the only wait for the device in a step
     sums, world = shared[:12].tolist(), dist.get_world_size()

@@ -55,6 +55,8 @@ def record_step(
             "skipped": skipped,
         }
     run.events.write(Step(step=run.step, micro_batches=result.totals.micro_batches, **values))
+    if pressure := run.pressure.read(run.step):
+        run.events.write(pressure)
     if result.record or not run.memory_recorded:
         record_memory(run, peak)
     if run.rank == 0 and (warning := run.spikes.check(result.loss)):

@@ -22,6 +22,7 @@ from colotrain.engine.gradients.gradients import GradientState
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
 from colotrain.engine.precision import LossScale
+from colotrain.engine.pressure import PressureMeter
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.spans import enter_phase
 from colotrain.engine.spikes import LossSpikes
@@ -96,6 +97,8 @@ class Run:
     optimizer: ShardOptimizer
     tiers: Tiers | None
     """Tiers of parameters, gradients and optimizer state; None where all stay on the device."""
+    waits_counted: bool = False
+    """Whether `engine.waiting` counts all that this rank waits for others in a step."""
     gradients: GradientState
     nominal_targets: float
     """Targets of a step when none is masked."""
@@ -126,6 +129,7 @@ class Run:
     """Reason for which code in this process wants the run to stop."""
     stop_error: ColotrainError | None = None
     """Error that the run raises once it has saved; None where it just stops."""
+    pressure: PressureMeter = field(default_factory=PressureMeter)
     spikes: LossSpikes = field(default_factory=LossSpikes)
     generators: dict[str, Tensor] | None = None
     """State of the random number generators at the beginning of the step."""

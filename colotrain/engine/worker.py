@@ -143,7 +143,7 @@ def prepare(
     groups = agree_on_groups(model, plan, trial, events)
     divide_among_ranks_(model, plan)
     prepare_blocks_(model, plan.train)
-    sharded, tiers = shard_and_fill_(model, plan, rundir, groups, parts)
+    sharded, tiers, waits_counted = shard_and_fill_(model, plan, rundir, groups, parts)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
     run = Run(
@@ -154,6 +154,7 @@ def prepare(
         sharded=sharded,
         optimizer=optimizer,
         tiers=tiers,
+        waits_counted=waits_counted,
         gradients=gradients.watch(sharded, frozen=frozen.reasons),
         nominal_targets=nominal,
         sample=sample,
@@ -221,8 +222,11 @@ def shard_and_fill_(
     rundir: RunDir,
     groups: list[tuple[str, list[nn.Module]]],
     parts: TensorParts,
-) -> tuple[ShardedModel, Tiers | None]:
-    """Shard the model's groups, and give their parameters storage and values in their tiers."""
+) -> tuple[ShardedModel, Tiers | None, bool]:
+    """Shard the model's groups, and give their parameters storage and values in their tiers.
+
+    Also returns whether `engine.waiting` counts all that a rank waits for others in a step.
+    """
     mesh = make_mesh(plan.plugin, plan.cluster.device, parts)
     tiers = None
     if plan.plugin.budget is not None:
@@ -237,7 +241,8 @@ def shard_and_fill_(
         tiers.attach(sharded, shared_params)
     allocate_parameters_(sharded, plan, shared_params, tiers)
     check_filled_alike(model)
-    return sharded, tiers
+    nobody_else = plan.cluster.device == "cpu" and mesh.size() == 1
+    return sharded, tiers, transport is not None or nobody_else
 
 
 def allocate_parameters_(

@@ -34,6 +34,7 @@ class Attempt:
     memory_by_rank: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Memory breakdown of each rank at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
+    pressures: dict[int, kinds.Pressure] = field(default_factory=dict)
     failures: list[kinds.Failure] = field(default_factory=list)
     gradients: GradientHistory = field(default_factory=GradientHistory)
     nonfinite: kinds.Nonfinite | None = None
@@ -58,6 +59,8 @@ class Attempt:
                 self.failures.append(kinds.Failure.of(event))
             case kinds.Step.KIND:
                 self._add_step(kinds.Step.of(event), rank)
+            case kinds.Pressure.KIND:
+                self.pressures[rank] = kinds.Pressure.of(event)
             case kinds.PeakMemory.KIND:
                 self.memory_by_rank[rank] = kinds.PeakMemory.of(event).breakdown()
             case _ if rank == 0:
@@ -110,9 +113,10 @@ class Attempt:
 
     def _add_step(self, step: kinds.Step, rank: int) -> None:
         self.peaks[rank] = max(self.peaks.get(rank, 0), step.peak)
-        before, busy_s = self.ranks.get(rank), step.busy_s
+        before, busy_s, data_s = self.ranks.get(rank), step.busy_s, step.data_s or 0.0
         if before is not None and math.isfinite(before.busy_s):
             busy_s = before.busy_s + SMOOTHING * (busy_s - before.busy_s)
+            data_s = before.data_s + SMOOTHING * (data_s - before.data_s)
         self.ranks[rank] = RankView(
             rank=rank,
             step=step.step,
@@ -120,6 +124,9 @@ class Attempt:
             rss=step.rss,
             peak=self.peaks[rank],
             busy_s=busy_s,
+            data_s=data_s,
+            wait_s=step.wait_s,
+            pressure=self.pressures.get(rank),
         )
         if rank == 0 and step.step > 0:
             self.steps[step.step] = step
@@ -192,10 +199,10 @@ class History:
         if self.last is None:
             return ()
         steps = list(self.recent)[1:] or [self.last]
-        data, reduce_, optimizer, copying = (
+        data, wait, optimizer, copying = (
             sum(value or 0.0 for value in column)
             for column in zip(
-                *((s.data_s, s.reduce_s, s.optimizer_s, s.copy_s) for s in steps), strict=True
+                *((s.data_s, s.known_wait_s, s.optimizer_s, s.copy_s) for s in steps), strict=True
             )
         )
         whole = sum(step.step_s or 0.0 for step in steps)
@@ -204,8 +211,8 @@ class History:
         between = max(0.0, (self.pace_s() or 0.0) * len(steps) - whole - saving)
         seconds = {
             "data": data,
-            "compute": max(0.0, whole - data - reduce_ - optimizer - copying),
-            "wait": reduce_,
+            "compute": max(0.0, whole - data - wait - optimizer - copying),
+            "wait": wait,
             "optimizer": optimizer,
             "saving": saving + copying,
             "between": between,

@@ -143,11 +143,16 @@ class Step(EventKind):
     compute_s: float | None
     """Seconds in forward and backward, with the collectives inside them."""
     reduce_s: float | None
-    """Seconds of waiting for the other ranks."""
+    """Seconds from the end of backward until all ranks have agreed on the step."""
     optimizer_s: float | None
     """On a GPU the update of the step before, which the GPU computes within this step's time."""
     copy_s: float | None = None
     """Seconds in which the state was copied to the launcher's memory."""
+    wait_s: float | None = None
+    """Seconds of the step in which the rank waited for other ranks; None where they are not known.
+
+    On a GPU the wait is hidden in collectives that the GPU carries out.
+    """
     micro_batches: int
     samples: list[int] = field(metadata=WRITE_ONLY)
     """Positions of this rank's samples in the data."""
@@ -169,11 +174,31 @@ class Step(EventKind):
     skipped: bool | None = None
 
     @property
+    def known_wait_s(self) -> float | None:
+        """Seconds of waiting for other ranks: where they are not known, those at the step's end."""
+        return self.reduce_s if self.wait_s is None else self.wait_s
+
+    @property
     def busy_s(self) -> float:
-        """Seconds without the wait for other ranks; of the whole step where that is not known."""
+        """Seconds without the wait for other ranks, as far as that is known."""
+        if self.wait_s is not None and self.step_s is not None:
+            return max(0.0, self.step_s - self.wait_s)
         if self.compute_s is None:
             return self.step_s or 0.0
         return self.compute_s + (self.data_s or 0.0)
+
+
+@event_kind("pressure")
+class Pressure(EventKind):
+    """What a rank lacked since its last event of this kind, by the kernel's counts."""
+
+    step: int
+    waiting_threads: float | None
+    """Mean number of the rank's threads that were ready to run and had no core."""
+    major_faults_per_s: float
+    """Page faults per second for which the kernel read from a disk or from swap."""
+    nice: int
+    """The scheduler's priority of the process: above 0, others go first."""
 
 
 @event_kind("traced")

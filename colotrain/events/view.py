@@ -8,7 +8,7 @@ from typing import Any
 
 from colotrain.events.goodput import Goodput
 from colotrain.events.gradients import GradientRecord, Heat
-from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, StepProgress
+from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, Pressure, StepProgress
 from colotrain.events.log import json_safe
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
@@ -36,7 +36,13 @@ class RankView:
     peak: int
     """Peak memory in bytes within this attempt."""
     busy_s: float
-    """Smoothed seconds per step without waiting; of the whole step if the wait is not known."""
+    """Smoothed seconds per step without waiting, as far as the wait is known."""
+    data_s: float
+    """Smoothed seconds per step of waiting for data."""
+    wait_s: float | None
+    """Seconds of the last step spent waiting for other ranks; None where they are not known."""
+    pressure: Pressure | None = None
+    """What the rank lacked lately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

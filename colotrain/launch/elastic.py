@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,12 +29,14 @@ from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import EXIT_CODE_BY_STATUS, INTERRUPTED
 from colotrain.spec.plan import RunPlan
 
+Follow = Callable[[list[Event]], Sequence[str]]
+
 
 def launch(
     plan: RunPlan,
     rundir: RunDir,
     *,
-    follow: Callable[[list[Event]], None] = lambda events: None,
+    follow: Follow = lambda events: (),
     worker: str = ENTRY,
     node: Node | None = None,
     began_at: float | None = None,
@@ -44,10 +46,11 @@ def launch(
     In a run on several nodes these are the workers of `node`; every node's launcher must call this.
     Raises `UsageError` if the nodes disagree about the run.
 
-    `follow` is called with new events several times a second, on this (the main) thread; if it
-    raises, the run continues without it. SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask the workers to
-    save and stop; a second SIGINT ends everything at once. `worker` is the module that the
-    processes run. `began_at` is the Unix time at which the launching command began, by default now.
+    `follow` is called with new events several times a second, on this (the main) thread, and
+    returns notes to record; if it raises, the run continues without it. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 ask the workers to save and stop; a second SIGINT ends everything at once. `worker` is
+    the module that the processes run. `began_at` is the Unix time at which the launching command
+    began, by default now.
     """
     warm_up()
     node = node or Node()
@@ -84,7 +87,8 @@ def launch(
             running = agent.is_alive()
             fresh = reader.drain()
             current.take(fresh)
-            follow(fresh)
+            for text in follow(fresh):
+                current.say(text)
             current.acknowledge_stop()
             current.watch.check(asked_to_stop=current.asked_to_stop())
             agent.join(POLL_S)
@@ -101,20 +105,21 @@ def launch(
     return EXIT_CODE_BY_STATUS[status], cause
 
 
-def shielded(follow: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
+def shielded(follow: Follow) -> Follow:
     """Call `follow` until it raises once: a closed pipe or a display bug must not end the run."""
     failed = False
 
-    def shown(events: list[Event]) -> None:
+    def shown(events: list[Event]) -> Sequence[str]:
         nonlocal failed
         if failed:
-            return
+            return ()
         try:
-            follow(events)
+            return follow(events)
         except (Exception, SystemExit) as error:
             failed = True
             with suppress(Exception):
                 print(f"warning: no longer shown ({error!r}); training goes on", file=sys.stderr)
+            return ()
 
     return shown
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from colotrain.errors import ColotrainError
 from colotrain.events.event import Event
 from colotrain.events.kinds import WorkerStopped
-from colotrain.launch.elastic import launch
+from colotrain.launch.elastic import Follow, launch
 from colotrain.launch.rendezvous import Node
 from colotrain.rundir import RunDir
 from colotrain.spec.exit_codes import PREEMPTED
@@ -18,7 +18,7 @@ def launch_and_resume(
     plan: RunPlan,
     rundir: RunDir,
     *,
-    follow: Callable[[list[Event]], None] = lambda events: None,
+    follow: Follow = lambda events: (),
     node: Node | None = None,
     began_at: float | None = None,
 ) -> tuple[int, str]:
@@ -28,10 +28,10 @@ def launch_and_resume(
     """
     reasons: list[str] = []
 
-    def note(events: list[Event]) -> None:
+    def note(events: list[Event]) -> Sequence[str]:
         stops = (WorkerStopped.of(e) for e in events if e.kind == WorkerStopped.KIND)
         reasons.extend(stop.reason for stop in stops)
-        follow(events)
+        return follow(events)
 
     exit_code, cause = launch(plan, rundir, follow=note, node=node, began_at=began_at)
     if exit_code == PREEMPTED and READ_BACK in reasons:

@@ -314,6 +314,7 @@ def execute(
     """Write the plan, prepare the data, launch, and follow; return exit code and cause."""
     from colotrain.events import liveness
     from colotrain.events.fold import Fold
+    from colotrain.events.slow_ranks import SlowRankWatch
     from colotrain.launch.elastic import launch, shielded
     from colotrain.launch.smoke import launch_and_resume
     from colotrain.launch.startup import end_recorded, ended_by_signals
@@ -331,14 +332,20 @@ def execute(
             console.print(f"warning: {text}", style="yellow", soft_wrap=True)
         with ended_by_signals():
             prepare_data(plan, console)
-        fold = Fold(max_steps=plan.train.max_steps)
+        fold, slow_ranks = Fold(max_steps=plan.train.max_steps), SlowRankWatch()
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
-            display = shielded(lambda events: shown.update(fold.view(), events))
 
-            def show(events: list[Event]) -> None:
+            def update(events: list[Event]) -> Sequence[str]:
+                shown.update(fold.view(), events)
+                return ()
+
+            display = shielded(update)
+
+            def show(events: list[Event]) -> Sequence[str]:
                 view = fold.add(events).view()
                 notes = [*notifier.take(events, view), *metrics.take(events, view)]
                 display([*events, *notes, *trackers.take(events)])
+                return slow_ranks.look(view)
 
             start = launch_and_resume if plan.smoke else launch
             ended = start(plan, rundir, follow=show, node=node, began_at=began_at)

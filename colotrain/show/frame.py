@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass
 from typing import Literal
 
 from colotrain.events.gradients import ParameterGradient
+from colotrain.events.slow_ranks import Slowness, slow_ranks
 from colotrain.events.view import ENDED, RankView, RunView
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import short_duration
 
 Focus = Literal["overview", "gradients", "ranks", "output"]
 FOCI: tuple[Focus, ...] = ("overview", "gradients", "ranks", "output")
-SLOW = 1.25
-"""Multiple of the median rank's time above which a rank is a straggler."""
-SLOW_S = 0.005
-"""Seconds above the median that count as noise."""
 SILENT_S = 30.0
 """Minimum seconds without a step before a rank is reported as silent; 10 steps if longer."""
 
@@ -56,22 +52,19 @@ def stragglers(frame: FrameState) -> list[tuple[RankView, str]]:
     ranks = frame.view.ranks
     if len(ranks) < 2:
         return []
-    median = statistics.median(rank.busy_s for rank in ranks)
-    newest = max(rank.step for rank in ranks)
-    found = [(rank, why) for rank in ranks if (why := _slowness(rank, median, newest, frame))]
+    slow, newest = slow_ranks(ranks), max(rank.step for rank in ranks)
+    found = [(rank, why) for rank in ranks if (why := _slowness(rank, slow, newest, frame))]
     return sorted(found, key=lambda item: (item[0].step, -item[0].busy_s))
 
 
-def _slowness(rank: RankView, median: float, newest: int, frame: FrameState) -> str:
+def _slowness(rank: RankView, slow: dict[int, Slowness], newest: int, frame: FrameState) -> str:
     silence = frame.until - rank.t
     limit = max(SILENT_S, 10 * (frame.view.pace_s or 0.0))
     if not frame.ended and silence > limit:
         return f"silent for {short_duration(silence)}"
     if rank.step < newest - 1:
         return f"{newest - rank.step} steps behind"
-    if rank.busy_s > SLOW * median and rank.busy_s > median + SLOW_S:
-        return f"{rank.busy_s / median:.1f}× the median" if median > 0 else "slow"
-    return ""
+    return slow[rank.rank].times if rank.rank in slow else ""
 
 
 def worst_parameters(view: RunView) -> list[tuple[ParameterGradient, str]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rich.text import Text
 
+from colotrain.events.slow_ranks import slow_ranks
 from colotrain.events.view import mfu, unit
 from colotrain.records import to_plain
 from colotrain.show.charts import (
@@ -227,10 +228,14 @@ def ranks(frame: FrameState, width: int, height: int) -> list[Text]:
     slow = {rank.rank: why for rank, why in stragglers(frame)}
     names = ", ".join(f"rank {rank}" for rank in list(slow)[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-    lines = [Text("no stragglers", "dim")]
+    measured = all(rank.wait_s is not None for rank in known)
+    none = "no stragglers" if measured else "no late data (other waits are not measured here)"
+    lines = [Text(none, "dim")]
     if slow:
-        verb = "holds" if len(slow) == 1 else "hold"
-        lines = [Text(f"{names}{more} {verb} the others up", f"bold {VERMILLION}")]
+        verb, causes = "holds" if len(slow) == 1 else "hold", slow_ranks(known)
+        why = "; ".join(sorted({causes[n].cause for n in slow if n in causes} - {""}))
+        text = f"{names}{more} {verb} the others up{why and ': '}{why}"
+        lines = [Text(text, f"bold {VERMILLION}")]
     order = [rank for number in slow for rank in known if rank.rank == number]
     order += sorted((r for r in known if r.rank not in slow), key=lambda rank: -rank.busy_s)
     longest = max(rank.busy_s for rank in known)

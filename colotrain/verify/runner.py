@@ -81,10 +81,11 @@ def _train(plans: list[RunPlan], rundir: RunDir, *, progress: Callable[[int], No
         case.write_plan(plan)
     finished = 0
 
-    def follow(events: list[Any]) -> None:
+    def follow(events: list[Any]) -> tuple[()]:
         nonlocal finished
         finished += sum(event.kind == CaseDone.KIND and event.rank == 0 for event in events)
         progress(finished)
+        return ()
 
     exit_code, cause = launch(plans[0], rundir, follow=follow, worker=WORKER)
     if exit_code in STOPPED:

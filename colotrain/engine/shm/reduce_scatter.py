@@ -30,6 +30,7 @@ from colotrain.engine.sharding.fsdp_internals import (
 from colotrain.engine.sharding.sharded_model import ShardedModel, numel_of
 from colotrain.engine.shm.shared_memory import PAGE, SharedMemory, round_up
 from colotrain.engine.spans import span
+from colotrain.engine.waiting import waiting
 from colotrain.spec.cpu_memory import MOST_WRITTEN_BYTES, NUM_SLOTS
 from colotrain.torch_internals import call_after_backward, hooks_after_gradient_of
 
@@ -231,7 +232,8 @@ class Reduction:
             if not params.all_reduce_grads:
                 self.partial[gradients.index] = gradients.flat
                 return
-            dist.all_reduce(gradients.flat, group=replicas_of(params))
+            with waiting():
+                dist.all_reduce(gradients.flat, group=replicas_of(params))
         for gradient in gradients.each:
             assert gradient.sums is not None
             is_there = gradient.onto and not gradients.replicated

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
+from colotrain.engine.waiting import waiting
 from colotrain.torch_internals import timeout_s
 
 PAGE = mmap.PAGESIZE
@@ -181,13 +182,14 @@ class SharedMemory:
     def try_wait(self, semaphore: int, sender: int, *, within_s: float) -> bool:
         """Wait about `within_s` for `sender` to post `semaphore`; False if it was not posted."""
         pointer = self._pointer(semaphore, sender, self.rank)
-        for _ in range(TRIES):
-            if _libc.sem_trywait(pointer) == 0:
-                return True
-            os.sched_yield()
-        if within_s == 0.0:
-            return False
-        return _sleep(pointer, within_s)
+        if _libc.sem_trywait(pointer) == 0:
+            return True
+        with waiting():
+            for _ in range(TRIES - 1):
+                os.sched_yield()
+                if _libc.sem_trywait(pointer) == 0:
+                    return True
+            return within_s > 0.0 and _sleep(pointer, within_s)
 
     def _lost(self, sender: int) -> int | None:
         """Return the rank that some rank found ended, or `sender` if it has ended, or None."""

@@ -1,0 +1,88 @@
+"""Which ranks hold the others up, and why, as far as their own events tell."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colotrain.events.view import RankView, RunView
+
+SLOW = 1.25
+"""Multiple of the others' time above which a rank is slow."""
+SLOW_S = 0.005
+"""Seconds above the others' time that count as noise."""
+MOST_OF = 0.5
+"""Share of what a rank takes longer that a cause must explain."""
+SWAPPING_PER_S = 100.0
+"""Page faults per second, each a read from a disk, that slow a rank down."""
+FOR_STEPS, FOR_S = 20, 10.0
+"""Steps in a row, and seconds, for which a rank must be slow before it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """How slow a rank is, and the likely cause; empty if its events show none."""
+
+    times: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.times}{self.cause and ', '}{self.cause}"
+
+
+def slow_ranks(ranks: Sequence[RankView]) -> dict[int, Slowness]:
+    """Return the ranks that are slow.
+
+    A rank is compared with the lower median of all, so that one of two ranks can be slow.
+    """
+    if len(ranks) < 2:
+        return {}
+    usual_s = statistics.median_low(rank.busy_s for rank in ranks)
+    data_s = statistics.median_low(rank.data_s for rank in ranks)
+    found = {}
+    for rank in ranks:
+        longer_s = rank.busy_s - usual_s
+        if longer_s > SLOW_S and longer_s > (SLOW - 1) * usual_s:
+            times = f"{rank.busy_s / usual_s:.1f}× the median" if usual_s > 0 else "slow"
+            cause = _cause(rank, longer_s / rank.busy_s, (rank.data_s - data_s) / longer_s)
+            found[rank.rank] = Slowness(times, cause)
+    return found
+
+
+def _cause(rank: RankView, share_longer: float, share_of_data: float) -> str:
+    """Return what explains most of the time that a rank takes longer; empty if nothing does."""
+    pressure = rank.pressure
+    if share_of_data >= MOST_OF:
+        return "its data comes late"
+    if pressure is None:
+        return ""
+    if pressure.waiting_threads is not None and pressure.waiting_threads >= MOST_OF * share_longer:
+        nice = f" (it has nice {pressure.nice})" if pressure.nice > 0 else ""
+        return f"other processes have its cores{nice}"
+    if pressure.major_faults_per_s >= SWAPPING_PER_S:
+        return "its memory is read back from swap or disk"
+    return ""
+
+
+class SlowRankWatch:
+    """Tells once of each rank that has been slow for many steps, and again if it recovers."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, RankView] = {}
+        """Rank → itself when it became slow."""
+        self._told: set[int] = set()
+
+    def look(self, view: RunView) -> list[str]:
+        """Return what is new since the last view. Call it several times a second."""
+        ranks, slow = {rank.rank: rank for rank in view.ranks}, slow_ranks(view.ranks)
+        self._since = {number: self._since.get(number, ranks[number]) for number in slow}
+        lasting = {r for r, first in self._since.items() if _lasts(first, ranks[r])}
+        fresh, recovered = sorted(lasting - self._told), sorted(self._told - slow.keys())
+        self._told = (self._told | lasting) & slow.keys()
+        texts = [f"rank {number} holds the others up: {slow[number]}" for number in fresh]
+        return texts + [f"rank {number} no longer holds the others up" for number in recovered]
+
+
+def _lasts(first: RankView, now: RankView) -> bool:
+    return now.step - first.step >= FOR_STEPS and now.t - first.t >= FOR_S
