@@ -1,9 +1,12 @@
-"""Run `audited.py` many times under observation, in forks of one process that has imported torch.
+"""Run many scripts under observation, in forks of one process that has imported torch.
 
-`python audited_many.py FOLDER FAULT/FRAMEWORK…` with colotrain's hooks installed; each case leaves
-what its processes observed in FOLDER/FAULT-FRAMEWORK.
+`python audited_many.py FOLDER CASES` with colotrain's hooks installed. CASES is a JSON list of
+[name, number of ranks, script, its arguments…]; each leaves what its processes observed in
+FOLDER/name.
 """
 
+import atexit
+import json
 import os
 import runpy
 import signal
@@ -12,11 +15,10 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo
 import torch.distributed.fsdp
 import torch.utils.checkpoint
 
-SCRIPT = str(Path(__file__).with_name("audited.py"))
-RANKS = {"plain": 1, "ddp": 2, "fully_shard": 2}
 LONGEST_S = 60
 
 
@@ -28,22 +30,22 @@ def free_port() -> int:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    for case in sys.argv[2:]:
-        fault, framework = case.split("/")
-        rundir = folder / f"{fault}-{framework}"
+    for name, ranks, *argv in json.loads(sys.argv[2]):
+        rundir = folder / name
         (rundir / "audit").mkdir(parents=True)
         (rundir / "events").mkdir()
         os.environ["COLOTRAIN_AUDIT"] = str(rundir)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         children = []
-        for rank in range(RANKS[framework]):
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS[framework])}
+        for rank in range(ranks):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
             child = os.fork()
             if not child:
                 signal.alarm(LONGEST_S)
-                sys.argv = [SCRIPT, fault, *(["fully_shard"] if framework == "fully_shard" else [])]
-                runpy.run_path(SCRIPT, run_name="__main__")
-                return
+                sys.argv = argv
+                runpy.run_path(argv[0], run_name="__main__")
+                atexit._run_exitfuncs()
+                os._exit(0)  # taking torch apart would take a second
             children.append(child)
         for child in children:
             os.waitpid(child, 0)

@@ -23,6 +23,8 @@ from tests.representatives import representatives, selected
 from tests.running import Colotrain, Result
 
 SCRIPT = Path(__file__).with_name("audited.py")
+RANKS = {"plain": 1, "ddp": 2, "fully_shard": 2}
+ARGUMENTS = {"fully_shard": ("fully_shard",)}
 LINES = SCRIPT.read_text("utf-8").splitlines()
 STEP = "scaler.step(optimizer)"
 BACKWARD = "scaler.scale(loss).backward()"
@@ -109,7 +111,11 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("audits")
     cases = sorted(case for (case,) in selected(request, "case"))
     environment = {"PYTHONPATH": str(START), "COLOTRAIN_AUDIT": str(folder), "OMP_NUM_THREADS": "1"}
-    many = [sys.executable, SCRIPT.with_name("audited_many.py"), folder, *map("/".join, cases)]
+    scripts = [
+        ("-".join(case), RANKS[case[1]], str(SCRIPT), case[0], *ARGUMENTS.get(case[1], ()))
+        for case in cases
+    ]
+    many = [sys.executable, SCRIPT.with_name("audited_many.py"), folder, json.dumps(scripts)]
     subprocess.run(many, env={**os.environ, **environment}, check=True, capture_output=True)
     return {
         case: {v.check: v for v in check(evidence(RunDir(folder / "-".join(case))))}

@@ -26,6 +26,7 @@ pytestmark = [
 
 SAMPLES = """\
 import time, torch
+from pathlib import Path
 class Slow:
     def __init__(self, seconds): self.seconds = seconds
     def __len__(self): return 64
@@ -33,6 +34,11 @@ class Slow:
         time.sleep(self.seconds)
         tokens = torch.randint(0, 256, (17,), generator=torch.Generator().manual_seed(i))
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+class SlowAtFirst(Slow):
+    "Slow until the run has resumed once."
+    def __init__(self, seconds, events):
+        resumed = any('"kind":"resumed"' in f.read_text() for f in Path(events).glob("*"))
+        super().__init__(0 if resumed else seconds)
 """
 PLAN = (
     "recipe=llm-tiny",
@@ -236,12 +242,18 @@ def test_time_runs_out_twice_and_the_run_goes_on_exactly(
     """Where the site requeues by no exit code, the job asks for it itself.
 
     A job has a minute before it is warned: a busy machine starts its workers in it and comes to a
-    step, an idle one comes to seven.
+    step, an idle one comes to seven. The third job is fast, so that the test ends.
     """
-    few = ("train.max_steps=14", "checkpoint.every=1")
+    few = ("train.max_steps=20", "checkpoint.every=1")
     for site in _site(tmp_path_factory.mktemp("slurm"), requeue_exit=False):
-        limits = ("cluster.slurm.time=2", "cluster.slurm.warn_s=60", "data.args.seconds=4")
-        job = site.submit("name=short", *limits, *few)
+        limits = ("cluster.slurm.time=2", "cluster.slurm.warn_s=60")
+        events = site.rundir("short").events
+        slow = (
+            "data.target=samples:SlowAtFirst",
+            "data.args.seconds=4",
+            f"data.args.events={events}",
+        )
+        job = site.submit("name=short", *limits, *slow, *few)
         state = site.lab.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", timeout_s=1200)
         assert state == "COMPLETED", site.log("short")
         assert len(site.events("short", "resumed")) >= 2
