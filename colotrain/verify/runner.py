@@ -25,6 +25,7 @@ from colotrain.verify.reference import Trajectory, run_reference
 
 WORKER = "colotrain.verify.worker"
 Progress = Callable[[str, int, int], None]
+Comparison = Callable[[RunPlan, Trajectory, Trajectory, Tolerance | None], CaseResult]
 
 
 class WorkersFailed(ColotrainError):
@@ -37,6 +38,7 @@ def verify(
     *,
     tolerance: Tolerance | None = None,
     progress: Progress = lambda what, done, total: None,
+    compare: Comparison = compare,
 ) -> Iterator[CaseResult]:
     """Compare each plan with its reference, in the order given within each world size.
 

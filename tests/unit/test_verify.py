@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from colotrain.spec.quantities import short_duration
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.masks import MaskedSamples, without_dropout
-from colotrain.verify.reference import run_reference, serve_signals_
+from colotrain.verify.reference import replay, run_reference, serve_signals_
 from tests.running import SMALL
 
 
@@ -74,6 +75,18 @@ def test_a_model_that_draws_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch)
     result: CaseResult = compare(plan, wanted, found, Tolerance())
     assert (result.draws, result.passed) == (True, False)
     assert "the model draws random numbers" in (result.difference or "")
+
+
+def test_gradients_lead_to_the_parameters_that_the_reference_optimizer_makes_of_them() -> None:
+    plan = plan_from([*SMALL, "train.grad_clip=0.1", "optim.name=adamw"])
+    wanted = run_reference(plan, steps=2)
+    start = wanted.parameters[0]
+    for step, parameters in enumerate(replay(plan, start, wanted.gradients)):
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, wanted.parameters[step][name], rtol=0, atol=2e-7)
+    unclipped = replace(plan, train=replace(plan.train, grad_clip=None))
+    other = replay(unclipped, start, wanted.gradients)[-1]["head.weight"]
+    assert (other - wanted.parameters[-1]["head.weight"]).abs().max() > 1e-6
 
 
 class MeanOfTargets(nn.Module):
