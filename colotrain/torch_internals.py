@@ -45,6 +45,7 @@ try:
     )
     """Register a function, during a backward, to be called when that backward is over."""
     choose_attention = torch._fused_sdp_choice
+    saved_tensor_hooks_now = torch._C._autograd._top_saved_tensors_default_hooks
     multiply, multiply_ = torch._foreach_mul, torch._foreach_mul_
     norms_of, copy_together = torch._foreach_norm, torch._foreach_copy_
     interpolate, interpolate_ = torch._foreach_lerp, torch._foreach_lerp_
@@ -116,6 +117,11 @@ def storage_id(tensor_or_storage: Any) -> int:
         return 0
     key: int = storage._cdata
     return key
+
+
+def saves_tensors_by_hooks() -> bool:
+    """Whether hooks keep the tensors that backward needs, as where they are computed again."""
+    return saved_tensor_hooks_now(False) is not None
 
 
 def arguments_of(operation: Any) -> Any:

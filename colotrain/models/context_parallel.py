@@ -2,9 +2,10 @@
 
 A sample is cut into 2n chunks, and rank r of n ranks holds chunks r and 2n - 1 - r. So all ranks
 have the same amount of causal attention (section 3.3.2 of "The Llama 3 Herd of Models", Dubey et
-al. 2024). Attention gathers the keys and values of the whole sample; its backward sums their
-gradients on the rank that holds them. Everything else in a decoder treats tokens one by one, and
-the loss is a sum over tokens, so that to the rest of the engine the ranks are just data ranks.
+al. 2024). Attention gathers the keys and values of the whole sample, and again in backward, so
+that no layer keeps them; their gradients are summed on the rank that holds them. Everything else in
+a decoder treats tokens one by one, and the loss is a sum over tokens, so that to the rest of the
+engine the ranks are just data ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from colotrain.errors import UsageError
+from colotrain.torch_internals import saves_tensors_by_hooks, storage_id
 
 ATTRIBUTE = "sequence_shard"
 """Attribute of a model whose forward divides sequences where it is not None.
@@ -139,8 +141,25 @@ def attend(
     All are [batch, heads, own tokens, head size]. `options` are further arguments of
     `scaled_dot_product_attention`. All ranks of the group must call.
     """
-    sizes = key.shape[-1], value.shape[-1]
-    key, value = _Gather.apply(torch.cat((key, value), dim=-1), shard).split(sizes, dim=-1)
+    own, sizes = torch.cat((key, value), dim=-1), (key.shape[-1], value.shape[-1])
+    whole = _Gather.apply(own, shard)
+    if saves_tensors_by_hooks():  # activations are computed again, and the whole with them
+        return _attend(query, whole, sizes, shard, window, options)
+    again = _GatheredAgain(own.detach(), whole, shard)
+    with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+        return _attend(query, whole, sizes, shard, window, options)
+
+
+def _attend(
+    query: Tensor,
+    whole: Tensor,
+    sizes: tuple[int, int],
+    shard: SequenceShard,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return attention to the keys and values of `whole` [batch, heads, tokens, sum of sizes]."""
+    key, value = whole.split(sizes, dim=-1)
     if shard.device != "cpu" and query.shape[1] != key.shape[1]:  # else all scores would exist
         times = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
@@ -152,17 +171,48 @@ def attend(
     return torch.cat(mixed, dim=2)
 
 
+class _GatheredAgain:
+    """Hooks for saved tensors that keep a rank's own tokens in place of the gathered ones."""
+
+    def __init__(self, own: Tensor, whole: Tensor, shard: SequenceShard) -> None:
+        self.own, self.shard, self.storage = own, shard, storage_id(whole)
+        self.whole: Tensor | None = None
+        self.num_packed = self.num_left = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        if storage_id(tensor) != self.storage:
+            return tensor
+        self.num_packed += 1
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.whole is None:
+            self.whole, self.num_left = gathered(self.own, self.shard), self.num_packed
+        found = self.whole.as_strided(*packed)
+        self.num_left -= 1
+        if not self.num_left:
+            self.whole = None
+        return found
+
+
+def gathered(own: Tensor, shard: SequenceShard) -> Tensor:
+    """Return all tokens, in their order, from the own tokens [batch, heads, own tokens, size]."""
+    parts = own.new_empty(shard.size, *own.shape)
+    shard.all_gather(parts.flatten(0, 1), own.contiguous())
+    shard.count(parts)
+    firsts, seconds = parts.chunk(2, dim=3)
+    return torch.cat((*firsts, *seconds.flip(0)), dim=2)
+
+
 class _Gather(torch.autograd.Function):
-    """All tokens, in their order, from the own tokens [batch, heads, own tokens, size]."""
+    """`gathered`; backward sums the gradients of the own tokens."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, shard: SequenceShard) -> Tensor:
         ctx.shard = shard
-        parts = own.new_empty(shard.size, *own.shape)
-        shard.all_gather(parts.flatten(0, 1), own.contiguous())
-        shard.count(parts)
-        firsts, seconds = parts.chunk(2, dim=3)
-        return torch.cat((*firsts, *seconds.flip(0)), dim=2)
+        return gathered(own, shard)
 
     @staticmethod
     @once_differentiable

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from colotrain.cli.main import guarded
 from colotrain.data.read.loader import planned_draw_seed
@@ -17,6 +20,7 @@ from colotrain.data.read.samples import StreamSamples
 from colotrain.engine.accumulation import weighted_output
 from colotrain.engine.context_parallel import make_shard
 from colotrain.errors import ColotrainError
+from colotrain.models import context_parallel
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.huggingface_attention import DIVISIBLE
 from colotrain.runs.resolving import plan_from, resolve_config
@@ -180,6 +184,36 @@ def make_model(kind: str) -> tuple[Any, Any]:
     assert not hasattr(other, ATTRIBUTE)
     config.is_causal = True
     return model, functools.partial(isolating_loss, model.forward)
+
+
+def test_no_layer_keeps_keys_and_values_of_other_ranks() -> None:
+    run(look_at_what_is_kept, 2)
+
+
+def look_at_what_is_kept(rank: int) -> None:
+    torch.manual_seed(1)
+    wholes, gathered = [], context_parallel.gathered
+
+    def watched(own: Tensor, shard: SequenceShard) -> Tensor:
+        found = gathered(own, shard)
+        wholes.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    context_parallel.gathered = watched
+    shard = make_shard(dist.group.WORLD, "cpu")
+    shard.begin(16)
+    parts = [torch.randn(1, heads, 16, 8).double() for heads in (4, 2, 2)]
+    wanted = [part.clone().requires_grad_() for part in parts]
+    whole = F.scaled_dot_product_attention(*wanted, is_causal=True, enable_gqa=True)
+    whole.pow(2).sum().backward()
+    rows = torch.cat([torch.arange(*chunk) for chunk in shard.chunks])
+    own = [part[:, :, rows].clone().requires_grad_() for part in parts]
+    mixed = context_parallel.attend(*own, shard, enable_gqa=True)
+    assert [reference.expired() for reference in wholes] == [True]
+    mixed.pow(2).sum().backward()
+    assert [reference.expired() for reference in wholes] == [True, True]
+    for found, expected in zip(own, wanted, strict=True):
+        assert (found.grad - expected.grad[:, :, rows]).abs().max() <= 1e-12
 
 
 def test_a_hugging_face_directory_trains_as_in_one_process(tmp_path: Path) -> None:
