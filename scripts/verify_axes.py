@@ -63,9 +63,9 @@ def options_of(model: str, folder: Path) -> list[str]:
 
 
 def cases_of(
-    model: str, optimizer: str, tps: Sequence[int], settings: Sequence[str], folder: Path
+    model: str, optimizer: str, arguments: argparse.Namespace, folder: Path
 ) -> Iterator[RunPlan]:
-    options = [*options_of(model, folder), "train.grad_clip=0.1", *settings]
+    options = [*options_of(model, folder), "train.grad_clip=0.1", *arguments.set]
     resolved = resolve_config(options)
     if resolved.plan.data.source != "target":
         prepare_all(resolved.plan.data)
@@ -76,7 +76,7 @@ def cases_of(
     hybrid = {**config, "plugin": {"name": "fsdp-hybrid", "shard_size": 2}}
     prefix = PREFIX.get(model, ("*embed_tokens*", "*layers.0.*"))
     for tp, cp, plugin, steps, frozen in itertools.product(
-        tps, CPS, ROWS, ACCUMULATION, ((), prefix)
+        arguments.tp, arguments.cp, ROWS, ACCUMULATION, ((), prefix)
     ):
         variant = Variant(
             plugin=plugin,
@@ -93,11 +93,9 @@ def cases_of(
         yield resolved.resolve(changed)
 
 
-def run(
-    model: str, optimizer: str, tps: Sequence[int], settings: Sequence[str]
-) -> list[CaseResult]:
+def run(model: str, optimizer: str, arguments: argparse.Namespace) -> list[CaseResult]:
     with tempfile.TemporaryDirectory() as name:
-        plans = list(cases_of(model, optimizer, tps, settings, Path(name)))
+        plans = list(cases_of(model, optimizer, arguments, Path(name)))
         return list(verify(plans, Path(name, "cases"), progress=show, compare=compare_twice))
 
 
@@ -142,11 +140,12 @@ def main() -> int:
     parser.add_argument("models", nargs="*", choices=[*NAMES, []], default=[*NAMES])
     parser.add_argument("--optimizer", nargs="+", choices=("sgd", "recipe"), default=["sgd"])
     parser.add_argument("--tp", nargs="+", type=int, default=TPS)
+    parser.add_argument("--cp", nargs="+", type=int, default=CPS)
     parser.add_argument("--set", nargs="+", default=[], help="further settings, as KEY=VALUE")
     arguments = parser.parse_args()
     wrong = 0
     for model, optimizer in itertools.product(arguments.models, arguments.optimizer):
-        results = run(model, optimizer, arguments.tp, arguments.set)
+        results = run(model, optimizer, arguments)
         print(file=sys.stderr)
         print("\n".join(rows(model, optimizer, results)), flush=True)
         for r in results:

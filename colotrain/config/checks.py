@@ -308,9 +308,11 @@ def _check_text_samples(settings: Config) -> Iterator[Problem]:
         return
     if not all(isinstance(prompt, str) and prompt for prompt in samples.prompts):
         yield Problem(key=key, value=samples.prompts, expected="texts of at least one character")
+    by_tokens = settings.mesh.tp > 1 and settings.mesh.sequence_parallel
     for off, setting, reason in (
         (settings.data.target, "data.target", "whose tokenizer is not known"),
         (settings.mesh.cp > 1, "mesh.cp above 1", "which divides every sample"),
+        (by_tokens, "mesh.sequence_parallel", "which divides every sample"),
     ):
         if off:
             expected, fix = f"none with {setting}, {reason}", "set observe.samples.prompts=[]"

@@ -59,6 +59,9 @@ class Mesh:
     tp_plan: dict[str, str] = field(default_factory=dict)
     """Glob on modules → colwise, rowwise, colwise_gather_output, rowwise_split_input or
     replicated_with_grad_allreduce: how `mesh.tp` divides a model of yours."""
+    sequence_parallel: bool = False
+    """With `mesh.tp` above 1, its ranks divide norms and the residual stream by tokens as well, so
+    that each holds less of the activations. Without it, it changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

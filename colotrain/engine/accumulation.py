@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 from colotrain.data.read.loader import count_targets
 from colotrain.engine.gradients.gradients import GradientState, note_use
-from colotrain.engine.sharding.sharded_model import begin_micro_batch, reduce_replicated_
+from colotrain.engine.sharding.sharded_model import (
+    begin_micro_batch,
+    reduce_replicated_,
+    sum_partial_,
+)
 from colotrain.errors import ColotrainError
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.documents import DOCUMENT_IDS, ON_HOST
@@ -65,6 +69,7 @@ def accumulate(
         (loss_sum * (totals.loss_scale / totals.nominal)).backward()
         totals.add(loss_sum, count)
     reduce_replicated_(sharded)
+    sum_partial_(sharded)
     return totals
 
 

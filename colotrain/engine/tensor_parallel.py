@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 from colotrain.engine.context_parallel import collectives_of
 from colotrain.errors import ColotrainError
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_, part_of
-from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
+from colotrain.models.tensor_parallel_styles import (
+    apply_styles_,
+    own_divisions,
+    partial_parameters,
+)
 from colotrain.spec.divisions import Split
 from colotrain.spec.plan import RunPlan
 
@@ -23,6 +28,8 @@ class TensorParts:
     shard: TensorShard = field(default_factory=lambda: TensorShard(rank=0, size=1))
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameter name → part; all other parameters are whole and equal on all ranks of a group."""
+    partial: frozenset[str] = frozenset()
+    """Names of whole parameters of whose gradients a backward leaves the part of own tokens."""
     group: dist.ProcessGroup | None = None
     """The ranks of the group; None where it is this rank alone."""
 
@@ -59,6 +66,20 @@ class TensorParts:
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=split.dim)
 
+    def sum_(self, gradients: Sequence[Tensor], device: str) -> None:
+        """Set gradients to their sums over the group, with the same bits on all of its ranks.
+
+        All ranks must call, with gradients of the same shapes on any device.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for alike in by_dtype.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in alike]).to(device)
+            sums = self.shard.sum(flat).split([gradient.numel() for gradient in alike])
+            for gradient, total in zip(alike, sums, strict=True):
+                gradient.copy_(total.view(gradient.shape))
+
     def connect_(self, group: dist.ProcessGroup, device: str) -> None:
         """Let the model exchange with the ranks of `group`, which must all call.
 
@@ -79,7 +100,9 @@ def divide_parameters_among_ranks_(model: nn.Module, plan: RunPlan) -> TensorPar
             f"mesh.tp={ranks}: {plan.model.value} cannot divide its matrices among ranks",
             "set mesh.tp=1",
         )
-    shard = TensorShard(rank=dist.get_rank() % ranks, size=ranks)
-    parts = TensorParts(shard=shard, splits=divide_parameters_(model, how, shard))
+    by_tokens = plan.mesh.sequence_parallel
+    shard = TensorShard(rank=dist.get_rank() % ranks, size=ranks, by_tokens=by_tokens)
+    splits = divide_parameters_(model, how, shard)
     apply_styles_(model, how, shard)
-    return parts
+    partial = partial_parameters(model, how, shard, splits)
+    return TensorParts(shard=shard, splits=splits, partial=partial)

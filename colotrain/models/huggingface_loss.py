@@ -172,13 +172,11 @@ class ChunkedHead:
             if shard is None:
                 return F.linear(x, weight, bias)
             return vocabulary_logits(x, weight, shard, bias=bias)
-        rows, labels, kind = x.flatten(0, -2), self.labels.flatten(), self.logits
+        labels, kind = self.labels.flatten(), self.logits
         if shard is None:
-            self.loss = cross_entropy(rows, weight, labels, bias=bias, logits=kind)
+            self.loss = cross_entropy(x.flatten(0, -2), weight, labels, bias=bias, logits=kind)
         else:
-            self.loss = vocabulary_cross_entropy(
-                rows, weight, labels, shard, bias=bias, logits=kind
-            )
+            self.loss = vocabulary_cross_entropy(x, weight, labels, shard, bias=bias, logits=kind)
         return self.loss.sum()
 
     @contextmanager

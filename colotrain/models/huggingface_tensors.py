@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from colotrain.models.huggingface_internals import tp_plan_of
-from colotrain.models.huggingface_loss import holds_all_logits
+from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.tensor_parallel import DIVISIONS
-from colotrain.models.tensor_parallel_styles import divisions_by, problems_of
+from colotrain.models.tensor_parallel_styles import divisions_by, layers_of, problems_of
 from colotrain.spec.divisions import VOCABULARY, Divisions
 
 EXPERTS = ".experts"
@@ -69,8 +69,15 @@ def divisions_of(model: nn.Module, config: Any) -> Divisions:
         return Divisions(against=f"its plan does not say how {besides} works on parts of heads")
     vocabulary = _vocabulary_of(model)
     dims = {f"{name}.{key}": 0 for name in vocabulary for key in ("weight", "bias")}
-    styles = dict.fromkeys(vocabulary, VOCABULARY)
-    return replace(found, dims=found.dims | dims, styles=found.styles | styles)
+    found = replace(found, dims=found.dims | dims)
+    found = replace(found, styles=found.styles | dict.fromkeys(vocabulary, VOCABULARY))
+    return replace(found, divides_tokens=len(vocabulary) > 1 and _treats_tokens_alike(model, found))
+
+
+def _treats_tokens_alike(model: nn.Module, divisions: Divisions) -> bool:
+    """Whether layers treat tokens one by one outside of their parts, and none at random."""
+    draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return not draws and not balances_experts(model) and layers_of(model, divisions) is not None
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:

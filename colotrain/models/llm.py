@@ -150,6 +150,7 @@ class LLM(nn.Module):
                 "vocab_size": self.vocab_size,
             },
             num_kv_heads=attention.num_kv_heads,
+            divides_tokens=True,
         )
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -245,13 +246,16 @@ class VocabularyHead(Head):
     tensor_shard: TensorShard | None = None
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits [..., vocab] of `x` [..., d]; with `labels` [...] (-100: none) a scalar."""
+        """Logits [..., vocab] of `x` [..., d]; with `labels` [...] (-100: none) a scalar.
+
+        With sequence parallelism `x` has this rank's tokens, the logits and labels all of them.
+        """
         shard = self.tensor_shard
         if shard is None:
             return super().forward(x, labels)
         if labels is None:
             return vocabulary_logits(x, self.weight, shard)
-        return vocabulary_cross_entropy(x.flatten(0, -2), self.weight, labels.flatten(), shard)
+        return vocabulary_cross_entropy(x, self.weight, labels, shard)
 
 
 def positions_within(document_ids: Tensor) -> Tensor:

@@ -4,12 +4,15 @@ All ranks of a group have the same tokens. A rank computes some of the attention
 hidden units of each MLP and the logits of a part of the vocabulary, so that it needs only a part of
 each matrix (Megatron-LM, Shoeybi et al. 2019). `enter` and `leave` stand around each such part of a
 layer: the sum of all ranks' outputs is the output, and that of their gradients the gradient.
-Everything between the parts is the same on all ranks.
+Everything between the parts is the same on all ranks; or, with sequence parallelism (Korthikanti
+et al. 2022), each rank has it for its own tokens alone, `enter` gathers them, and `leave` returns
+the sum of this rank's tokens. Parameters between the parts then have a part of their gradients.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from colotrain.errors import UsageError
 from colotrain.models.context_parallel import Collective, without_sending
 from colotrain.models.loss import IGNORE_INDEX, PRODUCTS, Logits, in_chunks, shape_
 from colotrain.spec.divisions import Divisions, Split
@@ -35,6 +39,8 @@ class TensorShard:
     rank: int
     size: int
     """Ranks of the group."""
+    by_tokens: bool = False
+    """Whether ranks divide tokens among themselves between the parts of layers."""
     all_gather: Collective = without_sending
     """Sets [size * n, ...] to [n, ...] of every rank, in their order."""
     reduce_scatter: Collective = without_sending
@@ -65,6 +71,23 @@ class TensorShard:
         padded = F.pad(flat, (0, short)) if short else flat
         whole = self.gather(self.scatter(padded.view(self.size, -1))).view(-1)
         return whole[: flat.numel()].view(tensor.shape)
+
+    def by_rank(self, whole: Tensor) -> Tensor:
+        """Return [..., size * n, d] as [size, ..., n, d], a view with the tokens of each rank.
+
+        Raises `UsageError` where they cannot be divided.
+        """
+        if whole.shape[-2] % self.size:
+            raise UsageError(
+                f"mesh.sequence_parallel: {whole.shape[-2]} tokens cannot be divided among "
+                f"mesh.tp={self.size} ranks",
+                f"pad samples to a multiple of {self.size} tokens, or set it to false",
+            )
+        return whole.unflatten(-2, (self.size, -1)).movedim(-3, 0)
+
+    def gather_tokens(self, own: Tensor) -> Tensor:
+        """Return [..., size * n, d] from the [..., n, d] of every rank."""
+        return self.gather(own).movedim(0, -3).flatten(-3, -2)
 
     def _count(self, whole: Tensor) -> None:
         self.calls += 1
@@ -104,13 +127,39 @@ def part_of(whole: Tensor, split: Split) -> Tensor:
 
 
 def enter(x: Tensor, shard: TensorShard | None) -> Tensor:
-    """Return `x`, the same on all ranks, as the input of parts whose gradients are summed."""
-    return x if shard is None else _Enter.apply(x, shard)
+    """Return `x`, the same on all ranks, as the input of parts whose gradients are summed.
+
+    With `by_tokens`, `x` [..., n, d] has this rank's tokens, and the result those of all ranks.
+    """
+    if shard is not None and shard.by_tokens:
+        return _GatherTokens.apply(x, shard)
+    return with_summed_gradient(x, shard)
 
 
 def leave(x: Tensor, shard: TensorShard | None) -> Tensor:
-    """Return the sum of all ranks' `x`, whose gradient is the same on all ranks."""
+    """Return the sum of all ranks' `x`, whose gradient is the same on all ranks.
+
+    With `by_tokens`, return this rank's tokens of the sum.
+    """
+    if shard is not None and shard.by_tokens:
+        return _ScatterTokens.apply(x, shard)
+    return summed(x, shard)
+
+
+def with_summed_gradient(x: Tensor, shard: TensorShard | None) -> Tensor:
+    """Return `x`, the same on all ranks, of whose gradient each rank has a part."""
+    return x if shard is None else _Enter.apply(x, shard)
+
+
+def summed(x: Tensor, shard: TensorShard | None) -> Tensor:
+    """Return the sum of all ranks' `x`, of all tokens."""
     return x if shard is None else _Leave.apply(x, shard)
+
+
+def own_tokens(whole: Tensor, shard: TensorShard) -> Tensor:
+    """Return this rank's tokens of `whole` [..., tokens, d], which is the same on all ranks."""
+    own: Tensor = _OwnTokens.apply(whole, shard)
+    return own
 
 
 class _Enter(torch.autograd.Function):
@@ -138,6 +187,48 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """The tokens of all ranks; backward sums the gradients of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shard: TensorShard) -> Tensor:
+        ctx.shard = shard
+        return shard.gather_tokens(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.scatter(ctx.shard.by_rank(grad)), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """This rank's tokens of the sum of all ranks; backward gathers the gradients of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: TensorShard) -> Tensor:
+        ctx.shard = shard
+        return shard.scatter(shard.by_rank(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.gather_tokens(grad), None
+
+
+class _OwnTokens(torch.autograd.Function):
+    """This rank's tokens of what all ranks have alike; backward gathers those of all."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, shard: TensorShard) -> Tensor:
+        ctx.shard = shard
+        return shard.by_rank(whole)[shard.rank].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.gather_tokens(grad), None
 
 
 class _GatherLast(torch.autograd.Function):
@@ -202,15 +293,24 @@ class VocabularyEmbedding(nn.Embedding):
         return super().forward(input_ids) if shard is None else embed(self, shard, input_ids)
 
 
-def embed(module: nn.Embedding, shard: TensorShard, input_ids: Tensor) -> Tensor:
-    """Return the rows of `input_ids`, where `module` has those of this rank's part."""
+def embed(
+    module: nn.Embedding,
+    shard: TensorShard,
+    input_ids: Tensor,
+    *,
+    out: Callable[[Tensor, TensorShard], Tensor] = leave,
+) -> Tensor:
+    """Return the rows of `input_ids`, where `module` has those of this rank's part.
+
+    `out`, `leave` or `summed`, returns the sum of what all ranks have.
+    """
     rows = module.weight.shape[0]
     index, is_here = _in_part(input_ids, rows, shard)
     padding = None
     if module.padding_idx is not None and module.padding_idx // rows == shard.rank:
         padding = module.padding_idx % rows  # a row without a gradient
     own = F.embedding(index, module.weight, padding)
-    return leave(own.masked_fill(~is_here.unsqueeze(-1), 0.0), shard)
+    return out(own.masked_fill(~is_here.unsqueeze(-1), 0.0), shard)
 
 
 def _in_part(tokens: Tensor, rows: int, shard: TensorShard) -> tuple[Tensor, Tensor]:
@@ -223,7 +323,7 @@ def _in_part(tokens: Tensor, rows: int, shard: TensorShard) -> tuple[Tensor, Ten
 def vocabulary_logits(
     x: Tensor, weight: Tensor, shard: TensorShard, *, bias: Tensor | None = None
 ) -> Tensor:
-    """Logits [..., vocab] of `x` [..., d], the same on all ranks."""
+    """Logits [..., vocab] of `x` [..., d] that `enter` takes; they are the same on all ranks."""
     return gather_last(F.linear(enter(x, shard), weight, bias), shard, alike=True)
 
 
@@ -236,13 +336,15 @@ def vocabulary_cross_entropy(
     bias: Tensor | None = None,
     logits: Logits = PRODUCTS,
 ) -> Tensor:
-    """`loss.cross_entropy` where `weight` [vocab / ranks, d] is this rank's part of the vocabulary.
+    """`loss.cross_entropy` of `x` [..., d] that `enter` takes and `labels` of all tokens.
 
-    The result is the same on all ranks. They exchange three numbers per row in forward, and the
-    gradient of `x`; no rank computes the logits of another's part.
+    `weight` [vocab / ranks, d] is this rank's part of the vocabulary. The result is the same on all
+    ranks. They exchange three numbers per row in forward, and the gradient of `x`; no rank computes
+    the logits of another's part.
     """
     chunk = functools.partial(_chunk, rows=weight.shape[0], shard=shard, shape=logits)
-    return in_chunks(enter(x, shard), weight, bias, labels, chunk)
+    rows = enter(x, shard).flatten(0, -2)
+    return in_chunks(rows, weight, bias, labels.flatten(), chunk)
 
 
 def _chunk(

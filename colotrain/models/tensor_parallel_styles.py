@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,6 +25,9 @@ from colotrain.models.tensor_parallel import (
     gather_last,
     leave,
     own_part,
+    own_tokens,
+    summed,
+    with_summed_gradient,
 )
 from colotrain.spec.divisions import VOCABULARY, Divisions
 from colotrain.spec.plan import ModelPlan
@@ -133,21 +136,81 @@ def divisions_by(
 
 def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) -> None:
     """Let modules whose parameters are parts compute with those of the other ranks."""
+    if shard.by_tokens and divisions.styles:
+        _divide_tokens_(model, divisions, shard)
     for name, module in model.named_modules():
         for glob, style in divisions.styles.items():
             if not fnmatchcase(name, glob):
                 continue
             if style == SUMMED:
-                summed = functools.partial(_summed, module, module.forward, shard)
-                module.forward = summed
+                module.forward = functools.partial(_summed, module, module.forward, shard)
             elif style != VOCABULARY:
                 module.forward = functools.partial(_FORWARDS[style], module, shard)
             elif isinstance(module, nn.Embedding):
                 if len(module.weight) < module.num_embeddings:
-                    found = functools.partial(embed, module, shard)
+                    found = functools.partial(embed, module, shard, out=summed)
                     module.forward = found  # type: ignore[method-assign]
             elif len(module.weight) < module.out_features:
                 setattr(module, ATTRIBUTE, shard)  # its loss finds it there
+
+
+def layers_of(model: nn.Module, divisions: Divisions) -> nn.ModuleList | None:
+    """Return the list of layers with the parts that `divisions.styles` divide; None for none."""
+    parts = _parts_of(model, divisions)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and any(p.startswith(f"{name}.") for p in parts):
+            return module
+    return None
+
+
+def _parts_of(model: nn.Module, divisions: Divisions) -> set[str]:
+    """Names of the modules, such as attention, that need all tokens: they begin with `ROWS`."""
+    styles = divisions.styles.items()
+    return {
+        name.rpartition(".")[0]
+        for name, _ in model.named_modules()
+        if any(style in ROWS and fnmatchcase(name, glob) for glob, style in styles)
+    }
+
+
+def _divide_tokens_(model: nn.Module, divisions: Divisions, shard: TensorShard) -> None:
+    """Let each rank have its own tokens from the first layer on, and all tokens inside parts."""
+    layers = layers_of(model, divisions)
+    assert layers is not None, "checked when the plan was made"
+    take_own = functools.partial(_with_first, functools.partial(own_tokens, shard=shard))
+    layers[0].register_forward_pre_hook(lambda _, *inputs: take_own(*inputs), with_kwargs=True)
+    gather = functools.partial(_with_first, functools.partial(enter, shard=shard))
+    for name in _parts_of(model, divisions):
+        part = model.get_submodule(name)
+        part.register_forward_pre_hook(lambda _, *inputs: gather(*inputs), with_kwargs=True)
+
+
+def _with_first(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's inputs with another first one, as transformers gives hidden states."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def partial_parameters(
+    model: nn.Module, divisions: Divisions, shard: TensorShard, splits: Container[str]
+) -> frozenset[str]:
+    """Names of the parameters that all ranks hold, with gradients of their own tokens alone.
+
+    Those inside parts have the gradients of all tokens; but a bias of a sum is added outside.
+    """
+    if not shard.by_tokens:
+        return frozenset()
+    parts = tuple(f"{name}." for name in _parts_of(model, divisions))
+    sums = [glob for glob, style in divisions.styles.items() if style in COLUMNS]
+    found = set()
+    for name, _ in model.named_parameters():
+        is_of_sum = any(fnmatchcase(name.rpartition(".")[0], glob) for glob in sums)
+        if name not in splits and (is_of_sum or not name.startswith(parts)):
+            found.add(name)
+    return frozenset(found)
 
 
 def _summed(
@@ -155,7 +218,7 @@ def _summed(
 ) -> Any:
     """Compute with parameters whose gradients are summed, those that `fully_shard` has gathered."""
     own = dict(module._parameters)
-    entered = {name: None if p is None else enter(p, shard) for name, p in own.items()}
+    entered = {n: None if p is None else with_summed_gradient(p, shard) for n, p in own.items()}
     module._parameters.update(entered)  # type: ignore[arg-type]
     try:
         return forward(*args, **kwargs)
@@ -164,7 +227,9 @@ def _summed(
 
 
 def _colwise(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
-    return F.linear(enter(x, shard), module.weight, module.bias)
+    if not shard.by_tokens:  # otherwise `x` has entered the part that the module is in
+        x = enter(x, shard)
+    return F.linear(x, module.weight, module.bias)
 
 
 def _colwise_gather_output(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from colotrain.config.schema import Config, Freeze, Optim
 from colotrain.config.schema_data import Data
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
-from colotrain.planner.scale import Scale, touches
+from colotrain.planner.scale import Scale, mesh_of, touches
 from colotrain.spec.optimizers import ELEMENTWISE
 from colotrain.spec.plan import (
     DataPlan,
@@ -64,6 +64,8 @@ def survey_model(
         problems += _check_length(settings.data, found)
     problems += _check_context_parallel(settings, model, found)
     problems += _check_tensor_parallel(settings, model, found)
+    problems += _check_tokens(settings, model, found)
+    problems += _check_divided_length(settings)
     return found
 
 
@@ -172,19 +174,13 @@ def _check_context_parallel(
     settings: Config, model: ModelPlan, survey: Survey
 ) -> Iterator[Problem]:
     """Problems of dividing samples' tokens among ranks."""
-    cp, data = settings.mesh.cp, settings.data
+    cp = settings.mesh.cp
     if cp <= 1:
         return
     if not survey.divides_sequences:
         expected = f"1: {model.value} cannot divide the tokens of a sample among ranks"
         fix = "docs/context-parallel.md lists the models that can"
         yield Problem(key="mesh.cp", value=cp, expected=expected, fix=fix)
-    if data.target is None and data.seq_len % (2 * cp):
-        unit, length = 2 * cp, data.seq_len
-        near = max(length // unit, 1) * unit
-        expected = f"a multiple of {unit} = 2 × mesh.cp={cp}"
-        fix = f"set data.seq_len={near} or {near + unit}"
-        yield Problem(key="data.seq_len", value=length, expected=expected, fix=fix)
     for key, own in (
         ("train.loss", settings.train.loss),
         ("train.metrics", settings.train.metrics),
@@ -196,6 +192,35 @@ def _check_context_parallel(
     if settings.train.compile:
         expected, fix = f"false with mesh.cp={cp}", "set train.compile=false"
         yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
+
+
+def _check_divided_length(settings: Config) -> Iterator[Problem]:
+    """Problem of samples whose tokens cannot be divided evenly among ranks."""
+    mesh, data = mesh_of(settings), settings.data
+    unit, length = mesh.token_unit, data.seq_len
+    if data.target is None and length % unit:
+        near = max(length // unit, 1) * unit
+        sizes = f"mesh.cp={mesh.cp}"
+        if mesh.sequence_parallel:
+            sizes = f"{mesh.named}, mesh.sequence_parallel"
+        expected = f"a multiple of {unit} with {sizes}"
+        fix = f"set data.seq_len={near} or {near + unit}"
+        yield Problem(key="data.seq_len", value=length, expected=expected, fix=fix)
+
+
+def _check_tokens(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
+    """Problems of dividing tokens between the parts of layers (`mesh.sequence_parallel`)."""
+    tp, divisions = settings.mesh.tp, survey.divisions
+    if not settings.mesh.sequence_parallel or tp <= 1 or divisions is None or divisions.against:
+        return
+    expected = ""
+    if not divisions.divides_tokens:
+        expected = f"false: {model.value} cannot divide tokens between the parts of its layers"
+    elif (size := survey.vocab_size) is not None and size % tp:
+        expected = f"false, for mesh.tp={tp} does not divide the vocabulary of {size}"
+    if expected:
+        fix = "docs/tensor-parallel.md lists the models that can"
+        yield Problem(key="mesh.sequence_parallel", value=True, expected=expected, fix=fix)
 
 
 def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:

@@ -127,7 +127,9 @@ def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
 
 def mesh_of(settings: Config) -> MeshPlan:
     """The axes beside the plugin's; 1 for sizes that are refused."""
-    return MeshPlan(cp=max(1, settings.mesh.cp), tp=max(1, settings.mesh.tp))
+    mesh = settings.mesh
+    divides_tokens = mesh.sequence_parallel and mesh.tp > 1
+    return MeshPlan(cp=max(1, mesh.cp), tp=max(1, mesh.tp), sequence_parallel=divides_tokens)
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:

@@ -45,6 +45,8 @@ class Divisions:
     """Heads of keys and values, which the number of ranks must divide, or be a multiple of."""
     styles: dict[str, str] = field(default_factory=dict)
     """Glob on modules → how they compute with parts; empty for models that do so themselves."""
+    divides_tokens: bool = False
+    """Whether ranks can divide tokens between the parts of layers (`mesh.sequence_parallel`)."""
     against: str = ""
     """Why the model cannot be divided; empty where it can."""
 

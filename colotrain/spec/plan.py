@@ -6,6 +6,7 @@ Workers read this file and torchrun's variables, and nothing else. Standard libr
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -87,6 +88,14 @@ class MeshPlan:
     """Ranks, or tensor-parallel groups, that divide each sample's tokens among themselves."""
     tp: int = 1
     """Ranks that divide the model's matrices among themselves."""
+    sequence_parallel: bool = False
+    """Whether these ranks divide tokens among themselves outside of attention and MLP, too."""
+
+    @property
+    def token_unit(self) -> int:
+        """What the length of samples must be a multiple of."""
+        own = self.cp * self.tp if self.sequence_parallel else 1
+        return math.lcm(2 * self.cp if self.cp > 1 else 1, own)
 
     @property
     def together(self) -> int:

@@ -260,8 +260,8 @@ def test_what_cannot_be_divided_is_refused(colotrain: Colotrain) -> None:
     lines = colotrain("plan", *SMALL, *odd).err.splitlines()
     assert [line.split(":")[1].strip().split("=")[0] for line in lines if "error" in line] == [
         "mesh.cp",
-        "data.seq_len",
         "train.compile",
+        "data.seq_len",
     ]
     own = (
         "model.target=tests.dist.difficult:make",

@@ -23,7 +23,12 @@ from colotrain.models.tensor_parallel import (
     part_of,
     vocabulary_logits,
 )
-from colotrain.models.tensor_parallel_styles import SUMMED, apply_styles_, problems_of
+from colotrain.models.tensor_parallel_styles import (
+    SUMMED,
+    apply_styles_,
+    partial_parameters,
+    problems_of,
+)
 from colotrain.spec.divisions import VOCABULARY, Divisions
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
@@ -43,7 +48,13 @@ CANDIDATES = sorted(
     }
 )
 """Types whose plans are right in float64; runs come before a type is allowed."""
+WHOLE_VOCABULARY = ("gemma2", "gemma3_text")
+"""Types whose tied embedding multiplies its rows, so that ranks divide neither it nor tokens."""
+IN_FLOAT32 = ("gemma3_text", "cohere")
+"""Types whose norms multiply their weights in float32."""
 SIXTEEN = ("cluster.procs_per_node=16", "mesh.tp=16")
+RECOMPUTED = "train.activation_checkpointing=full"
+BY_TOKENS = "mesh.sequence_parallel=true"
 OWN = ("freeze.patterns=[embed*,blocks.0.*]", "train.grad_clip=0.1")
 
 
@@ -65,12 +76,25 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_each_matrix(
         assert case["max_abs_gradient"] <= 1e-6
 
 
+def test_a_run_that_divides_tokens_between_parts_equals_one_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--plugins", "zero2", "--accumulation", "4", "--steps", "1")
+    (case,) = verified(capsys, "--world-sizes", "2", "--tp", "2", BY_TOKENS, *options, *OWN)
+    assert case["passed"], case["difference"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "options",
     [
         ("--tp", "2,4", *OWN),
+        ("--tp", "2,4", *OWN, BY_TOKENS),
+        (
+            *("--tp", "2", "--cp", "2", "data.isolate=true", BY_TOKENS, "--optimizer", "recipe"),
+            "train.activation_checkpointing=full",
+        ),
         (
             *("--tp", "2", "--cp", "2", "model.args.num_kv_heads=1", "data.isolate=true"),
             *("model.args.tie_embeddings=true", "train.activation_checkpointing=full"),
@@ -78,7 +102,13 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_each_matrix(
         ),
         ("--tp", "2", "train.activation_checkpointing=selective", "train.precision=bf16"),
     ],
-    ids=["more ranks than heads of keys", "tied, with cp, recomputed, adamw", "bf16"],
+    ids=[
+        "more ranks than heads of keys",
+        "by tokens",
+        "by tokens, with cp, recomputed, adamw",
+        "tied, with cp, recomputed, adamw",
+        "bf16",
+    ],
 )
 def test_every_plugin_equals_one_process_on_four_ranks(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -111,6 +141,7 @@ def test_eight_ranks_divide_samples_and_matrices(capsys: pytest.CaptureFixture[s
         ("splits_keys_wrongly", 2, "loss of step 1"),
         ("takes_another_head", 4, "loss of step 1"),
         ("lets_norms_drift", 2, "norm.weight in step 1: differs by nan"),
+        ("leaves_norms_partial", 2, "norm.weight in step 1: differs by nan"),
     ],
 )
 def test_a_fault_in_dividing_matrices_is_found(
@@ -123,6 +154,8 @@ def test_a_fault_in_dividing_matrices_is_found(
     monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
     ranks = ("--world-sizes", str(tp), "--tp", str(tp))
     options = ("--plugins", "zero3", "--accumulation", "1", "--steps", "1", *OWN)
+    if mutant == "leaves_norms_partial":
+        options += (BY_TOKENS,)
     if mutant == "counts_norms_twice":  # the norm is 1 % too large, which small updates hide
         steep = ("optim.name=sgd", "optim.betas=[0.0]", "optim.lr=100", "optim.weight_decay=0")
         options += ("--optimizer", "recipe", *steep, "optim.schedule.warmup_steps=0")
@@ -136,10 +169,14 @@ def test_a_fault_in_dividing_matrices_is_found(
 def test_parts_of_matrices_have_the_gradients_of_whole_ones_in_float64(
     kv_heads: int, tied: bool
 ) -> None:
-    run(compare_parts_with_whole, 4, kv_heads, tied)
+    run(compare_parts_with_whole, 4, kv_heads, tied, False)
 
 
-def compare_parts_with_whole(rank: int, kv_heads: int, tied: bool) -> None:
+def test_ranks_that_divide_tokens_between_parts_have_the_same_gradients_in_float64() -> None:
+    run(compare_parts_with_whole, 4, 2, False, True)
+
+
+def compare_parts_with_whole(rank: int, kv_heads: int, tied: bool, by_tokens: bool) -> None:
     torch.manual_seed(7)
     model = LLM(
         vocab_size=52,
@@ -150,7 +187,7 @@ def compare_parts_with_whole(rank: int, kv_heads: int, tied: bool) -> None:
         d_hidden=24,
         tie_embeddings=tied,
     ).double()
-    ids, labels = torch.randint(0, 52, (2, 3, 10)).unbind()
+    ids, labels = torch.randint(0, 52, (2, 3, 12)).unbind()
     labels[0, :7] = -100
     with torch.no_grad():
         wanted_logits = model(ids)
@@ -159,9 +196,11 @@ def compare_parts_with_whole(rank: int, kv_heads: int, tied: bool) -> None:
     wanted = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     group = dist.group.WORLD
-    shard = TensorShard(rank=rank, size=4)
+    shard = TensorShard(rank=rank, size=4, by_tokens=by_tokens)
     shard.all_gather, shard.reduce_scatter = collectives_of(group, "cpu")
     splits = divide_parameters_(model, model.divisions(), shard)
+    partial = partial_parameters(model, model.divisions(), shard, splits)
+    assert len(partial) == 5 * by_tokens  # the norms
     assert ("head.weight" in splits) != tied
     with torch.no_grad():
         assert (model(ids) - wanted_logits).abs().max() <= 1e-12
@@ -172,7 +211,8 @@ def compare_parts_with_whole(rank: int, kv_heads: int, tied: bool) -> None:
     for name, parameter in model.named_parameters():
         whole = wanted[name]
         part = part_of(whole, splits[name]) if name in splits else whole
-        assert (parameter.grad - part).abs().max() <= 1e-12, name
+        found = shard.sum(parameter.grad) if name in partial else parameter.grad
+        assert (found - part).abs().max() <= 1e-12, name
 
 
 def test_logits_of_parts_of_the_vocabulary_have_a_gradient() -> None:
@@ -195,10 +235,16 @@ def compare_logits(rank: int) -> None:
 @pytest.mark.parametrize("kind", representatives(CANDIDATES, kept=["gpt_neox", "olmo2", "qwen3"]))
 def test_a_transformers_model_divided_by_its_plan_has_the_gradients_of_the_whole(kind: str) -> None:
     pytest.importorskip("transformers")
-    run(compare_plan_with_whole, 2, kind)
+    run(compare_plan_with_whole, 2, kind, False)
 
 
-def compare_plan_with_whole(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", representatives(sorted(VERIFIED), kept=["phi"]))
+def test_a_transformers_model_divided_by_tokens_has_the_gradients_of_the_whole(kind: str) -> None:
+    pytest.importorskip("transformers")
+    run(compare_plan_with_whole, 2, kind, True)
+
+
+def compare_plan_with_whole(rank: int, kind: str, by_tokens: bool) -> None:
     model, forward = make_model(kind)
     chunk_loss_(model)
     with torch.no_grad():
@@ -209,13 +255,17 @@ def compare_plan_with_whole(rank: int, kind: str) -> None:
     loss.backward()
     wanted = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
-    shard = TensorShard(rank=rank, size=2)
+    shard = TensorShard(rank=rank, size=2, by_tokens=by_tokens)
     shard.all_gather, shard.reduce_scatter = collectives_of(dist.group.WORLD, "cpu")
     divisions = divisions_of(model, model.config)
     assert divisions.allows(2), divisions
     assert not divisions.allows(4)  # heads of keys and values
+    if by_tokens and not divisions.divides_tokens:
+        assert kind in WHOLE_VOCABULARY
+        return
     splits = divide_parameters_(model, divisions, shard)
     apply_styles_(model, divisions, shard)
+    partial = partial_parameters(model, divisions, shard, splits)
     assert len(splits) >= 2 * model.config.num_hidden_layers
     found, _ = forward(input_ids=ids, labels=labels)
     found.backward()
@@ -226,8 +276,9 @@ def compare_plan_with_whole(rank: int, kind: str) -> None:
             assert parameter.grad is None
             continue
         part = part_of(whole, splits[name]) if name in splits else whole
-        limit = 1e-7 if "gemma3" in kind else 1e-9  # whose norms compute in float32
-        assert (parameter.grad - part).abs().max() <= limit * max(1.0, whole.abs().max()), name
+        limit = 1e-7 if kind in IN_FLOAT32 else 1e-9
+        grad = shard.sum(parameter.grad) if name in partial else parameter.grad
+        assert (grad - part).abs().max() <= limit * max(1.0, whole.abs().max()), name
 
 
 def test_a_plan_with_an_unknown_style_is_refused_by_name() -> None:
@@ -266,6 +317,9 @@ def test_a_plan_of_the_users_own_divides_any_model(
     plan = "mesh.tp_plan={'blocks.*.query':colwise,'blocks.*.out':rowwise,'blocks.*.norm':"
     plan += f"{SUMMED},'blocks.*.up':colwise_gather_output,'blocks.*.down':rowwise_split_input}}"
     options = ("--world-sizes", "4", "--tp", "2", "--plugins", "zero1,zero3", "--steps", "2")
+    by_tokens = ("mesh.tp=2", "cluster.procs_per_node=2", BY_TOKENS, "train.micro_batch=2")
+    refused = colotrain("plan", *own, plan, *by_tokens)
+    assert "mesh.sequence_parallel=true: expected false" in refused.err.lower()
     guarded(["verify", *own, plan, "train.micro_batch=2", *options, "--json"])
     cases = loads(capsys.readouterr().out)["cases"]
     assert {(case["plugin"], case["accumulation_steps"], case["tp"]) for case in cases} == {
@@ -308,7 +362,7 @@ def test_a_tied_hugging_face_directory_trains_with_every_product_of_axes(tmp_pat
         plain.plan_of(family, folder, plugin, ranks, f"mesh.tp={tp}", f"mesh.cp={cp}", *options)
         for plugin in ("zero1", "zero3", "gemini")
         for tp, cp in ((2, 1), (2, 2), (4, 1))
-        for options in ((), ("train.micro_batch=1", "train.activation_checkpointing=full"))
+        for options in ((), (BY_TOKENS, "train.micro_batch=1", RECOMPUTED))
     ]
     for plan, result in zip(
         plans, plain.compare(family, folder, tmp_path / "cases", plans), strict=True
@@ -357,6 +411,8 @@ def test_what_cannot_be_divided_is_refused(colotrain: Colotrain) -> None:
         "optim.name",
     ]
     assert "one of 1, 2, 4" in "".join(lines)
+    uneven = ("mesh.tp=2", "cluster.procs_per_node=2", BY_TOKENS, "data.seq_len=33")
+    assert "a multiple of 2 with mesh.tp=2, mesh.seq" in colotrain("plan", *SMALL, *uneven).err
     own = ("model.target=tests.dist.difficult:make", "model.args.name=Tied")
     data = ("data.target=tests.dist.difficult:samples", "train.micro_batch=2")
     refused = colotrain("plan", *own, *data, "cluster.procs_per_node=2", "mesh.tp=2")

@@ -288,14 +288,36 @@ def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
 
 def reduce_replicated_(sharded: ShardedModel) -> None:
     """Sum replicated parameters' gradients over all ranks, once a step. All ranks must call."""
-    parameters = [p for p in replicated(sharded) if p.requires_grad and p.numel()]
+    alone = {id(p) for p in replicated(sharded) if p.requires_grad and p.numel()}
+    named = {n: p for n, p in sharded.module.named_parameters() if id(p) in alone}
+    parameters, parts = list(named.values()), sharded.parts
     if not parameters:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    summed = torch.stack([grad.double() for grad in grads]) * sharded.parts.is_first
+    counts = [float(parts.is_first or name in parts.partial) for name in named]
+    summed = torch.stack([grad.double() for grad in grads])
+    summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device)
     dist.all_reduce(summed)
     for parameter, total in zip(parameters, summed, strict=True):
         parameter.grad = total.to(parameter.dtype)
+
+
+@torch.no_grad()
+def sum_partial_(sharded: ShardedModel) -> None:
+    """Sum the gradients of which ranks of a tensor-parallel group have parts, once a step.
+
+    All ranks must call.
+    """
+    parts, found = sharded.parts, []
+    for name, parameter in sharded.module.named_parameters() if parts.partial else ():
+        if name in parts.partial and isinstance(parameter.grad, DTensor):
+            found.append(parameter.grad.to_local())
+            sharded.norms.pop(name, None)
+    device = sharded.mesh.device_type
+    if any(gradient.device.type != device for gradient in found):  # copies that a GPU has queued
+        torch.accelerator.synchronize()
+    if found:
+        parts.sum_(found, device)
 
 
 def reshard(sharded: ShardedModel) -> None:

@@ -168,7 +168,7 @@ def trace_micro_batch(
     begin_training_(module)
     mesh = mesh or MeshPlan()
     sequences = SequenceShard(rank=0, size=mesh.cp, device=device)
-    tensors = TensorShard(rank=0, size=mesh.tp)
+    tensors = TensorShard(rank=0, size=mesh.tp, by_tokens=mesh.sequence_parallel)
     if mesh.cp > 1:
         divide_sequences_(module, sequences)
     if mesh.tp > 1:

