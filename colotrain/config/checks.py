@@ -14,8 +14,8 @@ from typing import Any
 from colotrain.config import slurm
 from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
+from colotrain.config.objectives import check_objective
 from colotrain.config.observing import check_observing
-from colotrain.config.preferences import check_preferences
 from colotrain.config.schema import Config, Optim, Schedule
 from colotrain.config.shipped import recipe_names
 from colotrain.dotted import FORM
@@ -68,6 +68,7 @@ ABOVE_ZERO = (
 )
 SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
+    "train.masking.probability": ("a number above 0, and below 1", lambda x: 0 < x < 1),
     "optim.schedule.warmup_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "optim.schedule.min_lr_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
 }
@@ -113,7 +114,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from _check_resume(settings.checkpoint.resume)
     yield from _check_rollback(settings)
     yield from _check_best(settings)
-    yield from check_preferences(settings)
+    yield from check_objective(settings)
     yield from _check_text_samples(settings)
     yield from check_observing(settings)
     for name in settings.observe.trackers:

@@ -9,15 +9,22 @@ from typing import Any
 
 from colotrain.config.schema_data import Data, Part
 from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.spec.objectives import MaskedPlan
 from colotrain.spec.plan import DataPlan, PartPlan
 
 PAIRS = "give JSONL, Parquet or Arrow files of preference pairs"
 
 
-def data_plan(data: Data, problems: list[Problem], *, pairs: bool = False) -> DataPlan | None:
+def data_plan(
+    data: Data,
+    problems: list[Problem],
+    *,
+    pairs: bool = False,
+    masked: MaskedPlan | None = None,
+) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
 
-    `pairs`: whether the records are preference pairs.
+    `pairs`: whether the records are preference pairs. `masked`: which tokens are hidden.
     """
     paths = _absolute(data.path, "data.path", problems)
     parts = [_part(part, f"data.mixture[{i}]", problems) for i, part in enumerate(data.mixture)]
@@ -50,6 +57,7 @@ def data_plan(data: Data, problems: list[Problem], *, pairs: bool = False) -> Da
         collate=data.collate,
         sampler=data.sampler,
         pairs=pairs,
+        masked=masked,
     )
     problems += _check_formats(plan)
     return plan

@@ -117,6 +117,15 @@ class DPO:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Masking:
+    """Masked language modelling."""
+
+    probability: float = 0.15
+    """Share of the tokens, special ones left out, that the model is to find. Of these 80 % are
+    replaced by the tokenizer's mask token and 10 % by random tokens; 10 % stay as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """The training settings."""
 
@@ -157,11 +166,14 @@ class Train:
     the last checkpoint and skip the batches since then."""
     max_rollbacks: int = 3
     """How often `train.on_nonfinite=rollback` may go back before the run ends."""
-    objective: Literal["dpo"] | None = None
+    objective: Literal["dpo", "masked"] | None = None
     """dpo: preference pairs (`prompt`, `chosen`, `rejected`) against the model as the run begins;
-    null: the loss of the model, or `train.loss`."""
+    masked: hidden tokens of text, for BERT and its like; null: the loss of the model, or
+    `train.loss`."""
     dpo: DPO = field(default_factory=DPO)
     """Settings of `train.objective=dpo`."""
+    masking: Masking = field(default_factory=Masking)
+    """Settings of `train.objective=masked`."""
     loss: str | None = None
     """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
     targets; null: the model's forward has the loss."""

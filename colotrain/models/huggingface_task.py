@@ -50,16 +50,17 @@ SEQUENCE_TO_SEQUENCE = Task(
     label_dims=1,
     labels="the output's tokens, -100 for no target",
 )
+MASKED = Task(
+    name="masked language modelling",
+    registry="MODEL_FOR_MASKED_LM_MAPPING",
+    needs=("input_ids", "labels"),
+    label_dims=1,
+    labels="the token where one is hidden, -100 elsewhere",
+)
 TASKS = (
     CAUSAL,
     SEQUENCE_TO_SEQUENCE,
-    Task(
-        name="masked language modelling",
-        registry="MODEL_FOR_MASKED_LM_MAPPING",
-        needs=("input_ids", "labels"),
-        label_dims=1,
-        labels="the token where one is hidden, -100 elsewhere",
-    ),
+    MASKED,
     Task(
         name="sequence classification",
         peft="SEQ_CLS",

@@ -109,10 +109,19 @@ def _nearest(glob: str, names: list[str]) -> str:
 
 
 def _check_task(settings: Config, model: ModelPlan, survey: Survey) -> Iterator[Problem]:
-    """Problem of text, whose labels are the next tokens, for a model of another task."""
-    if survey.other_task and settings.data.target is None and settings.train.loss is None:
+    """Problem of text, whose labels are the next tokens, for a model of another task.
+
+    Where tokens are hidden, it is that of a model that is not made to find them.
+    """
+    if settings.train.objective == "masked":
+        if not survey.finds_hidden and (model.hf or survey.scores_tokens):
+            expected = "a masked language model, such as a BertForMaskedLM, for its objective"
+            fix = "set train.objective=null"
+            yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
+    elif survey.other_task and settings.data.target is None and settings.train.loss is None:
         expected = "a causal language model, for the labels of text are the next tokens; this one "
-        fix = "set data.target to a dataset of yours"
+        hides = "set train.objective=masked, which hides tokens of the text, or "
+        fix = f"{hides if survey.finds_hidden else ''}set data.target to a dataset of yours"
         yield Problem(
             key=model.key,
             value=model.value,

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from colotrain.config.adapter import plan_adapter
 from colotrain.config.checks import check, find_resume
-from colotrain.config.data import data_plan
 from colotrain.config.hints import hinted
 from colotrain.config.observing import check_traced_ranks, notify_plan, profile_plan
 from colotrain.config.schema import Config, Elastic, Freeze, Optim, Train
@@ -33,6 +32,7 @@ from colotrain.planner.model import (
     traces_of,
     warn_of_length,
 )
+from colotrain.planner.objectives import plan_data
 from colotrain.planner.plugin import (
     PlanningContext,
     check_override_names,
@@ -101,7 +101,7 @@ def resolve(
     problems += check_traced_ranks(settings.train.profile, scale.world)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
-    data = data_plan(settings.data, problems, pairs=settings.train.objective == "dpo")
+    data = plan_data(settings, problems)
     freeze = _freeze(settings.freeze)
     model = _model(settings, problems)
     surveyed = survey_model(model, freeze, settings, survey, problems)

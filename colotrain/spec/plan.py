@@ -15,6 +15,7 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
+from colotrain.spec.objectives import MaskedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
@@ -177,6 +178,8 @@ class DataPlan:
     """Role (such as text, prompt, chosen) → the records' column with that role."""
     pairs: bool = False
     """Whether each sample is a preference pair: a chosen answer and a rejected one."""
+    masked: MaskedPlan | None = None
+    """Tokens that are hidden, for masked language modelling; None: labels are the next tokens."""
     chat_template: str | None = None
     loss_on: Literal["answers", "last", "all"] = "answers"
     packing: Literal["auto", "stream", "whole", "none"] = "auto"

@@ -44,6 +44,8 @@ class Survey:
     """Whether the loss of each token is known, not only of all together."""
     other_task: str = ""
     """What a model of transformers is for, if that is not the prediction of next tokens."""
+    finds_hidden: bool = False
+    """Whether it is a masked language model of transformers."""
     samples: str = ""
     """Entries of samples for that task."""
     remarks: tuple[str, ...] = ()

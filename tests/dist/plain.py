@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from colotrain.data.read.loader import open_samples, order_of, read_batch
 from colotrain.export.write import Choice, export
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
@@ -75,7 +76,7 @@ def _train(family: Family, plan: RunPlan, steps: int, dtype: torch.dtype) -> Tra
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=plan.optim.lr, momentum=plan.optim.betas[0])
-    data = MaskedSamples(getattr(families, family.data)())
+    data = samples_of(family, plan)
     losses, gradients, parameters = [], [], [_values(named)]
     size = plan.batch.global_batch
     for step in range(steps):
@@ -101,6 +102,22 @@ def _train(family: Family, plan: RunPlan, steps: int, dtype: torch.dtype) -> Tra
         optimizer_steps=steps,
         frozen=frozenset(),
     )
+
+
+def samples_of(family: Family, plan: RunPlan) -> Any:
+    """Position → sample, of a plan that does not shuffle."""
+    if plan.data.masked is None:
+        return MaskedSamples(getattr(families, family.data)())
+    samples = MaskedSamples(open_samples(plan.data, "train"))
+    order = order_of(samples, seed=plan.train.seed, shuffle=False)
+
+    def at(position: int) -> dict[str, Tensor]:
+        places = range(position, position + 1)
+        row = read_batch(samples, order, places, draw_seed=plan.train.seed)
+        length = int(row.pop("attention_mask").sum())
+        return {name: values[0, :length] for name, values in row.items()}  # without padding
+
+    return [at(position) for position in range(STEPS * plan.batch.global_batch)]
 
 
 def own_loss(model: Any, family: Family, sample: dict[str, Tensor]) -> Tensor:

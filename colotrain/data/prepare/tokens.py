@@ -214,7 +214,8 @@ def _own_files(plan: DataPlan) -> tuple[list[CorpusFile], str]:
     """
     own = vocabulary.tokenizer_file(plan.tokenizer)
     spec = "file" if own else plan.tokenizer
-    ends = vocabulary.settings_beside(plan.tokenizer).get("eos_token")
+    beside = vocabulary.settings_beside(plan.tokenizer)
+    ends = beside.get("eos_token") or beside.get("sep_token")
     named = [CorpusFile(name="tokenizer.json", path=own)] if own else []
     return named, f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}\n"
 

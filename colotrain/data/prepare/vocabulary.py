@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+USUAL = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "pad_token": ("[PAD]", "<pad>"),
+    "cls_token": ("[CLS]", "<s>"),
+    "sep_token": ("[SEP]", "</s>"),
+}
+"""Role in tokenizer_config.json → names of the token where that file does not say."""
 BPE_SIZES = range(257, 1_000_001)  # 256 bytes and END_OF_TEXT are always there
 
 
@@ -136,8 +143,45 @@ def open_encoder(spec: str, file: Path) -> Encoder:
 
 def separator_of(spec: str, tokenizer: Tokenizer) -> int | None:
     """Id of the token that ends a document; None where the tokenizer has no known one."""
-    names = [settings_beside(spec).get("eos_token"), *SEPARATORS]
+    settings = settings_beside(spec)
+    names = [settings.get("eos_token"), *SEPARATORS, settings.get("sep_token")]
     known = [tokenizer.token_to_id(name) for name in names if isinstance(name, str)]
+    return next((number for number in known if number is not None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """Ids of the special tokens of a masked language model; None where there is none."""
+
+    mask: int | None
+    pad: int | None
+    begin: int | None
+    end: int | None
+    special: tuple[int, ...]
+    """All special tokens, ascending."""
+
+
+def special_tokens(spec: str) -> SpecialTokens | None:
+    """The special tokens of a tokenizer.json; None for `bytes` and `bpe-SIZE`."""
+    file = tokenizer_file(spec)
+    if file is None:
+        return None
+    tokenizer, named = load(file), settings_beside(spec)
+    added = tokenizer.get_added_tokens_decoder()
+    found = {role: _id_of(tokenizer, named.get(role), usual) for role, usual in USUAL.items()}
+    special = {number for number, token in added.items() if token.special}
+    return SpecialTokens(
+        mask=found["mask_token"],
+        pad=found["pad_token"],
+        begin=found["cls_token"],
+        end=found["sep_token"],
+        special=tuple(sorted(special | {i for i in found.values() if i is not None})),
+    )
+
+
+def _id_of(tokenizer: Tokenizer, name: Any, usual: Sequence[str]) -> int | None:
+    names = [name] if isinstance(name, str) else usual
+    known = (tokenizer.token_to_id(name) for name in names)
     return next((number for number in known if number is not None), None)
 
 

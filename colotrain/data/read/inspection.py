@@ -52,6 +52,7 @@ def _count_samples(plan: DataPlan) -> dict[str, int]:
 
 def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None) -> dict[str, Any]:
     train = [shard for shard in shards if shard.num_train]
+    share = 1.0 if plan.masked is None else plan.masked.probability
     return {
         "paths": list(plan.paths) or [plan.corpus],
         "format": formats.recognise(plan),
@@ -64,7 +65,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
         "tokens": {split: sum(shard.count(split) for shard in shards) for split in SPLITS},
         "bytes": {split: _sum_bytes(shards, split) for split in SPLITS},
         "documents": {split: _count_documents(shards, split) for split in SPLITS},
-        "in_loss": sum(_count_in_loss(shard) for shard in train),
+        "in_loss": round(share * sum(_count_in_loss(shard) for shard in train)),
         "bad": {
             "count": sum(s.num_bad for s in shards),
             "first": [b for s in shards for b in s.bad],
@@ -143,6 +144,9 @@ def _tokens(plan: DataPlan, samples: Samples, index: int, sample: Any) -> Iterat
     elif sample["input_ids"].dim() != 1:
         problem = f"sample {index} has input_ids of {sample['input_ids'].dim()} dimensions to show"
         raise ColotrainError(problem, "a sample of text has one")
+    elif plan.masked is not None:
+        padding = [None if seen else -1 for seen in sample["attention_mask"].tolist()]
+        yield from _as_text(plan, ids, labels, padding, shift=0)
     elif "document_ids" in sample:
         yield from _as_text(plan, ids, labels, sample["document_ids"].tolist())
     else:
@@ -158,9 +162,15 @@ def _padding_apart(ids: list[int], labels: list[int], document: int | None) -> l
 
 
 def _as_text(
-    plan: DataPlan, ids: list[int], labels: list[int], documents: list[int | None]
+    plan: DataPlan,
+    ids: list[int],
+    labels: list[int],
+    documents: list[int | None],
+    *,
+    shift: int = 1,
 ) -> Iterator[Token]:
-    counts = [False, *(label != IGNORE_INDEX for label in labels[:-1])]
+    """The tokens of a row; the label of token i is at place i - shift."""
+    counts = [False] * shift + [label != IGNORE_INDEX for label in labels[: len(labels) - shift]]
     for text, in_loss, document in zip(token_texts(plan, ids), counts, documents, strict=True):
         yield Token(text=text, in_loss=in_loss, document=document)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import parts_of, prepare_shards
 from colotrain.data.read.draws import kept_generators, seed_draws
+from colotrain.data.read.masking import open_masked
 from colotrain.data.read.mixtures import Mixture, MixtureOrder
 from colotrain.data.read.packing import IGNORE_INDEX, TokenSamples, pack
 from colotrain.data.read.samples import StreamSamples, user_samples
@@ -69,7 +70,8 @@ def open_samples(plan: DataPlan, split: Split, *, cache: Path | None = None) -> 
     if plan.source == "target":
         return user_samples(plan, split)
     parts = parts_of(plan)
-    opened = [pack(prepare_shards(part, cache=cache), part, split) for part in parts]
+    pack_ = pack if plan.masked is None else open_masked
+    opened = [pack_(prepare_shards(part, cache=cache), part, split) for part in parts]
     if plan.source != "mixture":
         return opened[0]
     return Mixture(opened, [part.weight for part in plan.mixture])
@@ -127,11 +129,13 @@ def _refuse_rules_of_metrics(plan: RunPlan) -> None:
 def planned_draw_seed(samples: Samples, plan: RunPlan) -> int | None:
     """The seed of what samples draw at random; None for files and streams.
 
-    Files draw nothing, and a stream is read in one order whose draws are its own. Where several
-    ranks divide a sample, it has to be the same on each of them, so that a stream is seeded, too.
+    Files draw nothing but the tokens to hide, and a stream is read in one order whose draws are its
+    own. Where several ranks divide a sample, it has to be the same on each of them, so that a
+    stream is seeded, too.
     """
     of_its_own = isinstance(samples, StreamSamples) and plan.mesh.together == 1
-    return plan.train.seed if plan.data.source == "target" and not of_its_own else None
+    draws = plan.data.source == "target" or plan.data.masked is not None
+    return plan.train.seed if draws and not of_its_own else None
 
 
 def order_of(

@@ -2,7 +2,8 @@
 
 Sample i is `{"input_ids": int64[seq_len], "labels": int64[seq_len]}`; with `isolate` also
 `"document_ids"`, which number the documents of a sample from 0 (padding is -1). Labels are
-already shifted: a model does not shift them again. Everything is read from memory maps.
+already shifted: a model does not shift them again. For `data.read.masking` they are not shifted,
+and rows with padding have `document_ids`. Everything is read from memory maps.
 """
 
 from __future__ import annotations
@@ -30,29 +31,35 @@ class TokenSamples:
     """
 
     def __init__(
-        self, prepared: Prepared, split: Split, seq_len: int, *, isolate: bool = False
+        self,
+        prepared: Prepared,
+        split: Split,
+        seq_len: int,
+        *,
+        isolate: bool = False,
+        shift: int = 1,
     ) -> None:
-        self.seq_len, self.isolate = seq_len, isolate
+        self.seq_len, self.isolate, self.shift = seq_len, isolate, shift
         self._tokens = prepared.tokens(split)
         self._targets = prepared.targets(split)
         self._ends = prepared.document_ends(split) if isolate else None
         self._separator = prepared.separator
 
     def __len__(self) -> int:
-        return max(0, (len(self._tokens) - 1) // self.seq_len)
+        return max(0, (len(self._tokens) - self.shift) // self.seq_len)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = index * self.seq_len
-        stop = start + self.seq_len + 1
+        stop = start + self.seq_len + self.shift
         window = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
-        labels = window[1:]
+        labels = window[self.shift :]
         if self._targets is not None:
-            in_loss = torch.from_numpy(self._targets[start + 1 : stop].astype(bool))
+            in_loss = torch.from_numpy(self._targets[start + self.shift : stop].astype(bool))
             labels = torch.where(in_loss, labels, IGNORE_INDEX)
         if not self.isolate:
-            return {"input_ids": window[:-1], "labels": labels}
+            return {"input_ids": window[: self.seq_len], "labels": labels}
         documents = self._documents(start, stop)
         same = documents[1:] == documents[:-1]
         return {
@@ -85,11 +92,12 @@ class DocumentSamples:
         *,
         isolate: bool = False,
         most: int | None = None,
+        shift: int = 1,
     ) -> None:
         ends = prepared.document_ends(split)
         if ends is None:
             raise _no_documents("whole documents")
-        self.seq_len, self.isolate = seq_len, isolate
+        self.seq_len, self.isolate, self.shift = seq_len, isolate, shift
         self._tokens, self._targets = prepared.tokens(split), prepared.targets(split)
         self._ends = ends
         self._first = _rows(ends, seq_len, most)
@@ -109,7 +117,8 @@ class DocumentSamples:
             ids, targets = self._document(document)
             stop = at + len(ids)
             inputs[at:stop] = ids
-            labels[at : stop - 1] = torch.where(targets[1:], ids[1:], IGNORE_INDEX)
+            shifted = torch.where(targets, ids, IGNORE_INDEX)[self.shift :]
+            labels[at : at + len(shifted)] = shifted
             documents[at:stop] = document - first
             at = stop
         sample = {"input_ids": inputs, "labels": labels}
@@ -179,12 +188,14 @@ def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
 
 
 def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> Any:
+    shift = 1 if plan.masked is None else 0
     if packing == "stream":
-        return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate)
+        return TokenSamples(shard, split, plan.seq_len, isolate=plan.isolate, shift=shift)
     most = 1 if packing == "none" else None
     if plan.pairs:
         return PairSamples(DocumentSamples(shard, split, plan.seq_len, most=1))
-    return DocumentSamples(shard, split, plan.seq_len, isolate=plan.isolate, most=most)
+    isolate = plan.isolate or not shift
+    return DocumentSamples(shard, split, plan.seq_len, isolate=isolate, most=most, shift=shift)
 
 
 def _lengths(ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -28,7 +28,7 @@ from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_s
 from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
-from colotrain.models.huggingface_task import CAUSAL
+from colotrain.models.huggingface_task import CAUSAL, MASKED
 from colotrain.models.llm import LLM
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.objective import attach_
@@ -91,7 +91,9 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
     if task is CAUSAL:
         return {"remarks": tuple(_remarks(module))}
     unknown = f"another task ({type(module).__name__})"
-    return {"other_task": task.name, "samples": task.sample} if task else {"other_task": unknown}
+    if task is None:
+        return {"other_task": unknown}
+    return {"other_task": task.name, "samples": task.sample, "finds_hidden": task is MASKED}
 
 
 def _remarks(module: nn.Module) -> Iterator[str]:
@@ -122,11 +124,15 @@ def positions(module: nn.Module) -> dict[str, Any]:
     most = getattr(getattr(config, "text_config", None) or config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return {}
-    learned = any(
-        isinstance(m, nn.Embedding) and m.num_embeddings >= most and re.search("pos|wpe", name)
+    learned = [
+        m
         for name, m in module.named_modules()
-    )
-    return {"num_positions": most, "learned_positions": learned}
+        if isinstance(m, nn.Embedding) and m.num_embeddings >= most and re.search("pos|wpe", name)
+    ]
+    for embedding in learned:
+        if embedding.padding_idx is not None:  # RoBERTa's: positions count from the next one
+            most = min(most, embedding.num_embeddings - embedding.padding_idx - 1)
+    return {"num_positions": most, "learned_positions": bool(learned)}
 
 
 def tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:

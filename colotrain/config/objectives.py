@@ -1,4 +1,4 @@
-"""Settings that `train.objective=dpo` excludes."""
+"""Settings that a built-in objective (`train.objective`) excludes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from typing import Any
 from colotrain.config.schema import Config
 from colotrain.errors import Problem
 
-DPO = "under train.objective=dpo"
+Excluded = Iterator[tuple[str, Any, tuple[Any, ...], str]]
+"""Key, value, values that are allowed, and a reason."""
 
 
-def check_preferences(settings: Config) -> Iterator[Problem]:
-    """Yield what cannot be had together with a loss of preference pairs."""
-    if settings.train.objective != "dpo":
+def check_objective(settings: Config) -> Iterator[Problem]:
+    """Yield what cannot be had together with the objective."""
+    objective = settings.train.objective
+    if objective is None:
         return
-    for key, value, allowed, why in _excluded(settings):
+    under = f"under train.objective={objective}"
+    for key, value, allowed, why in EXCLUDED[objective](settings):
         if value not in allowed:
             shown = " or ".join("null" if v is None else f"{v}".lower() for v in allowed)
-            expected = f"{shown} {DPO}{why}"
+            expected = f"{shown} {under}{why}"
             yield Problem(key=key, value=value, expected=expected, fix=f"set {key}={shown}")
     resume = settings.checkpoint.resume
-    if resume not in ("auto", "none"):
-        expected = f"auto or none {DPO}, whose reference is the model as the run begins"
+    if objective == "dpo" and resume not in ("auto", "none"):
+        expected = f"auto or none {under}, whose reference is the model as the run begins"
         fix = "export that checkpoint (`colotrain export`), and name the directory in model.hf"
         yield Problem(key="checkpoint.resume", value=resume, expected=expected, fix=fix)
 
 
-def _excluded(settings: Config) -> Iterator[tuple[str, Any, tuple[Any, ...], str]]:
-    """Key, value, values that are allowed, and a reason."""
+def _dpo(settings: Config) -> Excluded:
     train, data, mesh = settings.train, settings.data, settings.mesh
     yield "train.loss", train.loss, (None,), ", which is the loss"
     yield "train.metrics", train.metrics, (None,), ", which has its own"
@@ -40,3 +42,15 @@ def _excluded(settings: Config) -> Iterator[tuple[str, Any, tuple[Any, ...], str
     yield "data.loss_on", data.loss_on, ("answers", "last"), ": prompts have no part in it"
     yield "mesh.cp", mesh.cp, (1,), ""
     yield "mesh.tp", mesh.tp, (1,), ""
+
+
+def _masked(settings: Config) -> Excluded:
+    data, mesh = settings.data, settings.mesh
+    yield "data.target", data.target, (None,), ", which hides tokens of files (data.path)"
+    yield "data.isolate", data.isolate, (False,), ""
+    yield "mesh.cp", mesh.cp, (1,), ""
+    yield "mesh.tp", mesh.tp, (1,), ""
+
+
+EXCLUDED = {"dpo": _dpo, "masked": _masked}
+"""Objective → function of the settings that yields what it excludes."""
