@@ -75,6 +75,8 @@ class RunDir:
     """Signatures of the plan and the configuration (`colotrain.runs.trust`)."""
     references_file = _At("references.safetensors")
     """Log-probabilities of preference pairs under the model as the run began."""
+    teacher = _At("teacher")
+    """What the teacher of a distillation says of the samples."""
     samples_file = _At("samples.jsonl")
     """Texts that the model wrote after evaluations: a JSON object per line."""
     cases = _At("cases")

@@ -43,6 +43,7 @@ AT_LEAST: dict[str, float] = {
     "cluster.nodes": 1,
     "cluster.procs_per_node": 1,
     "train.max_rollbacks": 1,
+    "train.distill.top_k": 1,
     "train.stop_early.patience": 1,
     "train.stop_early.min_delta": 0,
     **slurm.AT_LEAST,
@@ -62,12 +63,14 @@ ABOVE_ZERO = (
     "train.epochs",
     "train.grad_clip",
     "train.dpo.beta",
+    "train.distill.temperature",
     "checkpoint.minutes",
     "elastic.hang_timeout_s",
     "elastic.grace_s",
 )
 SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
+    "train.distill.alpha": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "train.masking.probability": ("a number above 0, and below 1", lambda x: 0 < x < 1),
     "optim.schedule.warmup_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),
     "optim.schedule.min_lr_ratio": ("a number from 0 to 1", lambda x: 0 <= x <= 1),

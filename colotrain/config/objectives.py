@@ -52,5 +52,13 @@ def _masked(settings: Config) -> Excluded:
     yield "mesh.tp", mesh.tp, (1,), ""
 
 
-EXCLUDED = {"dpo": _dpo, "masked": _masked}
+def _distill(settings: Config) -> Excluded:
+    train, data, mesh = settings.train, settings.data, settings.mesh
+    yield "train.loss", train.loss, (None,), ", which is the loss"
+    yield "data.target", data.target, (None,), ": the teacher reads files (data.path)"
+    yield "mesh.cp", mesh.cp, (1,), ""
+    yield "mesh.tp", mesh.tp, (1,), ""
+
+
+EXCLUDED = {"dpo": _dpo, "masked": _masked, "distill": _distill}
 """Objective → function of the settings that yields what it excludes."""

@@ -126,6 +126,21 @@ class Masking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Distill:
+    """Knowledge distillation."""
+
+    teacher: str | None = None
+    """A Hugging Face directory of a causal model with the vocabulary of the one that trains."""
+    top_k: int = 64
+    """Most probable tokens of each target whose probabilities are kept; the others have one
+    together."""
+    alpha: float = 0.5
+    """Weight of the teacher in the loss; that of the labels is the rest to 1."""
+    temperature: float = 1.0
+    """Divides the logits of both models in the teacher's part of the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """The training settings."""
 
@@ -166,14 +181,16 @@ class Train:
     the last checkpoint and skip the batches since then."""
     max_rollbacks: int = 3
     """How often `train.on_nonfinite=rollback` may go back before the run ends."""
-    objective: Literal["dpo", "masked"] | None = None
+    objective: Literal["dpo", "masked", "distill"] | None = None
     """dpo: preference pairs (`prompt`, `chosen`, `rejected`) against the model as the run begins;
-    masked: hidden tokens of text, for BERT and its like; null: the loss of the model, or
-    `train.loss`."""
+    masked: hidden tokens of text, for BERT and its like; distill: labels and a teacher's
+    probabilities; null: the loss of the model, or `train.loss`."""
     dpo: DPO = field(default_factory=DPO)
     """Settings of `train.objective=dpo`."""
     masking: Masking = field(default_factory=Masking)
     """Settings of `train.objective=masked`."""
+    distill: Distill = field(default_factory=Distill)
+    """Settings of `train.objective=distill`."""
     loss: str | None = None
     """`package.module:callable` of (batch, outputs) that returns (sum, count), or a mean over the
     targets; null: the model's forward has the loss."""

@@ -17,8 +17,11 @@ from colotrain.data.read.loader import (
 )
 from colotrain.data.read.references import WithReferences
 from colotrain.data.read.samples import rest_of
+from colotrain.data.read.teacher import WithTeacher
 from colotrain.dotted import import_target
+from colotrain.engine.teacher import folder_of
 from colotrain.models.seeding import seeded
+from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
 
@@ -36,14 +39,16 @@ def import_targets(plan: RunPlan) -> None:
                 import_target(key, dotted)
 
 
-def open_loaders(plan: RunPlan, rank: int) -> tuple[BatchLoader, BatchLoader | None]:
+def open_loaders(
+    plan: RunPlan, rank: int, rundir: RunDir
+) -> tuple[BatchLoader, BatchLoader | None]:
     """Return the micro-batches of both splits; None where there is no validation split."""
     train = _open(plan, "train")
     rest = rest_of(train)
-    found = _loader(plan, "train", train, rank)
+    found = _loader(plan, "train", train, rank, rundir)
     assert found is not None, "training data without samples is refused"
     validation = _open(plan, "validation") if rest is None else rest
-    return found, _loader(plan, "validation", validation, rank)
+    return found, _loader(plan, "validation", validation, rank, rundir)
 
 
 def _open(plan: RunPlan, split: Split) -> Samples:
@@ -51,13 +56,15 @@ def _open(plan: RunPlan, split: Split) -> Samples:
         return open_samples(plan.data, split)
 
 
-def _loader(plan: RunPlan, split: Split, samples: Samples, rank: int) -> BatchLoader | None:
+def _loader(
+    plan: RunPlan, split: Split, samples: Samples, rank: int, rundir: RunDir
+) -> BatchLoader | None:
     end = count_evaluated(samples, plan) or None if split == "validation" else None
     if split == "validation" and len(samples) == 0:
         return None
     order = planned_order(samples, plan, split)
     loader = BatchLoader(
-        WithReferences(samples) if plan.data.pairs else samples,
+        _with_more(samples, plan, split, rundir),
         order,
         plan.batch,
         rank=plan.mesh.data_rank(rank),
@@ -66,6 +73,16 @@ def _loader(plan: RunPlan, split: Split, samples: Samples, rank: int) -> BatchLo
         collate=planned_collate(plan.data),
     )
     return read_ahead(loader, plan)
+
+
+def _with_more(samples: Samples, plan: RunPlan, split: Split, rundir: RunDir) -> Samples:
+    """Samples with the entries that a pass before the first step computes."""
+    if plan.data.pairs:
+        return WithReferences(samples)
+    if plan.model.distill is None:
+        return samples
+    width = 2 * plan.model.distill.top_k + 1
+    return WithTeacher(samples, folder_of(plan, rundir), split, width)
 
 
 def first_micro_batch(data: BatchLoader) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
     done = len(ids)
     with torch.no_grad(), unchanged(model, run.device):
         for start in range(0, len(ids), size * world):
-            if _is_to_stop(run):
+            if is_to_stop(run):
                 done = start
                 break
             run.at("reference")
@@ -109,7 +109,7 @@ def compute(run: Run, loader: BatchLoader, ids: np.ndarray[Any, Any]) -> Tensor:
     return shared.cpu()
 
 
-def _is_to_stop(run: Run) -> bool:
+def is_to_stop(run: Run) -> bool:
     """Whether any rank is asked to stop; `run.stop_reason` is set then. All ranks must call."""
     own = run.reason_to_stop()
     asked = torch.tensor(float(own is not None), device=run.device)

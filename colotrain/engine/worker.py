@@ -58,6 +58,7 @@ from colotrain.engine.sharding.sharded_model import (
 )
 from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import install
+from colotrain.engine.teacher import ask_teacher_
 from colotrain.engine.tensor_parallel import TensorParts, divide_parameters_among_ranks_
 from colotrain.errors import ColotrainError
 from colotrain.events.heartbeats import HeartbeatWriter
@@ -125,7 +126,7 @@ def prepare(
     resumed = choose_checkpoint(plan, rundir, events, unless_before=copied.step if copied else 0)
     copied = copied if resumed is None else None
     import_targets(plan)
-    train_data, validation_data = open_loaders(plan, rank)
+    train_data, validation_data = open_loaders(plan, rank, rundir)
     model = build(plan.model, seed=seed)
     attach_(model, plan.model)
     if rank == 0 and hasattr(model, KEEPS_VALUES):
@@ -176,6 +177,8 @@ def prepare(
         run.metrics = import_target("train.metrics", plan.train.metrics)
     if plan.data.pairs:
         add_references_(run)
+    elif plan.model.distill is not None:
+        ask_teacher_(run)
     seed_all(seed * 100_003 + rank // plan.mesh.tp)  # dropout differs where activations do
     if copied is not None:
         memory_state.restore(run, copied)

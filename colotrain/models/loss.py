@@ -26,6 +26,9 @@ GPU_CHUNK_LOGITS = 1 << 26
 each matmul reads all of the head's weight, and adds to all of its gradient, for little work."""
 _device_type: ContextVar[str | None] = ContextVar("device_type", default=None)
 _by_token: ContextVar[bool] = ContextVar("by_token", default=False)
+Compute = Callable[[Tensor, Tensor, Tensor | None, Tensor, "Logits"], Tensor]
+"""(hidden states, head's weight, its bias, labels, what logits are) → what stands for the loss."""
+_compute: ContextVar[Compute | None] = ContextVar("compute", default=None)
 
 
 @contextmanager
@@ -48,8 +51,19 @@ def by_token() -> Iterator[None]:
         _by_token.reset(before)
 
 
+@contextmanager
+def computing(compute: Compute) -> Iterator[None]:
+    """Let `cross_entropy` return what `compute` makes of its arguments."""
+    before = _compute.set(compute)
+    try:
+        yield
+    finally:
+        _compute.reset(before)
+
+
 def reduction() -> str:
     """What torch's `cross_entropy` calls the sum, or within `by_token` no sum."""
+    assert _compute.get() is None, "this model computes all logits, which is refused"
     return "none" if _by_token.get() else "sum"
 
 
@@ -101,6 +115,8 @@ def cross_entropy(
     Large-Vocabulary Language Models" (Wijmans et al. 2024) and Liger Kernel (Hsu et al. 2024):
     a separate backward pass would compute every logit again.
     """
+    if (compute := _compute.get()) is not None:
+        return compute(x, weight, bias, labels, logits)
     if _by_token.get():
         each: Tensor = _TokenLosses.apply(x, weight, bias, labels, logits)
         return each

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from colotrain.dotted import import_target
-from colotrain.models import preferences
+from colotrain.models import distillation, preferences
 from colotrain.models.loss import by_token
 from colotrain.spec.plan import ModelPlan
 
@@ -27,8 +27,10 @@ class Objective:
     setting: str
     loss: Callable[[Mapping[str, Tensor], Any], Any]
     inputs: Callable[[Mapping[str, Tensor]], dict[str, Any]]
-    context: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of forward."""
+    context: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]] = lambda batch: (
+        nullcontext()
+    )
+    """Context of forward, of a batch."""
 
 
 def attach_(model: nn.Module, plan: ModelPlan) -> None:
@@ -44,7 +46,16 @@ def attach_(model: nn.Module, plan: ModelPlan) -> None:
     elif plan.dpo_beta is not None:
         own = functools.partial(preferences.loss_of, beta=plan.dpo_beta)
         setting = "train.objective=dpo"
-        model.__dict__[_OBJECTIVE] = Objective(setting, own, preferences.inputs_of, by_token)
+        model.__dict__[_OBJECTIVE] = Objective(
+            setting, own, preferences.inputs_of, lambda batch: by_token()
+        )
+    elif plan.distill is not None:
+        model.__dict__[_OBJECTIVE] = Objective(
+            "train.objective=distill",
+            lambda batch, output: output,
+            distillation.inputs_of,
+            functools.partial(distillation.learning_from_teacher, plan=plan.distill),
+        )
 
 
 def objective_of(model: nn.Module) -> Objective | None:
@@ -60,7 +71,7 @@ def output_of(
     The output of forward is appended to `seen`.
     """
     objective = objective_of(model)
-    with nullcontext() if objective is None else objective.context():
+    with nullcontext() if objective is None else objective.context(batch):
         output = model(**inputs_of(model, batch))
     if seen is not None:
         seen.append(output)

@@ -12,6 +12,7 @@ from colotrain.config.schema import Config, Freeze, Optim
 from colotrain.config.schema_data import Data
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
+from colotrain.planner.distillation import check_distillation
 from colotrain.planner.scale import Scale, mesh_of, touches
 from colotrain.spec.optimizers import ELEMENTWISE
 from colotrain.spec.plan import (
@@ -58,6 +59,7 @@ def survey_model(
     if not touches(problems, ("data",)):
         problems += _check_task(settings, model, found)
         problems += _check_preferences(settings, model, found)
+        problems += check_distillation(settings, model, found, survey)
         problems += _check_text_samples(settings, model, found)
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)

@@ -17,6 +17,7 @@ from colotrain.config.schema import Config, Elastic, Freeze, Optim, Train
 from colotrain.config.schema_observe import Observe
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import SearchSpace
+from colotrain.planner.distillation import distill_plan
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
 from colotrain.planner.evaluations import CountValidation, num_validation, stop_early_plan
@@ -206,6 +207,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         adapter=plan_adapter(settings.adapter, problems),
         loss=settings.train.loss,
         dpo_beta=settings.train.dpo.beta if settings.train.objective == "dpo" else None,
+        distill=distill_plan(settings, problems),
         tp_plan=settings.mesh.tp_plan,
     )
 

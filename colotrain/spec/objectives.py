@@ -1,4 +1,4 @@
-"""Settings of objectives that make their own targets, all resolved. Standard library only."""
+"""Settings of the built-in objectives, all resolved. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,3 +21,16 @@ class MaskedPlan:
     """Tokens that are never targets."""
     vocab_size: int
     """Random tokens are below this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillPlan:
+    """Distillation: the teacher, and its part in the loss."""
+
+    teacher: str
+    """A Hugging Face model directory."""
+    top_k: int
+    """Tokens whose probabilities the teacher tells; the others have one together."""
+    alpha: float
+    """Weight of the teacher; that of the labels is the rest to 1."""
+    temperature: float

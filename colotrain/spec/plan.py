@@ -15,7 +15,7 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
-from colotrain.spec.objectives import MaskedPlan
+from colotrain.spec.objectives import DistillPlan, MaskedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
 from colotrain.spec.plugins import Gradients, ParametersLive
@@ -140,6 +140,8 @@ class ModelPlan:
     """`package.module:callable` of a batch and the model's outputs; None: forward has the loss."""
     dpo_beta: float | None = None
     """Weight of the rewards' difference in the loss of preference pairs; None: no such loss."""
+    distill: DistillPlan | None = None
+    """Distillation from a teacher; None: no such loss."""
     tp_plan: dict[str, str] = field(default_factory=dict)
     """Glob on modules → how ranks divide them; empty for models that say so themselves."""
 

@@ -40,6 +40,8 @@ class Survey:
     """Whether positions have an embedding, so that longer samples are impossible."""
     isolates: bool = False
     """Whether the model takes `document_ids` and keeps attention within documents."""
+    chunks_loss: bool = False
+    """Whether the loss is computed chunk by chunk, by colotrain alone."""
     scores_tokens: bool = False
     """Whether the loss of each token is known, not only of all together."""
     other_task: str = ""

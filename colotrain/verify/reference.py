@@ -35,6 +35,7 @@ from colotrain.models.seeding import seeded
 from colotrain.spec.plan import FreezePlan, RunPlan
 from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import TorchDispatchMode, tree_leaves
+from colotrain.verify.distillation import WithTeacher
 from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.optimizers import optimizer_of
 from colotrain.verify.preferences import TwoModels
@@ -136,7 +137,11 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     model.to(dtype)
     begin_training_(model)
     serve_signals_(model)
-    two_models = TwoModels(plan, dtype) if plan.data.pairs else None
+    two_models: TwoModels | WithTeacher | None = None
+    if plan.data.pairs:
+        two_models = TwoModels(plan, dtype)
+    elif plan.model.distill is not None:
+        two_models = WithTeacher(plan, dtype)
     draws, seen = False, _Dtypes()
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)

@@ -32,14 +32,13 @@ def make_directory(kind: str, folder: Path, **llama: int) -> Path:
     if kind == "llama":
         config: Any = transformers.LlamaConfig(
             hidden_size=24,
-            intermediate_size=40,
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
             initializer_range=0.1,
             bos_token_id=None,
             eos_token_id=0,
-            **{"vocab_size": VOCAB, "max_position_embeddings": 32} | llama,
+            **{"vocab_size": VOCAB, "max_position_embeddings": 32, "intermediate_size": 40} | llama,
         )
     else:
         config = transformers.GPT2Config(

@@ -25,6 +25,7 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
+from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
@@ -75,6 +76,10 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         built_whole=whole,
         uses_transformers=any("transformers" in type(m).__module__ for m in module.modules()),
         **huggingface_task(module, model),
+        chunks_loss=isinstance(module, LLM)
+        or (
+            task_in(module) is CAUSAL and not (balances_experts(module) or holds_all_logits(module))
+        ),
         scores_tokens=isinstance(module, LLM)
         or (task_in(module) is CAUSAL and not balances_experts(module)),
         isolates=DOCUMENT_IDS in inspect.signature(module.forward).parameters,
@@ -183,6 +188,9 @@ def trace_micro_batch(
         apply_styles_(module, divisions, tensors)
     try:
         sample = one_sample(data)
+        if model.distill is not None:
+            shape = (data.seq_len, 2 * model.distill.top_k + 1)
+            sample[TEACHER] = torch.empty(shape, dtype=torch.int32, device="meta")
         found = trace(
             module,
             sample,

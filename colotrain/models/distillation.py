@@ -1,0 +1,102 @@
+"""Knowledge distillation (Hinton et al. 2015) from the teacher's most probable tokens.
+
+With p and q the teacher's and the student's probabilities at temperature T, the loss of a target is
+α T² KL(p ‖ q) + (1 - α) · cross-entropy. Of p only the top k are known, and the sum of all others:
+KL is that of distributions over k + 1 outcomes, of which the last stands for all other tokens. So
+the loss is least where q equals p in the top k. With p scaled to a sum of 1 over these, a student
+learns too much certainty (Anshumann et al. 2025, "Sparse Logit Sampling").
+
+A row of a batch's `teacher` [..., 2k + 1] is int32: the top k tokens, the bits of their float32
+log-probabilities, and those of the log-probability of all others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colotrain.models.loss import IGNORE_INDEX, Logits, computing, in_chunks, rows_at_once, shape_
+from colotrain.spec.objectives import DistillPlan
+
+TEACHER = "teacher"
+"""Entry of a batch with the teacher's rows."""
+
+
+def inputs_of(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What forward gets: all but the teacher's rows."""
+    return {name: tensor for name, tensor in batch.items() if name != TEACHER}
+
+
+def learning_from_teacher(
+    batch: Mapping[str, Tensor], *, plan: DistillPlan
+) -> AbstractContextManager[None]:
+    """Context in which a causal model's loss is that of distillation."""
+    teacher = batch[TEACHER].flatten(0, -2)
+
+    def loss(
+        x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
+    ) -> Tensor:
+        rows = torch.cat([labels.int().unsqueeze(1), teacher], 1)
+        return in_chunks(x, weight, bias, rows, functools.partial(_chunk, shape=shape, plan=plan))
+
+    return computing(loss)
+
+
+def as_teacher(plan: DistillPlan) -> AbstractContextManager[None]:
+    """Context in which a causal model returns its rows [tokens, 2k + 1] instead of a loss."""
+
+    def rows_of(
+        x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: Logits
+    ) -> Tensor:
+        found = torch.empty(len(x), 2 * plan.top_k + 1, dtype=torch.int32, device=x.device)
+        step = rows_at_once(weight)
+        for start in range(0, len(x), step):
+            products = F.linear(x[start : start + step], weight, bias)
+            logits, _ = shape_(products.to(torch.promote_types(x.dtype, torch.float32)), shape)
+            logs = logits.div_(plan.temperature).log_softmax(1)
+            top = logs.topk(plan.top_k)
+            rest = logs.exp_().scatter_(1, top.indices, 0.0).sum(1, keepdim=True).log()
+            bits = torch.cat([top.values, rest], 1).float().view(torch.int32)
+            found[start : start + step] = torch.cat([top.indices.int(), bits], 1)
+        return found
+
+    return computing(rows_of)
+
+
+def _chunk(
+    products: Tensor, rows: Tensor, *, shape: Logits, plan: DistillPlan
+) -> tuple[Tensor, Tensor]:
+    """Losses of some rows, and their gradients with respect to the products, which are lost."""
+    k, heat, alpha = plan.top_k, plan.temperature, plan.alpha
+    labels, ids = rows[:, 0].long(), rows[:, 1 : k + 1].long()
+    logs = rows[:, k + 1 :].contiguous().view(torch.float32).to(products.dtype)
+    logits, damping = shape_(products, shape)
+    valid = labels != IGNORE_INDEX
+    index = labels.where(valid, 0).unsqueeze(1)
+    hard = logits.log_softmax(1)
+    losses = -(1.0 - alpha) * hard.gather(1, index).squeeze(1)
+    slope = hard.exp_()
+    slope.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=slope.dtype))
+    slope *= 1.0 - alpha
+    soft = logits.div_(heat).log_softmax(1)
+    known = soft.gather(1, ids)
+    soft.exp_()
+    top = soft.gather(1, ids)
+    soft.scatter_(1, ids, 0.0)
+    p, rest = logs[:, :k].exp(), logs[:, k].exp()
+    left = soft.sum(1).clamp(min=torch.finfo(soft.dtype).tiny)
+    of_rest = torch.where(rest == 0, 0.0, rest * (logs[:, k] - left.log()))
+    losses += alpha * heat**2 * ((p * (logs[:, :k] - known)).sum(1) + of_rest)
+    soft *= (1.0 - rest / left).unsqueeze(1)
+    slope.add_(soft.scatter_(1, ids, top - p), alpha=alpha * heat)
+    losses = losses.where(valid, 0.0)
+    slope *= valid.unsqueeze(1)
+    if damping is not None:
+        slope *= damping
+    return losses, slope if shape.scale == 1.0 else slope.mul_(shape.scale)

@@ -1,0 +1,88 @@
+"""The teacher of a distillation, and checks of it beside the model that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from colotrain.config.schema import Config
+from colotrain.data.prepare import vocabulary
+from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.spec.objectives import DistillPlan
+from colotrain.spec.plan import FreezePlan, ModelPlan
+from colotrain.spec.survey import Survey
+
+TEACHER = "train.distill.teacher"
+
+
+def distill_plan(settings: Config, problems: list[Problem]) -> DistillPlan | None:
+    """The resolved `train.distill`; None under other objectives, and without a teacher."""
+    distill = settings.train.distill
+    if settings.train.objective != "distill":
+        return None
+    if distill.teacher is None:
+        fix = "name a Hugging Face directory"
+        expected = "a teacher under train.objective=distill"
+        problems.append(Problem(key=TEACHER, expected=expected, fix=fix))
+        return None
+    return DistillPlan(
+        teacher=str(Path(distill.teacher).expanduser().absolute()),
+        top_k=distill.top_k,
+        alpha=distill.alpha,
+        temperature=distill.temperature,
+    )
+
+
+def check_distillation(
+    settings: Config,
+    model: ModelPlan,
+    student: Survey,
+    survey: Callable[[ModelPlan, FreezePlan, int], Survey],
+) -> Iterator[Problem]:
+    """Problems of a teacher that cannot teach the model."""
+    plan, data = model.distill, settings.data
+    if plan is None:
+        return
+    causal = "a causal model whose loss is computed chunk by chunk (docs/models.md)"
+    if not student.chunks_loss:
+        fix = "set train.objective=null"
+        yield Problem(key=model.key, value=model.value, expected=causal, fix=fix)
+    if student.vocab_size is not None and plan.top_k > student.vocab_size:
+        expected = f"at most {student.vocab_size}, the size of the vocabulary"
+        yield Problem(key="train.distill.top_k", value=plan.top_k, expected=expected)
+    try:
+        teacher = survey(ModelPlan(target="", hf=plan.teacher), FreezePlan(), data.seq_len)
+    except ConfigError as error:
+        for found in error.problems:
+            yield Problem(key=TEACHER, value=plan.teacher, expected=found.expected, fix=found.fix)
+        return
+    except ColotrainError as error:
+        yield Problem(key=TEACHER, value=plan.teacher, expected=error.problem, fix=error.fix)
+        return
+    for wrong, expected in (
+        (not teacher.chunks_loss, causal),
+        (
+            teacher.vocab_size != student.vocab_size,
+            f"a vocabulary of {student.vocab_size} tokens, that of the model "
+            f"(it has {teacher.vocab_size})",
+        ),
+        (
+            not _same_tokens(plan.teacher, data.tokenizer),
+            f"the tokens of data.tokenizer={data.tokenizer} (its tokenizer.json has others)",
+        ),
+        (data.isolate and not teacher.isolates, "a model that takes document_ids (data.isolate)"),
+        (
+            teacher.num_positions is not None and data.seq_len > teacher.num_positions,
+            f"a model of at least data.seq_len={data.seq_len} positions",
+        ),
+    ):
+        if wrong:
+            yield Problem(key=TEACHER, value=plan.teacher, expected=expected)
+
+
+def _same_tokens(teacher: str, tokenizer: str) -> bool:
+    """Whether both have the same tokens, as far as it is known."""
+    own, other = vocabulary.tokenizer_file(tokenizer), vocabulary.tokenizer_file(teacher)
+    if own is None or other is None or not (own.is_file() and other.is_file()):
+        return True
+    return vocabulary.load(own).get_vocab() == vocabulary.load(other).get_vocab()

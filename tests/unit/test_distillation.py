@@ -1,0 +1,153 @@
+"""Distillation: the chunked loss and its gradients are those of the formula in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colotrain.data.read.teacher import WithTeacher
+from colotrain.engine import teacher
+from colotrain.models import loss as chunked
+from colotrain.models.distillation import TEACHER, as_teacher, learning_from_teacher
+from colotrain.models.llm import LLM
+from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy
+from colotrain.spec.objectives import DistillPlan
+
+ROWS, WIDTH, VOCAB = 11, 6, 17
+
+
+def plan_of(**changes: Any) -> DistillPlan:
+    settings = {"teacher": "", "top_k": 5, "alpha": 0.7, "temperature": 1.7}
+    return DistillPlan(**{**settings, **changes})
+
+
+def plain(taught: Tensor, logits: Tensor, labels: Tensor, plan: DistillPlan) -> Tensor:
+    """The formula, from all logits: KL over the top k and one outcome for all others."""
+    total = torch.zeros((), dtype=logits.dtype)
+    for theirs, ours, label in zip(taught, logits, labels.tolist(), strict=True):
+        if label == IGNORE_INDEX:
+            continue
+        p, q = ((row / plan.temperature).softmax(0) for row in (theirs, ours))
+        top = set(p.topk(plan.top_k).indices.tolist())
+        rest = [token for token in range(len(p)) if token not in top]
+        kl = sum(p[token] * (p[token] / q[token]).log() for token in top)
+        if rest:
+            kl = kl + p[rest].sum() * (p[rest].sum() / q[rest].sum()).log()
+        hard = -ours.log_softmax(0)[label]
+        total = total + plan.alpha * plan.temperature**2 * kl + (1 - plan.alpha) * hard
+    return total
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    [
+        ({}, Logits()),
+        ({"alpha": 1.0, "temperature": 1.0, "top_k": 1}, Logits(scale=0.5)),
+        ({"alpha": 0.0}, Logits(cap=2.0)),
+        ({"top_k": VOCAB}, Logits(scale=3.0, cap=4.0)),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_formula(
+    changes: dict[str, Any], shape: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 4 * VOCAB)  # chunks of four rows
+    plan, draw = plan_of(**changes), torch.Generator().manual_seed(torch.seed() % 2**31)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=torch.float64, generator=draw)
+
+    labels = torch.randint(VOCAB, (ROWS,), generator=draw)
+    labels[3] = IGNORE_INDEX
+    teacher_x, teacher_weight = random(ROWS, WIDTH), random(VOCAB, WIDTH)
+    x, weight, bias = (
+        random(*s).requires_grad_() for s in ((ROWS, WIDTH), (VOCAB, WIDTH), (VOCAB,))
+    )
+
+    def shaped(products: Tensor) -> Tensor:
+        products = products * shape.scale
+        return products if shape.cap is None else shape.cap * (products / shape.cap).tanh()
+
+    wanted = plain(teacher_x @ teacher_weight.T, shaped(x @ weight.T + bias), labels, plan)
+    gradients = torch.autograd.grad(wanted, (x, weight, bias))
+    with as_teacher(plan):
+        rows = cross_entropy(teacher_x, teacher_weight, labels)
+    assert rows.dtype == torch.int32
+    with learning_from_teacher({TEACHER: rows.unsqueeze(0)}, plan=plan):
+        found = cross_entropy(x, weight, labels, bias=bias, logits=shape)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)  # log p is kept in float32
+    for mine, theirs in zip(torch.autograd.grad(found, (x, weight, bias)), gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
+    torch.manual_seed(0)
+    model = LLM(vocab_size=VOCAB, d_model=8, num_layers=1, num_heads=1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    ids = torch.randint(VOCAB, (2, 6))
+    plan = plan_of(alpha=1.0)
+    with torch.no_grad(), as_teacher(plan):
+        rows = model(input_ids=ids, labels=ids)[0].unflatten(0, ids.shape)
+    with learning_from_teacher({TEACHER: rows}, plan=plan):
+        loss, count = model(input_ids=ids, labels=ids)
+    loss.backward()
+    assert count == ids.numel()
+    assert abs(loss.item()) < 1e-5
+    assert max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None) < 1e-5
+
+
+def test_a_run_that_is_asked_to_stop_keeps_what_its_teacher_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It stops before the next micro-batch, and the samples computed so far are in a file."""
+    torch.manual_seed(1)
+    model = LLM(vocab_size=VOCAB, d_model=8, num_layers=1, num_heads=1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    own = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCAB, (10, 6))]
+    plan, reasons = plan_of(), [None, None, "SIGTERM"]
+    run: Any = SimpleNamespace(
+        plan=SimpleNamespace(
+            batch=SimpleNamespace(micro_batch=3), model=SimpleNamespace(distill=plan)
+        ),
+        **{"device": torch.device("cpu"), "rank": 0, "stop_reason": None, "at": lambda phase: None},
+        reason_to_stop=lambda: reasons.pop(0) if reasons else None,
+    )
+    samples, whole = (WithTeacher(own, tmp_path / name, "train", 11) for name in ("a", "b"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        teacher.compute(run, model, samples, [*range(10)])
+        assert run.stop_reason == "SIGTERM"
+        run.stop_reason = None
+        teacher.compute(run, model, whole, [*range(10)])
+    finally:
+        dist.destroy_process_group()
+    assert [samples.knows(index) for index in range(10)] == 6 * [True] + 4 * [False]
+    assert all(whole.knows(index) for index in range(10))
+    assert all(torch.equal(samples[i]["teacher"], whole[i]["teacher"]) for i in range(6))
+    logits = model(input_ids=own[9]["input_ids"][None])[0]
+    tokens, logs = whole[9]["teacher"][:, :5], whole[9]["teacher"][:, 5:10].contiguous()
+    wanted = (logits / plan.temperature).log_softmax(1).topk(5)
+    assert torch.equal(tokens.long(), wanted.indices)
+    torch.testing.assert_close(logs.view(torch.float32), wanted.values)
+
+
+def test_what_is_not_known_of_a_sample_has_no_loss_and_files_are_found_later(
+    tmp_path: Path,
+) -> None:
+    own = [{"labels": torch.zeros(4, dtype=torch.int64)} for _ in range(3)]
+    reader, writer = (WithTeacher(own, tmp_path / "rows", "train", 5) for _ in range(2))
+    assert reader[1]["teacher"].view(torch.float32).isnan().all()
+    rows = torch.randint(9, (2, 4, 5), dtype=torch.int32)
+    writer.write([2, 0], [*rows])
+    assert [reader.knows(index) for index in range(3)] == [True, False, True]
+    assert torch.equal(reader[2]["teacher"], rows[0])
+    assert torch.equal(reader[0]["teacher"], rows[1])
+    assert not WithTeacher(own, tmp_path / "rows", "validation", 5).knows(0)
+    assert [path.suffix for path in (tmp_path / "rows").iterdir()] == [".safetensors"]
