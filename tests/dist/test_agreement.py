@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from colotrain.engine.agreement import check_alike, check_filled_alike
 from colotrain.engine.inputs import open_loaders
 from colotrain.errors import ColotrainError
 from colotrain.models.loading import build
+from colotrain.rundir import RunDir
 from colotrain.spec.plan import ModelPlan, RunPlan
 from tests.dist.test_transport import run
 
@@ -48,11 +50,11 @@ def numbers_of(loader: BatchLoader | None) -> list[float]:
     return [loader.samples[i]["x"].item() for i in range(len(loader.samples))]
 
 
-def test_builders_draw_the_same_numbers_in_every_call() -> None:
+def test_builders_draw_the_same_numbers_in_every_call(tmp_path: Path) -> None:
     plan, found = plan_of_data(2), []
     for seed in (1, 2):  # whatever was drawn before
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-        loaders = open_loaders(plan, 0)
+        loaders = open_loaders(plan, 0, RunDir(tmp_path))
         splits = [numbers_of(loader) for loader in loaders]
         datasets = {id(loader.samples.dataset) for loader in loaders if loader is not None}
         assert len(datasets) == 1  # built once, for both splits
