@@ -1,4 +1,4 @@
-"""Ends this process together with another one."""
+"""Ends this process together with another one, and waits for the end of others."""
 
 from __future__ import annotations
 
@@ -23,3 +23,20 @@ def _wait_and_die(pid: int) -> None:
         while os.path.exists(f"/proc/{pid}"):
             time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def has_ended(pid: int, *, within_s: float = 0.0) -> bool:
+    """Wait at most `within_s` seconds for the end of any process; True if it has ended."""
+    deadline = time.monotonic() + within_s
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # pidfd is not supported
+        while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not os.path.exists(f"/proc/{pid}")
+    try:
+        return bool(select.select([fd], [], [], within_s)[0])
+    finally:
+        os.close(fd)

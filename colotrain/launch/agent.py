@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from colotrain.launch.forkserver import without_results, work
+from colotrain.launch.forkserver import how_server_ended, without_results, work
 from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Stopped
 from colotrain.launch.rendezvous import Rendezvous
@@ -88,6 +88,9 @@ class Agent(LocalElasticAgent):
     def _record_failure(self, result: RunResult) -> None:
         """Record the exits; allow no further restart where it cannot help."""
         launch = self.launch
+        ended = how_server_ended()
+        if ended:  # multiprocessing says of every worker that it ended with exit code 255
+            launch.watch.end_orphans(f"the fork server, which starts this machine's ranks, {ended}")
         launch.catch_up()
         launch.record_exits(worker_exits(self.logs, self._pcontext, result.failures))
         final = any(x.exit_code == WORKER_FINAL for x in launch.exits)

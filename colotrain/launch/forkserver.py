@@ -1,7 +1,7 @@
 """Fork server: imports torch once, and every worker is forked from it and starts without a wait.
 
 The server touches no device and starts no threads, so forking it is safe. Each worker watches its
-launcher and exits when the launcher does.
+launcher and the server, and exits when one of them does.
 """
 
 from __future__ import annotations
@@ -95,6 +95,22 @@ def _end_server() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def how_server_ended() -> str:
+    """Return how the server ended, for example `was killed by SIGKILL`; empty while it runs."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if not pid:
+        return ""
+    try:  # without reaping it: multiprocessing does, when it starts another
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return ""
+    if found is None:
+        return ""
+    if found.si_code == os.CLD_EXITED:
+        return f"ended with exit code {found.si_status}"
+    return f"was killed by {signal.Signals(found.si_status).name}"
+
+
 def import_agent() -> None:
     """Import torch's elastic agent; called where the launcher has to wait anyway."""
     import_quickly("torch.distributed.elastic.agent.server.local_elastic_agent")
@@ -181,6 +197,7 @@ def work(module: str, rundir: str, launcher: int, copies: list[str]) -> None:
     broken process group may wait for its peers.
     """
     die_with(launcher)
+    die_with(os.getppid())  # without the server, nobody learns how this process ends
     if copies:
         os.environ[MEMORY_FILES] = copies[int(os.environ["LOCAL_RANK"])]
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")

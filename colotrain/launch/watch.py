@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from colotrain.events.heartbeats import Heartbeat, read_heartbeats
+from colotrain.parent_process import has_ended
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
 
@@ -24,6 +25,8 @@ SLEPT_S = 10.0
 """Seconds between two checks after which this launcher itself was suspended (Ctrl-Z, SLURM)."""
 DUMP_S = 1.0
 """Seconds that a rank is given to write its stack."""
+ORPHANS_S = 10.0
+"""Seconds in which a killed rank must be gone."""
 DEPTH = 4
 """Number of innermost frames in which a collective shows that a rank waits for others."""
 
@@ -123,6 +126,20 @@ class Watch:
         self.verdict, self.is_final = verdict, True
         for pid in self.pids().values():
             _signal(pid, signal.SIGKILL)
+
+    def end_orphans(self, verdict: str) -> None:
+        """Kill this machine's ranks, whose parent has ended, and see to it that they are gone.
+
+        A rank that goes on beside its successor would write to the same run directory.
+        """
+        self.verdict = f"{verdict}, so its ranks were ended"
+        pids = list(self.pids().values())
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+        left = [pid for pid in pids if not has_ended(pid, within_s=ORPHANS_S)]
+        if left:
+            self.verdict += f"; process {left[0]} cannot be ended, so the run is not restarted"
+            self.is_final = True
 
     def _check_stop(self, here: dict[int, Heartbeat], asked: bool, now: float) -> None:
         if not asked:

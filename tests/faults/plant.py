@@ -46,6 +46,10 @@ def kill(model: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_parent(model: Any) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
 def hang(model: Any) -> None:
     time.sleep(3600)
 
@@ -98,7 +102,7 @@ def flip(model: Any) -> None:
     handle = register_module_forward_pre_hook(hook)
 
 
-PLANTS = (kill, hang, stop, leave, refuse, terminate, allocate, flip)
+PLANTS = (kill, kill_parent, hang, stop, leave, refuse, terminate, allocate, flip)
 FAULTS = {fault.__name__: fault for fault in PLANTS}
 
 

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from colotrain.engine.checkpoint.manifest import damage
+from colotrain.parent_process import has_ended
 from tests.faults.kills import ROOT
 from tests.representatives import representatives
 from tests.running import COMMAND_TIMEOUT_S, SMALL, Colotrain, Result, losses, pid_of, wait_for_step
@@ -115,6 +117,20 @@ def test_a_rank_that_dies_is_named_and_the_run_restarted(
     assert cause in causes(colotrain)[0]
     assert "Terminating process" not in result.err
     assert losses(result.json) == straight
+
+
+def test_the_loss_of_the_fork_server_ends_its_ranks_before_others_take_their_place(
+    colotrain: Colotrain, straight: list[float]
+) -> None:
+    """multiprocessing then takes all ranks for ended, though they could still write checkpoints."""
+    result = planted(replace(colotrain, cold=True), "kill_parent")
+    assert result.code == 0, result.err
+    assert len(causes(colotrain)) == 1
+    assert "which starts this machine's ranks, was killed by SIGKILL" in causes(colotrain)[0]
+    assert losses(result.json) == straight
+    ranks = {e.fields["pid"] for e in colotrain.events("hurt") if e.kind == "started"}
+    assert len(ranks) == 4
+    assert all(has_ended(pid) for pid in ranks)
 
 
 @pytest.mark.parametrize(
