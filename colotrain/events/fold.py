@@ -140,7 +140,7 @@ class Fold:
         signs = [attempt.ready_at for attempt in attempts]
         signs += [self._last_event_at] if self._done is None else []
         return Goodput(
-            recoveries=recoveries(attempts, self._restarts),
+            recoveries=recoveries(attempts, self._restarts, self._launches),
             useful_s=history.useful_s,
             wall_s=wall_s(self._launches, self._ends, signs),
         )

@@ -11,14 +11,17 @@ from colotrain.events import kinds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One restart of the workers, once a step was finished after it."""
+    """One restart of the workers, once a step was finished after it.
+
+    Also a launch that had to make steps of a killed launch again."""
 
     lost_steps: int
     """Finished steps that had to be made again."""
     lost_s: float
-    """Seconds from the end of the last step that counts to the beginning of the next one."""
+    """Seconds from the end of the last step that counts to the beginning of the next one, without
+    a time between two launches."""
     restart_s: float
-    """Seconds from the launcher's decision to restart to the next finished step."""
+    """Seconds from the decision to restart, or the new launch, to the next finished step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ FINAL_RATIO = {"linear": 0.0, "cosine": 0.0001, "constant": 1.0}
 WARMUP_STEPS, WARMUP_MAX_LR = 1000, 0.001
 """Defaults of DeepSpeed's schedules. WarmupDecayLR uses this rate, not the optimizer's."""
 OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+PRECISIONS = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled")
 LOG = "warm-up is linear here; DeepSpeed's is logarithmic unless warmup_type is linear"
 BUFFERS = "buffers and prefetching follow from the groups of the model"
 OWNED = "colotrain owns accumulation and divides the loss in one place"
@@ -63,6 +64,15 @@ def available() -> tuple[str, ...]:
 
 def _optimizer(value: Any, _: Flat) -> Answer:
     return optimizer_name(str(value))
+
+
+def _lr(value: Any, flat: Flat) -> Answer:
+    peak = flat.get("scheduler.params.warmup_max_lr")
+    overridden = flat.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR")
+    if overridden and peak not in (None, "auto", value):
+        note = f"overridden by the schedule's warmup_max_lr={peak}, as in DeepSpeed"
+        return Answer(outcome="decided", note=note)
+    return taken("optim.lr", number)(value, flat)
 
 
 def _momentum(value: Any, flat: Flat) -> Answer:
@@ -123,10 +133,13 @@ def _precision(name: str) -> Rule:
     def rule(value: Any, flat: Flat) -> Answer:
         if value == "auto":
             return Answer(outcome="decided", note="auto: train.precision keeps its default")
+        on = [key for key in PRECISIONS if is_on(flat.get(key))]
+        if is_on(value) and len(on) > 1:
+            note = f"{' and '.join(on)} are both on: set train.precision to one of them"
+            return Answer(outcome="asked", note=note)
         if is_on(value):
             return Answer(outcome="taken", settings={"train.precision": name})
-        others = [flat.get(f"{other}.enabled") for other in ("fp16", "bf16")]
-        settings = {} if any(is_on(other) for other in others) else {"train.precision": "fp32"}
+        settings = {} if on else {"train.precision": "fp32"}
         return Answer(outcome="taken", settings=settings, note="off")
 
     return rule
@@ -162,7 +175,7 @@ RULES: Rules = {
     "gradient_clipping": _clipping,
     "steps_per_print": taken("observe.log_every", whole),
     "optimizer.type": _optimizer,
-    "optimizer.params.lr": taken("optim.lr", number),
+    "optimizer.params.lr": _lr,
     "optimizer.params.betas": taken("optim.betas", numbers),
     "optimizer.params.eps": taken("optim.eps", number),
     "optimizer.params.weight_decay": decay,

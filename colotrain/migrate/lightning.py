@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from colotrain.migrate import deepspeed
 from colotrain.migrate.findings import (
     Answer,
-    Finding,
     Flat,
     Rules,
     decay,
@@ -23,6 +20,7 @@ from colotrain.migrate.findings import (
     taken,
     whole,
 )
+from colotrain.migrate.lightning_callbacks import CHECKPOINTS, SHOWN, callback, kept
 
 STRATEGIES = {
     "auto": "auto",
@@ -55,11 +53,6 @@ CODE = "your own class is not called by colotrain: name a function that builds i
 FINAL_RATIO = {"cosine": 0.0, "linear": 1.0}
 """Schedule → default final learning rate in torch, as a share of the peak."""
 LOGGERS = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
-CHECKPOINTS = "checkpoints are whole or absent, and the last good one is kept"
-VALIDATION_LOSS = ("val_loss", "val/loss", "valid_loss", "validation_loss")
-"""Usual names, in Lightning modules, of the loss of an evaluation."""
-NEEDED_FOR_BEST = ("train.eval_steps", "checkpoint.every")
-SHOWN = "`colotrain dashboard` shows it"
 
 
 def _strategy(value: Any, flat: Flat) -> Answer:
@@ -166,69 +159,6 @@ def _logger(value: Any, _: Flat) -> Answer:
     if tracker is None:
         return Answer(outcome="none", note="trackers are tensorboard and wandb")
     return Answer(outcome="taken", settings={"observe.trackers": [tracker]})
-
-
-def _callback(value: Any, _: Flat) -> Answer:
-    name = str(value).rpartition(".")[2]
-    if name == "ModelCheckpoint":
-        return Answer(outcome="decided", note=CHECKPOINTS)
-    if name in ("LearningRateMonitor", "DeviceStatsMonitor", "RichProgressBar", "TQDMProgressBar"):
-        return Answer(outcome="decided", note=SHOWN)
-    if name in ("RichModelSummary", "ModelSummary"):
-        return Answer(outcome="decided", note="`colotrain plan` shows it")
-    if name == "EarlyStopping":
-        return Answer(outcome="none", note="stop with `colotrain stop`; every save can be resumed")
-    if name == "GradientAccumulationScheduler":
-        return Answer(outcome="none", note="accumulation is the same in every step")
-    return Answer(outcome="none", note="per step, your code is called by train.on_gradients")
-
-
-def _kept(value: Any, _: Flat) -> Answer:
-    """Number of checkpoints to keep: Lightning keeps the best, colotrain the newest."""
-    if whole(value) < 1:
-        there = "keeping all is not available" if whole(value) else "there none are saved"
-        return Answer(outcome="none", note=f"{there}: checkpoint.keep says how many are kept")
-    note = "the newest are kept, not the best: checkpoint.best.metric keeps one more, the best"
-    return taken("checkpoint.keep", whole, note)(value, {})
-
-
-def keep_best(found: Sequence[Finding]) -> list[Finding]:
-    """Translate `monitor` and `mode` of the `ModelCheckpoint` callbacks."""
-    values = {finding.key: finding.value for finding in found}
-    taken = {key: value for finding in found for key, value in finding.settings.items()}
-    off = next((key for key in NEEDED_FOR_BEST if taken.get(key) == 0), "")
-    callbacks = [
-        key.removesuffix("class_path") + "init_args."
-        for key, value in values.items()
-        if key.startswith("trainer.callbacks") and str(value).endswith("ModelCheckpoint")
-    ]
-    monitors = [values[f"{c}monitor"] for c in callbacks if values.get(f"{c}monitor") is not None]
-
-    def translated(finding: Finding) -> Finding:
-        callback, _, argument = finding.key.rpartition("init_args.")
-        if f"{callback}init_args." not in callbacks or argument not in ("monitor", "mode"):
-            return finding
-        monitor = values.get(f"{callback}init_args.monitor")
-        if monitor is None:
-            return replace(finding, outcome="decided", note="no metric is monitored")
-        if off:
-            return replace(finding, note=f"{off}=0 leaves nothing to compare")
-        if monitor != monitors[0]:
-            note = f"one metric says which is the best: {monitors[0]}, or set checkpoint.best"
-            return replace(finding, outcome="asked", note=note)
-        if argument == "mode":
-            settings = {"checkpoint.best.mode": finding.value}
-            return replace(finding, outcome="taken", note="", settings=settings)
-        if monitor in VALIDATION_LOSS:
-            note, settings = (
-                "the loss of evaluations",
-                {"checkpoint.best.metric": "validation_loss"},
-            )
-            return replace(finding, outcome="taken", note=note, settings=settings)
-        note = "set checkpoint.best.metric to the metric's name in what your forward returns"
-        return replace(finding, outcome="asked", note=note)
-
-    return [translated(finding) for finding in found]
 
 
 def _optimizer(value: Any, _: Flat) -> Answer:
@@ -342,10 +272,10 @@ RULES: Rules = {
     "trainer.logger[*].class_path": _logger,
     "trainer.logger*": decided("records go into the run's folder"),
     "trainer.callbacks": decided("none were asked for"),
-    "trainer.callbacks.class_path": _callback,
-    "trainer.callbacks[*].class_path": _callback,
+    "trainer.callbacks.class_path": callback,
+    "trainer.callbacks[*].class_path": callback,
     "trainer.callbacks[*].init_args.every_n_train_steps": taken("checkpoint.every", whole),
-    "trainer.callbacks*.init_args.save_top_k": _kept,
+    "trainer.callbacks*.init_args.save_top_k": kept,
     "trainer.callbacks*": none("an argument of the callback above"),
     "trainer.enable_checkpointing": decided(CHECKPOINTS),
     "trainer.enable_progress_bar": decided(SHOWN),

@@ -13,6 +13,7 @@ from colotrain.errors import UsageError, suggest
 from colotrain.migrate import accelerate, deepspeed, lightning
 from colotrain.migrate.defaults import defaults
 from colotrain.migrate.findings import MEANING, Finding, Rules, read
+from colotrain.migrate.lightning_callbacks import with_monitors
 
 RULES: dict[str, Rules] = {
     "deepspeed": deepspeed.RULES,
@@ -93,7 +94,7 @@ def check_kind(kind: str) -> None:
 
 def findings(config: Mapping[str, Any], kind: str) -> list[Finding]:
     found = _one_folder(read(RULES[kind], config))
-    return lightning.keep_best(found) if kind == "lightning" else found
+    return with_monitors(found) if kind == "lightning" else found
 
 
 def _one_folder(found: list[Finding]) -> list[Finding]:

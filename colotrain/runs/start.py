@@ -282,7 +282,8 @@ def summarize(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
     if plan.smoke:
         document["smoke"] = smoke.report(view, plan, rundir)
     rundir.write_summary(document)
-    if document["status"] == "finished" and view.world_size == plan.world_size:
+    traced = rundir.traces.exists()  # a trace in memory is part of the peak
+    if document["status"] == "finished" and view.world_size == plan.world_size and not traced:
         measured_peaks.remember(plan.memory_shape, document["memory"]["measured_peak"])
     return document, view
 

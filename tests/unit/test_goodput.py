@@ -64,15 +64,17 @@ def test_a_restart_that_led_to_no_step_is_part_of_the_next() -> None:
     assert (recovery.lost_steps, recovery.restart_s) == (0, 4.0)
 
 
-def test_the_time_between_launches_does_not_count_nor_does_a_resume_as_a_restart() -> None:
+@pytest.mark.parametrize("saved", [4, 5])
+def test_what_a_killed_launcher_lost_counts_but_not_the_time_between_launches(saved: int) -> None:
     found = view(
         launch(100, 100),
         attempt(0, base=0, begins=101, steps=5),  # until 106, then the launcher was killed
         launch(500, 500),
-        attempt(1, base=4, begins=501, steps=2),
+        attempt(1, base=saved, begins=501, steps=6 - saved),
         said("done", 504, status="finished", exit_code=0, cause=""),
     ).goodput
-    assert found.recoveries == ()
+    lost = [(r.lost_steps, r.lost_s, r.restart_s) for r in found.recoveries]
+    assert lost == ([(1, 1 + 1, 2)] if saved == 4 else [])  # step 5 again, and a start of 1 s
     assert found.wall_s == pytest.approx(6 + 4)
     assert found.useful_s == 6.0
 

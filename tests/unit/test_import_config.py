@@ -318,18 +318,48 @@ def test_the_best_checkpoint_is_kept_by_a_metric_of_that_name(
     settings: dict[str, Any],
     told: str,
 ) -> None:
-    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
     kept = {"class_path": "ModelCheckpoint", "init_args": arguments | {"save_top_k": 1}}
-    config = {"trainer": {"callbacks": [stopping, kept], "max_steps": 3, **trainer}}
+    config = {"trainer": {"callbacks": [kept], "max_steps": 3, **trainer}}
     found = recipes.findings(config, "lightning")
     best = {k: v for k, v in recipes.settings(found).items() if k.startswith("checkpoint.best")}
     assert best == {f"checkpoint.best.{key}": value for key, value in settings.items()}
     by_key = {finding.key: finding for finding in found}
-    assert told in by_key["trainer.callbacks[1].init_args.monitor"].note
-    assert by_key["trainer.callbacks[0].init_args.monitor"].outcome == "none"
+    assert told in by_key["trainer.callbacks[0].init_args.monitor"].note
     path = write(folder, "lightning", config)
     assert guarded(["import-config", str(path), "--to", "recipes/mine.yaml"]) == 0
     assert plan_from(["recipe=mine"], here=False).checkpoint.best_metric == settings.get("metric")
+
+
+def test_what_contradicts_itself_in_a_deepspeed_file_is_told() -> None:
+    both = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    rates = {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    }
+    found = recipes.findings(both | rates, "deepspeed")
+    outcomes = {f.key: f.outcome for f in found}
+    assert outcomes["fp16.enabled"] == outcomes["bf16.enabled"] == "asked"
+    assert outcomes["optimizer.params.lr"] == "decided"
+    assert recipes.settings(found)["optim.lr"] == 1e-3
+    assert "train.precision" not in recipes.settings(found)
+
+
+def test_early_stopping_is_train_stop_early(folder: Path) -> None:
+    arguments = {"monitor": "val_loss", "patience": 5, "min_delta": 0.01, "mode": "min"}
+    callback = {"class_path": "EarlyStopping", "init_args": arguments | {"strict": True}}
+    config = {"trainer": {"callbacks": [callback], "max_steps": 30, "val_check_interval": 5}}
+    found = recipes.findings(config, "lightning")
+    outcomes = {f.key.rpartition(".")[2]: f.outcome for f in found if "init_args" in f.key}
+    assert outcomes == dict.fromkeys(arguments, "taken") | {"strict": "none"}
+    path = write(folder, "lightning", config)
+    assert guarded(["import-config", str(path), "--to", "recipes/mine.yaml"]) == 0
+    stop_early = plan_from(["recipe=mine"], here=False).train.stop_early
+    assert stop_early is not None
+    assert (stop_early.metric, stop_early.patience, stop_early.min_delta) == (
+        "validation_loss",
+        5,
+        0.01,
+    )
 
 
 def test_a_second_metric_for_the_best_checkpoint_is_asked_about() -> None:
