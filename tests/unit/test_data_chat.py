@@ -88,6 +88,27 @@ def test_other_names_for_messages_are_understood() -> None:
     assert found.text == "<s>[user]Hi</s>[assistant]Hello</s>"
 
 
+def test_a_mistyped_role_is_refused_unless_the_template_knows_it() -> None:
+    record = {"messages": conversation(2)}
+    record["messages"][1]["role"] = "asistant"
+    with pytest.raises(BadRecord, match=r"message 2: the role 'asistant' is unknown.* assistant"):
+        renderer(PLAIN).documents(record)
+    knows = "{% if messages[1].role == 'asistant' %}{% endif %}" + PLAIN
+    (found,) = renderer(knows).documents(record)
+    assert learned(found) == [record["messages"][3]["content"] + "</s>"]
+
+
+@pytest.mark.parametrize("loss_on", ["answers", "last"])
+def test_a_conversation_whose_answers_are_empty_is_refused(loss_on: str) -> None:
+    messages = conversation(2)
+    messages[3]["content"] = ""
+    if loss_on == "answers":  # one empty answer is learned: the model may say nothing
+        renderer(PLAIN).documents({"messages": messages})
+        messages[1]["content"] = ""
+    with pytest.raises(BadRecord, match="every answer is empty"):
+        renderer(PLAIN, loss_on).documents({"messages": messages})
+
+
 def test_prompt_and_completion_may_be_messages() -> None:
     record = {"prompt": conversation(2)[:3], "completion": conversation(1)[1:]}
     (found,) = renderer(PLAIN).documents(record)

@@ -15,7 +15,7 @@ from typing import Any
 
 from colotrain.data.prepare.records import BadRecord
 from colotrain.data.prepare.vocabulary import settings_beside
-from colotrain.errors import ConfigError, Problem
+from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.spec.plan import DataPlan
 
 COLUMNS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
@@ -25,6 +25,8 @@ PAIR = ("chosen", "rejected")
 ALPACA = ("instruction", "input", "output")
 """Columns of Alpaca's records; `input` may be empty or absent."""
 NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
+"""Usual roles of messages; a chat template may know others."""
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Marks around text in `{% generation %}`: Unicode noncharacters, which texts do not contain."""
 CHATML = (
@@ -175,6 +177,8 @@ class Renderer:
     ) -> Rendered:
         if self.template is None:
             raise no_template()
+        for index, message in enumerate(messages):
+            self._check_role(message["role"], index)
         whole, marked = self._apply(messages, record)
         if self.loss_on == "all":
             return Rendered(text=whole, answers=None, ends=False)
@@ -183,6 +187,8 @@ class Renderer:
             raise BadRecord("no message of the assistant: there is nothing to train on")
         if self.loss_on == "last":
             asked = asked[-1:]
+        if not any(value for i in asked for key, value in messages[i].items() if key != "role"):
+            raise BadRecord("every answer is empty: there is nothing to train on")
         if marked:
             turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             if len(marked) == len(turns):
@@ -190,6 +196,15 @@ class Renderer:
                 return Rendered(text=whole, answers=tuple(spans), ends=False)
         spans = [self._span(messages, record, index, whole) for index in asked]
         return Rendered(text=whole, answers=tuple(spans), ends=False)
+
+    def _check_role(self, role: str, index: int) -> None:
+        """Refuse a role that neither is usual nor stands in the template: a mistyped `assistant`
+        would not be trained on."""
+        template = str(self.template)
+        if role not in ROLES and not any(f"{q}{role}{q}" in template for q in "'\""):
+            hint = suggest(role.lower(), ROLES)
+            what = f"the role {role!r} is unknown, also to the chat template"
+            raise BadRecord(f"message {index + 1}: {what} ({hint})")
 
     def _span(
         self, messages: list[dict[str, Any]], record: Mapping[str, Any], index: int, whole: str
