@@ -18,6 +18,10 @@ DRAWS = (
     "the model draws random numbers in its forward, beside torch.nn's dropout: turn that off, for "
     "what is drawn depends on how a batch is cut, and a difference proves nothing"
 )
+MIXES = (
+    "{} makes the samples of a micro-batch depend on one another, as batch normalization does: "
+    "results then depend on how a batch is cut, here and under plain torch (docs/promise.md)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +133,15 @@ def compare(
         expected_optimizer_steps=reference.optimizer_steps,
         frozen_unchanged=check.frozen_unchanged,
         tolerance=tolerance,
-        difference=f"{DRAWS} ({check.difference})"
-        if reference.draws and check.difference
-        else check.difference,
+        difference=_explained(check.difference, reference),
         draws=reference.draws,
     )
+
+
+def _explained(difference: str | None, reference: Trajectory) -> str | None:
+    """Put before a difference what in the model explains it."""
+    why = DRAWS if reference.draws else MIXES.format(reference.mixes) if reference.mixes else ""
+    return f"{why} ({difference})" if why and difference else difference
 
 
 class _Check:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from colotrain.data.read.loader import (
     IGNORE_INDEX,
@@ -60,6 +61,9 @@ class Trajectory:
     """Kind ("gradients" or "parameters") → step → name → error of plain torch in its own dtype."""
     draws: bool = False
     """Whether the model's forward draws random numbers other than dropout's."""
+    mixes: str = ""
+    """Name of the first module or buffer by which the samples of a micro-batch depend on one
+    another, as by batch normalization; empty where there is none."""
     computed_in: frozenset[torch.dtype] = frozenset()
     """Dtypes of the forward's results with the model in its own dtype, autocast's included."""
 
@@ -143,6 +147,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     elif plan.model.distill is not None:
         two_models = WithTeacher(plan, dtype)
     draws, seen = False, _Dtypes()
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
@@ -185,6 +190,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         optimizer_steps=steps,
         frozen=frozenset(frozen),
         draws=draws,
+        mixes=_mixing(model, kept),
         computed_in=frozenset(seen.dtypes),
     )
 
@@ -215,6 +221,16 @@ def serve_signals_(model: nn.Module) -> None:
 
 def _differ(before: Tensors, after: Tensors) -> bool:
     return any(not torch.equal(state, after[name]) for name, state in before.items())
+
+
+def _mixing(model: nn.Module, before: Tensors) -> str:
+    """Return `Trajectory.mixes`; `before` are the buffers before the first step."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            return name or type(module).__name__
+    after = dict(model.named_buffers())
+    changed = (name for name, buffer in before.items() if not torch.equal(buffer, after[name]))
+    return next(changed, "")
 
 
 def _mean_loss(output: Any) -> Tensor:

@@ -22,7 +22,7 @@ from colotrain.spec.quantities import short_duration
 from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult, Tolerance, compare
 from colotrain.verify.masks import MaskedSamples, without_dropout
-from colotrain.verify.reference import replay, run_reference, serve_signals_
+from colotrain.verify.reference import _mixing, replay, run_reference, serve_signals_
 from tests.running import SMALL
 
 
@@ -75,6 +75,29 @@ def test_a_model_that_draws_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch)
     result: CaseResult = compare(plan, wanted, found, Tolerance())
     assert (result.draws, result.passed) == (True, False)
     assert "the model draws random numbers" in (result.difference or "")
+
+
+def test_a_difference_names_what_makes_samples_depend_on_one_another() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += x.sum()
+            return x
+
+    for module, name in ((nn.BatchNorm1d(4), "0"), (nn.LayerNorm(4), ""), (Counts(), "0.seen")):
+        model = nn.Sequential(module)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model(torch.randn(8, 4))
+        assert _mixing(model, before) == name
+    plan = plan_from(list(SMALL))
+    wanted, found = run_reference(plan, steps=1), run_reference(plan, steps=1)
+    assert wanted.mixes == ""
+    found.losses[0] += 1.0
+    difference = compare(plan, replace(wanted, mixes="norm"), found, Tolerance()).difference
+    assert (difference or "").startswith("norm makes the samples of a micro-batch depend")
 
 
 def test_gradients_lead_to_the_parameters_that_the_reference_optimizer_makes_of_them() -> None:
