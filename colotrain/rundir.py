@@ -63,8 +63,8 @@ class RunDir:
     """File that a job writes when its run has finished, so that a requeued job ends at once."""
     job_file = _At("job.json")
     """The run's job in a scheduler, with its script."""
-    script_file = _At("job.sbatch")
-    """Submitted job script; for a sweep, it is in the sweep's folder."""
+    hosts = _At("control/hosts")
+    """Folder in which the hosts of a job record how their launchers fare, a file per node."""
     sweep_file = _At("sweep.json")
     """Runs and overrides of a sweep, in the sweep's folder."""
     code = _At("code")
@@ -128,6 +128,14 @@ class RunDir:
             return max(1, int(asked["num_steps"])), tuple(int(rank) for rank in asked["ranks"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def job_script(self, ending: str) -> Path:
+        """Return the submitted job script; for a sweep, it is in the sweep's folder."""
+        return self.path / f"job.{ending}"
+
+    def job_log(self, job: str, *, node: int = 0) -> Path:
+        """Return the log of a job, or of a node that has one of its own."""
+        return self.logs / (f"job-{job}-node{node}.log" if node else f"job-{job}.log")
 
     def trace_file(self, *, first: int, last: int, rank: int) -> Path:
         return self.traces / f"steps-{first:08d}-{last:08d}-rank{rank:05d}.json.gz"

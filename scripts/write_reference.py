@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import typing
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from colotrain.config import schema, schema_cluster, schema_data, schema_observe, slurm
+from colotrain.config import schema
 from colotrain.records import field_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -20,14 +21,10 @@ MARK = "<!-- Below: made from the schema by `make docs`; do not edit. -->\n"
 
 
 @functools.cache
-def meanings() -> dict[tuple[str, str], str]:
-    """(class, field) → the text that stands under the field in the schema."""
+def meanings(module: str) -> dict[tuple[str, str], str]:
+    """(class, field) → the text that stands under the field, of the classes of a module."""
     found = {}
-    modules = [
-        ast.parse(inspect.getsource(module))
-        for module in (schema, schema_cluster, schema_data, schema_observe, slurm)
-    ]
-    for section in (part for module in modules for part in module.body):
+    for section in ast.parse(inspect.getsource(importlib.import_module(module))).body:
         if not isinstance(section, ast.ClassDef):
             continue
         for line, below in zip(section.body, section.body[1:], strict=False):
@@ -35,6 +32,12 @@ def meanings() -> dict[tuple[str, str], str]:
                 text = " ".join(str(ast.literal_eval(below.value)).split())
                 found[section.name, ast.unparse(line.target).removesuffix("_")] = text
     return found
+
+
+def meaning(cls: type, key: str) -> str:
+    """The text that stands under a field of `cls`, or of the class that it comes from."""
+    texts = (meanings(c.__module__).get((c.__name__, key)) for c in cls.__mro__[:-1])
+    return next(text for text in texts if text)
 
 
 def choices(annotation: object) -> str:
@@ -58,7 +61,7 @@ def reference(record: Any, path: str = "") -> Iterator[str]:
             sections.append((f"{path}{key}", value))
             continue
         shown = value if isinstance(value, str) else json.dumps(value)
-        text = meanings()[cls.__name__, key]
+        text = meaning(cls, key)
         yield f"- `{path}{key}` = `{shown}`{choices(field_types(cls)[key])}: {text}\n"
     for key, value in sections:
         yield f"\n### {key}\n\n{inspect.getdoc(value)}\n\n"

@@ -30,7 +30,7 @@ def submit(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's script.")] = False,
     test_only: Annotated[
-        bool, typer.Option("--test-only", help="Ask SLURM whether it would take the job.")
+        bool, typer.Option("--test-only", help="Ask whether the job would be taken.")
     ] = False,
     sweep: Sweep = False,
     max_parallel: Annotated[
@@ -41,7 +41,7 @@ def submit(
     force: Force = False,
     as_json: Json = False,
 ) -> int:
-    """Submit a run, or a sweep of runs, to SLURM."""
+    """Submit a run to SLURM, Kubernetes, SkyPilot, dstack or hosts, or a sweep to SLURM."""
     from colotrain.runs import submit as module
 
     what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
@@ -57,12 +57,14 @@ def submit(
 def node(
     path: Annotated[str, typer.Argument(metavar="RUN_DIR")],
     head: Annotated[str, typer.Option(metavar="HOST:PORT")] = "127.0.0.1:0",
+    node_rank: Annotated[str | None, typer.Option(metavar="RANK")] = None,
+    plan: Annotated[str | None, typer.Option(metavar="FOLDER")] = None,
     trust_code: TrustCode = False,
 ) -> int:
     """Run one node's part of a run; the script of a job starts this command."""
     from colotrain.runs.node import node as take_part
 
-    return take_part(path, head, trust_code=trust_code)
+    return take_part(path, head, trust_code=trust_code, rank=node_rank, carried=plan)
 
 
 def logs(

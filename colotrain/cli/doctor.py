@@ -104,13 +104,14 @@ def _on_each_node(overrides: list[str], *, as_json: bool, only: str) -> int:
     """Run one doctor per node of the job's allocation; node 0 prints."""
     from colotrain.schedulers import registry
 
-    commands = registry.SCHEDULERS[job_here() or DEFAULT].commands
+    nodes = registry.SCHEDULERS[job_here() or DEFAULT].nodes
+    assert nodes is not None
     port = 20000 + int(job_id()) % 10000
     words = [sys.executable, "-m", "colotrain", "doctor", "--all-nodes", *overrides]
     words += ["--json"] if as_json else []
     words += ["--only", only] if only else []
-    environment = {**os.environ, "COLOTRAIN_HEAD": f"{commands.first_address()}:{port}"}
-    return subprocess.run(commands.on_every_node(words), env=environment, timeout=STEP_S).returncode
+    environment = {**os.environ, "COLOTRAIN_HEAD": f"{nodes.first_address()}:{port}"}
+    return subprocess.run(nodes.on_every_node(words), env=environment, timeout=STEP_S).returncode
 
 
 def show(by_host: dict[str, list[Finding]], *, as_json: bool) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 import time
 
+from colotrain.errors import UsageError
 from colotrain.events.fold import follow
 from colotrain.events.liveness import Launcher, find, is_running, launcher_of, state
 from colotrain.events.view import ENDED
 from colotrain.rundir import RUNS, RunDir
-from colotrain.schedulers.job import job_log
+from colotrain.schedulers import commands
+from colotrain.schedulers.job import job_logs, recall
+from colotrain.schedulers.registry import scheduler_of_job
 from colotrain.show.console import print_json
+from colotrain.show.formatting import clean
 from colotrain.show.logs import LAUNCHERS, Lines, sources
 
 POLL_S = 0.5
+LOG_S = 60.0
+"""Seconds in which a scheduler has to give a job's output."""
 LAST_LINES_S = 30.0
 """Seconds to wait after a run's end for its launcher's last lines: trackers may take 20 s."""
 
@@ -33,9 +40,13 @@ def logs(
 ) -> int:
     """Print the last lines of every log; with `follows`, continue until the run has ended."""
     rundir = find(run, root=RUNS, counts=_has_logs)
-    found = {
-        source.name: Lines(source) for source in sources(rundir, job_log=job_log(rundir), rank=rank)
-    }
+    job = recall(rundir)
+    if job is not None and not _has_logs(rundir):
+        words = scheduler_of_job(job).commands.log_command(job, lines=lines, follow=follows)
+        if words is not None:
+            return _print_of(rundir, words, follows=follows, rank=rank, as_json=as_json)
+    logs_of_job = job_logs(rundir)
+    found = {s.name: Lines(s) for s in sources(rundir, job_logs=logs_of_job, rank=rank)}
     last = [line for reader in found.values() for line in reader.last(lines)]
     if as_json:
         rows = [{"from": name, "file": str(r.source.path)} for name, r in found.items()]
@@ -56,7 +67,7 @@ def logs(
             deadline, is_over = math.inf, now not in ("starting", "running")
         if is_over:
             time.sleep(POLL_S)  # what the launcher printed last may not be in the file yet
-        for source in sources(rundir, job_log=job_log(rundir), rank=rank):
+        for source in sources(rundir, job_logs=job_logs(rundir), rank=rank):
             known = found.get(source.name)
             if known is None or known.source != source:
                 found[source.name] = Lines(source)
@@ -66,6 +77,29 @@ def logs(
         if is_over:
             return 0
         time.sleep(POLL_S)
+    return 0
+
+
+def _print_of(
+    rundir: RunDir, words: list[str], *, follows: bool, rank: int | None, as_json: bool
+) -> int:
+    """Print what a job's nodes print, by the scheduler's command: their files are not here."""
+    if rank is not None:
+        problem = "--rank: the files of ranks are on the job's nodes"
+        raise UsageError(problem, "show what the nodes print, without --rank")
+    if follows:
+        try:
+            return int(subprocess.run(words, stdin=subprocess.DEVNULL).returncode != 0)
+        except FileNotFoundError as error:
+            raise UsageError(f"{words[0]}: the command is not here", "install it") from error
+    done = commands.run(words, label=words[0], timeout_s=LOG_S)
+    printed = commands.checked(done, what=words[0], fix="`colotrain runs` shows the job's state")
+    found = [clean(line) for line in printed.splitlines()]
+    if as_json:
+        print_json({"run": rundir.name, "logs": [], "lines": found})
+        return 0
+    for line in found:
+        print(line)
     return 0
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from colotrain.config import slurm
 from colotrain.config.adapter import check_adapter
 from colotrain.config.data import check_data
 from colotrain.config.objectives import check_objective
@@ -22,6 +21,8 @@ from colotrain.dotted import FORM
 from colotrain.errors import Problem, suggest
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS
+from colotrain.schedulers import slurm_settings
+from colotrain.schedulers.registry import SCHEDULERS
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
 
 AT_LEAST: dict[str, float] = {
@@ -46,7 +47,7 @@ AT_LEAST: dict[str, float] = {
     "train.distill.top_k": 1,
     "train.stop_early.patience": 1,
     "train.stop_early.min_delta": 0,
-    **slurm.AT_LEAST,
+    **slurm_settings.AT_LEAST,
     "elastic.max_restarts": 0,
     "elastic.check_every": 0,
     "checkpoint.every": 0,
@@ -111,7 +112,8 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     yield from check_adapter(settings.adapter)
     yield from _check_optim(settings)
     yield from _check_nodes(settings)
-    yield from slurm.check_slurm(settings.cluster.slurm)
+    for scheduler in SCHEDULERS.values():
+        yield from scheduler.check(getattr(settings.cluster, scheduler.name))
     for key in CODE:
         yield from _check_dotted(key, values[key])
     yield from _check_resume(settings.checkpoint.resume)

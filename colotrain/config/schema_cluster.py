@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from colotrain.config.sizes import Size
-from colotrain.config.slurm import Slurm
+from colotrain.schedulers.dstack import Dstack
+from colotrain.schedulers.hosts import Hosts
+from colotrain.schedulers.kubernetes import Kubernetes
+from colotrain.schedulers.skypilot import SkyPilot
+from colotrain.schedulers.slurm_settings import Slurm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,16 @@ class Cluster:
     """Rank of this node, from 0, if several nodes are started by hand."""
     rdzv_endpoint: str | None = None
     """`HOST:PORT` at which node 0 listens, if several nodes are started by hand."""
-    scheduler: Literal["slurm"] | None = None
-    """Scheduler of the run: `plan` plans for its nodes, as `submit` does; null: SLURM if any
-    `cluster.slurm` setting is given, otherwise this machine."""
+    scheduler: Literal["slurm", "kubernetes", "skypilot", "dstack", "hosts"] | None = None
+    """Scheduler of the run: `plan` plans for its nodes, as `submit` does; null: the first of these
+    whose section has a setting that is given, otherwise this machine."""
     slurm: Slurm = field(default_factory=Slurm)
     """The job that `colotrain submit` submits to SLURM."""
+    kubernetes: Kubernetes = field(default_factory=Kubernetes)
+    """The job that it hands to Kubernetes."""
+    skypilot: SkyPilot = field(default_factory=SkyPilot)
+    """The task that it launches with SkyPilot."""
+    dstack: Dstack = field(default_factory=Dstack)
+    """The task that it hands to dstack."""
+    hosts: Hosts = field(default_factory=Hosts)
+    """The hosts on which it starts a launcher each, by ssh."""

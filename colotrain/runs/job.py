@@ -73,7 +73,7 @@ def on_nodes(config: dict[str, Any], here: Machine) -> Job:
         job.notices.append(f"{key}={asked}: what the partition's nodes have")
     if num_gpus and cluster.get("device") in ("auto", "cuda"):
         _take_gpus(job, cluster, gpu_type or (kind.gpu_type if kind else ""), num_gpus, kind)
-    elif kind:
+    elif kind or scheduler.is_elsewhere:
         num_cores = _cores(job, kind)
         cpus = {"device": "cpu", "num_devices": 0, "device_memory_bytes": 0}
         job.machine = _node(here, kind, num_cores=num_cores, **cpus)
@@ -83,6 +83,8 @@ def on_nodes(config: dict[str, Any], here: Machine) -> Job:
 
 def _ask_for_kind(job: Job, cluster: dict[str, Any]) -> NodeKind | None:
     """Return the kind of nodes that the job will most likely get; None if that is unknown."""
+    if job.scheduler.nodes is None:
+        return None
     partition = job.section.get("partition")
     name, label = job.scheduler.name, job.scheduler.label
     environment = os.environ.get("PATH"), os.environ.get(f"{name.upper()}_CONF")
@@ -119,8 +121,10 @@ def _ask_for_kind(job: Job, cluster: dict[str, Any]) -> NodeKind | None:
 @functools.cache
 def _kinds(scheduler: str, partition: str, *_: str | None) -> list[NodeKind] | str:
     """Return the kinds of nodes or an error message; cached for all runs of a sweep."""
+    nodes = SCHEDULERS[scheduler].nodes
+    assert nodes is not None
     try:
-        return SCHEDULERS[scheduler].commands.node_kinds(partition or None)
+        return nodes.node_kinds(partition or None)
     except ColotrainError as error:
         return error.problem
 
@@ -139,7 +143,8 @@ def _take_gpus(
             what = f"GPUs that {label} calls {gpu_type}" if gpu_type else "GPUs without a type"
             fix = "choose hardware=NAME, or describe them in ./conf/hardware/NAME.yaml"
             job.warnings.append(f"{what} are not known: {fix}")
-    if not torch_has_cuda() and not job.section.get("container"):
+    own = job.scheduler.is_elsewhere or job.section.get("container")
+    if not torch_has_cuda() and not own:
         python = job.section.get("python")
         if python is None:
             fix = f"name one that has it in cluster.{job.scheduler.name}.python"
@@ -205,7 +210,8 @@ def _check_gpus(job: Job, num_gpus: int | None) -> Iterator[Problem]:
     described, device = job.config.get("hardware"), job.config["cluster"].get("device")
     if device == "auto" and isinstance(described, dict) and described.get("name") is not None:
         device = described.get("device", Hardware().device)
-    if device == "cuda" and not num_gpus and not job.scheduler.commands.gives_gpus(job.settings):
+    nodes = job.scheduler.nodes
+    if device == "cuda" and not num_gpus and not (nodes and nodes.gives_gpus(job.settings)):
         key = f"cluster.{job.scheduler.name}.gpus_per_node"
         yield Problem(
             key=key,

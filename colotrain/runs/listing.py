@@ -77,17 +77,23 @@ def rows_of(rundirs: list[RunDir]) -> list[Row]:
     if answers.trouble:
         print(f"warning: {answers.trouble}", file=sys.stderr)
     return [
-        row if row.name not in jobs else _with_job(row, jobs[row.name].job, answers.states)
+        row if row.name not in jobs else _with_job(row, jobs[row.name], answers.states)
         for row in rows
     ]
 
 
-def _with_job(row: Row, job: str, states: dict[str, JobState]) -> Row:
+ELSEWHERE = {"RUNNING": "running", "COMPLETED": "finished", "FAILED": "failed"}
+"""State of a job → state of its run, whose files are on the job's nodes."""
+
+
+def _with_job(row: Row, known: Submitted, states: dict[str, JobState]) -> Row:
     """Add the job's state to a row; a run whose job ended before it started is "cancelled"."""
-    said = states.get(job)
+    said, job = states.get(known.job), known.job
     if said is None:
         return replace(row, job=job)
     now = "cancelled" if row.state == "starting" and said.state in OVER else row.state
+    if row.state == "starting" and registry.scheduler_of_job(known).is_elsewhere:
+        now = ELSEWHERE.get(said.state, now)
     return replace(row, state=now, job=job, job_state=said.state, job_reason=said.reason or None)
 
 
@@ -284,6 +290,14 @@ def stop_job(rundir: RunDir, submitted: Submitted, *, as_json: bool, timeout_s: 
         what = f"job {job} is over ({said.state})" if said else f"job {job} is not known"
         trouble = f" ({answers.trouble})" if answers.trouble else ""
         raise UsageError(f"{rundir.name}: {what}{trouble}", "`colotrain runs` shows what runs")
+    scheduler = registry.scheduler_of_job(submitted)
+    if scheduler.is_elsewhere and launcher_of(rundir) is None:
+        registry.cancel(submitted)
+        if as_json:
+            print_json({"run": rundir.name, "state": said.state, "job": job})
+        else:
+            print(f"{rundir.name}: was {said.state}; job {job} was asked to save, and is gone")
+        return 0
     rundir.cancel_file.touch(mode=0o600)
     ended: str | None = said.state
     if said.state == "RUNNING":

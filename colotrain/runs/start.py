@@ -30,6 +30,7 @@ from colotrain.runs.resolving import (
     resolve_config,
 )
 from colotrain.schedulers.job import recall
+from colotrain.schedulers.registry import scheduler_of_job
 from colotrain.show.console import print_json, stderr_console
 from colotrain.show.notify import check_notify
 from colotrain.spec.plan import RunPlan
@@ -156,11 +157,14 @@ def resume(
     rundir = find(run)
     warm_up()
     own, submit = rundir.plan(), _submit_again(rundir, overrides)
+    job = recall(rundir)
+    if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
+        raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
     if not own.model.value:
         problem = f"{rundir.name}: another program's training, which `colotrain audit` observed"
         raise UsageError(problem, "start that program again")
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
-    if recall(rundir) and not any(key.startswith("cluster") for key in given):
+    if job and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
         trust.check(rundir, own, trusted=trust_code)

@@ -1,8 +1,10 @@
-"""`colotrain submit`: resolve, render the job's script, test it, submit it. Never blocks."""
+"""`colotrain submit`: resolve, render the job's script, test it, submit it. Never waits for it."""
 
 from __future__ import annotations
 
+import getpass
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +19,7 @@ from colotrain.runs.naming import check_job, check_name
 from colotrain.runs.resolving import ResolvedConfig, check_fits, print_notes, resolve_config
 from colotrain.runs.snapshot import take
 from colotrain.runs.sweep import Element, elements_of, named, write_sweep
+from colotrain.schedulers.commands import NotInstalled
 from colotrain.schedulers.job import Job, Submitted, remember
 from colotrain.schedulers.registry import scheduler_or_default
 from colotrain.show.console import print_json
@@ -42,12 +45,16 @@ def submit(
     job = job_of([rundir], resolved, name=name, logs=rundir.logs)
     if dry_run or test_only:
         return report_script(job, resolved, {"run": name}, dry_run=dry_run, as_json=as_json)
-    said, number = send(job, {rundir: resolved}, rundir, overwrite=overwrite)
+    try:
+        said, number = send(job, {rundir: resolved}, rundir, overwrite=overwrite)
+    except NotInstalled as error:
+        print(f"note: {error.problem}: nothing is submitted, this is the job", file=sys.stderr)
+        return report_script(job, resolved, {"run": name}, dry_run=True, as_json=as_json)
     document = {
         "run": name,
         "run_dir": str(rundir.path),
         "job": number,
-        "script": str(rundir.script_file),
+        "script": str(script_file(rundir, resolved)),
         "test": said,
     }
     text = f"{name}: job {number}; `colotrain runs`, `colotrain logs {name} -f`"
@@ -66,10 +73,14 @@ def submit_sweep(
 ) -> int:
     """Submit a job array, with a run for every combination of comma-separated values."""
     elements = elements_of(overrides)
-    configs = []
+    configs: list[ResolvedConfig] = []
     for element in elements:
         with named(element):
             configs.append(resolve_job(element.overrides))
+    scheduler = scheduler_or_default(configs[0].config)
+    if not scheduler.has_arrays:
+        problem = f"--sweep: {scheduler.label} has no job arrays"
+        raise UsageError(problem, "submit the runs one by one")
     plans = [resolved.plan for resolved in configs]
     if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
@@ -89,7 +100,7 @@ def submit_sweep(
     document = {
         "sweep": folder.name,
         "job": number,
-        "script": str(folder.script_file),
+        "script": str(script_file(folder, first)),
         "runs": [{"run": element.run, "chosen": element.chosen} for element in elements],
         "test": said,
     }
@@ -102,11 +113,12 @@ def report_script(
 ) -> int:
     """Print the job's script, or else what the scheduler says about it."""
     scheduler = scheduler_or_default(resolved.config)
-    script = scheduler.render(job, scheduler.section(resolved.config))
+    settings = scheduler.section(resolved.config)
+    script = scheduler.render(job, settings)
     if dry_run:
         text = script.removesuffix("\n")
         return report({**about, "script_text": script}, text, as_json=as_json)
-    said = scheduler.commands.test(script)
+    said = scheduler.commands.test(script, settings)
     return report({"test": said, **about}, said, as_json=as_json)
 
 
@@ -126,21 +138,24 @@ def send(
     scheduler = scheduler_or_default(config)
     settings = scheduler.section(config)
     script = scheduler.render(job, settings)
-    said = scheduler.commands.test(script)
+    said = scheduler.commands.test(script, settings)
     for rundir, resolved in runs.items():
         check_job(rundir)
         check_name(rundir, resolved.plan, resolved.config, overwrite=overwrite)
     for rundir, resolved in runs.items():
         write_run(rundir, resolved.plan, resolved.config)
     folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if settings.snapshot:
+    if not scheduler.is_elsewhere and settings.snapshot:
         key = f"cluster.{scheduler.name}.snapshot"
         script = scheduler.render(_with_code(job, folder, key=key), settings)
-    write_atomically(folder.script_file, script)
+    file = folder.job_script(scheduler.ending)
+    write_atomically(file, script)
     if elements:
         write_sweep(folder, elements)
-    number = scheduler.commands.submit(str(folder.script_file))
-    known = Submitted(job=number, script=str(folder.script_file), scheduler=scheduler.name)
+    number = scheduler.commands.submit(str(file), settings)
+    known = Submitted(
+        job=number, script=str(file), scheduler=scheduler.name, settings=to_plain(settings)
+    )
     for index, rundir in enumerate(runs):
         its = replace(known, job=f"{number}_{index}", sweep=folder.name) if elements else known
         remember(rundir, its)
@@ -172,14 +187,29 @@ def resolve_job(overrides: list[str], *, smoke: bool = False) -> ResolvedConfig:
 
 def job_of(runs: Iterable[RunDir], resolved: ResolvedConfig, *, name: str, logs: Path) -> Job:
     scheduler = scheduler_or_default(resolved.config)
-    return Job(
+    settings, known = scheduler.section(resolved.config), list(runs)
+    job = Job(
         name=name,
         nodes=resolved.plan.cluster.nodes,
-        runs=tuple(str(rundir.path) for rundir in runs),
+        runs=tuple(str(rundir.path) for rundir in known),
         logs=str(logs),
         cwd=str(Path.cwd()),
-        python=scheduler.section(resolved.config).python or sys.executable,
+        python=settings.python or sys.executable,
     )
+    if not scheduler.is_elsewhere:
+        return job
+    texts = trust.texts_of(resolved.plan, known[0], resolved.config)
+    return replace(
+        job,
+        runs=(f"{settings.runs_dir.rstrip('/')}/{known[0].name}",),
+        python=settings.python or "python",
+        owner=f"{getpass.getuser()}@{socket.gethostname()}",
+        files={str(path): text for path, text in texts.items()},
+    )
+
+
+def script_file(folder: RunDir, resolved: ResolvedConfig) -> Path:
+    return folder.job_script(scheduler_or_default(resolved.config).ending)
 
 
 def _with_code(job: Job, rundir: RunDir, *, key: str) -> Job:

@@ -55,10 +55,19 @@ def calls(plan: RunPlan) -> dict[str, tuple[str, dict[str, Any]]]:
 def write_signed(plan: RunPlan, rundir: RunDir, config: dict[str, Any] | None) -> None:
     """Write the plan and its configuration into the run directory and sign both."""
     rundir.write_plan(plan)
-    text = None if config is None else json.dumps(config, indent=2) + "\n"
-    if text is not None:  # JSON is valid YAML, so this file works as a recipe
+    text = None if config is None else _config_text(config)
+    if text is not None:
         write_atomically(rundir.config_file, text)
     sign(rundir, plan, config=text)
+
+
+def texts_of(plan: RunPlan, rundir: RunDir, config: dict[str, Any]) -> dict[Path, str]:
+    """Return file → text of the plan and its configuration, as `write_signed` writes them."""
+    return {rundir.plan_file: plan.to_json(), rundir.config_file: _config_text(config)}
+
+
+def _config_text(config: dict[str, Any]) -> str:
+    return json.dumps(config, indent=2) + "\n"  # JSON is valid YAML, so it works as a recipe
 
 
 def read_files(rundir: RunDir) -> dict[Path, str]:

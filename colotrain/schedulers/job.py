@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.schedulers import DEFAULT
+
+T = TypeVar("T")
 
 OVER = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL"),
@@ -32,6 +36,10 @@ class Job:
     """Working directory of the command, from which the plan's modules are imported."""
     python: str
     """Python interpreter on the nodes."""
+    owner: str = ""
+    """User and host that submit the job."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Local path → text of the plan and the configuration, for nodes that do not see the folder."""
     is_array: bool = False
     max_parallel: int | None = None
     """Maximum number of array elements that run at once."""
@@ -46,6 +54,12 @@ class Submitted:
     script: str
     sweep: str | None = None
     scheduler: str = DEFAULT
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The scheduler's section of the configuration with which it was submitted."""
+
+    def section(self, kind: type[T]) -> T:
+        """Return the settings as a record."""
+        return from_plain(kind, self.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +107,12 @@ def recall(rundir: RunDir) -> Submitted | None:
         return None
 
 
-def job_log(rundir: RunDir) -> Path | None:
-    """Return the log of the run's job; a requeued job appends to it."""
+def job_logs(rundir: RunDir) -> list[Path]:
+    """Return the logs of the run's job, node 0's first; a requeued job appends to them."""
     known = recall(rundir)
     if known is None:
-        return None
-    return RunDir(Path(known.script).parent).logs / f"job-{known.job}.log"
+        return []
+    folder, logs = RunDir(Path(known.script).parent), list[Path]()
+    while not logs or logs[-1].exists():
+        logs.append(folder.job_log(known.job, node=len(logs)))
+    return logs

@@ -1,46 +1,62 @@
-"""The batch systems that `colotrain submit` knows: a row each.
+"""The schedulers that `colotrain submit` knows: a row each.
 
-A new one is a module with the functions of `Commands` and `render`, a row in `SCHEDULERS` here and
-one in `spec.schedulers`, and a section of its settings in the schema of `cluster`. Every section
-has the keys partition, gpus_per_node, cpus_per_task, container, python and snapshot.
+A new one is a module with its settings and the functions of `Commands`, a row in `SCHEDULERS`, a
+line for its section in the schema of `cluster`, a file in conf/cluster, and a section of the docs.
+Every section of settings has the keys gpus_per_node, cpus_per_task and python; those of schedulers
+whose nodes see the run's folder have container and snapshot, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from colotrain.config.slurm import Slurm
+from colotrain.errors import Problem
 from colotrain.records import from_plain, to_plain
-from colotrain.schedulers import slurm, slurm_queue
+from colotrain.schedulers import (
+    dstack,
+    hosts,
+    kubernetes,
+    skypilot,
+    slurm,
+    slurm_queue,
+    slurm_settings,
+)
 from colotrain.schedulers.job import Answers, Job, NodeKind, Submitted
 from colotrain.spec.schedulers import DEFAULT
-from colotrain.spec.schedulers import SCHEDULERS as VARIABLES
 
 
 class Commands(Protocol):
     """Commands of a scheduler: the functions of a module."""
 
-    def test(self, script: str) -> str:
+    def test(self, script: str, settings: Any, /) -> str:
         """Return what it says about a job without submitting it; `UsageError` if refused."""
         ...
 
-    def submit(self, script_file: str) -> str:
+    def submit(self, script_file: str, settings: Any, /) -> str:
         """Submit a script; return the job's id."""
         ...
 
-    def cancel(self, job: str) -> None:
+    def cancel(self, job: Submitted, /) -> None:
         """Remove a job from the queue, or end it."""
         ...
 
-    def ask(self, jobs: Iterable[str]) -> Answers: ...
+    def ask(self, jobs: Sequence[Submitted], /) -> Answers: ...
 
-    def node_kinds(self, partition: str | None = None) -> list[NodeKind]: ...
+    def log_command(self, job: Submitted, /, *, lines: int, follow: bool) -> list[str] | None:
+        """Return the command that prints the job's output; None if the run's folder has it."""
+        ...
 
     def asked_gpus(self, settings: Any, /) -> tuple[str, int]:
         """Return type and number per node of the GPUs that the settings request; or `("", 0)`."""
         ...
+
+
+class Nodes(Protocol):
+    """What a scheduler can tell of its nodes, inside its jobs and before them."""
+
+    def node_kinds(self, partition: str | None = None) -> list[NodeKind]: ...
 
     def gives_gpus(self, settings: Any, /) -> bool:
         """Whether other settings than those of `asked_gpus` give the job GPUs."""
@@ -57,28 +73,69 @@ class Commands(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduler:
-    """A batch system."""
+    """A scheduler."""
 
     name: str
     """Name of its section of `cluster`."""
+    label: str
+    """Name in messages."""
     settings: type[Any]
     """Dataclass of its section."""
+    check: Callable[[Any], Iterator[Problem]]
+    """Yields settings that cannot be meant."""
     render: Callable[[Job, Any], str]
     """Returns the text of a job's script, from the job and its settings."""
+    ending: str
+    """Ending of the script's name."""
     commands: Commands
-
-    @property
-    def label(self) -> str:
-        """Name in messages."""
-        return VARIABLES[self.name].label
+    nodes: Nodes | None = None
+    is_elsewhere: bool = False
+    """Whether its nodes do not see the folder from which a run is submitted."""
+    has_arrays: bool = False
+    """Whether a job can be an array."""
 
     def section(self, config: dict[str, Any]) -> Any:
         """Return its settings in a configuration."""
         return from_plain(self.settings, config["cluster"][self.name])
 
 
+def _elsewhere(name: str, settings: type[Any], module: Any) -> Scheduler:
+    return Scheduler(
+        name=name,
+        label=module.LABEL,
+        settings=settings,
+        check=module.check,
+        render=module.render,
+        ending="yaml",
+        commands=module,
+        is_elsewhere=True,
+    )
+
+
 SCHEDULERS = {
-    "slurm": Scheduler(name="slurm", settings=Slurm, render=slurm.render, commands=slurm_queue),
+    "slurm": Scheduler(
+        name="slurm",
+        label=slurm_queue.LABEL,
+        settings=slurm_settings.Slurm,
+        check=slurm_settings.check_slurm,
+        render=slurm.render,
+        ending="sbatch",
+        commands=slurm_queue,
+        nodes=slurm_queue,
+        has_arrays=True,
+    ),
+    "kubernetes": _elsewhere("kubernetes", kubernetes.Kubernetes, kubernetes),
+    "skypilot": _elsewhere("skypilot", skypilot.SkyPilot, skypilot),
+    "dstack": _elsewhere("dstack", dstack.Dstack, dstack),
+    "hosts": Scheduler(
+        name="hosts",
+        label=hosts.LABEL,
+        settings=hosts.Hosts,
+        check=hosts.check,
+        render=hosts.render,
+        ending="sh",
+        commands=hosts,
+    ),
 }
 
 
@@ -96,13 +153,17 @@ def scheduler_or_default(config: dict[str, Any]) -> Scheduler:
     return scheduler_of(config) or SCHEDULERS[DEFAULT]
 
 
+def scheduler_of_job(job: Submitted) -> Scheduler:
+    return SCHEDULERS[job.scheduler]
+
+
 def ask(jobs: Iterable[Submitted]) -> Answers:
     """Return the states of jobs, each from its own scheduler."""
     answers, known = Answers(), list(jobs)
     for name, scheduler in SCHEDULERS.items():
-        ids = [submitted.job for submitted in known if submitted.scheduler == name]
-        if ids:
-            its = scheduler.commands.ask(ids)
+        own = [submitted for submitted in known if submitted.scheduler == name]
+        if own:
+            its = scheduler.commands.ask(own)
             answers.states |= its.states
             answers.trouble = answers.trouble or its.trouble
     return answers
@@ -110,4 +171,4 @@ def ask(jobs: Iterable[Submitted]) -> Answers:
 
 def cancel(submitted: Submitted) -> None:
     """Remove a job from the queue, or end it."""
-    SCHEDULERS[submitted.scheduler].commands.cancel(submitted.job)
+    scheduler_of_job(submitted).commands.cancel(submitted)

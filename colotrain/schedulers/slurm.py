@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from colotrain.config.slurm import Slurm
 from colotrain.errors import UsageError
 from colotrain.schedulers.job import Job
+from colotrain.schedulers.slurm_settings import Slurm
 
 PORTS = (20000, 10000)
 """First port and number of ports; all are below 32768, where ephemeral ports begin."""

@@ -6,12 +6,13 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from colotrain.config.slurm import Slurm
 from colotrain.errors import ColotrainError, UsageError
-from colotrain.schedulers.job import Answers, JobState, NodeKind
+from colotrain.schedulers.job import Answers, JobState, NodeKind, Submitted
+from colotrain.schedulers.slurm_settings import Slurm
 
+LABEL = "SLURM"
 SUBMIT_S = 60.0
 ASK_S = 5.0
 GIVES_GPUS = ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-job")
@@ -25,7 +26,7 @@ UNREACHED = (
 """Parts of sbatch's messages when the controller does not answer."""
 
 
-def test(script: str) -> str:
+def test(script: str, slurm: Slurm) -> str:
     """Return what SLURM says about a job without submitting it; raise `UsageError` if refused."""
     done = _run(["sbatch", "--test-only"], text=script, timeout_s=SUBMIT_S)
     said = _said(done)
@@ -35,7 +36,7 @@ def test(script: str) -> str:
     return said
 
 
-def submit(script_file: str) -> str:
+def submit(script_file: str, slurm: Slurm) -> str:
     """Submit a script to SLURM; return the job's id."""
     done = _run(["sbatch", "--parsable", script_file], timeout_s=SUBMIT_S)
     found = re.match(r"(\d+)", done.stdout.strip())
@@ -51,11 +52,16 @@ def _check_reached(said: str) -> None:
         raise UsageError(problem, "`--dry-run` prints the script")
 
 
-def cancel(job: str) -> None:
+def cancel(submitted: Submitted) -> None:
     """Remove a job from the queue, or end it."""
+    job = submitted.job
     done = _run(["scancel", job], timeout_s=ASK_S * 2)
     if done.returncode and "already" not in done.stderr and "Invalid job id" not in done.stderr:
         raise ColotrainError(f"job {job}: {_said(done)}", f"try `scancel {job}`")
+
+
+def log_command(job: Submitted, *, lines: int, follow: bool) -> None:
+    """Return None: the run's folder has the job's log."""
 
 
 def _run(
@@ -85,9 +91,9 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
     return "; ".join(lines) or f"exit code {done.returncode}"
 
 
-def ask(jobs: Iterable[str]) -> Answers:
+def ask(jobs: Sequence[Submitted]) -> Answers:
     """Return the states of jobs, from squeue, then scontrol, then sacct for those still missing."""
-    answers, wanted = Answers(), set(jobs)
+    answers, wanted = Answers(), {submitted.job for submitted in jobs}
     for command in (_squeue, _scontrol, _sacct):
         missing = sorted(wanted - set(answers.states))
         if not missing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class Source:
 
 
 def sources(
-    rundir: RunDir, *, job_log: Path | None = None, rank: int | None = None
+    rundir: RunDir, *, job_logs: Sequence[Path] = (), rank: int | None = None
 ) -> list[Source]:
     """Return the existing logs: of one rank, or of all ranks, the launcher and the job.
 
@@ -50,8 +50,9 @@ def sources(
         printed = rundir.launcher_log
         if printed.is_file() and printed.stat().st_mtime >= launched_at:
             found.append(Source(name=LAUNCHER, path=printed))
-        if job_log is not None and job_log.is_file():
-            found.append(Source(name=JOB, path=job_log))
+        for node, path in enumerate(job_logs):
+            if path.is_file():
+                found.append(Source(name=f"{JOB} node {node}" if node else JOB, path=path))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The batch systems: their names and the variables that they set in a job's processes."""
+"""Variables that a batch system sets in a job's processes, and that colotrain's own jobs set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ SCHEDULERS = {
         num_nodes="SLURM_NNODES",
     ),
 }
-"""Value of `cluster.scheduler`, which is also the name of its section, → its variables."""
+"""Value of `cluster.scheduler` → variables, of schedulers inside whose jobs commands are run."""
+JOB = "COLOTRAIN_JOB"
+"""Variable with the job's id, in the jobs of all other schedulers."""
 DEFAULT = "slurm"
 """Scheduler of `colotrain submit` where the configuration names none."""
 
@@ -42,7 +44,7 @@ def job_here() -> str | None:
 def job_id() -> str:
     """Return the id of the job that this process belongs to; "" outside of jobs."""
     name = job_here()
-    return os.environ[SCHEDULERS[name].job] if name else ""
+    return os.environ.get(SCHEDULERS[name].job if name else JOB, "")
 
 
 def is_on_every_node() -> bool:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from colotrain.config.slurm import Slurm
 from colotrain.schedulers.job import Job
 from colotrain.schedulers.slurm import render
+from colotrain.schedulers.slurm_settings import Slurm
 from tests.slurm.lab import missing
 from tests.slurm.test_jobs import FAST, PLAN, WAIT_S, Site, _site
 

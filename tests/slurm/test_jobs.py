@@ -129,7 +129,7 @@ def test_a_job_runs_on_two_nodes_and_can_be_looked_at(
     assert "step=12/12" not in site.colotrain("logs", "straight", "--rank", "1")
     assert json.loads(site.colotrain("dashboard", "straight", "--json"))
     assert json.loads(site.colotrain("inspect-grads", "straight", "--json"))["parameters"]
-    script = site.rundir("straight").script_file.read_text()
+    script = site.rundir("straight").job_script("sbatch").read_text()
     assert script == site.colotrain("submit", *PLAN, FAST, "name=straight", "--dry-run")
     said = site.colotrain("submit", *PLAN, FAST, "name=other", "--test-only")
     assert "to start at" in said

@@ -12,10 +12,10 @@ import pytest
 from colotrain.config.checks import check
 from colotrain.config.schema import Config, Model
 from colotrain.config.schema_cluster import Cluster
-from colotrain.config.slurm import Slurm
 from colotrain.errors import UsageError
 from colotrain.schedulers.job import Job
 from colotrain.schedulers.slurm import quote, render
+from colotrain.schedulers.slurm_settings import Slurm
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden")

@@ -11,7 +11,6 @@ import pytest
 
 from colotrain.cli.main import guarded
 from colotrain.config.compose import combinations
-from colotrain.config.slurm import Slurm
 from colotrain.errors import ConfigError, UsageError
 from colotrain.events import liveness
 from colotrain.rundir import RunDir
@@ -20,6 +19,7 @@ from colotrain.runs.sweep import elements_of
 from colotrain.schedulers import slurm_queue as queue
 from colotrain.schedulers.job import JobState, Submitted, recall
 from colotrain.schedulers.slurm_queue import asked_gpus
+from colotrain.schedulers.slurm_settings import Slurm
 from colotrain.show.logs import Lines, Source
 
 TINY = ("recipe=llm-tiny", "plugin=zero2", "cluster=slurm", "cluster.procs_per_node=1")
