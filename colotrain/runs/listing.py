@@ -304,7 +304,11 @@ def stop_job(rundir: RunDir, submitted: Submitted, *, as_json: bool, timeout_s: 
         ask_to_stop(rundir)
         ended = wait_for_end(rundir, timeout_s=timeout_s)
         rundir.stop_file.unlink(missing_ok=True)
-    registry.cancel(submitted)
+    try:
+        registry.cancel(submitted)
+    except ColotrainError:  # the run has saved, but the job is not known to be over
+        tell_end(rundir, ended, as_json=as_json, timeout_s=timeout_s)
+        raise
     return tell_end(rundir, ended, job=job, as_json=as_json, timeout_s=timeout_s)
 
 

@@ -156,8 +156,7 @@ def resume(
     """
     rundir = find(run)
     warm_up()
-    own, submit = rundir.plan(), _submit_again(rundir, overrides)
-    job = recall(rundir)
+    own, submit, job = rundir.plan(), _submit_again(rundir, overrides), recall(rundir)
     if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
         raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
     if not own.model.value:
