@@ -45,7 +45,7 @@ RULES = {
     "torch_internals": Rule("", "torch"),
     "spec": Rule(""),
     "events": Rule("spec"),
-    "config": Rule("spec", "omegaconf"),
+    "config": Rule("spec schedulers", "omegaconf"),
     "models": Rule("spec torch_internals", TENSORS, EXTRAS),
     "data.prepare": Rule("spec", "numpy", f"tokenizers {EXTRAS}"),
     "data.read": Rule("spec data.prepare", TENSORS, EXTRAS),
@@ -56,7 +56,7 @@ RULES = {
     ),
     "launch": Rule("spec events", "psutil", "torch launch.agent"),
     "launch.agent": Rule("spec events launch", "torch"),
-    "schedulers": Rule("spec events"),
+    "schedulers": Rule("spec events", "", "yaml"),
     "verify": Rule(
         "spec events models data.prepare data.read engine launch torch_internals", TENSORS
     ),
@@ -78,9 +78,6 @@ RULES["cli"] = Rule(" ".join(RULES), RULES["cli"].libraries, RULES["cli"].inside
 EXCEPTIONS = {
     "config.compose": "hydra",  # its only importer
     "config.data": "data.prepare",  # its readers tell whether files can be read
-    "schedulers.registry": "config.slurm",  # the settings of each are a section of the schema
-    "schedulers.slurm": "config.slurm",
-    "schedulers.slurm_queue": "config.slurm",
 }
 """Module → what it may import beyond the rule of its folder."""
 

@@ -1,36 +1,44 @@
-"""A batch system is one row: its name is the same in the registry, the variables and the schema."""
+"""A scheduler is one row: its name is the same in the registry, the schema and conf/cluster."""
 
 from __future__ import annotations
 
 import inspect
 import typing
+from dataclasses import replace
 
 import pytest
 
 from colotrain.config.schema_cluster import Cluster
+from colotrain.config.shipped import shipped
 from colotrain.records import field_types, to_plain
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import Answers, JobState, Submitted
-from colotrain.schedulers.registry import SCHEDULERS, Commands, Scheduler, scheduler_of
+from colotrain.schedulers.registry import SCHEDULERS, Commands, Nodes, scheduler_of
 from colotrain.spec import schedulers
 
 
-def test_every_scheduler_has_a_row_variables_and_a_section() -> None:
+def test_every_scheduler_has_a_row_a_section_and_a_file() -> None:
     named, _ = typing.get_args(field_types(Cluster)["scheduler"])
-    assert set(typing.get_args(named)) == set(SCHEDULERS) == set(schedulers.SCHEDULERS)
+    assert typing.get_args(named) == tuple(SCHEDULERS)
+    assert set(schedulers.SCHEDULERS) <= set(SCHEDULERS)
     for name, row in SCHEDULERS.items():
         assert row.name == name
+        assert f"scheduler: {name}\n" in (shipped("conf") / "cluster" / f"{name}.yaml").read_text()
         assert field_types(Cluster)[name] is row.settings
-        shared = {"partition", "gpus_per_node", "cpus_per_task", "container", "python", "snapshot"}
+        shared = {"gpus_per_node", "cpus_per_task", "python"}
+        shared |= {"runs_dir"} if row.is_elsewhere else {"container", "snapshot"}
         assert shared <= set(field_types(row.settings))
+        assert (row.nodes is not None) == ("partition" in field_types(row.settings))
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_schedulers_module_has_every_command(name: str) -> None:
-    wanted = {n: f for n, f in vars(Commands).items() if inspect.isfunction(f) and n[0] != "_"}
-    for command, declared in wanted.items():
-        given = inspect.signature(getattr(SCHEDULERS[name].commands, command))
-        assert len(given.parameters) == len(inspect.signature(declared).parameters) - 1, command
+@pytest.mark.parametrize("protocol", [Commands, Nodes])
+def test_a_schedulers_module_has_every_command(protocol: type) -> None:
+    wanted = {n: f for n, f in vars(protocol).items() if inspect.isfunction(f) and n[0] != "_"}
+    modules = [s.commands if protocol is Commands else s.nodes for s in SCHEDULERS.values()]
+    for module in filter(None, modules):
+        for command, declared in wanted.items():
+            given = inspect.signature(getattr(module, command))
+            assert len(given.parameters) == len(inspect.signature(declared).parameters) - 1
 
 
 class Other:
@@ -39,20 +47,20 @@ class Other:
     cancelled: typing.ClassVar[list[str]] = []
 
     @staticmethod
-    def ask(jobs: list[str]) -> Answers:
-        return Answers(states={job: JobState(state="RUNNING", asked="other") for job in jobs})
+    def ask(jobs: list[Submitted]) -> Answers:
+        return Answers(states={job.job: JobState(state="RUNNING", asked="other") for job in jobs})
 
     @staticmethod
-    def cancel(job: str) -> None:
-        Other.cancelled.append(job)
+    def cancel(job: Submitted) -> None:
+        Other.cancelled.append(job.job)
 
 
 def test_each_job_is_asked_of_its_own_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = SCHEDULERS["slurm"]
-    other = Scheduler(name="other", settings=slurm.settings, render=slurm.render, commands=Other)  # type: ignore[arg-type]
+    other = replace(slurm, name="other", commands=Other)
     monkeypatch.setitem(SCHEDULERS, "other", other)
     monkeypatch.setattr(
-        slurm.commands, "ask", lambda jobs: Answers(states={jobs[0]: JobState(state="PENDING")})
+        slurm.commands, "ask", lambda jobs: Answers(states={jobs[0].job: JobState(state="PENDING")})
     )
     jobs = [Submitted(job="1", script="x"), Submitted(job="pod-2", script="x", scheduler="other")]
     states = registry.ask(jobs).states

@@ -17,7 +17,7 @@ from colotrain.rundir import RunDir
 from colotrain.runs.snapshot import take
 from colotrain.runs.sweep import elements_of
 from colotrain.schedulers import slurm_queue as queue
-from colotrain.schedulers.job import JobState, Submitted, recall
+from colotrain.schedulers.job import JobState, recall
 from colotrain.schedulers.slurm_queue import asked_gpus
 from colotrain.schedulers.slurm_settings import Slurm
 from colotrain.show.logs import Lines, Source
@@ -109,7 +109,10 @@ def test_ranks_follow_the_gpus_that_the_job_asks_for(
     assert document["job"] == "77"
     plan = RunDir("runs/big").plan()
     assert (plan.cluster.device, plan.world_size) == ("cuda", 8)
-    assert recall(RunDir("runs/big")) == Submitted(job="77", script=document["script"])
+    known = recall(RunDir("runs/big"))
+    assert known is not None
+    assert (known.job, known.script, known.scheduler) == ("77", document["script"], "slurm")
+    assert known.section(Slurm).gpus_per_node == "h100:4"
 
 
 def test_a_smoke_run_is_submitted_under_a_name_of_its_own(
