@@ -14,8 +14,8 @@ line that none of them covers is an error:
 4. *Several machines.* Commands of one block with `cluster.node_rank` are started together, here;
    the doctor may find there that the head is this machine, and nothing else.
 5. *A running job.* `--live` and `stop` meet a run that is started before and stopped after.
-6. *Schedulers.* Their commands are stand-ins; those of SLURM take every job, and tests/slurm has the
-   real ones.
+6. *Schedulers.* Their commands are stand-ins; SLURM's take every job, and tests/slurm has the real
+   ones.
 7. *Records.* A block of JSON is the file that the command after it names.
 8. *Installing.* `pip` and `make` are not run; `make run` is the `colotrain run` that it stands for.
 """

@@ -125,10 +125,19 @@ def node_command(job: Job, *, head: str, rank: str, carried: str) -> list[str]:
 
 
 def to_yaml(*documents: Any) -> str:
-    """Return documents as YAML."""
+    """Return documents as YAML, in which texts of several lines stand as they are."""
     import yaml
 
-    return str(yaml.safe_dump_all(documents, sort_keys=False, width=1000))
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: Any, value: str) -> Any:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1000))
 
 
 def without_empty(record: dict[str, Any]) -> dict[str, Any]:
