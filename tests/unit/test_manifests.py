@@ -117,7 +117,7 @@ def test_the_objects_of_a_job_name_one_another() -> None:
 
 def test_names_are_legal_and_differ_whatever_runs_are_called() -> None:
     draw = random.Random(0)
-    texts = NASTY + ["".join(draw.choices(NASTY, k=3)) for _ in range(200)]
+    texts = NASTY + ["".join(draw.choices(NASTY, k=3)) for _ in range(40)]
     found = {}
     for index, text in enumerate(texts):
         job = replace(JOB, name=text, logs=f"/runs/{index}/logs")
@@ -326,7 +326,7 @@ def test_what_a_job_lacks_is_said_at_once(
         ({"active": 2, "ready": 1}, [], "RUNNING", ""),
         ({"jobsStatus": [{"name": "node", "ready": 1}]}, [], "RUNNING", ""),
         (
-            {"conditions": [{"type": "Complete", "status": "True", "reason": "x"}]},
+            {"conditions": [{"type": "Complete", "status": "True"}]},
             [],
             "COMPLETED",
             "",
