@@ -41,7 +41,7 @@ def submit(
     force: Force = False,
     as_json: Json = False,
 ) -> int:
-    """Submit a run to SLURM, Kubernetes, SkyPilot, dstack or hosts, or a sweep to SLURM."""
+    """Submit a run, or a sweep of runs, to a scheduler."""
     from colotrain.runs import submit as module
 
     what = {"as_json": as_json, "dry_run": dry_run, "test_only": test_only, "force": force}
