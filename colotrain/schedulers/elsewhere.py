@@ -128,7 +128,7 @@ def to_yaml(*documents: Any) -> str:
     """Return documents as YAML, in which texts of several lines stand as they are."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
