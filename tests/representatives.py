@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+EVERY_COMBINATION = bool(os.environ.get("EVERY_COMBINATION"))
+"""Whether whole products of values run, which take hours; else what was chosen from them."""
 
 
 def representatives(values: Iterable[Any], *, kept: Collection[Any]) -> list[Any]:
@@ -26,3 +30,16 @@ def selected(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]
     items = [item for item in request.session.items if item.module is request.module]  # type: ignore[attr-defined]
     every = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return {tuple(params[n] for n in names) for params in every if params.keys() >= set(names)}
+
+
+def any_without_parameters(request: pytest.FixtureRequest) -> bool:
+    """Whether a test of the requesting module will run that has no parameters."""
+    items = [item for item in request.session.items if item.module is request.module]  # type: ignore[attr-defined]
+    return any(not hasattr(item, "callspec") for item in items)
+
+
+def chosen(values: Iterable[Any], *, among: Collection[Any]) -> list[Any]:
+    """Of `values`, those in `among`; with EVERY_COMBINATION=1 all."""
+    values = list(values)
+    assert all(value in values for value in among), among
+    return [value for value in values if EVERY_COMBINATION or value in among]

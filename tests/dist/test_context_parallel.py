@@ -69,7 +69,10 @@ def test_every_plugin_equals_one_process_when_two_ranks_divide_each_sample(
     [
         (),
         (*OWN, "train.activation_checkpointing=full", "--optimizer", "recipe"),
-        ("train.activation_checkpointing=selective", "train.precision=bf16"),
+        (
+            *("--accumulation", "4", "train.activation_checkpointing=selective"),
+            "train.precision=bf16",
+        ),
     ],
     ids=["plain", "isolated, recomputed, adamw", "bf16"],
 )

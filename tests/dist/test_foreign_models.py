@@ -21,8 +21,10 @@ from tests.dist.foreign import AT_PLAN, IN_FORWARD, OF_BLOCKS, SAMPLE, TRAIN, ma
 from tests.dist.test_difficult_models import check, one_reference_for_all_plugins, plan_of
 from tests.dist.test_transport import plan_of as tiny_plan
 from tests.dist.test_transport import run
+from tests.representatives import chosen
 
 __all__ = ["one_reference_for_all_plugins"]
+GATHERING = "tests.dist.gathering"
 
 
 def plan(model: str, plugin: str, *overrides: str) -> RunPlan:
@@ -38,9 +40,13 @@ def test_one_of_each_kind_trains_as_in_one_process_where_groups_are_gathered(
     check([plan(model, "zero3") for model in (*SAMPLE, *OF_BLOCKS)], tmp_path)
 
 
+PAIRS = [(plugin, worker) for plugin in ROWS for worker in (GATHERING, runner.WORKER)]
+TRIED = [("zero1", runner.WORKER), ("zero2", GATHERING), ("zero3", runner.WORKER)]
+TRIED += [("fsdp-hybrid", GATHERING), ("gemini", runner.WORKER)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["tests.dist.gathering", runner.WORKER])
-@pytest.mark.parametrize("plugin", ROWS)
+@pytest.mark.parametrize(("plugin", "worker"), chosen(PAIRS, among=TRIED))
 def test_all_do_under_every_plugin(
     plugin: str, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,10 @@ def test_a_run_that_divides_tokens_between_parts_equals_one_process(
             *("model.args.tie_embeddings=true", "train.activation_checkpointing=full"),
             *("freeze.patterns=[blocks.0.*]", "--optimizer", "recipe"),
         ),
-        ("--tp", "2", "train.activation_checkpointing=selective", "train.precision=bf16"),
+        (
+            *("--tp", "2", "--accumulation", "4", "train.activation_checkpointing=selective"),
+            "train.precision=bf16",
+        ),
     ],
     ids=[
         "more ranks than heads of keys",

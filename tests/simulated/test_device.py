@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.representatives import representatives, selected
+from tests.representatives import any_without_parameters, representatives, selected
 from tests.simulated.case import Case
 from tests.simulated.ordering import Memory, Timeline
 from tests.simulated.running import SMALL, WIDER, Found, apart, carry_out
@@ -58,25 +58,41 @@ KEPT = ("zero1", "zero3 in bf16", "zero3, recomputing some")
 NOT_FINITE = ("model.target=tests.simulated.models:Explodes", "train.on_nonfinite=skip")
 RECORDED = ("plugin=zero3", "observe.grads_every=1", "train.eval_every=2")
 
+FIXED = [
+    *(
+        Case(name=f"{name} on {on}", words=(*SMALL, *TRAIN, *words), on=on)
+        for name, words in (("user", (USER,)), ("recorded", RECORDED), ("huge", NOT_FINITE))
+        for on in ("cpu", "cuda")
+    ),
+    Case(name="no wait", words=(*GEMINI, *QUIET, BELOW), plant="no_wait_stream"),
+    Case(
+        name="no synchronize", words=(*GEMINI, BELOW, "checkpoint.every=2"), plant="no_synchronize"
+    ),
+    Case(name="hybrid", words=(*SMALL, *TRAIN, "plugin=fsdp-hybrid", *QUIET)),
+    Case(name="slow", words=(*SMALL, *TRAIN, *QUIET), plant="slow_optimizer", looks=False),
+    Case(name="stays", words=(*SMALL, *TRAIN), plant="stays_on_host"),
+]
+"""Cases of the tests without parameters."""
+
 
 @pytest.fixture(scope="module")
 def found(
     guard: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, Found]:
     wanted = {name for (name,) in selected(request, "name")}
+    if any_without_parameters(request):
+        wanted |= {case.name for case in FIXED} | {"25 %"}
     disk = tmp_path_factory.mktemp("disk")
     lower = (f"plugin.disk_path={disk}", "plugin.budget.host=20MiB")
+    unread = (*((*budget, ()) for budget in BUDGETS.items()), ("disk", 30 * MIB, lower))
     cases = [
-        Case(name="cpu", words=(*WIDER, *TRAIN, "plugin=zero1"), on="cpu"),
         *(
             Case(name=n, words=(*WIDER, *TRAIN, *QUIET, *words), looks=False)
             for n, words in PLANNED.items()
-            if n in wanted
         ),
         *(
             Case(name=n, words=(*GEMINI, *QUIET, f"plugin.budget.device={size}"), limit=size)
             for n, size in BUDGETS.items()
-            if n in {*wanted, "25 %"}
         ),
         Case(name="disk", words=(*GEMINI, *QUIET, BELOW, *lower), limit=30 * MIB),
         *(
@@ -85,32 +101,15 @@ def found(
                 words=(*GEMINI, *QUIET, f"plugin.budget.device={size}", *more),
                 looks=False,
             )
-            for n, size, more in (*((*b, ()) for b in BUDGETS.items()), ("disk", 30 * MIB, lower))
-            if f"{n}, unread" in wanted
+            for n, size, more in unread
         ),
-        *(
-            case
-            for name, words in RESUMED.items()
-            if name in wanted
-            for case in saving(name, *words)
-        ),
-        *(
-            Case(name=f"{name} on {on}", words=(*SMALL, *TRAIN, *words), on=on)
-            for name, words in (("user", (USER,)), ("recorded", RECORDED), ("huge", NOT_FINITE))
-            for on in ("cpu", "cuda")
-        ),
-        Case(name="no wait", words=(*GEMINI, *QUIET, BELOW), plant="no_wait_stream"),
-        Case(
-            name="no synchronize",
-            words=(*GEMINI, BELOW, "checkpoint.every=2"),
-            plant="no_synchronize",
-        ),
-        Case(name="hybrid", words=(*SMALL, *TRAIN, "plugin=fsdp-hybrid", *QUIET)),
         Case(name="adafactor", words=(*SMALL, *TRAIN, *QUIET, "optim.name=adafactor"), looks=False),
         Case(name="noted", words=(*SMALL, *TRAIN, *QUIET, "observe.grads_every=1"), looks=False),
-        Case(name="slow", words=(*SMALL, *TRAIN, *QUIET), plant="slow_optimizer", looks=False),
-        Case(name="stays", words=(*SMALL, *TRAIN), plant="stays_on_host"),
+        *FIXED,
     ]
+    cases = [case for case in cases if case.name in wanted]
+    cases += [c for n, words in RESUMED.items() if n in wanted for c in saving(n, *words)]
+    cases += [Case(name="cpu", words=(*WIDER, *TRAIN, "plugin=zero1"), on="cpu")]
     return carry_out(cases, tmp_path_factory.mktemp("device"), guard)
 
 
