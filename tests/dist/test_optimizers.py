@@ -10,7 +10,7 @@ from torch import nn
 
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer
-from colotrain.errors import ConfigError
+from colotrain.errors import ColotrainError, ConfigError
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plugins import ROWS
 from colotrain.verify.compare import Tolerance
@@ -46,6 +46,18 @@ def test_an_optimizer_updates_shards_as_it_updates_whole_parameters(
     wrong = [f"{r.plugin}: {r.difference}" for r in results if not r.passed]
     assert len(results) == len(plans)
     assert not wrong, "\n".join(wrong)
+
+
+def test_numbers_that_an_own_optimizer_reads_are_those_of_whole_tensors(tmp_path: Path) -> None:
+    own = ("optim.name=tests.dist.own_optimizers:TrustRatio", "optim.lr=0.01")
+    plans = [plan_of("Stack", p, *own) for p in ("zero2", "zero3", "gemini")]
+    assert [r.difference for r in verify(plans, tmp_path)] == [None, None, None]
+
+
+def test_an_own_optimizer_that_gives_parameters_other_memory_is_refused(tmp_path: Path) -> None:
+    own = ("optim.name=tests.dist.own_optimizers:Rebinding", "optim.lr=0.01")
+    with pytest.raises(ColotrainError, match="its first step changed no parameter"):
+        list(verify([plan_of("Stack", "zero3", *own)], tmp_path))
 
 
 @pytest.mark.slow

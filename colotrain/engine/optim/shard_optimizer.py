@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from colotrain.engine.optim.optimizers import (
     make,
     to_checkpoint_layout,
 )
+from colotrain.engine.optim.own_optimizer import WholeNumbers, updating_in_place
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.shards import local_shard, shard_range
@@ -166,7 +168,8 @@ class ShardOptimizer:
             if self.plan.name in OPTIMIZERS:  # a user's optimizer sees the parameter's own gradient
                 self.stepped[name].grad = grad
         try:
-            self.torch.step()
+            with self._watched(grads):
+                self.torch.step()
         except (RuntimeError, NotImplementedError) as error:
             if self.plan.name in OPTIMIZERS:
                 raise
@@ -177,6 +180,19 @@ class ShardOptimizer:
         for name in grads:
             if self.plan.name in OPTIMIZERS:
                 self.stepped[name].grad = None
+
+    @contextmanager
+    def _watched(self, grads: Mapping[str, Tensor]) -> Iterator[None]:
+        """Watch a step of the user's own optimizer; of torch's, nothing."""
+        assert self.torch is not None
+        with ExitStack() as stack:
+            if self.plan.name not in OPTIMIZERS:
+                stack.enter_context(WholeNumbers())
+                if self.steps == 0:
+                    lr = max(group["lr"] for group in self.torch.param_groups)
+                    watched = updating_in_place(self.plan.name, self.shards, grads, lr=lr)
+                    stack.enter_context(watched)
+            yield
 
     def _count(self, *_: object) -> None:
         self._calls += 1

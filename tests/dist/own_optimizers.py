@@ -1,0 +1,36 @@
+"""Optimizers as people write them for whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """LARS's ratio of norms, as Python numbers."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, **_: Any) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                norm, of_gradient = p.norm().item(), float(p.grad.norm())
+                ratio = norm / of_gradient if norm and of_gradient and p.grad.abs().max() > 0 else 1
+                p.add_(p.grad, alpha=-group["lr"] * ratio)
+
+
+class Rebinding(TrustRatio):
+    """Plain SGD in the old habit."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
