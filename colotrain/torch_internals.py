@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorms
 from torch.nn.modules.dropout import _DropoutNd as Dropouts
 
 from colotrain.errors import ColotrainError
@@ -70,6 +71,7 @@ COMPUTED_AGAIN: Any = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
 without_modes = _disable_current_modes
 
 __all__ = [
+    "BatchNorms",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "Dropouts",

@@ -129,16 +129,14 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     resolved = resolve_config(overrides)
     if not force:
         check_fits(resolved)
-    rundir = RunDir(RUNS / resolved.plan.name)
-    naming.check_name(rundir, resolved.plan, resolved.config)
-    checkpoints.check_resumable(resolved.plan, rundir)
+    plan, rundir = resolved.plan, RunDir(RUNS / resolved.plan.name)
+    naming.check_name(rundir, plan, resolved.config)
+    checkpoints.check_resumable(plan, rundir)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
-    exit_code, cause = execute(
-        resolved.plan, rundir, resolved.config, console=console, began_at=began_at
-    )
-    document, _ = summarize(resolved.plan, rundir)
+    exit_code, cause = execute(plan, rundir, resolved.config, console=console, began_at=began_at)
+    document, _ = summarize(plan, rundir)
     if exit_code == ColotrainError.exit_code:
-        raise ColotrainError(cause, how_to_resume(resolved.plan, rundir))
+        raise ColotrainError(cause, how_to_resume(plan, rundir))
     return document
 
 
@@ -285,8 +283,8 @@ def summarize(plan: RunPlan, rundir: RunDir) -> tuple[dict[str, Any], RunView]:
     if plan.smoke:
         document["smoke"] = smoke.report(view, plan, rundir)
     rundir.write_summary(document)
-    traced = rundir.traces.exists()  # a trace in memory is part of the peak
-    if document["status"] == "finished" and view.world_size == plan.world_size and not traced:
+    whole = document["status"] == "finished" and view.world_size == plan.world_size
+    if whole and not rundir.traces.exists():  # a trace in memory is part of the peak
         measured_peaks.remember(plan.memory_shape, document["memory"]["measured_peak"])
     return document, view
 

@@ -224,7 +224,7 @@ def _container(settings: Kubernetes, name: str, command: list[str]) -> dict[str,
 
 
 def _pod(name: str, settings: Kubernetes) -> dict[str, Any]:
-    """Return what a pod's specification and a TrainJob's patch of it have in common."""
+    """Return the fields that a pod's specification and a TrainJob's patch of it share."""
     shm = {"medium": "Memory", "sizeLimit": settings.shared_memory}
     volumes: list[dict[str, Any]] = [{"name": "plan", "configMap": {"name": name}}]
     volumes += [{"name": "shm", "emptyDir": shm}]

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from colotrain.data.read.loader import (
     IGNORE_INDEX,
@@ -35,7 +34,7 @@ from colotrain.models.outputs import loss_in, pair_in
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import FreezePlan, RunPlan
 from colotrain.spec.survey import ParameterInfo
-from colotrain.torch_internals import TorchDispatchMode, tree_leaves
+from colotrain.torch_internals import BatchNorms, TorchDispatchMode, tree_leaves
 from colotrain.verify.distillation import WithTeacher
 from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.optimizers import optimizer_of
@@ -226,7 +225,7 @@ def _differ(before: Tensors, after: Tensors) -> bool:
 def _mixing(model: nn.Module, before: Tensors) -> str:
     """Return `Trajectory.mixes`; `before` are the buffers before the first step."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, BatchNorms) and module.training:
             return name or type(module).__name__
     after = dict(model.named_buffers())
     changed = (name for name, buffer in before.items() if not torch.equal(buffer, after[name]))

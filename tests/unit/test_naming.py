@@ -57,7 +57,7 @@ def test_a_name_that_has_other_settings_is_refused_with_those_that_differ(
 ) -> None:
     rundir = made()
     before = {p: p.read_bytes() for p in rundir.path.iterdir() if p.is_file()}
-    monkeypatch.setattr(queue, "test", lambda script: "fine")
+    monkeypatch.setattr(queue, "test", lambda *script: "fine")
     assert guarded([verb, *X, "optim.lr=0.5", "+model.args.tie_embeddings=true"]) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
     assert "name=x: that run was made with other settings: " in line

@@ -17,7 +17,7 @@ from colotrain.rundir import RunDir
 from colotrain.runs.snapshot import take
 from colotrain.runs.sweep import elements_of
 from colotrain.schedulers import slurm_queue as queue
-from colotrain.schedulers.job import JobState, recall
+from colotrain.schedulers.job import JobState, Submitted, recall
 from colotrain.schedulers.slurm_queue import asked_gpus
 from colotrain.schedulers.slurm_settings import Slurm
 from colotrain.show.logs import Lines, Source
@@ -146,7 +146,7 @@ def test_states_are_asked_for_in_order_and_each_only_what_is_still_unknown(slurm
     put(slurm, "squeue", 'echo "1|PENDING|Resources"; echo "2_0|RUNNING|None"; exit 0')
     put(slurm, "scontrol", 'test "$4" = 3 && echo "JobId=3 JobState=FAILED Reason=NonZero X=y"')
     put(slurm, "sacct", 'test "$1" = -c && echo "4|CANCELLED by 0"')
-    found = queue.ask(["1", "2_0", "3", "4", "5"]).states
+    found = queue.ask([Submitted(job=job, script="") for job in ("1", "2_0", "3", "4", "5")]).states
     assert found["1"] == JobState(state="PENDING", reason="Resources", asked="squeue")
     assert found["2_0"] == JobState(state="RUNNING", asked="squeue")
     assert (found["3"].state, found["3"].reason, found["3"].asked) == (
@@ -164,7 +164,7 @@ def test_a_slurm_that_hangs_costs_a_bounded_time(
     for name in ("squeue", "scontrol", "sacct"):
         put(slurm, name, "exec sleep 30")
     started = time.monotonic()
-    answers = queue.ask(["1", "2", "3"])
+    answers = queue.ask([Submitted(job=job, script="") for job in ("1", "2", "3")])
     assert time.monotonic() - started < 10
     assert answers.states == {}
     assert "no answer" in answers.trouble
