@@ -46,10 +46,6 @@ def kill(model: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_parent(model: Any) -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-
-
 def hang(model: Any) -> None:
     time.sleep(3600)
 
@@ -100,6 +96,10 @@ def flip(model: Any) -> None:
         handle.remove()
 
     handle = register_module_forward_pre_hook(hook)
+
+
+def kill_parent(model: Any) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
 
 
 PLANTS = (kill, kill_parent, hang, stop, leave, refuse, terminate, allocate, flip)
