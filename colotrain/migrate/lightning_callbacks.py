@@ -81,11 +81,11 @@ def _translated(found: Sequence[Finding], name: str, watched: Monitor) -> list[F
     monitors = [values[f"{c}monitor"] for c in callbacks if values.get(f"{c}monitor") is not None]
 
     def translated(finding: Finding) -> Finding:
-        callback, _, argument = finding.key.rpartition("init_args.")
+        owner, _, argument = finding.key.rpartition("init_args.")
         known = ("monitor", "mode", *watched.numbers)
-        if f"{callback}init_args." not in callbacks or argument not in known:
+        if f"{owner}init_args." not in callbacks or argument not in known:
             return finding
-        monitor = values.get(f"{callback}init_args.monitor")
+        monitor = values.get(f"{owner}init_args.monitor")
         if monitor is None:
             return replace(finding, outcome="decided", note="no metric is monitored")
         if off:
@@ -95,19 +95,16 @@ def _translated(found: Sequence[Finding], name: str, watched: Monitor) -> list[F
             return replace(finding, outcome="asked", note=note)
         if argument in watched.numbers:
             key = f"{watched.section}.{argument}"
-            return taken_as(finding, taken(key, watched.numbers[argument])(finding.value, {}))
+            its = taken(key, watched.numbers[argument])(finding.value, {})
+            return replace(finding, outcome=its.outcome, note=its.note, settings=its.settings)
         if argument == "mode":
-            settings = {f"{watched.section}.mode": finding.value}
-            return replace(finding, outcome="taken", note="", settings=settings)
+            mode = {f"{watched.section}.mode": finding.value}
+            return replace(finding, outcome="taken", note="", settings=mode)
         if monitor in VALIDATION_LOSS:
-            settings = {f"{watched.section}.metric": "validation_loss"}
+            metric = {f"{watched.section}.metric": "validation_loss"}
             note = "the loss of evaluations"
-            return replace(finding, outcome="taken", note=note, settings=settings)
+            return replace(finding, outcome="taken", note=note, settings=metric)
         note = f"set {watched.section}.metric to the metric's name in what your forward returns"
         return replace(finding, outcome="asked", note=note)
 
     return [translated(finding) for finding in found]
-
-
-def taken_as(finding: Finding, answer: Answer) -> Finding:
-    return replace(finding, outcome=answer.outcome, note=answer.note, settings=answer.settings)

@@ -7,7 +7,9 @@ import subprocess
 from colotrain.errors import ColotrainError, UsageError
 
 ASK_S = 20.0
+"""Seconds in which a scheduler has to answer a question."""
 SUBMIT_S = 120.0
+"""Seconds in which it has to take a job."""
 
 
 class NotInstalled(UsageError):

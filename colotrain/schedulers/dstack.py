@@ -14,7 +14,6 @@ from colotrain.schedulers.elsewhere import Elsewhere, without_empty
 from colotrain.schedulers.job import Answers, Job, JobState, Submitted
 
 LABEL = "dstack"
-PLAN_FOLDER = "/tmp/colotrain-plan"
 STATES = {
     "pending": "PENDING",
     "submitted": "PENDING",
@@ -67,7 +66,7 @@ def render(job: Job, settings: Dstack) -> str:
         "memory": settings.memory,
         "shm_size": settings.shared_memory,
     }
-    files = elsewhere.in_folder(list(job.files), PLAN_FOLDER)
+    files = elsewhere.carried_files(job)
     task = {
         "type": "task",
         "name": name,
@@ -88,7 +87,7 @@ def render(job: Job, settings: Dstack) -> str:
 
 def _script(job: Job) -> str:
     """Return the shell line that each node runs; dstack numbers the nodes."""
-    words = elsewhere.node_command(job, head="HEAD", rank="RANK", carried=PLAN_FOLDER)
+    words = elsewhere.node_command(job, head="HEAD", rank="RANK", carried=elsewhere.PLAN_FOLDER)
     known = {"HEAD": f'"$DSTACK_MASTER_NODE_IP:{elsewhere.PORT}"', "RANK": '"$DSTACK_NODE_RANK"'}
     return " ".join(known.get(word) or _literal(shlex.quote(word)) for word in words)
 
@@ -116,10 +115,7 @@ def test(script: str, settings: Dstack) -> str:
 
 def submit(script_file: str, settings: Dstack) -> str:
     """Apply the task; return the run's name."""
-    import yaml
-
-    with open(script_file, encoding="utf-8") as file:
-        name = str(yaml.safe_load(file)["name"])
+    name = str(elsewhere.read_job(script_file)[0]["name"])
     words = _dstack(settings, "apply", "-f", script_file, "-y", "-d")
     done = commands.run(words, label=LABEL, timeout_s=commands.SUBMIT_S)
     fix = f"its task is {script_file}"

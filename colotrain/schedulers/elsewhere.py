@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -19,6 +19,8 @@ from colotrain.schedulers.job import Job
 
 PORT = 29500
 """Port at which node 0 listens; each job has addresses of its own."""
+PLAN_FOLDER = "/tmp/colotrain-plan"
+"""Folder on the nodes into which a cloud's scheduler copies the files that a job carries."""
 NAME_LENGTH = 40
 """Maximum length of a job's name: schedulers append to it, and a host name has 63 characters."""
 SECRET = re.compile(r"token|secret|passw|credential|(^|_)key($|_)|api_?key", re.IGNORECASE)
@@ -140,11 +142,20 @@ def to_yaml(*documents: Any) -> str:
     return str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1000))
 
 
+def read_job(script_file: str) -> tuple[Any, str]:
+    """Return the first document of a job's file, and the whole text."""
+    import yaml
+
+    with open(script_file, encoding="utf-8") as file:
+        text = file.read()
+    return next(yaml.safe_load_all(text)), text
+
+
 def without_empty(record: dict[str, Any]) -> dict[str, Any]:
     """Return `record` without the settings that are not given."""
     return {key: value for key, value in record.items() if value not in (None, "", {}, [], ())}
 
 
-def in_folder(paths: Sequence[str], folder: str) -> dict[str, str]:
-    """Return path on the nodes → local path of files that a job carries."""
-    return {f"{folder}/{PurePosixPath(path).name}": path for path in paths}
+def carried_files(job: Job) -> dict[str, str]:
+    """Return path on the nodes → local path of the files that a job carries in `PLAN_FOLDER`."""
+    return {f"{PLAN_FOLDER}/{PurePosixPath(path).name}": path for path in job.files}

@@ -28,7 +28,6 @@ INSTANCE = "app.kubernetes.io/instance"
 PLAN_FOLDER = "/etc/colotrain"
 MOST_CARRIED = 900_000
 """Bytes of plan and configuration: a ConfigMap holds 1 MiB."""
-LOG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,17 +261,13 @@ def test(script: str, settings: Kubernetes) -> str:
 
 def submit(script_file: str, settings: Kubernetes) -> str:
     """Apply the manifest, in place of an earlier job of the same run; return the job's name."""
-    import yaml
-
-    with open(script_file, encoding="utf-8") as file:
-        text = file.read()
-    name = str(next(yaml.safe_load_all(text))["metadata"]["name"])
+    plan, text = elsewhere.read_job(script_file)
     _delete(text, settings)
     words = [*_kubectl(settings), "apply", "-f", "-"]
     done = commands.run(words, label=LABEL, text=text, timeout_s=commands.SUBMIT_S)
     fix = f"its manifest is {script_file}"
     commands.checked(done, what=f"{LABEL} refuses the job", fix=fix)
-    return name
+    return str(plan["metadata"]["name"])
 
 
 def cancel(job: Submitted) -> None:

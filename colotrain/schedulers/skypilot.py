@@ -17,7 +17,6 @@ from colotrain.schedulers.elsewhere import Elsewhere, without_empty
 from colotrain.schedulers.job import Answers, Job, JobState, Submitted
 
 LABEL = "SkyPilot"
-PLAN_FOLDER = "/tmp/colotrain-plan"
 LAUNCH_S = 1800.0
 """Seconds that `sky launch` may take to find and start the machines."""
 STATES = {
@@ -75,7 +74,7 @@ def render(job: Job, settings: SkyPilot) -> str:
         "envs": {"COLOTRAIN_JOB": name, **settings.env},
         "secrets": dict.fromkeys(settings.secrets),
         "volumes": {path: volume for volume, path in settings.volumes.items()},
-        "file_mounts": elsewhere.in_folder(list(job.files), PLAN_FOLDER),
+        "file_mounts": elsewhere.carried_files(job),
         "setup": "\n".join(settings.setup),
         "run": _script(job),
     }
@@ -84,7 +83,7 @@ def render(job: Job, settings: SkyPilot) -> str:
 
 def _script(job: Job) -> str:
     """Return the shell lines that each node runs; SkyPilot numbers the nodes."""
-    words = elsewhere.node_command(job, head="HEAD", rank="RANK", carried=PLAN_FOLDER)
+    words = elsewhere.node_command(job, head="HEAD", rank="RANK", carried=elsewhere.PLAN_FOLDER)
     known = {"HEAD": f'"$head:{elsewhere.PORT}"', "RANK": '"$SKYPILOT_NODE_RANK"'}
     command = " ".join(known.get(word) or shlex.quote(word) for word in words)
     return f'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\nexec {command}\n'
@@ -109,10 +108,7 @@ def test(script: str, settings: SkyPilot) -> str:
 
 def submit(script_file: str, settings: SkyPilot) -> str:
     """Launch the task on a cluster of its own; return the cluster's name."""
-    import yaml
-
-    with open(script_file, encoding="utf-8") as file:
-        name = str(yaml.safe_load(file)["name"])
+    name = str(elsewhere.read_job(script_file)[0]["name"])
     secrets = [word for key in settings.secrets for word in ("--secret", key)]
     words = ["sky", "launch", "-c", name, "--detach-run", "--down", "--yes", *secrets, script_file]
     done = commands.run(words, label=LABEL, timeout_s=LAUNCH_S)
