@@ -48,8 +48,9 @@ def submit(
     try:
         said, number = send(job, {rundir: resolved}, rundir, overwrite=overwrite)
     except NotInstalled as error:
-        print(f"note: {error.problem}: nothing is submitted, this is the job", file=sys.stderr)
-        return report_script(job, resolved, {"run": name}, dry_run=True, as_json=as_json)
+        report_script(job, resolved, {"run": name}, dry_run=True, as_json=as_json)
+        problem = f"{error.problem}: nothing is submitted, the job is printed"
+        raise UsageError(problem, error.fix) from error
     document = {
         "run": name,
         "run_dir": str(rundir.path),

@@ -40,8 +40,8 @@ class Dstack(Elsewhere):
     """Backends that may run it: `[aws, kubernetes]`; empty: any."""
     spot_policy: Literal["spot", "on-demand", "auto"] | None = None
     """Whether to use spot machines; null: dstack's default."""
-    shared_memory: str | None = None
-    """Size of /dev/shm: `16GB`."""
+    shared_memory: str = "8GB"
+    """Size of /dev/shm."""
     max_duration: str | None = None
     """Time limit: `12h`, `2d`."""
 
@@ -63,7 +63,7 @@ def render(job: Job, settings: Dstack) -> str:
     resources = {
         "gpu": settings.gpus_per_node,
         "cpu": f"{settings.cpus_per_task}.." if settings.cpus_per_task else None,
-        "memory": settings.memory,
+        "memory": _at_least(settings.memory),
         "shm_size": settings.shared_memory,
     }
     files = elsewhere.carried_files(job)
@@ -83,6 +83,11 @@ def render(job: Job, settings: Dstack) -> str:
         "max_duration": settings.max_duration,
     }
     return elsewhere.to_yaml(without_empty(task))
+
+
+def _at_least(amount: str | None) -> str | None:
+    """Return an amount in dstack's words; one without `..` would be that size exactly."""
+    return f"{amount}.." if amount and ".." not in amount else amount
 
 
 def _script(job: Job) -> str:

@@ -40,7 +40,7 @@ class Elsewhere:
     cpus_per_task: int | None = None
     """CPUs of each node."""
     memory: str | None = None
-    """Memory of each node, as the scheduler writes it."""
+    """Memory of each node, as the scheduler writes it; SkyPilot and dstack take nodes with more."""
     volumes: dict[str, str] = field(default_factory=dict)
     """Volumes that all nodes of the job mount, by name: `{training: /shared}`."""
     runs_dir: str = "/shared/runs"
@@ -73,7 +73,7 @@ def check(section: str, settings: Elsewhere) -> Iterator[Problem]:
             yield Problem(key=f"{section}.{where}", value=repr(name), expected=expected)
     for name in settings.env:
         if SECRET.search(name):
-            fix = f"name where it is kept in {section}.secrets, as in {{{name}: NAME}}"
+            fix = f"name where it is kept in {section}.secrets"
             expected = "no secret: the file would hold its value"
             yield Problem(key=f"{section}.env.{name}", expected=expected, fix=fix)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.rundir import RunDir
 from colotrain.schedulers import commands
-from colotrain.schedulers.job import Answers, Job, JobState, Submitted
+from colotrain.schedulers.job import OVER, Answers, Job, JobState, Submitted
 from colotrain.spec import exit_codes
 
 LABEL = "the hosts"
@@ -35,6 +35,8 @@ UNSEEN = 66
 END_S = 20
 """Seconds between the signals that ask a launcher to end and that end it."""
 MOST_AT_ONCE = 32
+UNKNOWN = "UNKNOWN"
+"""State of a launcher whose host is not reached: it may be training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +229,10 @@ def _state(job: Submitted) -> JobState:
     reason = ", ".join(
         f"{name} {what}" for name, (_, what) in zip(names, looked, strict=True) if what
     )
-    order = ("RUNNING", "PENDING", "NODE_FAIL", "FAILED", "PREEMPTED")
-    state = next((word for word in order if word in words), "COMPLETED")
+    order = ("RUNNING", "PENDING", "NODE_FAIL", "FAILED", "PREEMPTED", "COMPLETED")
+    state = next((word for word in order if word in words), UNKNOWN)
+    if UNKNOWN in words and state in OVER:  # the others have ended because of it
+        state = "NODE_FAIL"
     return JobState(state=state, reason=reason, asked="ssh")
 
 
@@ -240,7 +244,7 @@ def _look(job: Submitted, host: str, rank: int) -> tuple[str, str]:
         try:
             gone = _ssh(host, _is_there(job.job, number), timeout_s=CONNECT_S).returncode
         except ColotrainError as error:
-            return "NODE_FAIL", error.problem.removeprefix(f"{host} ")
+            return UNKNOWN, error.problem.removeprefix(f"{host} ")
         if not gone:
             return "RUNNING", ""
         word, number = _told(rundir, job.job, rank)  # it may have ended since

@@ -61,7 +61,7 @@ def render(job: Job, settings: SkyPilot) -> str:
         "infra": settings.infra,
         "accelerators": settings.gpus_per_node,
         "cpus": f"{settings.cpus_per_task}+" if settings.cpus_per_task else None,
-        "memory": settings.memory,
+        "memory": _at_least(settings.memory),
         "disk_size": settings.disk_gb,
         "use_spot": settings.use_spot or None,
         "image_id": f"docker:{settings.image}" if settings.image else None,
@@ -79,6 +79,11 @@ def render(job: Job, settings: SkyPilot) -> str:
         "run": _script(job),
     }
     return elsewhere.to_yaml(without_empty(task))
+
+
+def _at_least(amount: str | None) -> str | None:
+    """Return an amount in SkyPilot's words; a number alone would be that size exactly."""
+    return f"{amount}+" if amount and amount.isdecimal() else amount
 
 
 def _script(job: Job) -> str:

@@ -67,6 +67,7 @@ TABLE: dict[str, Any] = {
         **SHARED,
         gpus_per_node="H100:8",
         cpus_per_task=64,
+        memory="200",
         infra="aws/us-east-1",
         use_spot=True,
         secrets={"HF_TOKEN": ""},
@@ -74,7 +75,7 @@ TABLE: dict[str, Any] = {
     "dstack": Dstack(
         **SHARED,
         gpus_per_node="H100:8",
-        memory="256GB..",
+        memory="256GB",
         secrets={"HF_TOKEN": "hf_token"},
         fleets=["big"],
         spot_policy="auto",
@@ -271,7 +272,7 @@ def test_without_kubectl_the_job_is_printed_and_nothing_written(
     kubectl: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (kubectl / "bin" / "kubectl").unlink()
-    assert guarded(["submit", *TINY, "name=far"]) == 0
+    assert guarded(["submit", *TINY, "name=far"]) == 2
     printed = capsys.readouterr()
     assert [d["kind"] for d in yaml.safe_load_all(printed.out)] == ["ConfigMap", "Service", "Job"]
     assert "nothing is submitted" in printed.err

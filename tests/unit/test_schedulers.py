@@ -11,7 +11,7 @@ import pytest
 from colotrain.config.schema_cluster import Cluster
 from colotrain.config.shipped import shipped
 from colotrain.records import field_types, to_plain
-from colotrain.schedulers import registry
+from colotrain.schedulers import hosts, registry
 from colotrain.schedulers.job import Answers, JobState, Submitted
 from colotrain.schedulers.registry import SCHEDULERS, Commands, Nodes, scheduler_of
 from colotrain.spec import schedulers
@@ -75,3 +75,21 @@ def test_a_section_with_settings_names_the_scheduler() -> None:
     assert scheduler_of({"cluster": plain | {"scheduler": "slurm"}}) is SCHEDULERS["slurm"]
     described = plain | {"slurm": plain["slurm"] | {"partition": "gpu"}}
     assert scheduler_of({"cluster": described}) is SCHEDULERS["slurm"]
+
+
+@pytest.mark.parametrize(
+    ("looked", "state"),
+    [
+        (("UNKNOWN",), "UNKNOWN"),  # it may be training
+        (("UNKNOWN", "RUNNING"), "RUNNING"),
+        (("UNKNOWN", "PREEMPTED"), "NODE_FAIL"),
+        (("COMPLETED", "COMPLETED"), "COMPLETED"),
+    ],
+)
+def test_a_host_that_is_not_reached_has_not_ended(
+    looked: tuple[str, ...], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "_look", lambda job, host, rank: (looked[rank], ""))
+    names = [f"node-{rank}" for rank in range(len(looked))]
+    job = Submitted(job="1", script="job.sh", scheduler="hosts", settings={"names": names})
+    assert hosts.ask([job]).states["1"].state == state
