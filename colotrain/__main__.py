@@ -10,7 +10,7 @@ STAY_COLD = {"--detach", "--sweep", "--help", "-h"}
 
 def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in TRAIN and not STAY_COLD.intersection(sys.argv):
-        from colotrain.launch.forkserver import warm_up
+        from colotrain.launch.server.forkserver import warm_up
 
         warm_up()
     from colotrain.cli.main import main as carry_out

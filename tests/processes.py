@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import colotrain
-from colotrain.launch import forkserver as workers
+from colotrain.launch.server import forkserver as workers
 from tests import warm
 
 NEVER_IMPORTED = ("colotrain.__main__", workers.FIRST, workers.LAST)

@@ -152,7 +152,7 @@ def ask(rundir: RunDir, *, noise: bool = False, timeout_s: float = 120.0) -> Gra
 
 def of_one_step(overrides: Sequence[str], choice: Choice) -> int:
     """Run the first step of a plan in a temporary folder, and show its gradients."""
-    from colotrain.launch.forkserver import warm_up
+    from colotrain.launch.server.forkserver import warm_up
     from colotrain.runs.resolving import check_fits, resolve_config
     from colotrain.runs.start import execute
 

@@ -77,7 +77,7 @@ def run(
 
         return run_sweep(overrides or [], as_json=as_json, force=force, overwrite=overwrite)
     if not detach:
-        from colotrain.launch.forkserver import warm_up
+        from colotrain.launch.server.forkserver import warm_up
 
         warm_up()  # before any other import here
     from colotrain.runs import start
@@ -124,7 +124,7 @@ def plan(
 ) -> int:
     """Show a run before it runs: memory, time, what fits."""
     if any(word.startswith("model.target=") for word in words or []):
-        from colotrain.launch.forkserver import warm_up
+        from colotrain.launch.server.forkserver import warm_up
 
         warm_up(to_plan=True)
     from colotrain.cli.plan import plan as show

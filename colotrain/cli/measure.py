@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colotrain.errors import ColotrainError, ConfigError, UsageError
-from colotrain.launch.forkserver import environment
+from colotrain.launch.server.forkserver import environment
 from colotrain.planner import rates
 from colotrain.planner.time import amounts_of
 from colotrain.records import from_plain, to_plain

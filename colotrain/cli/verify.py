@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.errors import ConfigError, DoesNotFit, Problem, suggest
-from colotrain.launch.compiler import postpone_compiler
-from colotrain.launch.forkserver import warm_up
+from colotrain.launch.server.compiler import postpone_compiler
+from colotrain.launch.server.forkserver import warm_up
 from colotrain.launch.startup import ended_by_signals
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.show.console import print_json, stderr_console, stdout_console

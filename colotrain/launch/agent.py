@@ -22,10 +22,10 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from colotrain.launch.forkserver import how_server_ended, without_results, work
 from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import Stopped
 from colotrain.launch.rendezvous import Rendezvous
+from colotrain.launch.server.forkserver import how_server_ended, without_results, work
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.worker_exits import clean_exits, worker_exits

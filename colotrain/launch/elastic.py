@@ -19,10 +19,10 @@ from colotrain.errors import UsageError
 from colotrain.events.event import Event
 from colotrain.events.kinds import LaunchEnded, LaunchStarted, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
-from colotrain.launch.forkserver import ENTRY, import_agent, warm_up
 from colotrain.launch.memory_watch import MemoryWatch
 from colotrain.launch.node_registry import Refused, Stopped
 from colotrain.launch.rendezvous import Node
+from colotrain.launch.server.forkserver import ENTRY, import_agent, warm_up
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir

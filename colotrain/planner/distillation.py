@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import FreezePlan, ModelPlan
 from colotrain.spec.survey import Survey
@@ -37,7 +38,7 @@ def check_distillation(
     settings: Config,
     model: ModelPlan,
     student: Survey,
-    survey: Callable[[ModelPlan, FreezePlan, int], Survey],
+    surveys: ModelSurveys,
 ) -> Iterator[Problem]:
     """Problems of a teacher that cannot teach the model."""
     plan, data = model.distill, settings.data
@@ -51,7 +52,7 @@ def check_distillation(
         expected = f"at most {student.vocab_size}, the size of the vocabulary"
         yield Problem(key="train.distill.top_k", value=plan.top_k, expected=expected)
     try:
-        teacher = survey(ModelPlan(target="", hf=plan.teacher), FreezePlan(), data.seq_len)
+        teacher = surveys.survey(ModelPlan(target="", hf=plan.teacher), FreezePlan(), data.seq_len)
     except ConfigError as error:
         for found in error.problems:
             yield Problem(key=TEACHER, value=plan.teacher, expected=found.expected, fix=found.fix)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from colotrain.config.schema import Config
 from colotrain.errors import ConfigError, Problem
+from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.spec.batch import too_few
 from colotrain.spec.plan import DataPlan
 
 DEFAULT_STEPS = 100
 IN_EPOCHS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)ep")
-CountSamples = Callable[[DataPlan, int], int]
-"""(data, the run's seed) → number of training samples. It may have to prepare the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class Steps:
 
 
 def in_steps(
-    settings: Config, data: DataPlan, *, global_batch: int, count: CountSamples | None
+    settings: Config, data: DataPlan, *, global_batch: int, surveys: ModelSurveys
 ) -> Steps:
     """Convert settings to steps, counting the training samples if any setting is in epochs.
 
@@ -42,8 +41,7 @@ def in_steps(
     per_epoch = 0.0
     keys = list(said_in_epochs(settings))
     if keys:
-        assert count is not None, "nothing that can count the samples was given"
-        samples = count(data, train.seed)
+        samples = surveys.count(data, train.seed)
         if samples >= 1 << 62:
             raise ConfigError(
                 [_wrong(keys[0], "no epochs: the length of a stream is not known", "use steps")]

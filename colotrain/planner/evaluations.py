@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol
 
 from colotrain.config.schema import Config, StopEarly
 from colotrain.errors import ConfigError
+from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.spec.batch import endless_evaluation, no_best
 from colotrain.spec.plan import DataPlan, StopEarlyPlan
 
 
-class CountValidation(Protocol):
-    """Counts the validation samples; None if data has to be prepared first, without `prepare`."""
-
-    def __call__(self, data: DataPlan, seed: int, *, prepare: bool) -> int | None: ...
-
-
-def num_validation(
-    settings: Config, data: DataPlan, *, count: CountValidation | None
-) -> int | None:
+def num_validation(settings: Config, data: DataPlan, *, surveys: ModelSurveys) -> int | None:
     """Return the number of validation samples; None if nothing needs it or it is not known yet.
 
     Raises `ConfigError` for all samples of a stream, and where a best checkpoint or the end of the
@@ -30,10 +22,10 @@ def num_validation(
     key, metric = "checkpoint.best.metric", settings.checkpoint.best.metric
     if metric is None:
         key, metric = "train.stop_early.metric", train.stop_early.metric
-    if count is None or not train.eval_steps or (train.eval_steps != "all" and metric is None):
+    if not train.eval_steps or (train.eval_steps != "all" and metric is None):
         return None
     fraction = data.validation_fraction
-    found = count(data, train.seed, prepare=metric is not None and fraction == 0)
+    found = surveys.count_validation(data, train.seed, prepare=metric is not None and fraction == 0)
     if found == sys.maxsize and train.eval_steps == "all":
         raise ConfigError([endless_evaluation()])
     if found == 0 and metric is not None:

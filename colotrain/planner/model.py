@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
@@ -13,12 +13,12 @@ from colotrain.config.schema_data import Data
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
 from colotrain.planner.distillation import check_distillation
+from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import Scale, mesh_of, touches
 from colotrain.spec.optimizers import ELEMENTWISE
 from colotrain.spec.plan import (
     DataPlan,
     FreezePlan,
-    MeshPlan,
     ModelPlan,
     ParameterCounts,
     Recompute,
@@ -26,25 +26,19 @@ from colotrain.spec.plan import (
 )
 from colotrain.spec.survey import Survey, Trace
 
-SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
-TraceModel = Callable[
-    [ModelPlan, FreezePlan, DataPlan, str, Recompute, str, int, MeshPlan], Trace | None
-]
-"""(model, freezing, data, precision, checkpointing, device, samples, mesh) → trace."""
-
 
 def survey_model(
     model: ModelPlan,
     freeze: FreezePlan,
     settings: Config,
-    survey: SurveyModel,
+    surveys: ModelSurveys,
     problems: list[Problem],
 ) -> Survey | None:
     """Survey the model, and append problems of the settings with it; None if it cannot be built."""
     if not model.value or touches(problems, ("model", "adapter", "data.seq_len")):
         return None
     try:
-        found = survey(model, freeze, settings.data.seq_len)
+        found = surveys.survey(model, freeze, settings.data.seq_len)
     except ConfigError as error:
         problems += error.problems
         return None
@@ -59,7 +53,7 @@ def survey_model(
     if not touches(problems, ("data",)):
         problems += _check_task(settings, model, found)
         problems += _check_preferences(settings, model, found)
-        problems += check_distillation(settings, model, found, survey)
+        problems += check_distillation(settings, model, found, surveys)
         problems += _check_text_samples(settings, model, found)
         problems += _check_vocabulary(settings.data, found)
         problems += _check_isolation(settings, found)
@@ -315,7 +309,7 @@ def count(survey: Survey) -> ParameterCounts:
 
 
 def traces_of(
-    trace: TraceModel | None,
+    surveys: ModelSurveys,
     model: ModelPlan,
     freeze: FreezePlan,
     data: DataPlan,
@@ -328,9 +322,15 @@ def traces_of(
 
     @functools.cache
     def traces(checkpointing: Recompute, micro_batch: int) -> Trace | None:
-        if trace is None:
-            return None
-        how = train.precision, checkpointing, scale.device, micro_batch, scale.mesh
-        return trace(model, at_most, data, *how)
+        return surveys.trace(
+            model,
+            at_most,
+            data,
+            precision=train.precision,
+            checkpointing=checkpointing,
+            device=scale.device,
+            micro_batch=micro_batch,
+            mesh=scale.mesh,
+        )
 
     return traces

@@ -19,20 +19,19 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.planner.advise import SearchSpace
 from colotrain.planner.distillation import distill_plan
 from colotrain.planner.durations import evaluates_first, warn_of_durations
-from colotrain.planner.epochs import CountSamples, Steps, check_epochs, in_steps
-from colotrain.planner.evaluations import CountValidation, num_validation, stop_early_plan
+from colotrain.planner.epochs import Steps, check_epochs, in_steps
+from colotrain.planner.evaluations import num_validation, stop_early_plan
 from colotrain.planner.fix_hints import memory_warnings, verdicts
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.model import (
-    SurveyModel,
-    TraceModel,
     at_peak,
     count,
     survey_model,
     traces_of,
     warn_of_length,
 )
+from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.objectives import plan_data
 from colotrain.planner.plugin import (
     PlanningContext,
@@ -42,7 +41,7 @@ from colotrain.planner.plugin import (
     decide,
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
-from colotrain.planner.schedules import CheckSchedule, check_own_schedule
+from colotrain.planner.schedules import check_own_schedule
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch, tokens_per_count
@@ -67,25 +66,18 @@ from colotrain.spec.text_samples import TextSamplesPlan
 def resolve(
     config: dict[str, Any],
     *,
-    survey: SurveyModel,
+    surveys: ModelSurveys,
     machine: Machine,
     name: str | None = None,
     found: Sequence[Problem] = (),
-    trace: TraceModel | None = None,
-    samples: CountSamples | None = None,
-    validation: CountValidation | None = None,
-    check_schedule: CheckSchedule | None = None,
     hints: bool = True,
     smoke: bool = False,
 ) -> tuple[RunPlan, PlanningContext]:
     """The plan that `config` describes on `machine`; raises `ConfigError` with all problems.
 
-    `survey` examines the model, `trace` traces a micro-batch (without it, activations and time are
-    left out), `samples` and `validation` count the samples of the splits. `found` are problems of
-    composing `config`, which are reported with the new ones. The returned `PlanningContext` can
-    evaluate alternatives to the plan. The four are functions, because what they examine (a model,
-    a micro-batch, an epoch) follows from the settings that are read here, and alternatives trace
-    further micro-batches; so the planner imports neither torch nor the user's code. Without
+    `surveys` examines the user's model, data and schedule in another process, as soon as settings
+    that it depends on are read. `found` are problems of composing `config`, which are reported with
+    the new ones. The returned `PlanningContext` can evaluate alternatives to the plan. Without
     `hints` there are no warnings about memory, and for a `smoke` run none about its length.
     """
     problems = list(found)
@@ -105,24 +97,15 @@ def resolve(
     data = plan_data(settings, problems)
     freeze = _freeze(settings.freeze)
     model = _model(settings, problems)
-    surveyed = survey_model(model, freeze, settings, survey, problems)
+    surveyed = survey_model(model, freeze, settings, surveys, problems)
     if surveyed is not None and not plugin_problems:
         problems += check_override_names(settings.plugin, surveyed)
     if problems or surveyed is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
-    again = functools.partial(
-        resolve,
-        survey=survey,
-        machine=machine,
-        trace=trace,
-        samples=samples,
-        validation=validation,
-        check_schedule=check_schedule,
-        hints=False,
-    )
-    steps = in_steps(settings, data, global_batch=batch.global_batch, count=samples)
-    check_own_schedule(settings, steps, check_schedule)
-    held = num_validation(settings, data, count=validation)
+    again = functools.partial(resolve, surveys=surveys, machine=machine, hints=False)
+    steps = in_steps(settings, data, global_batch=batch.global_batch, surveys=surveys)
+    check_own_schedule(settings, steps, surveys)
+    held = num_validation(settings, data, surveys=surveys)
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
@@ -131,8 +114,8 @@ def resolve(
         scale=scale,
         search_space=SearchSpace(
             survey=at_most,
-            traces=traces_of(trace, model, freeze, data, train, scale),
-            hardware=timed_hardware(settings, scale, machine) if trace else None,
+            traces=traces_of(surveys, model, freeze, data, train, scale),
+            hardware=timed_hardware(settings, scale, machine),
             capacity=scale.memory_bytes,
             global_batch=batch.global_batch,
             tokens_per_step=batch_plan.tokens_per_step,

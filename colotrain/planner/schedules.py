@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from colotrain.config.schema import Config
 from colotrain.errors import ConfigError, Problem
 from colotrain.planner.epochs import Steps
-
-CheckSchedule = Callable[[str, int], str | None]
-"""(dotted path, steps of the run) → what is wrong with the schedule, or None."""
+from colotrain.planner.model_surveys import ModelSurveys
 
 
-def check_own_schedule(settings: Config, steps: Steps, check: CheckSchedule | None) -> None:
+def check_own_schedule(settings: Config, steps: Steps, surveys: ModelSurveys) -> None:
     """Raise `ConfigError` where the function raises, or a factor is negative or not finite."""
     name = settings.optim.schedule.name
-    if check is None or ":" not in name:
+    if ":" not in name:
         return
-    if wrong := check(name, steps.max_steps):
+    if wrong := surveys.check_schedule(name, steps.max_steps):
         expected = f"a function of (step, total) that returns factors of 0 or more ({wrong})"
         fix = "steps count from 0; correct the function"
         key = "optim.schedule.name"

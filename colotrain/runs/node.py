@@ -10,8 +10,8 @@ import time
 
 from colotrain.config.checks import split_address
 from colotrain.errors import UsageError
-from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
+from colotrain.launch.server.forkserver import warm_up
 from colotrain.rundir import RunDir
 from colotrain.runs import naming, trust
 from colotrain.runs.start import train

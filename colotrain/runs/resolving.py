@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from colotrain import host
 from colotrain.config.checks import split_address
-from colotrain.data.prepare.prepared import Split
 from colotrain.errors import ConfigError, DoesNotFit, Problem
-from colotrain.launch.compiler import postpone_compiler
-from colotrain.launch.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
-from colotrain.launch.forkserver import SURVEY, import_agent, import_quickly, is_warm
 from colotrain.launch.rendezvous import Node
-from colotrain.planner.cache import cached
-from colotrain.planner.dependencies import Dependencies, record_dependencies
+from colotrain.launch.server.forked_calls import ForkedCaller
+from colotrain.launch.server.forkserver import import_agent, is_warm
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.planner.plugin import PlanningContext
@@ -25,13 +20,12 @@ from colotrain.planner.smoke import shrink
 from colotrain.runs.job import on_nodes
 from colotrain.schedulers.registry import scheduler_of
 from colotrain.show.console import stderr_console
-from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, RunPlan
+from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import format_size
 from colotrain.spec.schedulers import job_here
-from colotrain.spec.survey import Survey, Trace
+from colotrain.spec.survey import Survey
 
 MOST_RANKS_PER_CORE = 16
-RECORD_DEPENDENCIES = "colotrain.planner.dependencies:record_dependencies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,100 +143,17 @@ def _resolve(
     obstacles: list[str] | None = None,
 ) -> tuple[RunPlan, PlanningContext]:
     """Return plan and inputs; add to `obstacles` why no micro-batch could be traced."""
+    from colotrain.planner.model_surveys import ModelSurveys
     from colotrain.planner.resolve import resolve
+    from colotrain.show.progress import preparation
 
     meanwhile = import_agent if is_warm(to_launch=True) else lambda: None
     with ForkedCaller(meanwhile=meanwhile) as caller:
-        surveys = ModelSurveys(caller, obstacles=[] if obstacles is None else obstacles)
-        return resolve(
-            config,
-            survey=surveys.survey,
-            machine=machine,
-            found=found,
-            trace=surveys.trace,
-            samples=surveys.count,
-            validation=surveys.count_validation,
-            check_schedule=surveys.check_schedule,
-            smoke=smoke,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSurveys:
-    """Examines models: from the cache, in a process forked from the server, or in this process."""
-
-    caller: ForkedCaller
-    counted: dict[str, int] = field(default_factory=dict)
-    obstacles: list[str] = field(default_factory=list)
-    """Why a micro-batch could not be traced."""
-
-    def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
-        def compute() -> tuple[Survey, Dependencies | None]:
-            found: tuple[Survey, Dependencies | None] = self._call("survey", model, freeze, seq_len)
-            return found
-
-        return cached(Survey, model, (freeze, seq_len), compute)
-
-    def trace(
-        self, model: ModelPlan, freeze: FreezePlan, data: DataPlan, *how: Any
-    ) -> Trace | None:
-        """Trace one micro-batch; `how`: precision, checkpointing, device, samples, mesh."""
-
-        def compute() -> tuple[TraceResult, Dependencies | None]:
-            result, dependencies = self._call("trace_micro_batch", model, freeze, data, *how)
-            if isinstance(result, str):
-                return TraceResult(trace=None, obstacle=result), dependencies
-            return TraceResult(trace=result, obstacle=""), dependencies
-
-        about = (freeze, (data.seq_len, data.target, data.args, data.collate), *how)
-        result = cached(TraceResult, model, about, compute)
-        self.obstacles.extend([result.obstacle] if result.obstacle else [])
-        return result.trace
-
-    def count(self, data: DataPlan, seed: int, split: Split = "train") -> int:
-        """Return the number of a split's samples; untokenized data is tokenized, with progress."""
-        from colotrain.data.prepare.tokens import prepare_all
-        from colotrain.show.progress import preparation
-
-        key = repr((data, seed, split))
-        if key not in self.counted:
-            if data.source != "target":
-                with preparation(stderr_console()) as progress:
-                    prepare_all(data, progress=progress)
-            self.counted[key], _ = self._call("count_samples", data, seed, split)
-        return self.counted[key]
-
-    def count_validation(self, data: DataPlan, seed: int, *, prepare: bool) -> int | None:
-        """Return the number of validation samples; None if data has to be prepared and may not."""
-        from colotrain.data.prepare.tokens import is_prepared
-
-        if data.source != "target" and not prepare and not is_prepared(data):
-            return None
-        return self.count(data, seed, "validation")
-
-    def check_schedule(self, dotted: str, total: int) -> str | None:
-        """Return what is wrong with a learning-rate schedule of the user's, or None."""
-        found: str | None = self._call("check_schedule", dotted, total)[0]
-        return found
-
-    def _call(self, function: str, *args: Any) -> Any:
-        if is_warm() and SURVEY not in sys.modules:
-            with suppress(NotForked):
-                return self.caller(RECORD_DEPENDENCIES, f"{SURVEY}:{function}", *args)
-        with stdout_to_stderr():
-            if "torch" not in sys.modules:
-                import_quickly(SURVEY)
-                postpone_compiler()
-            return record_dependencies(f"{SURVEY}:{function}", *args)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceResult:
-    """Result of tracing a micro-batch, in a record that can be cached; None if it failed."""
-
-    trace: Trace | None
-    obstacle: str
-    """Why there is no trace."""
+        surveys = ModelSurveys(caller, lambda: preparation(stderr_console()))
+        resolved = resolve(config, surveys=surveys, machine=machine, found=found, smoke=smoke)
+        if obstacles is not None:
+            obstacles += surveys.obstacles
+        return resolved
 
 
 def check_devices(plan: RunPlan, machine: Machine, *, several: bool, submit: str = "") -> None:

@@ -15,8 +15,8 @@ import psutil
 
 from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
 from colotrain.events.liveness import find
-from colotrain.launch.forkserver import warm_up
 from colotrain.launch.rendezvous import Node
+from colotrain.launch.server.forkserver import warm_up
 from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir

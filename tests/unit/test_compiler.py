@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import sys
 import torch
-from colotrain.launch.compiler import postpone_compiler
+from colotrain.launch.server.compiler import postpone_compiler
 
 postpone_compiler()
 here = lambda: "torch._dynamo.eval_frame" in sys.modules

@@ -17,7 +17,8 @@ from colotrain.config.compose import gather
 from colotrain.data.read.loader import SampleOrder
 from colotrain.engine.loop import is_due
 from colotrain.spec.plan import RunPlan
-from tests.unit.test_resolve import LAPTOP, lines, resolve, survey, with_values
+from tests.unit.known_surveys import resolve
+from tests.unit.test_resolve import LAPTOP, lines, survey, with_values
 
 OF_64 = ("train.global_batch", 64)
 

@@ -41,7 +41,7 @@ class Rule:
 # Folder → rule; a folder without one of its own has that of the folder it is in.
 RULES = {
     "": Rule("spec", "psutil", "runs events engine torch"),
-    "__main__": Rule("cli launch"),
+    "__main__": Rule("cli launch.server"),
     "torch_internals": Rule("", "torch"),
     "spec": Rule(""),
     "events": Rule("spec"),
@@ -50,12 +50,13 @@ RULES = {
     "data.prepare": Rule("spec", "numpy", f"tokenizers {EXTRAS}"),
     "data.read": Rule("spec data.prepare", TENSORS, EXTRAS),
     "engine": Rule("spec events models data.prepare data.read torch_internals", TENSORS),
-    "planner": Rule("spec config data.prepare", "psutil omegaconf"),
+    "planner": Rule("spec config data.prepare launch.server", "psutil omegaconf"),
     "planner.traced": Rule(
         "spec events models data.prepare data.read engine planner torch_internals", TENSORS
     ),
-    "launch": Rule("spec events", "psutil", "torch launch.agent"),
-    "launch.agent": Rule("spec events launch", "torch"),
+    "launch": Rule("spec events launch.server", "psutil", "torch launch.agent"),
+    "launch.server": Rule("spec", "", "torch"),
+    "launch.agent": Rule("spec events launch launch.server", "torch"),
     "schedulers": Rule("spec events", "", "yaml"),
     "verify": Rule(
         "spec events models data.prepare data.read engine launch torch_internals", TENSORS
@@ -66,8 +67,8 @@ RULES = {
     "doctor": Rule("spec", "psutil", "engine torch"),
     "show": Rule("spec events", "rich", EXTRAS),
     "runs": Rule(
-        "spec events config data.prepare planner launch schedulers models data.read engine verify "
-        "export doctor show",
+        "spec events config data.prepare planner launch launch.server schedulers models data.read "
+        "engine verify export doctor show",
         "psutil rich",
         "torch numpy omegaconf",
     ),

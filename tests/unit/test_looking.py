@@ -20,7 +20,7 @@ from colotrain.spec.plan import ModelPlan
 LOOKER = """
 import json, multiprocessing, os, sys
 from colotrain.errors import ColotrainError, ConfigError
-from colotrain.launch.forked_calls import ForkedCaller, NotForked
+from colotrain.launch.server.forked_calls import ForkedCaller, NotForked
 
 def attempt(look, *words):
     try:

@@ -16,7 +16,7 @@ from colotrain.cli.export import own_dtype
 from colotrain.cli.inspect_grads import print_table
 from colotrain.cli.main import guarded
 from colotrain.events.gradients import GradientRecord, ParameterGradient
-from colotrain.launch.process_titles import name_process
+from colotrain.launch.server.process_titles import name_process
 from colotrain.show.charts import scale_of
 from colotrain.show.formatting import shortened
 from colotrain.spec.plan import ModelPlan

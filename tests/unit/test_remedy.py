@@ -11,10 +11,10 @@ from test_resolve import LAPTOP, SERVER, survey, with_values
 
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
-from colotrain.planner.resolve import resolve
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
 from colotrain.spec.survey import Survey
+from tests.unit.known_surveys import resolve
 
 GEMINI = ("plugin.name", "gemini")
 NO_DISK = ("plugin.disk_path", "none")

@@ -22,7 +22,6 @@ from colotrain.planner import machine as machine_module
 from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine, this_machine
 from colotrain.planner.model_states import model_state_bytes
-from colotrain.planner.resolve import resolve
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.batch import Batch, Sizes, solve
 from colotrain.spec.memory import MemoryBreakdown
@@ -31,6 +30,7 @@ from colotrain.spec.plugins import ROWS
 from colotrain.spec.quantities import format_size
 from colotrain.spec.survey import ParameterInfo, Survey
 from colotrain.verify.cases import Variant
+from tests.unit.known_surveys import resolve
 
 
 def plan_of(config: dict[str, Any], **about: Any) -> RunPlan:

@@ -15,7 +15,7 @@ import torch
 
 from colotrain.engine import process
 from colotrain.engine.sharding import grouping
-from colotrain.launch import forkserver
+from colotrain.launch.server import forkserver
 from colotrain.models.llm import LLM
 from tests.dist import difficult
 

@@ -29,7 +29,7 @@ from colotrain.rundir import RunDir
 
 DUMP = """Thread 0x01 (most recent call first):
   File "/lib/threading.py", line 5 in wait
-  File "/colotrain/launch/forkserver.py", line 60 in _end_with
+  File "/colotrain/launch/server/forkserver.py", line 60 in _end_with
 
 Current thread 0x02 (most recent call first):
 {frames}

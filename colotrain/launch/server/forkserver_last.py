@@ -6,7 +6,7 @@ write to memory pages that all workers share, and so copy them.
 
 import gc
 
-from colotrain.launch.compiler import postpone_compiler
+from colotrain.launch.server.compiler import postpone_compiler
 
 postpone_compiler()
 gc.freeze()

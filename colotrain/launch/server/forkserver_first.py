@@ -4,7 +4,7 @@ The launcher handles signals to the whole process group (from a closing terminal
 system): a server that died of one would end the workers too.
 
 Garbage collection is off during the imports, which only create objects that stay: it took a sixth
-of their time. `colotrain.launch.forkserver_last`, the last import, turns it on again.
+of their time. `colotrain.launch.server.forkserver_last`, the last import, turns it on again.
 """
 
 import gc

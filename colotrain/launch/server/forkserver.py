@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from colotrain import host
-from colotrain.launch.process_titles import name_process
+from colotrain.launch.server.process_titles import name_process
 from colotrain.parent_process import die_with
 from colotrain.spec.elastic import MEMORY_FILES
 
-FIRST, LAST = "colotrain.launch.forkserver_first", "colotrain.launch.forkserver_last"
+FIRST, LAST = "colotrain.launch.server.forkserver_first", "colotrain.launch.server.forkserver_last"
 ENTRY = "colotrain.engine.worker"
 SURVEY = "colotrain.planner.traced.survey"
 SYMBOLS = "torch.fx.experimental.symbolic_shapes"

@@ -1,0 +1,1 @@
+"""Warm server: one process that has imported torch, and processes forked from it."""

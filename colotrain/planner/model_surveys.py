@@ -1,0 +1,113 @@
+"""Examining a user's model, data and schedule for a plan, without loading torch in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from colotrain.data.prepare.prepared import Split
+from colotrain.data.prepare.tokens import Progress, is_prepared, prepare_all
+from colotrain.launch.server.compiler import postpone_compiler
+from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
+from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
+from colotrain.planner.cache import cached
+from colotrain.planner.dependencies import Dependencies, record_dependencies
+from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
+from colotrain.spec.survey import Survey, Trace
+
+RECORD_DEPENDENCIES = "colotrain.planner.dependencies:record_dependencies"
+ShowPreparation = Callable[[], AbstractContextManager[Progress]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSurveys:
+    """Examines what a configuration names: its model, a micro-batch, its data, its schedule.
+
+    All of this needs torch or the user's code, so it runs in a process forked from the fork server;
+    in this process where there is no server. Results are cached by content.
+    """
+
+    caller: ForkedCaller
+    show_preparation: ShowPreparation
+    """Shows the progress of tokenizing data that has to be counted."""
+    counted: dict[str, int] = field(default_factory=dict)
+    obstacles: list[str] = field(default_factory=list)
+    """Why a micro-batch could not be traced."""
+
+    def survey(self, model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+        """Return the model's parameters, groups and abilities; raise `ColotrainError` if broken."""
+
+        def compute() -> tuple[Survey, Dependencies | None]:
+            found: tuple[Survey, Dependencies | None] = self._call("survey", model, freeze, seq_len)
+            return found
+
+        return cached(Survey, model, (freeze, seq_len), compute)
+
+    def trace(
+        self,
+        model: ModelPlan,
+        freeze: FreezePlan,
+        data: DataPlan,
+        *,
+        precision: str,
+        checkpointing: Recompute,
+        device: str,
+        micro_batch: int,
+        mesh: MeshPlan,
+    ) -> Trace | None:
+        """Trace one micro-batch of `micro_batch` samples; None if the model cannot be traced."""
+        how = precision, checkpointing, device, micro_batch, mesh
+
+        def compute() -> tuple[TraceResult, Dependencies | None]:
+            result, dependencies = self._call("trace_micro_batch", model, freeze, data, *how)
+            if isinstance(result, str):
+                return TraceResult(trace=None, obstacle=result), dependencies
+            return TraceResult(trace=result, obstacle=""), dependencies
+
+        about = (freeze, (data.seq_len, data.target, data.args, data.collate), *how)
+        result = cached(TraceResult, model, about, compute)
+        self.obstacles.extend([result.obstacle] if result.obstacle else [])
+        return result.trace
+
+    def count(self, data: DataPlan, seed: int, split: Split = "train") -> int:
+        """Return the number of a split's samples; untokenized data is tokenized, with progress."""
+        key = repr((data, seed, split))
+        if key not in self.counted:
+            if data.source != "target":
+                with self.show_preparation() as progress:
+                    prepare_all(data, progress=progress)
+            self.counted[key], _ = self._call("count_samples", data, seed, split)
+        return self.counted[key]
+
+    def count_validation(self, data: DataPlan, seed: int, *, prepare: bool) -> int | None:
+        """Return the number of validation samples; None if data has to be prepared and may not."""
+        if data.source != "target" and not prepare and not is_prepared(data):
+            return None
+        return self.count(data, seed, "validation")
+
+    def check_schedule(self, dotted: str, total: int) -> str | None:
+        """Return what is wrong with a learning-rate schedule of the user's, or None."""
+        found: str | None = self._call("check_schedule", dotted, total)[0]
+        return found
+
+    def _call(self, function: str, *args: Any) -> Any:
+        if is_warm() and SURVEY not in sys.modules:
+            with suppress(NotForked):
+                return self.caller(RECORD_DEPENDENCIES, f"{SURVEY}:{function}", *args)
+        with stdout_to_stderr():
+            if "torch" not in sys.modules:
+                import_quickly(SURVEY)
+                postpone_compiler()
+            return record_dependencies(f"{SURVEY}:{function}", *args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceResult:
+    """Result of tracing a micro-batch, in a record that can be cached; None if it failed."""
+
+    trace: Trace | None
+    obstacle: str
+    """Why there is no trace."""
