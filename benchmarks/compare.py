@@ -52,6 +52,8 @@ CELLS = (
     Cell(ranks=4, micro_batch=1, accumulation=1),
     Cell(ranks=2, micro_batch=4, accumulation=1, tp=2),
     Cell(ranks=4, micro_batch=4, accumulation=1, tp=2),
+    Cell(ranks=2, micro_batch=1, accumulation=1, tp=2),
+    Cell(ranks=4, micro_batch=1, accumulation=1, tp=2),
 )
 
 

@@ -13,6 +13,7 @@ from colotrain.events.fold import follow
 from colotrain.events.view import summary, unit_of
 from colotrain.planner import offload
 from colotrain.planner.advise import Option, best, largest_micro_batch, rank
+from colotrain.planner.advise_axes import other_meshes
 from colotrain.planner.communication import traffic
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.layout import Layout
@@ -176,6 +177,8 @@ def _shown(option: Option, cluster: ClusterPlan) -> dict[str, Any]:
         "micro_batch": option.layout.micro_batch,
         "accumulation_steps": option.layout.accumulation_steps,
         "activation_checkpointing": option.checkpointing,
+        "context_parallel": option.mesh.cp,
+        "tensor_parallel": option.mesh.tp,
         "memory": memory_of(option.memory, option.peak, cluster),
         "time": to_plain(option.time),
         "fits": option.fits,
@@ -205,13 +208,13 @@ def _other_plugins(resolved: ResolvedConfig) -> Iterator[Option]:
 
 
 def _advice(resolved: ResolvedConfig) -> Iterator[Option]:
-    """Yield all plugins, micro-batches and checkpointing modes that fit, fastest first."""
+    """Yield all plugins, micro-batches, recomputations and axes that fit, fastest first."""
     context = resolved.context
     if context.search_space.traces("none", 1) is None:
         yield from _other_plugins(resolved)
         return
     every = context.search_space.every(_layouts(resolved), checkpointing=RECOMPUTE)
-    yield from rank(every)
+    yield from rank([*every, *other_meshes(context, resolved.plan)])
 
 
 def _layouts(resolved: ResolvedConfig) -> Iterator[tuple[str, Layout]]:
@@ -236,6 +239,8 @@ def _sentences(resolved: ResolvedConfig, options: Sequence[Option], layout: Layo
         f"plugin={found.plugin} train.micro_batch={found.layout.micro_batch} "
         f"train.activation_checkpointing={found.checkpointing}"
     )
+    if found.mesh != plan.mesh:
+        settings += f" mesh.cp={found.mesh.cp} mesh.tp={found.mesh.tp}"
     gain = plan.time.step_s / found.time.step_s if found.time.step_s else 0.0
     faster = f", {gain:.2f} times the speed of the plan as it is" if gain > 1.01 else ""
     return [*sentences, f"The fastest of all is {settings}{faster}."]

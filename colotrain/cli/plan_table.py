@@ -35,6 +35,8 @@ VERDICTS = {
 """Verdict → (style, text)."""
 BAR_WIDTH = 36
 PICTURE_WIDTH = 110
+AXES = {"context_parallel": "cp", "tensor_parallel": "tp"}
+"""Axes of a plan's document → titles of their columns."""
 MOST_ROWS = 16
 
 
@@ -232,7 +234,10 @@ def _options_table(document: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("plugin", overflow="fold")
     speed = f"{document['batch']['unit']}/s"
-    for title in ("micro", "recompute", "peak", "step", speed, "MFU"):
+    others, batch = document["alternatives"], document["batch"]
+    axes = [axis for axis in AXES if any(row[axis] != batch[axis] for row in others)]
+    titles = ("micro", "recompute", "peak", "step", speed, "MFU")
+    for title in (*(AXES[axis] for axis in axes), *titles):
         table.add_column(title, justify="right", no_wrap=True)
     own = {
         "plugin": document["plugin"]["name"],
@@ -240,20 +245,21 @@ def _options_table(document: dict[str, Any]) -> Table:
         "memory": document["memory"],
         "time": document["time"],
         "activation_checkpointing": document["activation_checkpointing"],
+        **{axis: batch[axis] for axis in AXES},
     }
-    others = document["alternatives"]
     for row in (own, *others[:MOST_ROWS]):
-        table.add_row(*_option_cells(row), style=_option_style(row, own))
+        table.add_row(*_option_cells(row, axes), style=_option_style(row, own))
     if len(others) > MOST_ROWS:
         table.add_row(f"and {len(others) - MOST_ROWS} more", style="dim")
     return table
 
 
-def _option_cells(row: dict[str, Any]) -> list[str]:
+def _option_cells(row: dict[str, Any], axes: list[str]) -> list[str]:
     time, verdict = row["time"], row["memory"]["verdict"]
     known = time["step_s"] > 0
     return [
         row["plugin"] + ("" if verdict == "yes" else f" ({VERDICTS[verdict][1]})"),
+        *(str(row[axis]) for axis in axes),
         str(row["micro_batch"]),
         row["activation_checkpointing"],
         format_size(row["memory"]["peak"]),

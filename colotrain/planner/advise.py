@@ -6,7 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from colotrain.errors import UsageError
 from colotrain.planner.hardware import Hardware
@@ -14,7 +14,7 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import predict
 from colotrain.planner.time import step_time
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
-from colotrain.spec.plan import Prediction, Recompute
+from colotrain.spec.plan import MeshPlan, Prediction, Recompute
 from colotrain.spec.survey import Survey, Trace
 
 MOST_SAMPLES = 1024
@@ -31,6 +31,7 @@ class Option:
     """A plugin, layout and checkpointing for a plan, with the memory and time they need."""
 
     plugin: str
+    mesh: MeshPlan
     layout: Layout
     checkpointing: Recompute
     memory: MemoryBreakdown
@@ -59,6 +60,7 @@ class SearchSpace:
     world_size: int
     data_parallel: int
     """Ranks, or groups of ranks, that work on different samples."""
+    mesh: MeshPlan = field(default_factory=MeshPlan)
 
     def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
         trace = self.traces(checkpointing, layout.micro_batch)
@@ -76,6 +78,7 @@ class SearchSpace:
             )
         return Option(
             plugin=plugin,
+            mesh=self.mesh,
             layout=layout,
             checkpointing=checkpointing,
             memory=need.breakdown,

@@ -10,25 +10,16 @@ from typing import Any
 
 from colotrain.errors import ColotrainError
 from colotrain.planner.advise import largest_micro_batch
+from colotrain.planner.advise_axes import LEAST, Changes, sizes_of_axes
 from colotrain.planner.budget import existing
 from colotrain.planner.layout import Layout
 from colotrain.planner.plugin import PlanningContext
 from colotrain.rundir import OFFLOAD
-from colotrain.spec.memory import Verdict
 from colotrain.spec.plan import RECOMPUTE, RunPlan
 from colotrain.spec.plugins import ROWS
 from colotrain.spec.quantities import format_size
 
-Changes = dict[str, Any]
-"""Settings by dotted key."""
-
 MOST_HINTS = 3
-LEAST: Changes = {
-    "plugin.name": "zero3",
-    "train.micro_batch": 1,
-    "train.activation_checkpointing": "full",
-}
-"""Settings that need the least memory without offloading."""
 
 
 def memory_warnings(context: PlanningContext, plan: RunPlan) -> Iterator[str]:
@@ -103,23 +94,22 @@ def fix_hints(context: PlanningContext, plan: RunPlan) -> str:
     return f"use a smaller model or more memory: {least}"
 
 
-def verdicts(
+def changed_plans(
     config: dict[str, Any], plan: Callable[[dict[str, Any]], tuple[RunPlan, PlanningContext]]
-) -> Callable[[Changes], Verdict | None]:
-    """Function that plans `config` with changes, and tells whether it fits; None: invalid."""
+) -> Callable[[Changes], RunPlan | None]:
+    """Function that plans `config` with changed settings; None where they are refused."""
 
-    def verdict(changes: Changes) -> Verdict | None:
+    def changed_plan(changes: Changes) -> RunPlan | None:
         changed = copy.deepcopy(config)
         for key, value in changes.items():
             section, _, name = key.partition(".")
             changed[section] = {**(changed.get(section) or {}), name: value}
         try:
-            made, _ = plan(changed)
+            return plan(changed)[0]
         except ColotrainError:
             return None
-        return made.peak.verdict(made.cluster.memory_bytes)
 
-    return verdict
+    return changed_plan
 
 
 def _shown(changes: Changes) -> str:
@@ -159,14 +149,10 @@ def _larger_groups(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]
     They come last, for such ranks exchange activations inside every layer. Where even the largest
     group does not fit, the others are not traced.
     """
-    mesh, procs, survey = plan.mesh, plan.cluster.procs_per_node, context.search_space.survey
-    how, sizes = survey.divisions, [n for n in range(1, procs + 1) if procs % n == 0]
-    cps = [n for n in sizes if n > mesh.cp and procs % (n * mesh.tp) == 0]
-    tps = [n for n in sizes if n > mesh.tp and procs % (n * mesh.cp) == 0]
-    for key, larger in (
-        ("mesh.cp", cps if survey.divides_sequences else []),
-        ("mesh.tp", [n for n in tps if how is not None and how.allows(n)]),
-    ):
+    sizes, mesh = sizes_of_axes(context.search_space.survey, plan), plan.mesh
+    for key, own in (("mesh.cp", mesh.cp), ("mesh.tp", mesh.tp)):
+        others = plan.cluster.procs_per_node * own // mesh.together
+        larger = [size for size in sizes[key] if size > own and others % size == 0]
         groups = [LEAST | {key: size} for size in larger]
         if groups and context.verdict(groups[-1]) == "yes":
             yield next(changes for changes in groups if context.verdict(changes) == "yes")

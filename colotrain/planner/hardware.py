@@ -9,7 +9,8 @@ from colotrain.planner.layout import Layout
 MATMUL_SHARE = 0.70
 """Share of the dense peak that large matmuls reach on GPUs (NVIDIA's guide: 0.65 to 0.8)."""
 ATTENTION_SHARE = 0.45
-"""Share of the peak of FlashAttention-2, forward and backward (Dao 2023, figures 4 to 6)."""
+"""Share of the peak of FlashAttention-2, forward and backward (Dao 2023, figures 4 to 6); causal
+attention counts half of the pairs there."""
 MEMORY_SHARE = 0.80
 LINK_SHARE = 0.80
 """Share of link bandwidth that NCCL's rings reach (nccl-tests' bus bandwidth, large messages)."""
@@ -27,6 +28,7 @@ class Costs:
 
     flop_s: float
     attention_flop_s: float
+    """Of causal attention half of the pairs of tokens count."""
     byte_s: float
     """Seconds per byte read or written by operations other than matmuls and attention."""
     op_s: float
@@ -113,7 +115,7 @@ def from_sheet(sheet: Sheet, layout: Layout, *, procs_per_node: int, tp: int = 1
 
 TYPICAL_CORE = Costs(
     flop_s=1 / 40e9,
-    attention_flop_s=1 / 15e9,
+    attention_flop_s=1 / 7.5e9,
     byte_s=1 / 4e9,
     op_s=8e-6,
     repeated_op_s=REPEAT_S,

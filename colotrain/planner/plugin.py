@@ -30,7 +30,7 @@ from colotrain.spec.memory import Verdict
 from colotrain.spec.observing import ObservePlan
 from colotrain.spec.offload import SAFETY
 from colotrain.spec.packing import choose_chunk_bytes, units_of
-from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan, TrainPlan
+from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan, RunPlan, TrainPlan
 from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
 from colotrain.spec.quantities import format_seconds, format_size
 from colotrain.spec.survey import Survey
@@ -49,8 +49,8 @@ class PlanningContext:
     optim: OptimPlan
     observe: ObservePlan
     machine: Machine
-    verdict: Callable[[dict[str, Any]], Verdict | None] = lambda changes: None
-    """Whether the plan fits with changed settings (dotted key → value); None: invalid settings."""
+    changed_plan: Callable[[dict[str, Any]], RunPlan | None] = lambda changes: None
+    """The plan with changed settings (dotted key → value); None where they are refused."""
 
     def option(self, plugin: PluginPlan) -> Option:
         """Memory and time of `plugin`, without the memory that it offloads to lower tiers."""
@@ -69,6 +69,11 @@ class PlanningContext:
             need = measured_peaks.corrected(need, measured)
         verdict = need.peak.verdict(self.search_space.capacity)
         return dataclasses.replace(option, memory=need.breakdown, peak=need.peak, verdict=verdict)
+
+    def verdict(self, changes: dict[str, Any]) -> Verdict | None:
+        """Whether the plan fits with changed settings; None where they are refused."""
+        made = self.changed_plan(changes)
+        return made.peak.verdict(made.cluster.memory_bytes) if made else None
 
     def shape(self, plugin: PluginPlan) -> str:
         """Key under which the measured peak of a run is stored for later plans."""

@@ -23,7 +23,7 @@ from colotrain.planner.hardware import Costs, Hardware, typical_cpu
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import write_atomically
 
-VERSION = 10
+VERSION = 11
 """Version of the cases and their evaluation; measurements of other versions are ignored."""
 
 SHAPES: Sequence[tuple[str, dict[str, int], dict[str, int]]] = (

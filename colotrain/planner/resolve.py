@@ -21,7 +21,7 @@ from colotrain.planner.distillation import distill_plan
 from colotrain.planner.durations import evaluates_first, warn_of_durations
 from colotrain.planner.epochs import Steps, check_epochs, in_steps
 from colotrain.planner.evaluations import num_validation, stop_early_plan
-from colotrain.planner.fix_hints import memory_warnings, verdicts
+from colotrain.planner.fix_hints import changed_plans, memory_warnings
 from colotrain.planner.machine import Machine
 from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.model import (
@@ -121,6 +121,7 @@ def resolve(
             tokens_per_step=batch_plan.tokens_per_step,
             tokens_per_count=tokens_per_count(pairs=data.pairs, seq_len=data.seq_len),
             world_size=scale.world,
+            mesh=scale.mesh,
             data_parallel=batch.world,
         ),
         batch=batch_plan,
@@ -128,7 +129,7 @@ def resolve(
         optim=optim,
         observe=observe,
         machine=machine,
-        verdict=verdicts(config, again),
+        changed_plan=changed_plans(config, again),
     )
     plugin, option = decide(settings.plugin, context)
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)

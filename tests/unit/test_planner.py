@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from colotrain.engine.freezing import freeze_
@@ -481,7 +482,22 @@ def test_adamw_counts_steps_once_per_parameter() -> None:
 def test_attention_on_a_cpu_is_counted_as_attention() -> None:
     attention = sum(s.work.attention_flops for s in traced(size=2).segments)
     forward = 2 * 2 * 2 * SEQ_LEN * SEQ_LEN * 64 * 4  # two products, 2 samples, 4 heads of 16
-    assert attention == pytest.approx(3.5 * forward, rel=0.01)
+    assert attention == pytest.approx(3.5 * forward / 2, rel=0.01)  # causal: half of the pairs
+
+
+def test_half_of_the_pairs_of_causal_attention_count_and_all_of_others() -> None:
+    query = torch.empty(1, 4, 32, 16, device="meta", requires_grad=True)
+
+    def attention(*, is_causal: bool) -> float:
+        class Attention(nn.Module):
+            def forward(self, query: torch.Tensor) -> torch.Tensor:
+                made = F.scaled_dot_product_attention(query, query, query, is_causal=is_causal)
+                return made.sum()
+
+        found = record(Attention(), {"query": query}, device="cpu")
+        return sum(stretch.attention_flops for stretch in found.stretches)
+
+    assert attention(is_causal=False) == 2 * attention(is_causal=True) > 0
 
 
 def test_a_frozen_prefix_is_not_gathered_for_backward_but_for_one_group_fetched_ahead() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from test_resolve import LAPTOP, SERVER, survey, with_values
 
+from colotrain.planner.advise_axes import other_meshes
 from colotrain.planner.fix_hints import fix_hints
 from colotrain.planner.machine import Machine
 from colotrain.spec.divisions import Divisions
+from colotrain.spec.memory import PeakRange
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
 from colotrain.spec.survey import Survey
 from tests.unit.known_surveys import resolve
@@ -84,10 +86,11 @@ def test_more_machines_are_named_only_where_nothing_helps_on_this_one() -> None:
     config = with_values(("plugin.name", "zero3"))
     plan, context = resolve(config, survey=large, machine=with_memory(2))
 
-    def verdict(changes: dict[str, Any]) -> str:
-        return "yes" if changes.get("cluster.nodes") == 4 else "no"
+    def changed_plan(changes: dict[str, Any]) -> RunPlan:
+        fits = changes.get("cluster.nodes") == 4
+        return replace(plan, peak=PeakRange(exact=1 if fits else 1 << 40))
 
-    hints = fix_hints(replace(context, verdict=verdict), plan)
+    hints = fix_hints(replace(context, changed_plan=changed_plan), plan)
     assert hints.startswith("nothing makes it fit here; 4 such machines would do: cluster.nodes=4")
 
 
@@ -105,3 +108,22 @@ def test_ranks_that_divide_matrices_are_named_where_nothing_else_helps() -> None
     made, _ = resolve(with_values(*changes), survey=divisible, machine=machine)
     assert made.peak.verdict(made.cluster.memory_bytes) == "yes"
     assert "mesh" not in verdict(machine, own)[2]  # a model that cannot be divided
+
+
+@pytest.mark.parametrize("procs", [1, 4, 8])
+def test_every_other_product_of_axes_that_a_node_holds_is_an_alternative(procs: int) -> None:
+    def both(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
+        return replace(divisible(model, freeze, seq_len), divides_sequences=True)
+
+    pairs = (("cluster.procs_per_node", procs), ("train.micro_batch", 2), ("mesh.cp", 1))
+    plan, context = resolve(
+        with_values(*pairs), survey=both, machine=replace(SERVER, num_devices=8)
+    )
+    found = [(option.mesh.cp, option.mesh.tp) for option in other_meshes(context, plan)]
+    sizes = range(1, procs + 1)
+    expected = {(cp, tp) for cp in sizes for tp in sizes if procs % (cp * tp) == 0 and 64 % tp == 0}
+    assert sorted(found) == sorted(expected - {(1, 1)})
+    for option in other_meshes(context, plan):
+        groups = procs // option.mesh.together
+        accumulated = option.layout.micro_batch * option.layout.accumulation_steps
+        assert accumulated * groups == plan.batch.global_batch

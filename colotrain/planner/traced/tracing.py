@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from colotrain.engine.blocks import checkpoint_blocks_
 from colotrain.engine.model_blocks import find_blocks
@@ -24,30 +23,13 @@ from colotrain.errors import UsageError
 from colotrain.models.loss import computing_as
 from colotrain.models.objective import output_of
 from colotrain.models.outputs import loss_in, pair_in
+from colotrain.planner.traced.flops import count_flops
 from colotrain.spec.plan import Recompute
 from colotrain.spec.survey import Segment, Trace, Work
 from colotrain.torch_internals import TorchDispatchMode, choose_attention, pytree, storage_id
 
-ATTENTION = ("attention", "sdpa")
-
 Batch = dict[str, Tensor]
 
-
-def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_on_cpu_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-NOT_IN_TORCH = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_on_cpu_backward,
-}
-"""FLOP formulas of operations that torch's own counter lacks."""
 
 REPEATED: dict[Recompute, float] = {"none": 0.0, "full": 1.0, "selective": 3.5}
 """Relative overhead per operation that backward repeats: Python packs and unpacks saved tensors,
@@ -163,14 +145,10 @@ class Recording(TorchDispatchMode):
         now.num_ops += 1
         if now.phase == "backward" and torch.is_grad_enabled():
             now.num_repeated += self.repeated
-        formula: Any = flop_registry.get(func.overloadpacket) or flop_registry.get(func)
-        formula = formula or NOT_IN_TORCH.get(func.overloadpacket)
-        if formula is not None:
-            flops = formula(*args, **kwargs, out_val=out)
-            if any(word in str(func) for word in ATTENTION):
-                now.attention_flops += flops
-            else:
-                now.matmul_flops += flops
+        counted = count_flops(func, args, kwargs, out)
+        if counted is not None:
+            now.matmul_flops += counted.matmul
+            now.attention_flops += counted.attention
             return
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         now.moved_bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
