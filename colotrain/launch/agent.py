@@ -94,8 +94,7 @@ class Agent(LocalElasticAgent):
         launch.catch_up()
         launch.record_exits(worker_exits(self.logs, self._pcontext, result.failures))
         final = any(x.exit_code == WORKER_FINAL for x in launch.exits)
-        again = not launch.progressed or launch.is_repeated_failure()
-        if final or again or launch.watch.is_final:
+        if final or not launch.may_restart() or launch.watch.is_final:
             self._remaining_restarts = 0
         if self._remaining_restarts:
             launch.record_restart()

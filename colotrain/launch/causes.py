@@ -39,7 +39,8 @@ def describe(
     `events` are the ranks' last events: failed, finished or stopped.
 
     A rank that was killed comes first, then one that failed by itself, then one that exited without
-    an event; ranks that only lost a peer come last.
+    an event; ranks that only lost a peer come last. Of several that were killed it is the first of
+    `exits`.
     """
     waited = [x for x in exits if x.gave_up]
     killed = [x for x in exits if x.killed_by not in (None, "SIGTERM") and not x.gave_up]
@@ -65,6 +66,11 @@ def describe(
         what = "waited in vain for another rank's collective (NCCL's watchdog ended it)"
         return f"rank {ranks} {what}; its log: {waited[0].log}"
     return f"the launcher failed: {error!r}"
+
+
+def was_killed(exits: Sequence[WorkerExit]) -> bool:
+    """Whether a rank was ended by SIGKILL that did not come from the kernel for want of memory."""
+    return any(x.killed_by == "SIGKILL" and not x.out_of_memory for x in exits)
 
 
 def _failures(events: Sequence[Event]) -> list[Failure]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from colotrain.events import kinds
 from colotrain.events.event import Event
 from colotrain.events.log import EventWriter
-from colotrain.launch.causes import describe, num_killed_for_memory, raised_errors
+from colotrain.launch.causes import describe, num_killed_for_memory, raised_errors, was_killed
 from colotrain.launch.node_registry import RendezvousError
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
@@ -125,9 +125,15 @@ class Launch:
             for worker_exit in self.exits:
                 self.events.write(worker_exit)
 
-    def is_repeated_failure(self) -> bool:
-        """Whether ranks raised the same errors in the same places before: a restart cannot help."""
-        return not self.raised_errors.isdisjoint(raised_errors(self.last_events()))
+    def may_restart(self) -> bool:
+        """Whether another attempt may help: not where ranks raised the same errors before.
+
+        Before the first step only once, and only if a rank was killed from outside: what a rank
+        raises there, or needs in memory, would be the same again.
+        """
+        if not self.progressed and (self.causes or not was_killed(self.exits)):
+            return False
+        return self.raised_errors.isdisjoint(raised_errors(self.last_events()))
 
     def record_restart(self) -> None:
         """Record a failure and begin the next attempt."""

@@ -26,11 +26,14 @@ def clean_exits(processes: Any, group: Any) -> dict[int, Any]:
 
 
 def worker_exits(logs: Path, processes: Any, failures: dict[int, Any]) -> list[WorkerExit]:
-    """Return the exits of this machine's workers, without those that the agent terminated."""
+    """Return the exits of this machine's workers, without those that the agent terminated.
+
+    Those that made the agent end the others come first: it kills what does not end in time.
+    """
     first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
-    ended = _processes(processes)
-    codes = {first_rank + local: process.exitcode for local, process in enumerate(ended)}
-    codes |= {rank: failure.exitcode for rank, failure in failures.items()}
+    codes = {rank: failure.exitcode for rank, failure in failures.items()}
+    for local, process in enumerate(_processes(processes)):
+        codes.setdefault(first_rank + local, process.exitcode)
     exits = [
         _exit_of(logs, rank, rank - first_rank, code)
         for rank, code in codes.items()

@@ -240,6 +240,38 @@ def test_time_in_which_a_process_was_stopped_is_no_waiting() -> None:
     assert timeout.is_over()
 
 
+def test_the_killed_rank_that_ended_the_others_is_named_not_one_that_was_killed_for_it(
+    tmp_path: Path,
+) -> None:
+    ended = SimpleNamespace(_pc=SimpleNamespace(processes=[SimpleNamespace(exitcode=-9)] * 3))
+    exits = worker_exits(tmp_path, ended, {2: SimpleNamespace(local_rank=2, exitcode=-9)})
+    assert describe(exits, []).startswith("rank 2 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "starved", "earlier", "progressed", "again"),
+    [
+        (-9, False, [], False, True),
+        (-9, True, [], False, False),
+        (-9, False, ["rank 0 was killed by SIGKILL"], False, False),
+        (1, False, [], False, False),
+        (1, False, ["rank 0 was killed by SIGKILL"], True, True),
+    ],
+)
+def test_before_the_first_step_only_a_kill_from_outside_is_tried_again_once(
+    exit_code: int, starved: bool, earlier: list[str], progressed: bool, again: bool
+) -> None:
+    worker_exit = WorkerExit(rank=0, exit_code=exit_code, log="", out_of_memory=starved)
+    launch = SimpleNamespace(
+        exits=[worker_exit],
+        causes=earlier,
+        progressed=progressed,
+        raised_errors=set(),
+        last_events=list,
+    )
+    assert Launch.may_restart(launch) is again  # type: ignore[arg-type]
+
+
 def test_a_rank_that_nccls_watchdog_ended_is_not_the_cause(tmp_path: Path) -> None:
     log = tmp_path / "run" / "attempt_0" / "0" / "stderr.log"
     log.parent.mkdir(parents=True)
