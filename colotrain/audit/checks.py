@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from colotrain.audit.evidence import Evidence, RankEvidence, sketches
-from colotrain.audit.ratios import norm
+from colotrain.audit.evidence import Evidence
+from colotrain.audit.parameter_checks import frozen, parameters
 from colotrain.audit.scale_checks import Looked, local_norms, looked_into, scale_checks
-from colotrain.audit.verdicts import CHECKS, Verdict, ok, unknown, wrong
+from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unknown, wrong
 
-MOST_NAMED = 3
 SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
 
 
@@ -35,11 +34,6 @@ def check(evidence: Evidence) -> list[Verdict]:
     return [by_name[name] for name in CHECKS]
 
 
-def named(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
 def has_several(evidence: Evidence) -> str:
     num = evidence.first.num_optimizers
     return f"the script has {num} optimizers, which share backwards" if num > 1 else ""
@@ -52,18 +46,21 @@ def steps(evidence: Evidence) -> Verdict:
         return unknown(name, why)
     for rank in evidence.ranks:
         for step in rank.steps:
-            if not step.micro_batches and not step.closure_calls:
+            if step.unseen and not step.backwards:
+                why = f"the gradients of step {step.step} are of no backward that was seen"
+                return unknown(name, why, step.site)
+            if not step.backwards and not step.closure_calls:
                 text = f"step {step.step} has no backward before it: step() is called too often"
                 return wrong(name, text, step.site, step=step.step)
     sizes = Counter(step.micro_batches for step in own.steps)
     calls = sum(step.step_calls for step in own.steps)
     each = ", ".join(f"{num} of {size}" for size, num in sizes.most_common())
-    skipped = sum(remark.what == "skipped" for remark in own.remarks)
+    skipped = sum(step.skips for step in own.steps)
     text = f"{len(own.steps)} steps by {calls} calls; micro-batches per step: {each}"
     if (engine := own.engine) is not None and set(sizes) != {engine.accumulation_steps}:
         text += f"; {engine.name} is set to {engine.accumulation_steps}"
         return wrong(name, text, own.steps[0].site)
-    return ok(name, text + ("; a GradScaler skipped some" if skipped else ""))
+    return ok(name, text + (f"; {skipped} skipped, not finite" if skipped else ""))
 
 
 def ranks(evidence: Evidence) -> Verdict:
@@ -103,12 +100,11 @@ def zeroing(evidence: Evidence) -> Verdict:
     name, known = "zeroing", False
     if why := has_several(evidence):
         return unknown(name, why)
+    aside = any(step.set_aside for rank in evidence.ranks for step in rank.steps)
     for rank in evidence.ranks:
         for step in rank.steps:
-            if step.lost and not step.closure_calls > 1:
-                text = (
-                    f"{step.lost} of {step.micro_batches} micro-batches are zeroed before the step"
-                )
+            if step.lost and not (aside and step.details is None):
+                text = f"{step.lost} of {step.backwards} micro-batches are zeroed before the step"
                 return wrong(name, text, step.lost_at, step=step.step)
             if step.stale:
                 text = "gradients of the last step are still there at the next one's first backward"
@@ -120,17 +116,18 @@ def zeroing(evidence: Evidence) -> Verdict:
 
 
 def clipping(evidence: Evidence) -> Verdict:
-    name = "clipping"
+    """Look at when, by which norm and of which parameters gradients are clipped."""
+    name, several = "clipping", has_several(evidence)
     every = [(step, clip) for rank in evidence.ranks for step in rank.steps for clip in step.clips]
     for step, clip in every:
         if clip["scaled"]:
             text = "clipped before unscale_: the limit is compared with the scaled gradient"
             return wrong(name, text, clip["site"], step=step.step)
-        if not clip["after"]:
+        if not clip["after"] and not several:
             text = "clipped after the step, where it has no effect"
             return wrong(name, text, clip["site"], step=step.step)
-        if clip["after"] < step.micro_batches:
-            text = f"clipped after {clip['after']} of {step.micro_batches} micro-batches"
+        if clip["after"] < step.backwards and not several:
+            text = f"clipped after {clip['after']} of {step.backwards} micro-batches"
             return wrong(name, text, clip["site"], step=step.step)
     for each in looked_into(evidence) if evidence.ranks else []:
         if different := local_norms(each):
@@ -139,6 +136,13 @@ def clipping(evidence: Evidence) -> Verdict:
             return wrong(name, text, site, step=each.step.step)
     if not every:
         return ok(name, "no call of torch's clip_grad_norm_ or clip_grad_value_")
+    if several:
+        return unknown(name, several, every[0][1]["site"])
+    for step, details in evidence.first.looked_into():
+        if details.unclipped:
+            num, sites = len(details.unclipped), [clip["site"] for clip in step.clips]
+            why = f"{num} parameters that it updates are not clipped: {named(details.unclipped)}"
+            return unknown(name, f"{why}; that may be meant", *sites)
     limit = every[0][1]["limit"]
     return ok(name, f"by {every[0][1]['by']}, limit {limit:g}" if limit else "once per step")
 
@@ -155,79 +159,17 @@ def scheduler(evidence: Evidence) -> Verdict:
     if max(calls) > 1 and "accelerate" in str(where):
         why = f"{text}: Accelerate makes one per process, for schedules counted in one process"
         return unknown(name, why, where)
-    often = [step for step in own.steps if step.scheduler_steps > 1]
+    often = [step for step in own.steps if step.scheduler_steps > 1 + step.skips]
+    if calls[0] > 2 and often == own.steps[:1] and len(calls) > 1:
+        return unknown(name, f"{calls[0]} before the first optimizer step: a resume?", where)
     if len(often) > 1 or (often and often[0].scheduler_steps > 2):
         most = max(calls)
         text = f"up to {most} scheduler steps per optimizer step ({text})"
         return wrong(name, text, where, step=often[0].step)
-    if calls[0]:
+    if calls[0] > own.steps[0].skips:
         first = f"{calls[0]} before the first optimizer step: the first rate is left out"
         return wrong(name, first, where, step=1)
     return ok(name, f"{sum(calls)} steps after {len(calls)} of the optimizer")
-
-
-def parameters(evidence: Evidence) -> Verdict:
-    """Compare the model's parameters with the optimizers', and look for idle ones."""
-    name, own = "parameters", evidence.first
-    if not own.members:
-        return unknown(name, "no step was looked into")
-    last = own.members[-1]
-    if not last.trainable and not last.frozen:
-        return unknown(name, "no module whose parameters are known ran")
-    if last.foreign and last.missing:
-        text = f"the optimizer has {last.foreign} parameters of another model: "
-        return wrong(name, f"{text}{named(last.missing)} are in none", last.made_at)
-    if last.missing:
-        text = f"trainable and in no optimizer: {named(last.missing)}"
-        return wrong(name, text, last.made_at)
-    if last.twice:
-        return wrong(name, f"twice in optimizers: {named(last.twice)}", last.made_at)
-    if idle := idle_parameters(own):
-        text = f"{len(idle)} trainable parameters never got a gradient: {named(idle)}"
-        return wrong(name, text, own.steps[0].backward_at)
-    if still := unmoved_parameters(own):
-        text = f"have gradients and never change: {named(still)}"
-        return wrong(name, text, own.steps[0].site)
-    text = f"{len(last.trainable)} trainable, {len(last.frozen)} frozen"
-    if not last.complete:
-        return unknown(name, f"{text}; the engine's optimizer has copies, not the parameters")
-    if last.foreign:
-        return unknown(name, f"{text}; {last.foreign} of the optimizer are in no module that ran")
-    return ok(name, text)
-
-
-def idle_parameters(rank: RankEvidence) -> list[str]:
-    """Trainable parameters without a gradient in every step that was looked into."""
-    reached = {n for _, d in rank.looked_into() for n in (*d.gradient, *(d.declared or ()))}
-    every = [member.trainable for member in rank.members]
-    return [name for name in every[0] if all(name in m for m in every) and name not in reached]
-
-
-def unmoved_parameters(rank: RankEvidence) -> list[str]:
-    """Parameters that no step changed, though each had a gradient and a learning rate."""
-    moved, pushed = set(), set()
-    for _, details in rank.looked_into():
-        if details.lr:
-            moved |= {n for n, v in sketches(details.change).items() if any(v)}
-            pushed |= {n for n, v in sketches(details.gradient).items() if any(v)}
-    return sorted(pushed - moved) if moved else []
-
-
-def frozen(evidence: Evidence) -> Verdict:
-    name = "frozen"
-    frozen_at = {member.step: set(member.frozen) for member in evidence.first.members}
-    if not any(frozen_at.values()):
-        return ok(name, "no parameter is frozen")
-    for step, details in evidence.first.looked_into():
-        changed = [
-            n
-            for n, value in sketches(details.change).items()
-            if n in frozen_at.get(step.step, ()) and norm({n: value})
-        ]
-        if changed:
-            text = f"changed by the step though frozen: {named(changed)}"
-            return wrong(name, text, step.site, step=step.step)
-    return ok(name, f"{max(map(len, frozen_at.values()))} frozen parameters are unchanged")
 
 
 def between_ranks(evidence: Evidence) -> Iterator[Verdict]:

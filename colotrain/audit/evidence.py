@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,10 @@ class RankEvidence:
 
     @property
     def num_optimizers(self) -> int:
-        return len({step.optimizer for step in self.steps})
+        """Number of optimizers that step in turns; 1 where one follows another for good."""
+        order = [step.optimizer for step in self.steps]
+        in_turns = order != sorted(order) or min(Counter(order).values(), default=0) < 2
+        return len(set(order)) if in_turns else 1
 
     def looked_into(self) -> Iterator[tuple[ObservedStep, Details]]:
         for step in self.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from colotrain.audit.observer import Observer
 from colotrain.audit.sites import here
-from colotrain.audit.window import hashable_count, note_factor
+from colotrain.audit.window import note_factor, target_counts
 from colotrain.rundir import RunDir
 
 FACTORS = {
@@ -30,6 +31,13 @@ FACTORS = {
     "div_": True,
 }
 """Method of tensors that may scale a loss → whether it divides."""
+
+CLIPS = {
+    "clip_grad_norm_": "max_norm",
+    "clip_grads_with_norm_": "max_norm",
+    "clip_grad_value_": "clip_value",
+}
+"""Function that clips gradients → its argument for the limit."""
 
 
 def _new_observer() -> Observer:
@@ -174,16 +182,16 @@ def _wrap_backward() -> None:
 
 def _wrap_optimizers() -> None:
     def made(_: Any, args: Any, __: Any) -> None:
-        observer().made_at[args[0]] = here()
+        observer().optimizers.made(args[0])
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         seen = observer()
-        if seen.quiet:
+        if seen.quiet or not seen.optimizers.enter(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+        if seen.backward_depth or not callable(closure):
             with seen.guarded():
-                seen.entering(optimizer)
+                (seen.stepping_in_backward if seen.backward_depth else seen.entering)(optimizer)
             return None
 
         @functools.wraps(closure)
@@ -193,6 +201,7 @@ def _wrap_optimizers() -> None:
             if seen.window.closure_calls == 1:
                 with seen.guarded():
                     seen.entering(optimizer)
+                seen.window.is_closed = True
             return result
 
         if "closure" in kwargs:
@@ -201,7 +210,7 @@ def _wrap_optimizers() -> None:
 
     def after(optimizer: Optimizer, _: Any, __: Any) -> None:
         seen = observer()
-        if not seen.quiet:
+        if not seen.quiet and seen.optimizers.leave(optimizer) and not seen.backward_depth:
             with seen.guarded():
                 seen.stepped(optimizer)
 
@@ -213,21 +222,34 @@ def _wrap_optimizers() -> None:
 
 
 def _wrap_clipping() -> None:
-    def limit(args: Any, kwargs: Any, name: str) -> Any:
-        return kwargs.get(name, args[1] if len(args) > 1 else None)
+    def wrapper_of(original: Callable[..., Any], limit: str) -> Callable[..., Any]:
+        signature = inspect.signature(original)
 
-    def before(args: Any, kwargs: Any) -> None:
-        observer().clipping()
+        @functools.wraps(original)
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            seen = observer()
+            if seen.quiet or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            values = given.arguments
+            parameters = values["parameters"]
+            single = isinstance(parameters, Tensor)
+            values["parameters"] = parameters = [parameters] if single else list(parameters)
+            with seen.guarded():
+                seen.clipping(parameters)
+            norm = original(*given.args, **given.kwargs)
+            with seen.guarded():
+                by = "value" if limit == "clip_value" else "norm"
+                seen.clipped(by=by, norm=values.get("total_norm", norm), limit=values[limit])
+            return norm
 
-    def by_norm(norm: Any, args: Any, kwargs: Any) -> None:
-        observer().clipped(by="norm", norm=norm, limit=limit(args, kwargs, "max_norm"))
+        return clip
 
-    def by_value(_: Any, args: Any, kwargs: Any) -> None:
-        observer().clipped(by="value", norm=None, limit=limit(args, kwargs, "clip_value"))
-
-    for name, after in (("clip_grad_norm_", by_norm), ("clip_grad_value_", by_value)):
-        wrap(torch.nn.utils.clip_grad, name, before=before, after=after)
-        setattr(torch.nn.utils, name, getattr(torch.nn.utils.clip_grad, name))
+    for name, limit in CLIPS.items():
+        clip = wrapper_of(getattr(torch.nn.utils, name), limit)
+        setattr(torch.nn.utils, name, clip)
+        if hasattr(torch.nn.utils.clip_grad, name):
+            setattr(torch.nn.utils.clip_grad, name, clip)
 
 
 def _wrap_schedulers() -> None:
@@ -245,7 +267,7 @@ def _wrap_schedulers() -> None:
                 if seen.quiet:
                     return original(*args, **kwargs)
                 with seen.guarded():
-                    seen.scheduled(caller)
+                    seen.scheduled(args[0], caller)
                 seen.quiet += 1  # schedulers within it
                 try:
                     return original(*args, **kwargs)
@@ -273,16 +295,16 @@ def _wrap_grad_scaler() -> None:
             _current.scaling = False
 
     def unscaled(*_: Any) -> None:
-        observer().window.unscaled = True
+        observer().unscaled()
 
     def stepping(*_: Any) -> None:
         seen = observer()
-        seen.steps_before = sum(seen.steps)
+        seen.steps_before = sum(seen.optimizers.steps)
 
     def stepped(*_: Any) -> None:
         seen = observer()
-        if sum(seen.steps) == seen.steps_before:
-            seen.skipped()
+        if sum(seen.optimizers.steps) == seen.steps_before:
+            seen.skipped("a GradScaler")
 
     scaler.scale = scale  # type: ignore[method-assign]
     wrap(scaler, "unscale_", after=unscaled)
@@ -314,8 +336,8 @@ def _wrap_cross_entropy() -> None:
         seen = observer()
         if seen.is_looking and torch.is_grad_enabled():
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
-            count = hashable_count(target, kwargs.get("ignore_index", -100))
-            seen.window.new_counts.append([kwargs.get("reduction", "mean"), count])
+            counts = target_counts(target, kwargs.get("ignore_index", -100))
+            seen.window.new_counts.append([kwargs.get("reduction", "mean"), *counts])
 
     wrap(nn.functional, "cross_entropy", after=after)
 
@@ -335,13 +357,22 @@ def observe_fsdp() -> None:
             observer().shards.is_known = False
             observer().shards.sharding(modules(args, kwargs, 1))
 
+    def clipping(args: Any, _: Any) -> None:
+        observer().clipping(args[0].parameters())
+
+    def clipped(norm: Any, args: Any, kwargs: Any) -> None:
+        limit = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
+        observer().clipped(by="norm", norm=norm, limit=limit)
+
     wrap(
         module,
         "fully_shard",
         before=lambda args, kwargs: observer().shards.sharding(modules(args, kwargs, 0)),
         after=lambda _, args, kwargs: observer().shards.sharded(modules(args, kwargs, 0)),
     )
-    wrap(module.FullyShardedDataParallel, "__init__", before=wrapping)
+    fsdp = module.FullyShardedDataParallel
+    wrap(fsdp, "__init__", before=wrapping)
+    wrap(fsdp, "clip_grad_norm_", before=clipping, after=clipped)
 
 
 def observe_deepspeed() -> None:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -20,19 +20,33 @@ LARGEST_HASHED = 1 << 24
 
 
 class Roots:
-    """The outermost modules that ran, in the order of their first forward."""
+    """The outermost modules that ran, in the order of their first forward, and bare parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Callable[[], Container[int]] = frozenset) -> None:
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._roots: list[weakref.ref[nn.Module]] = []
+        self._held = held
+        """Returns the ids of all parameters that optimizers have."""
+        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Roots that ran where gradients are computed."""
+        self.bare: dict[str, weakref.ref[Tensor]] = {}
+        """Leaves in a loss that optimizers have and no module."""
 
     def add(self, module: nn.Module) -> bool:
         """Note that `module` is called, and return whether it is a root with parameters."""
         if module in self._inside:
-            return any(root() is module for root in self._roots)
+            is_root = any(root() is module for root in self._roots)
+            if is_root and torch.is_grad_enabled():
+                self._trained.add(module)
+            return is_root
         if next(module.parameters(), None) is None:
             return False
         inner = list(module.modules())
+        if any(module in root.modules() for root in self.all()):  # it came into a root later
+            self._inside.update(inner)
+            return False
+        if torch.is_grad_enabled():
+            self._trained.add(module)
         self._roots = [r for r in self._roots if not any(m is r() for m in inner)]
         self._roots.append(weakref.ref(module))
         for each in inner:
@@ -42,9 +56,22 @@ class Roots:
     def all(self) -> list[nn.Module]:
         return [module for root in self._roots if (module := root()) is not None]
 
+    def training(self) -> list[nn.Module]:
+        """Return the roots that train or that an optimizer has, not copies that only evaluate."""
+        roots, held = self.all(), self._held()
+        return [r for r in roots if r in self._trained or has_any(r, held)] or roots
+
+    def apart(self) -> set[str]:
+        """Return the names of models of which optimizers have nothing, as of a loss network."""
+        held, parameters = self._held(), self.parameters()
+        if not any(id(p) in held for p in parameters.values()):
+            return set()
+        ids = {id(p) for r in self.training() if not has_any(r, held) for p in r.parameters()}
+        return {name for name, p in parameters.items() if id(p) in ids}
+
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by the model's own names, each once."""
-        roots, found, seen = self.all(), {}, set[int]()
+        """Return the parameters by the model's own names, each once, and bare ones by theirs."""
+        roots, found, seen = self.training(), dict[str, nn.Parameter](), set[int]()
         for root in roots:
             for name, parameter in root.named_parameters():
                 if id(parameter) in seen:
@@ -52,16 +79,18 @@ class Roots:
                 seen.add(id(parameter))
                 name = own_name(name, root)
                 if len(roots) > 1 and name in found:
-                    name = f"{type(root).__name__}.{name}"
-                while name in found:
-                    name = f"{name}'"
-                found[name] = parameter
+                    name = f"{type(inner(root)).__name__}.{name}"
+                found[unused(name, found)] = parameter
+        for name, ref in self.bare.items():
+            bare: Any = ref()
+            if bare is not None and id(bare) not in seen:
+                found[unused(name, found)] = bare
         return found
 
     def aliases(self) -> dict[str, list[str]]:
         """Return the further names of parameters that have several."""
         first, found = dict[int, str](), dict[str, list[str]]()
-        for root in self.all():
+        for root in self.training():
             for name, parameter in root.named_parameters(remove_duplicate=False):
                 known = first.setdefault(id(parameter), own_name(name, root))
                 if known != own_name(name, root):
@@ -69,14 +98,30 @@ class Roots:
         return found
 
 
+def has_any(root: nn.Module, held: Container[int]) -> bool:
+    return any(id(parameter) in held for parameter in root.parameters())
+
+
+def unused(name: str, taken: Container[str]) -> str:
+    while name in taken:
+        name = f"{name}'"
+    return name
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """Return what a wrapper such as DistributedDataParallel wraps; else the module itself."""
+    wrapped = getattr(module, "module", None)
+    return wrapped if isinstance(wrapped, nn.Module) else module
+
+
 def own_name(name: str, root: nn.Module) -> str:
     """Return a parameter's name without what wrappers around the model add."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
-    inner: Any = root
-    while parts[:1] == ["module"] and isinstance(getattr(inner, "module", None), nn.Module):
-        if len(list(inner.children())) > 1:
+    within: Any = root
+    while parts[:1] == ["module"] and isinstance(getattr(within, "module", None), nn.Module):
+        if len(list(within.children())) > 1:
             break  # a model whose own part is called so
-        parts, inner = parts[1:], inner.module
+        parts, within = parts[1:], within.module
     return ".".join(parts)
 
 
@@ -151,8 +196,6 @@ def row(parameter: nn.Parameter, gradient: Tensor | None, why: str) -> dict[str,
         return {"status": "frozen", "reason": "requires_grad is False", "nonfinite": 0, **blank}
     if gradient is None:
         return {"status": "unused", "reason": why, "nonfinite": 0, **blank}
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
     values = gradient.detach().to(torch.float64)
     nonfinite = int((~torch.isfinite(values)).sum())
     norm, num = float(values.norm()), max(1, values.numel())
@@ -200,6 +243,11 @@ def tensors_in(values: object, depth: int = 0) -> Iterator[Tensor]:
     elif isinstance(values, list | tuple) and depth < 4:
         for value in values:
             yield from tensors_in(value, depth + 1)
+
+
+def has_leaf(values: object) -> bool:
+    """Whether a forward's inputs have a leaf whose gradient the script asks for."""
+    return any(t.is_leaf and t.requires_grad for t in tensors_in(values))
 
 
 def random_state(device: torch.device) -> str:

@@ -10,8 +10,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,19 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.audit import model
-from colotrain.audit.records import (
-    Clip,
-    Details,
-    Membership,
-    ObservedEnd,
-    ObservedStep,
-    Remark,
-)
+from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
+from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark
 from colotrain.audit.reference import Taps
 from colotrain.audit.report import Report, rank, undivided
+from colotrain.audit.samples import Sample, are_same, has_changed, sample
 from colotrain.audit.shards import Shards
 from colotrain.audit.sites import Site, here
-from colotrain.audit.sketch import packed, sketch
+from colotrain.audit.sketch import packed
+from colotrain.audit.whole import gradients, weights
 from colotrain.audit.window import Window, factors_of, number, product
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
@@ -51,12 +46,10 @@ class Observer:
         self.quiet = 0
         """Above 0 within calls of the observer's own and within an engine's step."""
         self.backward_depth = 0
-        self.roots = model.Roots()
+        self.optimizers = Optimizers()
+        self.roots = model.Roots(self.optimizers.held)
         self.taps = Taps(lambda: self.is_looking and not self.quiet)
         self.window = Window()
-        self.optimizers: list[weakref.ref[Any]] = []
-        self.made_at: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
-        self.steps: list[int] = []
         self.steps_before = 0
         """Steps of all optimizers before the GradScaler's step that is under way."""
         self.micro_batches = 0
@@ -65,6 +58,8 @@ class Observer:
         self.backward_at = self.forward_at = Site("")
         self.forwards = 0
         """Forwards of training since the last step."""
+        self.marks: tuple[Sample, Sample] = {}, {}
+        """Samples of weights and gradients after the last backward of a step looked into."""
         self.shards = Shards()
         self.remarks: set[tuple[str, str]] = set()
         self.blocked = ""
@@ -74,6 +69,8 @@ class Observer:
         self.taken: dict[str, Tensor] = {}
         self.records: EventWriter | None = None
         self.report: Report | None = None
+        self.fused: Any = None
+        """Optimizer that stepped within the backward under way."""
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -106,7 +103,7 @@ class Observer:
     @property
     def is_looking(self) -> bool:
         """Whether the step that is being accumulated is looked into."""
-        coming = max(self.steps, default=0) + 1
+        coming = max(self.optimizers.steps, default=0) + 1
         return coming <= FIRST or coming % EVERY == 0
 
     def forward(self, module: nn.Module, inputs: object) -> None:
@@ -114,25 +111,31 @@ class Observer:
             return
         if torch.is_grad_enabled():
             self.forwards += 1
-            self.forward_at = here()
-        if not self.is_looking:
+            self.forward_at, self.window.forwarded = here(), True
+        if not self.is_looking or self.window.is_closed:
             return
         self.taps.watch(self.roots)
         if torch.is_grad_enabled():
+            self.window.wants_inputs |= model.has_leaf(inputs)
             device = next(module.parameters()).device
             self.window.inputs.append(model.hash_of(inputs))
             self.window.random.append(model.random_state(device))
 
     def backward(self, losses: Any, *, plain: bool) -> None:
         """Before a call of backward, which is `plain` if it has one loss and no other arguments."""
-        window = self.window
-        window.backward_at = self.backward_at = here()
+        self.backward_at = here()
         self.backwards += 1
+        if self.window.is_closed:
+            return
+        if self.is_looking and self.window.backwards and self._was_aside():
+            self.window = self.window.restarted()
+        window = self.window
+        window.began(self.backward_at)
         loss = losses if isinstance(losses, Tensor) else None
         if isinstance(losses, list | tuple) and len(losses) == 1:
             loss = losses[0]
         factors = [] if loss is None else factors_of(loss)
-        if window.micro_batches == 0 and self.is_looking and self.steps:
+        if window.backwards == 0 and self.is_looking and self.optimizers.steps:
             window.stale = self._has_gradients() and not window.zero_calls
         if loss is not None and loss.numel() == 1:
             window.losses.append((loss.detach().clone(), product(factors)[0]))
@@ -143,27 +146,73 @@ class Observer:
             if loss is None or not plain or loss.numel() != 1:
                 window.why_not = "backward was called with other arguments than one loss"
             window.product = product(factors)
-            window.why_not = window.why_not or self.taps.attach(self.roots) or self.blocked
+            attached = self.taps.attach(self.roots, self.optimizers.outside(self.roots))
+            window.why_not = window.why_not or attached or self.blocked
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Yield this rank's parts of the gradients that an optimizer is to step with."""
+        held = self.optimizers.held()
+        for parameter in self.roots.parameters().values():
+            if parameter.grad is not None and id(parameter) in held:
+                yield model.local(parameter.grad.detach())
 
     def _has_gradients(self) -> bool:
-        found = (p.grad for p in self.roots.parameters().values() if p.requires_grad)
-        own = (model.local(gradient) for gradient in found if gradient is not None)
-        return any(bool(gradient.detach().count_nonzero()) for gradient in own)
+        return any(bool(gradient.count_nonzero()) for gradient in self._gradients())
+
+    def _was_aside(self) -> bool:
+        """Whether the backwards before this one were for something else than the step.
+
+        Their gradients are gone, and moved the weights meanwhile or were the inputs'.
+        """
+        if self.window.lost < self.window.backwards and self._has_gradients():
+            return False
+        return self.window.wants_inputs or has_changed(self.marks[0], sample(self._leaves()))
+
+    def _leaves(self) -> Iterable[Tensor]:
+        return self.roots.parameters().values()
 
     def after_backward(self) -> None:
-        self.window.add_reference(self.taps.detach())
-        self.window.micro_batches += 1
+        window = self.window
+        if window.is_closed:
+            return
+        found = self.taps.detach()
+        if self.is_looking:
+            for name, leaf in self.optimizers.outside(self.roots).items() if found else ():
+                if name in found:
+                    self.roots.bare[name] = weakref.ref(leaf)
+            self.marks = sample(self._leaves()), self._sampled_gradients()
+        window.add_reference(found)
+        window.backwards += 1
         self.micro_batches += 1
+        if window.in_backward:
+            self.stepped_in_backward()
+
+    def _sampled_gradients(self) -> Sample:
+        return sample(parameter.grad for parameter in self._leaves())
 
     def zeroed(self) -> None:
+        window = self.window
+        if window.is_closed or self.backward_depth:
+            return
+        is_new = window.backwards > window.lost
+        if is_new and not all(g.isfinite().all() for g in self._gradients()):
+            self.skipped("the script")
         self.window.zeroed(here())
 
-    def clipping(self) -> None:
-        """Before a call that clips gradients."""
+    def unscaled(self) -> None:
+        """After a GradScaler's scale was taken off the gradients."""
+        self.window.unscaled = True
+        if self.is_looking and not self.window.by_hand:
+            self.marks = self.marks[0], self._sampled_gradients()
+
+    def clipping(self, parameters: Iterable[Tensor]) -> None:
+        """Before a call that clips the gradients of `parameters`."""
         window = self.window
-        if self.is_looking and window.micro_batches not in (0, window.clipped_after):
-            window.before_clip, window.clip_rows = self.take()
-            window.clipped_after = window.micro_batches
+        window.clipped_ids.update(map(id, parameters))
+        if self.is_looking and window.backwards not in (0, window.clipped_after):
+            window.by_hand |= not are_same(self.marks[1], self._sampled_gradients())
+            window.before_clip, window.clip_rows = gradients(self.roots)
+            window.clipped_after = window.backwards
 
     def clipped(self, *, by: str, norm: Any, limit: Any) -> None:
         clip = Clip(
@@ -171,78 +220,92 @@ class Observer:
             norm=number(norm) if self.is_looking else None,
             limit=number(limit),
             site=here().plain(),
-            after=self.window.micro_batches,
+            after=self.window.backwards,
             scaled=self.window.scale and not self.window.unscaled,
         )
         self.window.clips.append(clip.fields())
 
-    def scheduled(self, how: str) -> None:
+    def scheduled(self, scheduler: Any, how: str) -> None:
         if how != "_initial_step":
-            self.window.scheduler_steps += 1
+            self.window.schedulers[id(scheduler)] += 1
             self.window.scheduler_at = here()
 
-    def skipped(self) -> None:
-        """A GradScaler left a step out, because gradients were not finite."""
-        self.remark("skipped", "a GradScaler skipped a step: gradients were not finite")
-        self.window = Window()
+    def skipped(self, by: str) -> None:
+        """A step was left out, because gradients were not finite."""
+        self.remark("skipped", f"{by} skipped a step: gradients were not finite")
+        old = self.window
+        self.window = Window(
+            skips=old.skips + 1, schedulers=old.schedulers, scheduler_at=old.scheduler_at
+        )
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def take(self, gradient_of: Any = None) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-        """Return sketches and table rows of all whole gradients; collective where sharded."""
-        found, rows = {}, {}
-        with model.gathered(self.roots.all()):
-            for name, parameter in self.roots.parameters().items():
-                why = "no backward of this step reached it"
-                gradient = parameter.grad if gradient_of is None else gradient_of(parameter)
-                gradient = model.whole(gradient) if parameter.requires_grad else None
-                rows[name] = model.row(parameter, gradient, why)
-                if gradient is not None and gradient.layout == torch.strided:
-                    found[name] = sketch(gradient)
-        return found, rows
-
-    def weights(self, value_of: Any = None) -> dict[str, Tensor]:
-        with model.gathered(self.roots.all()):
-            return {
-                name: sketch(value)
-                for name, p in self.roots.parameters().items()
-                if (value := model.whole(p.detach()) if value_of is None else value_of(p))
-                is not None
-            }
-
     def entering(self, optimizer: Any, *, gradient_of: Any = None, value_of: Any = None) -> None:
         """At the entry of an optimizer's step, after its closure."""
-        if self.number_of(optimizer) == 0 and self.report is None:
+        window = self.window
+        self.begin(optimizer)
+        if not self.is_looking and (window.backwards or len(self.optimizers.steps) > 1):
+            return
+        old = self.taken
+        if window.clipped_after < 0:
+            window.by_hand = not are_same(self.marks[1], self._sampled_gradients())
+        scale = number(getattr(optimizer, "grad_scale", None)) or 1.0
+        self.taken, self.rows = gradients(self.roots, gradient_of, scale=scale)
+        self.before = weights(self.roots, value_of)
+        if not window.backwards:  # as they are if the script steps twice
+            equal = (n in old and v.equal(old[n]) for n, v in self.taken.items() if v.any())
+            window.unseen = not all(equal)
+
+    def begin(self, optimizer: Any) -> None:
+        """Write what is trained, at the first step."""
+        if self.optimizers.number_of(optimizer) == 0 and self.report is None:
             self.report = Report(self.rundir)
             self.write(self.report.begin(self.roots))
             if (sharding := self.shards.event()) is not None:
                 self.write(sharding)
             atexit.register(self.end, os.getpid())
-        if self.is_looking:
-            self.taken, self.rows = self.take(gradient_of)
-            self.before = self.weights(value_of)
 
-    def number_of(self, optimizer: Any) -> int:
-        for index, known in enumerate(self.optimizers):
-            if known() is optimizer:
-                return index
-        self.optimizers.append(weakref.ref(optimizer))
-        self.steps.append(0)
-        return len(self.optimizers) - 1
+    def stepping_in_backward(self, optimizer: Any) -> None:
+        """An optimizer steps in a hook of a backward: all of that backward count as one step."""
+        if not self.window.in_backward:
+            self.begin(optimizer)
+            self.window.in_backward = True
+            self.fused = optimizer
+
+    def stepped_in_backward(self) -> None:
+        optimizer, self.fused = self.fused, None
+        if optimizer is not None:
+            self.count(0, optimizer, None)
 
     def stepped(self, optimizer: Any, *, value_of: Any = None, own: Any = None) -> None:
         """After an optimizer's step; `own` are its settings if they are not in `optimizer`."""
-        index, looking, window = self.number_of(optimizer), self.is_looking, self.window
-        self.steps[index] += 1
-        step = self.steps[index]
+        index, looking = self.optimizers.number_of(optimizer), self.is_looking
         details = self.details(own or optimizer, value_of) if looking else None
+        self.count(index, own or optimizer, details)
+        if looking:
+            step = self.optimizers.steps[index]
+            self.write(self.optimizers.membership(step, self.roots, complete=own is None))
+        self.taps.whole.clear()
+        if self.limit and min(self.optimizers.steps) >= self.limit:
+            self.finish()
+
+    def count(self, index: int, optimizer: Any, details: Details | None) -> None:
+        """Write one step, and begin the next."""
+        window, steps = self.window, self.optimizers.steps
+        steps[index] += 1
         self.write(
             ObservedStep(
-                step=step,
+                step=steps[index],
                 optimizer=index,
-                optimizer_name=type(own or optimizer).__name__,
+                optimizer_name=type(optimizer).__name__,
                 site=here().plain(),
                 micro_batches=window.micro_batches,
+                backwards=window.backwards,
+                lines=window.losses_per_batch,
+                set_aside=window.set_aside,
+                in_backward=window.in_backward,
+                unseen=window.unseen,
+                skips=window.skips,
                 backward_at=window.backward_at.plain(),
                 step_calls=max(1, window.step_calls),
                 closure_calls=window.closure_calls,
@@ -251,42 +314,40 @@ class Observer:
                 lost_at=window.lost_at.plain(),
                 stale=window.stale,
                 clips=window.clips,
-                scheduler_steps=window.scheduler_steps,
+                scheduler_steps=max(window.schedulers.values(), default=0),
                 scheduler_at=window.scheduler_at.plain(),
                 scale=window.scale,
                 losses=undivided(window),
                 details=None if details is None else details.fields(),
             )
         )
-        if looking:
-            self.write(self.membership(step, complete=own is None))
         if index == 0 and self.report is not None:
             rows = None
-            if looking:
+            if details is not None:
                 rows = self.rows if window.clip_rows is None else window.clip_rows
-            self.report.step(
-                step, window, rows, lr=learning_rate(own or optimizer), total=self.micro_batches
-            )
+            rate = learning_rate(optimizer)
+            self.report.step(steps[0], window, rows, self.roots, lr=rate, total=self.micro_batches)
         self.window, self.forwards = Window(), 0
-        self.taps.whole.clear()
-        if self.limit and min(self.steps) >= self.limit:
-            self.finish()
 
     def details(self, optimizer: Any, value_of: Any) -> Details:
-        window, after = self.window, self.weights(value_of)
+        window, after = self.window, weights(self.roots, value_of)
+        apart = self.roots.apart()
         change = {n: after[n] - self.before[n] for n in after if n in self.before}
         why = window.why_not
         if not why and not window.declared:
             why = "no backward was seen before this step"
         return Details(
-            gradient=texts(self.taken),
-            before_clip=texts(window.before_clip) if window.before_clip is not None else None,
-            declared=None if why else texts(window.declared),
+            gradient=texts(self.taken, apart),
+            before_clip=None if window.before_clip is None else texts(window.before_clip, apart),
+            declared=None if why else texts(window.declared, apart),
             base=None
             if why
-            else texts({n: v / window.micro_batches for n, v in window.base.items()}),
-            last=None if why else texts(window.last),
+            else texts({n: v / window.micro_batches for n, v in window.base.items()}, apart),
+            last=None if why else texts(window.last, apart),
             why_not=why,
+            by_hand=window.by_hand,
+            unclipped=self.unclipped(optimizer),
+            at_rest=self.names_of(at_rest(optimizer)),
             factors=[
                 [[f.value(), f.site.plain(), f.loss_scale] for f in each] for each in window.factors
             ],
@@ -304,28 +365,13 @@ class Observer:
             ),
         )
 
-    def membership(self, step: int, *, complete: bool) -> Membership:
-        parameters = self.roots.parameters()
-        optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
-        groups = [group for o in optimizers for group in getattr(o, "param_groups", ())]
-        held = (id(p) for group in groups if complete for p in group["params"])
-        counts = Counter(held)
-        ids = {id(p) for p in parameters.values()}
-        made = next((self.made_at[o] for o in optimizers if o in self.made_at), Site(""))
-        return Membership(
-            step=step,
-            trainable=[n for n, p in parameters.items() if p.requires_grad],
-            frozen=[n for n, p in parameters.items() if not p.requires_grad],
-            missing=[
-                n
-                for n, p in parameters.items()
-                if complete and p.requires_grad and id(p) not in counts
-            ],
-            twice=[n for n, p in parameters.items() if counts[id(p)] > 1],
-            foreign=sum(1 for key in counts if key not in ids),
-            made_at=made.plain(),
-            complete=complete,
-        )
+    def names_of(self, ids: Container[int]) -> list[str]:
+        return [n for n, parameter in self.roots.parameters().items() if id(parameter) in ids]
+
+    def unclipped(self, optimizer: Any) -> list[str]:
+        """Return the optimizer's parameters with gradients that no call clipped, if one did."""
+        held = {id(p) for _, p in positions(optimizer)} - self.window.clipped_ids
+        return [n for n in self.names_of(held) if n in self.taken] if self.window.clips else []
 
     def end(self, pid: int) -> None:
         if os.getpid() == pid:  # not in a fork
@@ -342,25 +388,9 @@ class Observer:
         """End the script after the last step that was asked for."""
         self.remark("limit", f"ended after {self.limit} steps", Site(""))
         if self.report is not None:
-            self.report.end(max(self.steps))
+            self.report.end(max(self.optimizers.steps))
         sys.exit(0)
 
 
-def texts(sketches: dict[str, Tensor]) -> dict[str, str]:
-    return {name: packed(values) for name, values in sketches.items()}
-
-
-def learning_rate(optimizer: Any) -> float | None:
-    return number(optimizer.param_groups[0].get("lr"))
-
-
-def is_plain_sgd(optimizer: Any) -> bool:
-    """Whether one step adds -lr times the gradient, with one lr and nothing else."""
-    groups = optimizer.param_groups
-    return "SGD" in type(optimizer).__name__ and all(
-        not group.get("momentum")
-        and not group.get("weight_decay")
-        and not group.get("maximize")
-        and group.get("lr") == groups[0].get("lr")
-        for group in groups
-    )
+def texts(sketches: dict[str, Tensor], without: Container[str] = ()) -> dict[str, str]:
+    return {name: packed(values) for name, values in sketches.items() if name not in without}

@@ -30,10 +30,16 @@ class Membership(EventKind):
     frozen: list[str]
     missing: list[str]
     """Trainable parameters that no optimizer has."""
+    apart: list[str]
+    """Trainable parameters with gradients, of models of which no optimizer has any."""
     twice: list[str]
-    """Parameters that two groups or two optimizers have, or one group twice."""
+    """Parameters that one optimizer has twice."""
+    shared: list[str]
+    """Parameters that several optimizers have."""
     foreign: int
-    """Parameters of optimizers that belong to no module that ran."""
+    """Parameters of optimizers that belong to no module that ran and are in no loss."""
+    copies: int
+    """How many of `foreign` have gradients, which the script gave to them."""
     made_at: list[str]
     """Site at which the optimizer was made."""
     complete: bool
@@ -50,21 +56,33 @@ class ObservedStep(EventKind):
     optimizer_name: str
     site: list[str]
     micro_batches: int
+    """Forwards since the last step whose loss a backward was called for."""
+    backwards: int
     """Calls of backward since the last step."""
+    lines: int = 1
+    """Lines that called backward equally often."""
+    set_aside: int = 0
+    """Earlier backwards that were for something else: an attack, a perturbation."""
+    in_backward: bool = False
+    """Whether the step was within a backward."""
+    unseen: bool = False
+    """Whether there are new gradients that no backward computed."""
+    skips: int = 0
+    """Steps that were left out since the last one, because gradients were not finite."""
     backward_at: list[str]
     step_calls: int
     """Calls of the engine's `step` since the last real one; 1 without an engine."""
     closure_calls: int
     zero_calls: int
     lost: int
-    """Micro-batches after which gradients were zeroed before the step."""
+    """Backwards after which gradients were zeroed before the step."""
     lost_at: list[str]
     stale: bool | None = None
     """Whether gradients of the last step were still there at the first backward of this one."""
     clips: list[Any]
     """Fields of `Clip`."""
     scheduler_steps: int
-    """Calls of a scheduler's `step` since the last step of the optimizer."""
+    """Calls of one scheduler's `step` since the last step of the optimizer."""
     scheduler_at: list[str]
     scale: bool
     """Whether a GradScaler scaled a loss."""
@@ -83,7 +101,7 @@ class Clip(EventKind):
     limit: float | None
     site: list[str]
     after: int
-    """Micro-batches before the call."""
+    """Backwards before the call."""
     scaled: bool
     """Whether gradients were still multiplied by the GradScaler's scale."""
 
@@ -106,7 +124,7 @@ class Details(EventKind):
     factors: list[Any]
     """One list per micro-batch: [factor, site] of what multiplies the loss."""
     counts: list[Any]
-    """One per micro-batch: [reduction, targets] of its cross-entropy, or None."""
+    """One per backward: [reduction, targets, with ignored ones] of its cross-entropy, or None."""
     inputs: list[str]
     """Hash of the model's inputs, per forward."""
     random: list[str]
@@ -117,6 +135,12 @@ class Details(EventKind):
     """Before the step."""
     change: dict[str, str]
     """Of the parameters, by the step."""
+    by_hand: bool = False
+    """Whether gradients changed between the last backward and the step or the first clip."""
+    unclipped: list[str]
+    """Parameters with gradients that no call clipped, where some calls did."""
+    at_rest: list[str]
+    """Parameters whose learning rate is zero."""
     engine_clip: float = 1.0
     """Factor by which the engine clipped, within its step."""
     epsilon: float

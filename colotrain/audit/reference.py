@@ -8,7 +8,7 @@ so engines that count their backwards do not notice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,10 +63,15 @@ class Taps:
 
         return note
 
-    def attach(self, roots: model.Roots) -> str:
-        """Hook the parameters for one backward; return why that cannot be, or an empty text."""
+    def attach(self, roots: model.Roots, outside: Mapping[str, Tensor]) -> str:
+        """Hook the parameters for one backward, and those of optimizers that are in no module.
+
+        Return why that cannot be, or an empty text.
+        """
         own = {n: p for n, p in roots.parameters().items() if p.requires_grad}
-        if not own:
+        known = {id(parameter) for parameter in own.values()}
+        others = {n: [p] for n, p in outside.items() if id(p) not in known}
+        if not own and not others:
             return "no module with trainable parameters ran before the backward"
         found: dict[str, list[Tensor]] = {name: [parameter] for name, parameter in own.items()}
         kind = model.framework(roots.all())
@@ -83,7 +88,7 @@ class Taps:
                 n: [p] for n, p in own.items() if id(p) not in self.names and n not in used
             }
             found = {**plain, **{n: [t for t in ts if t.requires_grad] for n, ts in used.items()}}
-        for name, tensors in found.items():
+        for name, tensors in {**others, **found}.items():
             for tensor in tensors:
                 self._handles.append(tensor.register_hook(self._adding(name)))
         return ""

@@ -27,14 +27,13 @@ class Report:
     def __init__(self, rundir: RunDir) -> None:
         self.events = EventWriter(rundir.event_file(rank=rank(), attempt=0))
         self.last_at = time.time()
+        self.names: list[str] = []
         self.steps, self.is_over = 0, False
         atexit.register(self._at_exit, os.getpid())
 
     def begin(self, roots: model.Roots) -> ObservedProcess:
         """Write which process this is and what it trains, and return it for the checks."""
-        modules, parameters, aliases = roots.all(), roots.parameters(), roots.aliases()
-        with model.gathered(modules):
-            shapes = [list(shape_of(p)) for p in parameters.values()]
+        modules, parameters = roots.training(), roots.parameters()
         self.events.write(
             WorkerStarted(
                 rank=rank(),
@@ -47,6 +46,22 @@ class Report:
                 step=0,
             )
         )
+        self.name(roots)
+        return ObservedProcess(
+            rank=rank(),
+            world_size=world_size(),
+            pid=os.getpid(),
+            torch=str(torch.__version__),
+            model=type(model.inner(modules[0])).__name__ if modules else "",
+            framework=model.framework(roots.all()),
+        )
+
+    def name(self, roots: model.Roots) -> None:
+        """Write the names of the columns of gradients that follow: collective under FSDP."""
+        parameters, aliases = roots.parameters(), roots.aliases()
+        with model.gathered(roots.all()):
+            shapes = [list(shape_of(p)) for p in parameters.values()]
+        self.names = list(parameters)
         self.events.write(
             Parameters(
                 names=list(parameters),
@@ -55,20 +70,13 @@ class Report:
                 aliases={name: aliases[name] for name in parameters if name in aliases},
             )
         )
-        return ObservedProcess(
-            rank=rank(),
-            world_size=world_size(),
-            pid=os.getpid(),
-            torch=str(torch.__version__),
-            model=type(inner(modules[0])).__name__ if modules else "",
-            framework=model.framework(modules),
-        )
 
     def step(
         self,
         step: int,
         window: Window,
         rows: dict[str, dict[str, Any]] | None,
+        roots: model.Roots,
         *,
         lr: float | None,
         total: int,
@@ -76,6 +84,8 @@ class Report:
         """Write a step; `rows` are the gradients if it was looked into, `total` this rank's
         micro-batches."""
         self.steps, now = step, time.time()
+        if rows is not None and list(rows) != self.names:
+            self.name(roots)
         if rows is not None and rank() == 0:
             self.events.write(gradient_event(step, rows))
         losses, clip = undivided(window), window.clips[-1] if window.clips else {}
@@ -130,12 +140,6 @@ def gradient_event(step: int, rows: dict[str, dict[str, Any]]) -> Gradients:
 def undivided(window: Window) -> list[float]:
     """Return the micro-batches' losses before factors were applied."""
     return [float(loss) / (factor or 1.0) for loss, factor in window.losses]
-
-
-def inner(module: nn.Module) -> nn.Module:
-    """Return what a wrapper such as DistributedDataParallel wraps; else the module itself."""
-    wrapped = getattr(module, "module", None)
-    return wrapped if isinstance(wrapped, nn.Module) else module
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from colotrain.audit.evidence import Evidence, sketches
 from colotrain.audit.ratios import Sketch, mean, norm, ratio
 from colotrain.audit.records import Details, ObservedStep
 from colotrain.audit.sites import Site
-from colotrain.audit.verdicts import Verdict, ok, unknown, wrong
+from colotrain.audit.verdicts import Verdict, named, ok, unknown, wrong
 
 CLOSE = 2e-3
 """Relative difference that rounding explains, also of autocast and of another order of sums."""
@@ -28,6 +29,8 @@ class Looked:
     details: list[Details]
     """One per rank."""
     steps: list[ObservedStep]
+    usual: int
+    """Micro-batches of most steps."""
 
     @property
     def num(self) -> int:
@@ -41,6 +44,12 @@ class Looked:
     def reference(self, kind: str) -> dict[str, Sketch]:
         """The ranks' mean of `declared`, `base` or `last`."""
         return mean([sketches(getattr(own, kind)) for own in self.details])
+
+    @property
+    def losses(self) -> int:
+        """Losses of a micro-batch that are backpropagated one by one, each on a line of its own."""
+        is_whole = near(ratio(self.gradient(), self.reference("base"))[0], 1.0)
+        return 1 if is_whole else self.step.lines
 
     @property
     def clip(self) -> float:
@@ -57,18 +66,19 @@ def looked_into(evidence: Evidence) -> list[Looked]:
         {s.step: (s, d) for s, d in rank.looked_into() if s.optimizer == 0}
         for rank in evidence.ranks
     ]
+    ((usual, _),) = Counter(step.micro_batches for step in evidence.first.steps).most_common(1)
     found = []
     for number in by_rank[0]:
         if all(number in steps for steps in by_rank):
-            pairs = [steps[number] for steps in by_rank]
-            found.append(
-                Looked(step=pairs[0][0], steps=[p[0] for p in pairs], details=[p[1] for p in pairs])
-            )
+            steps, details = map(list, zip(*(own[number] for own in by_rank), strict=True))
+            found.append(Looked(step=steps[0], steps=steps, details=details, usual=usual))
     return found
 
 
 def why_not(evidence: Evidence, looked: Sequence[Looked]) -> str:
     """Return why nothing can be compared with a reference; empty if it can."""
+    if any(step.in_backward for step in evidence.first.steps):
+        return "the optimizer steps within backward, where nothing is compared"
     if not looked:
         return "no step was looked into on all ranks"
     if not evidence.has_all_ranks:
@@ -113,7 +123,7 @@ def gradient(each: Looked) -> Verdict:
     name, number, world = "gradient", each.step.step, len(each.details)
     if any(clip.get("scaled") for clip in each.step.clips):
         return unknown(name, "it was clipped while a GradScaler's scale was on it (see clipping)")
-    if any(0 < clip.get("after", 0) < each.num for clip in each.step.clips):
+    if any(0 < clip.get("after", 0) < each.step.backwards for clip in each.step.clips):
         return unknown(name, "it was clipped between its micro-batches (see clipping)")
     if local_norms(each) is not None:
         return unknown(name, "each rank clipped by a norm of its own (see clipping)")
@@ -122,6 +132,8 @@ def gradient(each: Looked) -> Verdict:
     site = each.step.site
     if not found or not norm(found):
         text = "there is no gradient at the step, though backward computed one"
+        if not each.step.lost:
+            return unknown(name, f"{text}: the script took it away itself", site)
         return wrong(name, text, each.step.lost_at, site, step=number)
     factor, left = ratio(found, wanted)
     if math.isnan(factor):
@@ -133,6 +145,8 @@ def gradient(each: Looked) -> Verdict:
             text = f"{factor:.2f} of the reference: summed over {world} ranks, not averaged"
             return wrong(name, text, site, step=number)
         text = f"{factor:.4g} of the mean that backward computed, in all parameters"
+        if each.details[0].by_hand and not (world > 1 and near(factor, 1 / world)):
+            return unknown(name, f"{text}: the script changes gradients after backward", site)
         return wrong(name, text, site, step=number)
     return explained(each, found, factor, left, lost)
 
@@ -163,6 +177,9 @@ def explained(
         if own[1] <= CLOSE:
             text = f"each rank steps with its own gradient ({own[0]:.2f} of it), not with the mean"
             return wrong(name, text, site, step=number)
+        if alone := own_alone(each):
+            text = f"each rank steps with its own gradient of {named(alone)}, not with the mean"
+            return wrong(name, text, site, step=number)
         if ratio(each.gradient(1), found)[1] > CLOSE:
             text = "ranks step with different gradients: not all of them are exchanged"
             return wrong(name, text, site, step=number)
@@ -172,11 +189,33 @@ def explained(
             text = f"it is of the last of {each.num} micro-batches alone ({last[0]:.2f} of that)"
             return wrong(name, text, each.step.lost_at, site, step=number)
     if lost:
-        text = f"{len(lost)} parameters lost theirs between backward and step, as {lost[0]}"
-        return wrong(name, text, site, step=number)
+        text = f"{len(lost)} parameters lost theirs between backward and step: {named(lost)}"
+        if not each.step.lost:
+            return unknown(name, f"{text}; the script took them away itself", site)
+        return wrong(name, text, each.step.lost_at, site, step=number)
     return unknown(
         name, f"it differs from the reference ({factor:.3g} of it, {left:.1e} beside), unexplained"
     )
+
+
+def own_alone(each: Looked) -> list[str]:
+    """Return parameters whose gradients are each rank's own, while others are the ranks' mean."""
+    wanted = each.reference("declared")
+    pairs = [(each.gradient(r), sketches(own.declared)) for r, own in enumerate(each.details)]
+    return [
+        name
+        for name, mean_of_all in wanted.items()
+        if all(
+            name in found
+            and differs(found[name], mean_of_all) > CLOSE >= differs(found[name], own[name])
+            for found, own in pairs
+        )
+    ]
+
+
+def differs(one: Sketch, other: Sketch) -> float:
+    """Return the norm of the difference, relative to that of the other."""
+    return math.dist(one, other) / (math.hypot(*other) or 1.0)
 
 
 def applied(own: Details) -> list[tuple[float, Site]]:
@@ -222,15 +261,16 @@ def accumulation(each: Looked) -> Verdict:
     factor, left = ratio(each.gradient(), each.reference("base"))
     if not left <= CLOSE or not near(factor, whole * num):
         factor = whole * num  # the check of the gradient tells what else happened to it
-    return judged(each, factor, factors)
+    return judged(each, factor / each.losses, factors)
 
 
 def judged(each: Looked, factor: float, factors: list[tuple[float, Site]]) -> Verdict:
     """Judge a gradient that is `factor` of the mean of the micro-batches' undivided losses."""
-    num, number, world = each.num, each.step.step, len(each.details)
+    num, number, world = each.num // each.losses, each.step.step, len(each.details)
     name, sites = "accumulation", [site for _, site in factors]
     by_num = [site for value, site in factors if num > 1 and near(value, 1 / num)]
     shown = f"{factor:.2f} of the mean of {num} micro-batch{'es' * (num > 1)}"
+    shown += f", of {each.losses} losses each" if each.losses > 1 else ""
     if near(factor, 1.0):
         how = f", divided by {num} at {by_num[0]}" if by_num else ""
         return ok(name, f"{shown}{how}")
@@ -242,6 +282,8 @@ def judged(each: Looked, factor: float, factors: list[tuple[float, Site]]) -> Ve
         text = f"{shown}: divided by the number of ranks, over which gradients are averaged, too"
         return wrong(name, text, *by_ranks, step=number)
     for value, site in others:
+        if num < each.usual and near(1 / value, each.usual):
+            return unknown(name, f"{shown}, divided by {each.usual}: an epoch's last?", site)
         if is_for_accumulation(value, site):
             text = f"{shown}: the loss is divided by {1 / value:.0f}, a step has {num}"
             return wrong(name, text, *sites, step=number)
@@ -273,6 +315,8 @@ def targets(each: Looked) -> Verdict:
     if not counts or any(count is None for count in counts):
         why = "how many targets a micro-batch has is known of one torch cross_entropy alone"
         return unknown(name, why)
+    if any(count[0] == "none" for count in counts):
+        return unknown(name, "the script takes the mean over its targets itself")
     numbers = [count[1] for count in counts]
     if by_count(each) is not None or len(set(numbers)) == 1:
         return ok(name, f"{min(numbers)} to {max(numbers)} targets per micro-batch")
@@ -280,6 +324,8 @@ def targets(each: Looked) -> Verdict:
         return unknown(name, "micro-batches are multiplied by different numbers")
     few, many = min(numbers), max(numbers)
     text = f"micro-batches of {few} and of {many} targets count the same: a mean of means"
+    if all(count[1] == count[2] for count in counts):
+        return unknown(name, f"{text}, if not meant: none is left out", each.step.backward_at)
     return wrong(name, text, each.step.backward_at, step=each.step.step)
 
 
@@ -314,8 +360,8 @@ def update(looked: Sequence[Looked], referenced: Looked | None) -> Verdict:
         return wrong(name, text, each.step.site, step=each.step.step)
     if referenced is None or by_count(each) is not None:
         return ok(name, f"{factor:.2f} of -lr times the gradient")
-    base = each.reference("base")
-    wanted = {n: [-own.lr * clip * v for v in base[n]] for n in now if n in base}
+    base, rate = each.reference("base"), -own.lr * clip * each.losses
+    wanted = {n: [rate * v for v in base[n]] for n in now if n in base}
     whole, left = ratio(change, wanted)
     text = f"{whole:.2f} of plain torch's for the mean of the same micro-batches"
     if left > limit or abs(whole - 1.0) <= limit:

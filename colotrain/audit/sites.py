@@ -57,6 +57,14 @@ def here() -> Site:
     return Site("", library)
 
 
+def variables() -> dict[str, object]:
+    """Return the variables that the script's calling function sees."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _classified(frame.f_code.co_filename)[0] != "script":
+        frame = frame.f_back
+    return {} if frame is None else {**frame.f_locals, **frame.f_globals, **frame.f_locals}
+
+
 @cache
 def _classified(filename: str) -> tuple[str, str]:
     """Return whether a file is the script's, a library's or neither, and how to write its name."""

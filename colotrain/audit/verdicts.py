@@ -29,6 +29,8 @@ CHECKS = {
 }
 """Check → what it finds to be so where all is right."""
 
+MOST_NAMED = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -57,3 +59,8 @@ def wrong(check: str, text: str, *sites: Site | Sequence[str], step: int | None 
 def unknown(check: str, why: str, *sites: Site | Sequence[str]) -> Verdict:
     made = wrong(check, why, *sites)
     return Verdict(check=check, outcome="cannot tell", text=why, sites=made.sites)
+
+
+def named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +41,23 @@ class Factor:
 
 @dataclass(slots=True)
 class Window:
-    """Calls since the last step of an optimizer; `micro_batches` is the number of backwards."""
+    """Calls since the last step of an optimizer."""
 
-    micro_batches: int = 0
+    backwards: int = 0
+    lines: list[str] = field(default_factory=list)
+    """Line of each backward that was the first after a forward."""
+    forwarded: bool = False
+    """Whether a forward of training was seen since the last backward."""
+    is_closed: bool = False
+    """Whether a closure's first gradients were taken: what a line search does is not seen."""
+    in_backward: bool = False
+    set_aside: int = 0
+    skips: int = 0
+    unseen: bool = False
+    wants_inputs: bool = False
+    """Whether a forward's input is a leaf that requires a gradient."""
+    by_hand: bool = False
+    clipped_ids: set[int] = field(default_factory=set)
     backward_at: Site = field(default_factory=lambda: Site(""))
     losses: list[tuple[Tensor, float]] = field(default_factory=list)
     """Detached losses, and the product of the factors that were applied to them."""
@@ -51,7 +66,8 @@ class Window:
     lost_at: Site = field(default_factory=lambda: Site(""))
     stale: bool | None = None
     clips: list[dict[str, Any]] = field(default_factory=list)
-    scheduler_steps: int = 0
+    schedulers: Counter[int] = field(default_factory=Counter)
+    """Calls of each scheduler's `step`."""
     scheduler_at: Site = field(default_factory=lambda: Site(""))
     scale: bool = False
     unscaled: bool = False
@@ -73,12 +89,47 @@ class Window:
     clip_rows: dict[str, dict[str, Any]] | None = None
     engine_clip: float = 1.0
     clipped_after: int = -1
-    """Micro-batches before the call whose gradients `before_clip` has."""
+    """Backwards before the call whose gradients `before_clip` has."""
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.lines)
+
+    @property
+    def losses_per_batch(self) -> int:
+        """How many lines called backward, if all did equally often; else 1."""
+        calls = Counter(self.lines)
+        return len(calls) if len(set(calls.values())) == 1 else 1
+
+    def began(self, site: Site) -> None:
+        """Note that a backward begins: without a forward it is of the last micro-batch."""
+        self.backward_at = site
+        if self.forwarded or not self.lines:
+            self.lines.append(str(site))
+        self.forwarded = False
 
     def zeroed(self, site: Site) -> None:
         self.zero_calls += 1
-        if self.micro_batches > self.lost:
-            self.lost, self.lost_at = self.micro_batches, site
+        if self.backwards > self.lost:
+            self.lost, self.lost_at = self.backwards, site
+
+    def restarted(self) -> Window:
+        """Return a window without the backwards that were for something else than the step."""
+        return Window(
+            set_aside=self.set_aside + self.backwards,
+            zero_calls=max(1, self.zero_calls),
+            forwarded=self.forwarded,
+            wants_inputs=self.wants_inputs,
+            skips=self.skips,
+            schedulers=self.schedulers,
+            scheduler_at=self.scheduler_at,
+            scale=self.scale,
+            closure_calls=self.closure_calls,
+            step_calls=self.step_calls,
+            new_counts=self.new_counts,
+            inputs=self.inputs,
+            random=self.random,
+        )
 
     def add_reference(self, gradients: dict[str, Tensor]) -> None:
         """Add the sketches of a micro-batch's gradients, as its backward computed them."""
@@ -132,11 +183,11 @@ def number(value: Any) -> float | None:
         return None
 
 
-def hashable_count(target: Tensor, ignore_index: int) -> int:
-    """Return how many targets a cross-entropy counts."""
+def target_counts(target: Tensor, ignore_index: int) -> list[int]:
+    """Return how many targets a cross-entropy counts, and how many it is given."""
     if target.dtype.is_floating_point:
-        return target.shape[0] if target.dim() else 1
-    return int((target != ignore_index).sum())
+        return [target.shape[0] if target.dim() else 1] * 2
+    return [int((target != ignore_index).sum()), target.numel()]
 
 
 def product(factors: list[Factor]) -> tuple[float, float]:

@@ -96,6 +96,7 @@ def observed(step: int, micro_batches: int) -> ObservedStep:
         optimizer_name="SGD",
         site=["train.py:9", ""],
         micro_batches=micro_batches,
+        backwards=micro_batches,
         backward_at=["train.py:7", ""],
         step_calls=1,
         closure_calls=0,

@@ -1,0 +1,547 @@
+"""Training scripts in the ways that people write them, right ones and wrong ones, for audits.
+
+`python audited_idioms.py NAME`, with RANK and WORLD_SIZE for several ranks; each function here is
+one script, and none knows anything of colotrain. The names of wrong ones begin with `wrong_`; the
+line that an audit shall name ends with `# here`.
+"""
+
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adam, AdamW, lr_scheduler
+
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+STEPS = 4
+
+
+def made(*sizes: int) -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes, sizes[1:])]
+    return nn.Sequential(*layers[:-1], layers[-1][0])
+
+
+def wrapped(net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(net) if WORLD > 1 else net
+
+
+def batch(features: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(16, features)
+    return x, x.sum(1, keepdim=True)
+
+
+def error(net: nn.Module) -> torch.Tensor:
+    x, y = batch()
+    return F.mse_loss(net(x), y)
+
+
+def lbfgs() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+    for _ in range(STEPS):
+        x, y = batch()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(net(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def adam_then_lbfgs() -> None:
+    net = made(8, 16, 1)
+    first, second = Adam(net.parameters()), torch.optim.LBFGS(net.parameters(), max_iter=3)
+    for _ in range(STEPS):
+        first.zero_grad()
+        error(net).backward()
+        first.step()
+    x, y = batch()
+
+    def closure() -> torch.Tensor:
+        second.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        second.step(closure)
+
+
+def perturbed(net: nn.Module) -> list[torch.Tensor]:
+    """Go up the gradient, as sharpness-aware minimisation does."""
+    moves = [0.05 * p.grad for p in net.parameters()]
+    for parameter, move in zip(net.parameters(), moves):
+        parameter.data.add_(move)
+    return moves
+
+
+def sam() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, y = batch()
+        F.mse_loss(net(x), y).backward()
+        moves = perturbed(net)
+        optimizer.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        for parameter, move in zip(net.parameters(), moves):
+            parameter.data.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Sam(torch.optim.Optimizer):
+    """An optimizer around another one, which steps in its own step."""
+
+    def __init__(self, parameters: object, base: type, **settings: float) -> None:
+        super().__init__(parameters, dict(settings))
+        self.base = base(self.param_groups, **settings)
+
+    def step(self, closure):
+        with torch.no_grad():
+            held = [p for group in self.param_groups for p in group["params"]]
+            moves = [0.05 * p.grad for p in held]
+            torch._foreach_add_(held, moves)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(held, moves)
+        self.base.step()
+
+
+def sam_optimizer() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = Sam(net.parameters(), SGD, lr=0.1)
+    for _ in range(STEPS):
+        x, y = batch()
+
+        def closure() -> torch.Tensor:
+            loss = F.mse_loss(net(x), y)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+
+def gradient_penalty() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        x, y = batch()
+        x.requires_grad_()
+        out = net(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (F.mse_loss(out, y) + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def second_order() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        error(net).backward(create_graph=True)
+        sharpness = sum(p.grad.square().sum() for p in net.parameters())
+        (0.1 * sharpness).backward()
+        optimizer.step()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+
+def by_autograd_grad() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        found = torch.autograd.grad(error(net), list(net.parameters()))
+        for parameter, gradient in zip(net.parameters(), found):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def without_autograd() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            error(net)
+        for parameter in net.parameters():
+            parameter.grad = 0.01 * torch.randn_like(parameter)  # an evolution strategy's estimate
+        optimizer.step()
+
+
+def adversarial() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, y = batch()
+        x.requires_grad_()
+        F.mse_loss(net(x), y).backward()
+        attacked = (x + 0.1 * x.grad.sign()).detach()
+        optimizer.zero_grad()
+        F.mse_loss(net(attacked), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gan() -> None:
+    maker, judge = wrapped(made(4, 16, 8)), wrapped(made(8, 16, 1))
+    makers, judges = Adam(maker.parameters(), lr=1e-3), Adam(judge.parameters(), lr=1e-3)
+    ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+    for _ in range(STEPS):
+        judge.requires_grad_(True)
+        judges.zero_grad()
+        fake = maker(torch.randn(16, 4))
+        F.binary_cross_entropy_with_logits(judge(batch()[0]), ones).backward()
+        F.binary_cross_entropy_with_logits(judge(fake.detach()), zeros).backward()
+        clip_grad_norm_(judge.parameters(), 1.0)
+        judges.step()
+        judge.requires_grad_(False)
+        makers.zero_grad()
+        F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
+        makers.step()
+
+
+def two_optimizers() -> None:
+    body, head = made(8, 16, 16), nn.Linear(16, 1)
+    both = [AdamW(body.parameters(), lr=1e-3), SGD(head.parameters(), lr=0.1)]
+    plans = [lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in both]
+    for _ in range(STEPS):
+        x, y = batch()
+        F.mse_loss(head(body(x)), y).backward()
+        for optimizer, part in zip(both, (body, head)):
+            clip_grad_norm_(part.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        for plan in plans:
+            plan.step()
+
+
+def groups() -> None:
+    net = wrapped(made(8, 16, 16, 1))
+    kept = [{"params": net[0].parameters(), "lr": 0.0}] if WORLD == 1 else []
+    rest = [p for name, p in net.named_parameters() if WORLD > 1 or not name.startswith("0.")]
+    optimizer = SGD([*kept, {"params": rest, "lr": 0.1, "weight_decay": 0.01}], lr=0.2)
+    warm = lr_scheduler.LinearLR(optimizer, total_iters=3)
+    later = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        error(net).backward()
+        clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        warm.step()
+        later.step()
+
+
+def moving_average() -> None:
+    net = wrapped(made(8, 16, 1))
+    average = copy.deepcopy(net.module if WORLD > 1 else net)
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for kept, parameter in zip(average.parameters(), net.parameters()):
+                kept.lerp_(parameter, 0.1)
+            average(batch()[0])
+        net.eval()
+        with torch.no_grad():
+            net(batch()[0])
+        net.train()
+
+
+def teacher() -> None:
+    net, known = made(8, 16, 1), made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, _ = batch()
+        F.mse_loss(net(x), known(x).detach()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_network() -> None:
+    net, features = made(8, 16, 8), made(8, 16)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, _ = batch()
+        F.mse_loss(features(net(x)), features(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def style_of_an_image() -> None:
+    features = made(8, 16)
+    image = torch.randn(16, 8, requires_grad=True)
+    wanted = features(batch()[0]).detach()
+    optimizer = torch.optim.LBFGS([image], max_iter=4)
+    for _ in range(STEPS):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(features(image), wanted)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def ends_of_epochs() -> None:
+    accumulation, net = 4, wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    plan = lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(2):
+        for index in range(6):
+            (error(net) / accumulation).backward()
+            if (index + 1) % accumulation == 0 or index == 5:
+                optimizer.step()
+                optimizer.zero_grad()
+        plan.step()
+
+
+def skipping_scaler() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    plan = lr_scheduler.LinearLR(optimizer, total_iters=9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, backoff_factor=2.0**-12)
+    for step in range(STEPS + 2):
+        limit = 1e38 if step in (0, 3) else 1.0  # what overflows
+        scaler.scale(error(net) * limit).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        plan.step()
+
+
+def skipped_by_hand() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS + 1):
+        (error(net) * (float("inf") if step == 1 else 1.0)).backward()
+        if not clip_grad_norm_(net.parameters(), 1.0).isfinite():
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several_losses() -> None:
+    accumulation, net = 2, wrapped(made(8, 16, 2))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for _ in range(accumulation if step % 2 else 1):
+            x, y = batch()
+            out = net(x)
+            share = accumulation if step % 2 else 1
+            (F.mse_loss(out[:, :1], y) / share).backward(retain_graph=WORLD == 1)
+            if WORLD == 1:
+                (out[:, 1:].square().mean() / share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def losses_of_forwards() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        net(batch()[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, sparse=False)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x))
+
+
+def tied_and_masked() -> None:
+    net = wrapped(Tied())
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        parts = [torch.randint(0, 16, (4, 6)) for _ in range(2)]
+        masks = [torch.rand(4, 6) < 0.3 + 0.2 * index for index in range(2)]
+        total = torch.stack([mask.sum() for mask in masks]).sum()
+        if WORLD > 1:
+            dist.all_reduce(total)
+        for part, mask in zip(parts, masks):
+            labels = part.masked_fill(~mask, -100)
+            losses = F.cross_entropy(net(part).flatten(0, 1), labels.flatten(), reduction="none")
+            (losses.sum() * (WORLD / total)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sparse() -> None:
+    table, head = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 1)
+    optimizer = SGD([*table.parameters(), *head.parameters()], lr=0.1)
+    for _ in range(STEPS):
+        head(table(torch.randint(0, 16, (6,)))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.down(x) @ self.up.T
+
+
+def adapters() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        if step == 2:
+            net[0][0] = Adapted(net[0][0])
+            optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand() -> None:
+    net = made(8, 16, 1)
+    if WORLD > 1:
+        for parameter in net.parameters():
+            dist.broadcast(parameter.data, 0)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        for parameter in net.parameters():
+            if WORLD > 1:
+                dist.all_reduce(parameter.grad)
+            parameter.grad.div_(WORLD)
+        norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+        for parameter in net.parameters():
+            parameter.grad.data.mul_((0.3 / norm).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def left_out() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        error(net).backward()
+        if step < 2:
+            net[1].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_backward() -> None:
+    net = made(8, 16, 1)
+    own = {parameter: SGD([parameter], lr=0.1) for parameter in net.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(STEPS):
+        error(net).backward()
+
+
+def compiled() -> None:
+    net = torch.compile(wrapped(made(8, 16, 1)), backend="aot_eager")
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        for _ in range(2):
+            (error(net) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded_optimizer() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = wrapped(made(8, 16, 1))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), SGD, lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def master_weights() -> None:
+    net = made(8, 16, 1).bfloat16()
+    masters = [p.detach().float().requires_grad_() for p in net.parameters()]
+    optimizer = SGD(masters, lr=0.1)
+    for _ in range(STEPS):
+        x, y = batch()
+        F.mse_loss(net(x.bfloat16()).float(), y).backward()
+        for master, parameter in zip(masters, net.parameters()):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        for master, parameter in zip(masters, net.parameters()):
+            parameter.data.copy_(master)
+
+
+def loss_weights() -> None:
+    net, weights = made(8, 16, 1), nn.Parameter(torch.zeros(2))
+    optimizer = SGD([*net.parameters(), weights], lr=0.1)
+    for _ in range(STEPS):
+        x, y = batch()
+        out = net(x)
+        losses = torch.stack([F.mse_loss(out, y), out.square().mean()])
+        (losses * (-weights).exp() + weights).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_outside_ddp() -> None:
+    net, scale = wrapped(made(8, 16, 1)), nn.Parameter(torch.ones(1))
+    optimizer = SGD([*net.parameters(), scale], lr=0.1)  # here
+    for _ in range(STEPS):
+        x, y = batch()
+        F.mse_loss(scale * net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_clips_a_part() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        clip_grad_norm_([*net.parameters()][:2], 0.1)  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+        torch.manual_seed(dist.get_rank())
+    globals()[sys.argv[1]]()
+    if WORLD > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
