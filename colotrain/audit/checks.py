@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from colotrain.audit.evidence import Evidence
+from colotrain.audit.looked import AVERAGED, Looked, averages_weights, looked_into
 from colotrain.audit.parameter_checks import frozen, parameters
-from colotrain.audit.scale_checks import Looked, local_norms, looked_into, scale_checks
+from colotrain.audit.scale_checks import local_norms, scale_checks
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unknown, wrong
 
 SHARDED = ("FullyShardedDataParallel", "fully_shard", "ZeRO-3")
@@ -191,6 +192,8 @@ def weights(looked: list[Looked], evidence: Evidence) -> Verdict:
     name = "weights"
     if evidence.first.process.framework in SHARDED:
         return shards(evidence)
+    if averages_weights(looked):
+        return unknown(name, AVERAGED)
     for each in looked:
         first = each.details[0].weights
         for rank, own in enumerate(each.details):

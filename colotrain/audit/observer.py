@@ -345,6 +345,7 @@ class Observer:
             else texts({n: v / window.micro_batches for n, v in window.base.items()}, apart),
             last=None if why else texts(window.last, apart),
             why_not=why,
+            reached=len(window.reached),
             by_hand=window.by_hand,
             unclipped=self.unclipped(optimizer),
             at_rest=self.names_of(at_rest(optimizer)),

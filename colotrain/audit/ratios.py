@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 Sketch = list[float]
+CLOSE = 2e-3
+"""Relative difference that rounding explains, also of autocast and of another order of sums."""
 
 
 def unpacked(text: str) -> Sketch:
@@ -49,3 +51,7 @@ def ratio(found: Mapping[str, Sketch], wanted: Mapping[str, Sketch]) -> tuple[fl
         for n in names
     )
     return factor, left / math.sqrt(square)
+
+
+def near(value: float, wanted: float) -> bool:
+    return math.isfinite(value) and abs(value - wanted) <= CLOSE * abs(wanted)

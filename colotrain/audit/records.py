@@ -135,6 +135,8 @@ class Details(EventKind):
     """Before the step."""
     change: dict[str, str]
     """Of the parameters, by the step."""
+    reached: int = 1
+    """Different sets of parameters that single backwards computed gradients of."""
     by_hand: bool = False
     """Whether gradients changed between the last backward and the step or the first clip."""
     unclipped: list[str]

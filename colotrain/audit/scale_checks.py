@@ -5,74 +5,17 @@ from __future__ import annotations
 import linecache
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from colotrain.audit.evidence import Evidence, sketches
-from colotrain.audit.ratios import Sketch, mean, norm, ratio
-from colotrain.audit.records import Details, ObservedStep
+from colotrain.audit.looked import AVERAGED, Looked, averages_weights, looked_into
+from colotrain.audit.ratios import CLOSE, Sketch, near, norm, ratio
+from colotrain.audit.records import Details
 from colotrain.audit.sites import Site
 from colotrain.audit.verdicts import Verdict, named, ok, unknown, wrong
 
-CLOSE = 2e-3
-"""Relative difference that rounding explains, also of autocast and of another order of sums."""
 NAMED_SO = re.compile(r"accum|micro|grad_acc", re.IGNORECASE)
 """A line that divides a loss by such a name does so for accumulation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
-    """One step that all ranks looked into."""
-
-    step: ObservedStep
-    details: list[Details]
-    """One per rank."""
-    steps: list[ObservedStep]
-    usual: int
-    """Micro-batches of most steps."""
-
-    @property
-    def num(self) -> int:
-        return self.step.micro_batches
-
-    def gradient(self, rank: int = 0) -> dict[str, Sketch]:
-        """The gradient before clipping."""
-        own = self.details[rank]
-        return sketches(own.gradient if own.before_clip is None else own.before_clip)
-
-    def reference(self, kind: str) -> dict[str, Sketch]:
-        """The ranks' mean of `declared`, `base` or `last`."""
-        return mean([sketches(getattr(own, kind)) for own in self.details])
-
-    @property
-    def losses(self) -> int:
-        """Losses of a micro-batch that are backpropagated one by one, each on a line of its own."""
-        is_whole = near(ratio(self.gradient(), self.reference("base"))[0], 1.0)
-        return 1 if is_whole else self.step.lines
-
-    @property
-    def clip(self) -> float:
-        """Factor that clipping applied."""
-        own = self.details[0]
-        if own.before_clip is None:
-            return own.engine_clip
-        return ratio(sketches(own.gradient), sketches(own.before_clip))[0]
-
-
-def looked_into(evidence: Evidence) -> list[Looked]:
-    """Return the steps of the first optimizer that all ranks looked into."""
-    by_rank = [
-        {s.step: (s, d) for s, d in rank.looked_into() if s.optimizer == 0}
-        for rank in evidence.ranks
-    ]
-    ((usual, _),) = Counter(step.micro_batches for step in evidence.first.steps).most_common(1)
-    found = []
-    for number in by_rank[0]:
-        if all(number in steps for steps in by_rank):
-            steps, details = map(list, zip(*(own[number] for own in by_rank), strict=True))
-            found.append(Looked(step=steps[0], steps=steps, details=details, usual=usual))
-    return found
 
 
 def why_not(evidence: Evidence, looked: Sequence[Looked]) -> str:
@@ -100,6 +43,8 @@ def scale_checks(evidence: Evidence) -> list[Verdict]:
     usable = [each for each in looked if not any(d.why_not for d in each.details)]
     gradients = [gradient(each) for each in usable]
     gradient_verdict = _worst(gradients)
+    if gradient_verdict.outcome == "wrong" and averages_weights(looked):
+        gradient_verdict = unknown("gradient", AVERAGED)
     scales = [accumulation(each) for each in usable]
     return [
         _worst(scales),
@@ -109,13 +54,15 @@ def scale_checks(evidence: Evidence) -> list[Verdict]:
     ]
 
 
+def loss_scale(each: Looked) -> float:
+    """Return the scale of a GradScaler on the last micro-batch's loss."""
+    factors = each.details[0].factors
+    return math.prod(value for value, _, is_scale in factors[-1] if is_scale) if factors else 1.0
+
+
 def _worst(found: Sequence[Verdict]) -> Verdict:
     order = ("wrong", "cannot tell", "ok")
     return min(found, key=lambda verdict: order.index(verdict.outcome))
-
-
-def near(value: float, wanted: float) -> bool:
-    return math.isfinite(value) and abs(value - wanted) <= CLOSE * abs(wanted)
 
 
 def gradient(each: Looked) -> Verdict:
@@ -145,6 +92,10 @@ def gradient(each: Looked) -> Verdict:
             text = f"{factor:.2f} of the reference: summed over {world} ranks, not averaged"
             return wrong(name, text, site, step=number)
         text = f"{factor:.4g} of the mean that backward computed, in all parameters"
+        if near(factor, loss_scale(each)):
+            text += ": a GradScaler's scale is still on it"
+        elif world > 1 and near(factor, 1 / world):
+            text += f": divided by {world} ranks once more than it should be"
         if each.details[0].by_hand and not (world > 1 and near(factor, 1 / world)):
             return unknown(name, f"{text}: the script changes gradients after backward", site)
         return wrong(name, text, site, step=number)
@@ -179,7 +130,7 @@ def explained(
             return wrong(name, text, site, step=number)
         if alone := own_alone(each):
             text = f"each rank steps with its own gradient of {named(alone)}, not with the mean"
-            return wrong(name, text, site, step=number)
+            return wrong(name, text, each.made_at, site, step=number)
         if ratio(each.gradient(1), found)[1] > CLOSE:
             text = "ranks step with different gradients: not all of them are exchanged"
             return wrong(name, text, site, step=number)
@@ -287,6 +238,9 @@ def judged(each: Looked, factor: float, factors: list[tuple[float, Site]]) -> Ve
         if is_for_accumulation(value, site):
             text = f"{shown}: the loss is divided by {1 / value:.0f}, a step has {num}"
             return wrong(name, text, *sites, step=number)
+    if num > 1 and not factors and each.details[0].reached > 1:
+        why = "they reach different parameters, and may be different losses"
+        return unknown(name, f"{shown}: not divided; {why}", each.step.backward_at)
     if num > 1 and not factors:
         text = f"{shown}: the loss is not divided, so that a step is the sum of {num}"
         return wrong(name, text, each.step.backward_at, step=number)

@@ -82,6 +82,8 @@ class Window:
     declared: dict[str, Tensor] = field(default_factory=dict)
     base: dict[str, Tensor] = field(default_factory=dict)
     last: dict[str, Tensor] = field(default_factory=dict)
+    reached: set[frozenset[str]] = field(default_factory=set)
+    """Names of the parameters that each backward computed gradients of."""
     product: tuple[float, float] = (1.0, 1.0)
     """Factor of the micro-batch under way, and the GradScaler's scale."""
     why_not: str = ""
@@ -133,6 +135,7 @@ class Window:
 
     def add_reference(self, gradients: dict[str, Tensor]) -> None:
         """Add the sketches of a micro-batch's gradients, as its backward computed them."""
+        self.reached.add(frozenset(gradients))
         factor, scale = self.product
         self.last = {name: value / scale for name, value in gradients.items()}
         for name, value in self.last.items():

@@ -6,6 +6,7 @@ line that an audit shall name ends with `# here`.
 """
 
 import copy
+import itertools
 import os
 import sys
 
@@ -22,7 +23,7 @@ STEPS = 4
 
 
 def made(*sizes: int) -> nn.Sequential:
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(sizes, sizes[1:])]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
     return nn.Sequential(*layers[:-1], layers[-1][0])
 
 
@@ -46,7 +47,7 @@ def lbfgs() -> None:
     for _ in range(STEPS):
         x, y = batch()
 
-        def closure() -> torch.Tensor:
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
             optimizer.zero_grad()
             loss = F.mse_loss(net(x), y)
             loss.backward()
@@ -77,7 +78,7 @@ def adam_then_lbfgs() -> None:
 def perturbed(net: nn.Module) -> list[torch.Tensor]:
     """Go up the gradient, as sharpness-aware minimisation does."""
     moves = [0.05 * p.grad for p in net.parameters()]
-    for parameter, move in zip(net.parameters(), moves):
+    for parameter, move in zip(net.parameters(), moves, strict=True):
         parameter.data.add_(move)
     return moves
 
@@ -91,7 +92,7 @@ def sam() -> None:
         moves = perturbed(net)
         optimizer.zero_grad()
         F.mse_loss(net(x), y).backward()
-        for parameter, move in zip(net.parameters(), moves):
+        for parameter, move in zip(net.parameters(), moves, strict=True):
             parameter.data.sub_(move)
         optimizer.step()
         optimizer.zero_grad()
@@ -123,7 +124,7 @@ def sam_optimizer() -> None:
     for _ in range(STEPS):
         x, y = batch()
 
-        def closure() -> torch.Tensor:
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
             loss = F.mse_loss(net(x), y)
             loss.backward()
             return loss
@@ -163,7 +164,7 @@ def by_autograd_grad() -> None:
     optimizer = SGD(net.parameters(), lr=0.1)
     for _ in range(STEPS):
         found = torch.autograd.grad(error(net), list(net.parameters()))
-        for parameter, gradient in zip(net.parameters(), found):
+        for parameter, gradient in zip(net.parameters(), found, strict=True):
             parameter.grad = gradient
         optimizer.step()
 
@@ -218,7 +219,7 @@ def two_optimizers() -> None:
     for _ in range(STEPS):
         x, y = batch()
         F.mse_loss(head(body(x)), y).backward()
-        for optimizer, part in zip(both, (body, head)):
+        for optimizer, part in zip(both, (body, head), strict=True):
             clip_grad_norm_(part.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -251,7 +252,7 @@ def moving_average() -> None:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            for kept, parameter in zip(average.parameters(), net.parameters()):
+            for kept, parameter in zip(average.parameters(), net.parameters(), strict=True):
                 kept.lerp_(parameter, 0.1)
             average(batch()[0])
         net.eval()
@@ -376,13 +377,13 @@ class Tied(nn.Module):
 def tied_and_masked() -> None:
     net = wrapped(Tied())
     optimizer = SGD(net.parameters(), lr=0.1)
-    for step in range(STEPS):
+    for _ in range(STEPS):
         parts = [torch.randint(0, 16, (4, 6)) for _ in range(2)]
         masks = [torch.rand(4, 6) < 0.3 + 0.2 * index for index in range(2)]
         total = torch.stack([mask.sum() for mask in masks]).sum()
         if WORLD > 1:
             dist.all_reduce(total)
-        for part, mask in zip(parts, masks):
+        for part, mask in zip(parts, masks, strict=True):
             labels = part.masked_fill(~mask, -100)
             losses = F.cross_entropy(net(part).flatten(0, 1), labels.flatten(), reduction="none")
             (losses.sum() * (WORLD / total)).backward()
@@ -494,10 +495,10 @@ def master_weights() -> None:
     for _ in range(STEPS):
         x, y = batch()
         F.mse_loss(net(x.bfloat16()).float(), y).backward()
-        for master, parameter in zip(masters, net.parameters()):
+        for master, parameter in zip(masters, net.parameters(), strict=True):
             master.grad, parameter.grad = parameter.grad.float(), None
         optimizer.step()
-        for master, parameter in zip(masters, net.parameters()):
+        for master, parameter in zip(masters, net.parameters(), strict=True):
             parameter.data.copy_(master)
 
 
@@ -509,6 +510,173 @@ def loss_weights() -> None:
         out = net(x)
         losses = torch.stack([F.mse_loss(out, y), out.square().mean()])
         (losses * (-weights).exp() + weights).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fused_and_scaled() -> None:
+    net = made(8, 16, 1)
+    optimizer = Adam(net.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = error(net)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def two_lines() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        with net.no_sync() if WORLD > 1 else torch.enable_grad():
+            (error(net) / 2).backward()
+        (error(net) / 2).backward()
+        clip_grad_norm_(net.parameters(), max_norm=1.0)
+        optimizer.step()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+
+def compressed() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    net = wrapped(made(8, 16, 1))
+    net.register_comm_hook(None, fp16_compress_hook)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        super().__init__(inner.param_groups, {})
+        self.slow = [p.detach().clone() for p in self.held()]
+
+    def held(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            with torch.no_grad():
+                for slow, parameter in zip(self.slow, self.held(), strict=True):
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def looking_ahead() -> None:
+    net = made(8, 16, 1)
+    optimizer = Lookahead(SGD(net.parameters(), lr=0.1))
+    plan = lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plan.step()
+
+
+def clipped_by_pieces() -> None:
+    net = made(8, 16, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        for part in net:
+            clip_grad_norm_(part.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_in_two_calls() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+        nn.utils.clip_grads_with_norm_(net.parameters(), 0.1, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def chunks_of_time() -> None:
+    cell, head = nn.GRU(4, 8), nn.Linear(8, 1)
+    optimizer = Adam([*cell.parameters(), *head.parameters()])
+    state = None
+    for _ in range(STEPS):
+        out, state = cell(torch.randn(5, 3, 4), state)
+        head(out).square().mean().backward()
+        clip_grad_norm_(cell.parameters(), 1.0)
+        clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        state = state.detach()
+
+
+def unfrozen_later() -> None:
+    net = made(8, 16, 1)
+    net[0].requires_grad_(False)
+    optimizer = SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for step in range(STEPS):
+        if step == 2:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(net[0].parameters())})
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def warmed_from_zero() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    plan = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+    for _ in range(STEPS + 1):
+        optimizer.zero_grad()
+        error(net).backward()
+        optimizer.step()
+        plan.step()
+
+
+def averaged_weights() -> None:
+    net = made(8, 16, 1)
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, 0)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= WORLD
+
+
+def tasks_in_turns() -> None:
+    body, one, two = made(8, 16), nn.Linear(16, 1), nn.Linear(16, 1)
+    optimizer = SGD([p for m in (body, one, two) for p in m.parameters()], lr=0.1)
+    for _ in range(STEPS):
+        for head in (one, two):
+            x, y = batch()
+            F.mse_loss(head(body(x)), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compiled_step() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def loss_of(x, y):
+        return F.mse_loss(net(x), y)
+
+    for _ in range(STEPS):
+        loss_of(*batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -529,6 +697,93 @@ def wrong_clips_a_part() -> None:
     for _ in range(STEPS):
         error(net).backward()
         clip_grad_norm_([*net.parameters()][:2], 0.1)  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Weighted(nn.Module):
+    """A loss with parameters of its own, outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(1))
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * (-self.log).exp() + self.log
+
+
+def wrong_criterion_outside_ddp() -> None:
+    net, criterion = wrapped(made(8, 16, 1)), Weighted()
+    optimizer = SGD([*net.parameters(), *criterion.parameters()], lr=0.1)  # here
+    for _ in range(STEPS):
+        criterion(error(net)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_averaged_twice() -> None:
+    net = wrapped(made(8, 16, 1))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        for parameter in net.parameters():
+            parameter.grad /= WORLD
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def wrong_scale_left() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(STEPS):
+        scaler.scale(error(net)).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def wrong_zeroed_between() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        error(net).backward()
+        optimizer.zero_grad()  # here
+        error(net).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrong_gan_never_steps() -> None:
+    maker, judge = made(4, 16, 8), made(8, 16, 1)
+    makers, judges = Adam(maker.parameters()), Adam(judge.parameters())
+    for _ in range(STEPS):
+        (judge(batch()[0]).mean() - judge(maker(torch.randn(16, 4))).mean()).backward()
+        judges.step()  # here
+        judges.zero_grad()
+        makers.zero_grad()
+
+
+def wrong_lbfgs_old_copy() -> None:
+    net = made(8, 16, 1)
+    optimizer = torch.optim.LBFGS(copy.deepcopy(net).parameters())  # here
+    x, y = batch()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+
+
+def wrong_adapters_not_added() -> None:
+    net = made(8, 16, 1)
+    optimizer = SGD(net.parameters(), lr=0.1)  # here
+    net[0][0] = Adapted(net[0][0])
+    for _ in range(STEPS):
+        error(net).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -17,6 +17,7 @@ import torch
 from colotrain.audit.checks import check
 from colotrain.audit.command import START
 from colotrain.audit.evidence import evidence
+from colotrain.audit.verdicts import Verdict
 from colotrain.events.gradients import records
 from colotrain.rundir import RunDir
 from tests.representatives import representatives, selected
@@ -105,22 +106,26 @@ def check_found(result: Result, check: str, line: str, *, code: int = 4) -> None
     assert not line or any(line in text for text in named), (found, named)
 
 
+def observed(folder: Path, scripts: list[Any]) -> dict[str, dict[str, Verdict]]:
+    """Verdicts by name and check of scripts that run in the forks of one process."""
+    environment = {"PYTHONPATH": str(START), "COLOTRAIN_AUDIT": str(folder), "OMP_NUM_THREADS": "1"}
+    many = [sys.executable, SCRIPT.with_name("audited_many.py"), folder, json.dumps(scripts)]
+    subprocess.run(many, env={**os.environ, **environment}, check=True, capture_output=True)
+    names = [name for name, *_ in scripts]
+    return {name: {v.check: v for v in check(evidence(RunDir(folder / name)))} for name in names}
+
+
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The verdicts of all cases that tests ask for, observed in one process and its forks."""
     folder = tmp_path_factory.mktemp("audits")
     cases = sorted(case for (case,) in selected(request, "case"))
-    environment = {"PYTHONPATH": str(START), "COLOTRAIN_AUDIT": str(folder), "OMP_NUM_THREADS": "1"}
     scripts = [
         ("-".join(case), RANKS[case[1]], str(SCRIPT), case[0], *ARGUMENTS.get(case[1], ()))
         for case in cases
     ]
-    many = [sys.executable, SCRIPT.with_name("audited_many.py"), folder, json.dumps(scripts)]
-    subprocess.run(many, env={**os.environ, **environment}, check=True, capture_output=True)
-    return {
-        case: {v.check: v for v in check(evidence(RunDir(folder / "-".join(case))))}
-        for case in cases
-    }
+    found = observed(folder, scripts)
+    return {case: found["-".join(case)] for case in cases}
 
 
 @pytest.mark.parametrize("case", representatives(CASES, kept=KEPT), ids="-".join)

@@ -1,0 +1,89 @@
+"""`colotrain audit` on the ways in which people write training scripts: no false alarms."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist import audited_idioms
+from tests.dist.test_audit import observed
+from tests.representatives import representatives, selected
+
+SCRIPT = Path(audited_idioms.__file__)
+LINES = SCRIPT.read_text("utf-8").splitlines()
+NAMES = [
+    name
+    for name, value in vars(audited_idioms).items()
+    if inspect.isfunction(value)
+    and value.__module__ == audited_idioms.__name__
+    and not inspect.signature(value).parameters
+    and name != "main"
+]
+ON_TWO = {
+    "adversarial",
+    "averaged_weights",
+    "by_hand",
+    "compiled",
+    "compressed",
+    "ends_of_epochs",
+    "gan",
+    "lbfgs",
+    "moving_average",
+    "sam",
+    "several_losses",
+    "sharded_optimizer",
+    "tied_and_masked",
+    "two_lines",
+    "wrong_averaged_twice",
+    "wrong_criterion_outside_ddp",
+    "wrong_outside_ddp",
+}
+"""Scripts that are run by two ranks."""
+WRONG = {
+    "wrong_adapters_not_added": ("parameters", "wrong", "0.0.up, 0.0.down.weight"),
+    "wrong_averaged_twice": ("gradient", "wrong", "divided by 2 ranks once more"),
+    "wrong_clips_a_part": ("clipping", "cannot tell", "1.weight, 1.bias; that may be meant"),
+    "wrong_criterion_outside_ddp": ("gradient", "wrong", "its own gradient of log"),
+    "wrong_gan_never_steps": ("parameters", "wrong", "never change: Sequential.0.0.bias"),
+    "wrong_lbfgs_old_copy": ("parameters", "wrong", "4 parameters of another model"),
+    "wrong_outside_ddp": ("gradient", "wrong", "its own gradient of scale"),
+    "wrong_scale_left": ("gradient", "wrong", "a GradScaler's scale is still on it"),
+    "wrong_zeroed_between": ("zeroing", "wrong", "1 of 2 micro-batches are zeroed"),
+}
+"""Script that is wrong → the check that says so, its outcome, and what it says."""
+RIGHT = [name for name in NAMES if not name.startswith("wrong_")]
+KNOWN = {"lbfgs", "sam", "adversarial", "groups", "moving_average", "several_losses", "two_lines"}
+"""Right scripts of which everything is known but the number of targets."""
+
+
+@pytest.fixture(scope="module")
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The verdicts of all scripts that tests ask for, observed in one process and its forks."""
+    names = sorted(name for (name,) in selected(request, "name"))
+    scripts = [(name, 2 if name in ON_TWO else 1, str(SCRIPT), name) for name in names]
+    return observed(tmp_path_factory.mktemp("idioms"), scripts)
+
+
+@pytest.mark.parametrize(
+    "name", representatives(RIGHT, kept=["lbfgs", "sam", "gan", "moving_average"])
+)
+def test_a_right_script_is_not_called_wrong(verdicts: Any, name: str) -> None:
+    found = verdicts[name].values()
+    assert not [verdict for verdict in found if verdict.outcome == "wrong"]
+    assert "no Python process" not in next(iter(found)).text
+    if name in KNOWN:
+        assert {v.check for v in found if v.outcome != "ok"} <= {"targets"}
+
+
+@pytest.mark.parametrize(
+    "name", representatives(WRONG, kept=["wrong_outside_ddp", "wrong_clips_a_part"])
+)
+def test_a_wrong_script_is_named_by_its_line(verdicts: Any, name: str) -> None:
+    check, outcome, text = WRONG[name]
+    found = verdicts[name][check]
+    assert (found.outcome, text in found.text) == (outcome, True), found
+    named = [LINES[int(site.rpartition(":")[2]) - 1] for site in found.sites]
+    assert any(line.endswith("# here") for line in named), (found, named)
