@@ -63,6 +63,12 @@ class RunDir:
     """File that a job writes when its run has finished, so that a requeued job ends at once."""
     job_file = _At("job.json")
     """The run's job in a scheduler, with its script."""
+    store_file = _At("control/store.json")
+    """Files that are in the run's object store as they are here."""
+    store_lock = _At("control/store.lock")
+    """File that is locked by the process that sends the run to its store."""
+    sending = _At("control/sending")
+    """Folder of hard links to a checkpoint that is being sent, which may be deleted meanwhile."""
     hosts = _At("control/hosts")
     """Folder in which the hosts of a job record how their launchers fare, a file per node."""
     sweep_file = _At("sweep.json")
@@ -88,6 +94,7 @@ class RunDir:
     audit = _At("audit")
     """audit: what the processes of the command wrote for the checks."""
     launcher_events = _At("events/launcher.jsonl")
+    upload_events = _At("events/uploads.jsonl")
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()

@@ -30,6 +30,12 @@ Run = Annotated[
         metavar="RUN", help="A run's name or folder; by default the newest.", show_default=False
     ),
 ]
+RunsDir = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="STORE", help="A store of runs, as s3://bucket/path.", show_default=False
+    ),
+]
 Out = Annotated[str, typer.Option("--out", hidden=True)]
 """The same as `--to`, as some other tools spell it."""
 Sweep = Annotated[

@@ -18,6 +18,7 @@ from colotrain.events.log import EventReader
 from colotrain.events.view import RunView
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.runs.fetching import followed
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.dashboard import KEYS, render
 from colotrain.show.frame import FOCI, Focus, FrameState
@@ -51,7 +52,16 @@ def dashboard(
         refuse("--json", svg=svg, html=html, replay=again)
     if again:
         refuse("--replay", svg=svg, html=html, once=once)
-    rundir = find(name)
+    frames = once or as_json or svg or html or again
+    with followed(name, follow=not frames) as found:
+        rundir = find(found)
+        _show(rundir, once=once, as_json=as_json, svg=svg, html=html, again=again, focus=focus)
+    return 0
+
+
+def _show(
+    rundir: RunDir, *, once: bool, as_json: bool, svg: str, html: str, again: bool, focus: Focus
+) -> None:
     plan, console = rundir.plan(), stdout_console()
     if as_json:
         view = opened(rundir, plan).view()
@@ -67,7 +77,6 @@ def dashboard(
         watch(console, plan, rundir, focus=focus)
     else:
         follow_as_lines(console, rundir, plan, focus)
-    return 0
 
 
 def opened(rundir: RunDir, plan: RunPlan) -> Fold:

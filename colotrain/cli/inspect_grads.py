@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.cli.arguments import refuse
+from colotrain.config.stores import is_address
 from colotrain.errors import ColotrainError, UsageError, suggest
 from colotrain.events.comparison import Comparison, Difference, compare
 from colotrain.events.fold import Fold, follow
@@ -26,6 +27,7 @@ from colotrain.events.liveness import find, state
 from colotrain.events.log import EventReader
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
+from colotrain.runs.fetching import GRADIENTS, near
 from colotrain.runs.naming import describe_differences
 from colotrain.show.charts import STATUS_STYLES
 from colotrain.show.console import print_json, stderr_console, stdout_console
@@ -74,7 +76,9 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
         raise UsageError(f"{words[1]}: expected one run", "compare two with --against RUN")
     if live:
         refuse("--live", step=step)
-    rundir = find(words[0] if words else None)
+    if live and words and is_address(words[0]):
+        raise UsageError(f"--live: {words[0]} is in a store", "ask on the machine that trains")
+    rundir = find(near(words[0] if words else None, wanted=GRADIENTS))
     if choice.noise:
         check_noise(rundir.plan())
     record = ask(rundir, noise=choice.noise) if live else recorded(rundir, step)

@@ -19,6 +19,7 @@ from colotrain.cli.arguments import (
     Overrides,
     Overwrite,
     Run,
+    RunsDir,
     Smoke,
     Sweep,
     TrustCode,
@@ -200,17 +201,14 @@ def stop(name: Run = None, as_json: Json = False) -> int:
 
 @app.command()
 def runs(
+    store: RunsDir = None,
     sweep: Annotated[str, typer.Option(metavar="NAME", help="The results of a sweep.")] = "",
     as_json: Json = False,
 ) -> int:
     """List the runs under ./runs."""
-    if sweep:
-        from colotrain.runs.sweep import print_sweep
+    from colotrain.cli.runs import list_runs
 
-        return print_sweep(sweep, as_json=as_json)
-    from colotrain.runs.listing import list_runs
-
-    return list_runs(as_json=as_json)
+    return list_runs(store, sweep=sweep, as_json=as_json)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from colotrain.config.objectives import check_objective
 from colotrain.config.observing import check_observing
 from colotrain.config.schema import Config, Optim, Schedule
 from colotrain.config.shipped import recipe_names
+from colotrain.config.stores import check_address
 from colotrain.dotted import FORM
 from colotrain.errors import Problem, suggest
 from colotrain.records import to_plain
@@ -116,6 +117,7 @@ def check(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
         yield from scheduler.check(getattr(settings.cluster, scheduler.name))
     for key in CODE:
         yield from _check_dotted(key, values[key])
+    yield from check_address(settings.runs_dir)
     yield from _check_resume(settings.checkpoint.resume)
     yield from _check_rollback(settings)
     yield from _check_best(settings)

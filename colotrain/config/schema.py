@@ -331,6 +331,9 @@ class Config:
     """Name of the run and of its folder under ./runs; by default from recipe, plugin and time."""
     recipe: str | None = None
     """Name of a recipe: ./recipes/NAME.yaml, or one of those shipped."""
+    runs_dir: str | None = None
+    """Address of an object store, as `s3://bucket/path`, to which the run's folder under ./runs is
+    copied while it trains (the extra `colotrain[store]`); null: none."""
     plugin: Plugin = field(default_factory=Plugin)
     """The sharding strategy."""
     mesh: Mesh = field(default_factory=Mesh)

@@ -36,7 +36,7 @@ FILES_PER_POLL = 256
 """Files of ranks other than 0 that one poll of an outline rereads, in rotation."""
 
 _WORKER_FILE = re.compile(r"rank(\d{5,7})-attempt(\d{4,7})\.jsonl")
-_LAUNCHER_FILE = re.compile(r"launcher\.jsonl|node\d{5,7}\.jsonl")
+_LAUNCHER_FILE = re.compile(r"(launcher|uploads|node\d{5,7})\.jsonl")
 _FROM_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

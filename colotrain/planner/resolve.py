@@ -140,6 +140,7 @@ def resolve(
     plan = RunPlan(
         name=run_name(name or settings.name or _default_name(settings, plugin.name)),
         recipe=settings.recipe,
+        runs_dir=settings.runs_dir,
         world_size=scale.world,
         plugin=plugin,
         mesh=scale.mesh,

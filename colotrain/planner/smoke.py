@@ -47,6 +47,7 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
         "warmup_steps": plan.optim.warmup_steps,
         "warmup_ratio": None,
     }
+    small["runs_dir"] = None
     small["checkpoint"] |= {"every": 1, "keep": 1, "resume": "auto"}
     small["observe"] |= {"log_every": 1, "trackers": [], "metrics_port": None, "notify": {}}
     for section, name in (("observe", "grads_every"), ("elastic", "check_every")):

@@ -47,13 +47,14 @@ STYLES = {
 }
 
 
-def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
-    """Print all runs under `root`, newest first."""
+def list_runs(*, as_json: bool, root: Path = RUNS, place: str = "") -> int:
+    """Print all runs under `root`, newest first; `place`: the store that they were fetched from."""
     rundirs = newest_first(root)
     different = naming.settings_that_differ(rundirs, by_recipe=True)
     rows = [
         replace(row, settings=own) for row, own in zip(rows_of(rundirs), different, strict=True)
     ]
+    rows = [replace(row, run_dir=f"{place}/{row.name}") for row in rows] if place else rows
     if as_json:
         print_json(to_plain(rows))
         return 0
@@ -63,7 +64,7 @@ def list_runs(*, as_json: bool, root: Path = RUNS) -> int:
     if rows:
         print_table(rows)
     else:
-        print(f"no runs under {root.absolute()}", file=sys.stderr)
+        print(f"no runs under {place or root.absolute()}", file=sys.stderr)
     return 0
 
 

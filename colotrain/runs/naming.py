@@ -21,6 +21,7 @@ from colotrain.spec.plan import RunPlan
 WHERE_IT_STARTS = (
     "name",
     "recipe",
+    "runs_dir",
     "checkpoint.resume",
     "cluster.node_rank",
     "cluster.rdzv_endpoint",

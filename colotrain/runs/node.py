@@ -13,7 +13,7 @@ from colotrain.errors import UsageError
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forkserver import warm_up
 from colotrain.rundir import RunDir
-from colotrain.runs import naming, trust
+from colotrain.runs import fetching, naming, trust
 from colotrain.runs.start import train
 from colotrain.spec.schedulers import DEFAULT, SCHEDULERS, job_here
 
@@ -47,6 +47,8 @@ def node(
         raise UsageError(f"{name}={number}: expected a number", "see the job's script")
     if where is None:
         raise UsageError(f"--head {head}: expected HOST:PORT", "see the job's script")
+    if int(number) == 0:
+        fetching.bring(rundir, plan.runs_dir)
     if carried and naming.finished(rundir, plan):
         print(f"{rundir.name} has finished", file=sys.stderr, flush=True)
         return 0

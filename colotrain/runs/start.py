@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from colotrain.errors import ColotrainError, ConfigError, Problem, UsageError
+from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.liveness import find
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forkserver import warm_up
 from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
-from colotrain.runs import checkpoints, naming, smoke, trust
+from colotrain.runs import checkpoints, fetching, naming, smoke, trust, uploads
 from colotrain.runs import detach as detached
+from colotrain.runs.preparing import prepare_data
 from colotrain.runs.resolving import (
     check_devices,
     check_fits,
@@ -38,7 +39,6 @@ from colotrain.spec.plan import RunPlan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from colotrain.data.prepare.tokens import Prepared
     from colotrain.events.event import Event
     from colotrain.events.view import RunView
 
@@ -71,6 +71,7 @@ def run(
         fix = f"move {rundir.path} away before the first node starts"
         raise UsageError("--overwrite: expected a run on one node", fix)
     if node.is_head:
+        fetching.bring(rundir, plan.runs_dir, overwrite=overwrite)
         if overwrite:  # before the older run is renamed
             checkpoints.check_named(plan, rundir, overwrite=True)
         naming.check_name(rundir, plan, resolved.config, overwrite=overwrite)
@@ -130,13 +131,19 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     if not force:
         check_fits(resolved)
     plan, rundir = resolved.plan, RunDir(RUNS / resolved.plan.name)
+    fetching.bring(rundir, plan.runs_dir)
     naming.check_name(rundir, plan, resolved.config)
     checkpoints.check_resumable(plan, rundir)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
-    exit_code, cause = execute(plan, rundir, resolved.config, console=console, began_at=began_at)
+    sending = uploads.Uploads(plan, rundir)
+    exit_code, cause = execute(
+        plan, rundir, resolved.config, console=console, began_at=began_at, sending=sending
+    )
     document, _ = summarize(plan, rundir)
+    left = sending.close()
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, how_to_resume(plan, rundir))
+    uploads.report(left, plan, finished=exit_code == 0)
     return document
 
 
@@ -152,8 +159,9 @@ def resume(
 
     If `checkpoint.resume=PATH` is among them, the run continues from that checkpoint instead.
     """
-    rundir = find(run)
+    rundir = find(fetching.near(run))
     warm_up()
+    fetching.bring(rundir, rundir.plan().runs_dir)
     own, submit, job = rundir.plan(), _submit_again(rundir, overrides), recall(rundir)
     if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
         raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
@@ -228,10 +236,10 @@ def train(
         return run_helper_node(plan, rundir, node, console=console)
     began_at = began_at or command_began_at()
     checkpoints.check_resumable(plan, rundir)
-    before = trust.read_files(rundir)
+    before, sending = trust.read_files(rundir), uploads.Uploads(plan, rundir)
     try:
         exit_code, cause = execute(
-            plan, rundir, config, node=node, console=console, began_at=began_at
+            plan, rundir, config, node=node, console=console, began_at=began_at, sending=sending
         )
     except KeyboardInterrupt:  # it came before there were workers
         print(f"interrupted: {how_to_resume(plan, rundir)}", file=sys.stderr, flush=True)
@@ -247,6 +255,7 @@ def train(
         print(how_to_resume(plan, rundir), file=sys.stderr, flush=True)
     if as_json:
         print_json(document)
+    uploads.report(sending.close(), plan, finished=exit_code == 0)
     if exit_code == ColotrainError.exit_code and plan.smoke:
         raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
     if exit_code == ColotrainError.exit_code:
@@ -312,8 +321,12 @@ def execute(
     node: Node = ONLY_NODE,
     console: Console,
     began_at: float | None = None,
+    sending: uploads.Uploads | None = None,
 ) -> tuple[int, str]:
-    """Write the plan, prepare the data, launch, and follow; return exit code and cause."""
+    """Write the plan, prepare the data, launch, and follow; return exit code and cause.
+
+    `sending` is started once this process is the run's launcher; the caller closes it.
+    """
     from colotrain.events import liveness
     from colotrain.events.fold import Fold
     from colotrain.events.slow_ranks import SlowRankWatch
@@ -328,7 +341,8 @@ def execute(
     check_notify(plan)
     rundir.create()
     notifier, metrics = Notifier(plan, rundir), MetricsServer(plan)
-    with liveness.claim(rundir), notifier, end_recorded(rundir), metrics:
+    sent = sending or nullcontext()
+    with liveness.claim(rundir), sent, notifier, end_recorded(rundir), metrics:
         trust.write_signed(plan, rundir, config)
         for text in plan.warnings:
             console.print(f"warning: {text}", style="yellow", soft_wrap=True)
@@ -353,47 +367,3 @@ def execute(
             ended = start(plan, rundir, follow=show, node=node, began_at=began_at)
             display([*trackers.close(), *notifier.close()])
     return ended
-
-
-def prepare_data(plan: RunPlan, console: Console) -> None:
-    """Tokenize the plan's data, unless the user's own code provides the samples."""
-    from colotrain.data.prepare.tokens import prepare_all
-    from colotrain.show.progress import preparation
-
-    if plan.data.source == "target":
-        return
-    with preparation(console) as progress:
-        shards = prepare_all(plan.data, progress=progress)
-    for shard in shards:
-        check_vocabulary(plan, shard)
-    report_unused_data(plan, shards, console)
-
-
-def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
-    """Print which data is not trained on: bad records, and the ends of long documents."""
-    from colotrain.data.read.packing import packing_of
-
-    num_bad = sum(shard.num_bad for shard in shards)
-    if num_bad:
-        first = next(line for shard in shards for line in shard.bad)
-        line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
-        console.print(line, style="yellow", soft_wrap=True)
-    if packing_of(shards, plan.data) != "stream":
-        seq_len = plan.data.seq_len
-        num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
-        if num_cut:
-            line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
-            console.print(line, style="yellow", soft_wrap=True)
-
-
-def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:
-    """Refuse token ids without a row in the embedding: token files show them only when read."""
-    key, rows = "model.args.vocab_size", plan.model.args.get("vocab_size")
-    fix = f"set model.args.vocab_size={prepared.vocab_size}"
-    if plan.model.hf is not None:
-        config = json.loads((Path(plan.model.hf) / "config.json").read_text("utf-8"))
-        key, rows = f"vocab_size of {plan.model.hf}", config.get("vocab_size")
-        fix = "use the tokens that the model was trained on"
-    if isinstance(rows, int) and prepared.vocab_size > rows:
-        expected = f"at least {prepared.vocab_size}, the largest token of the data plus one"
-        raise ConfigError([Problem(key=key, value=rows, expected=expected, fix=fix)])

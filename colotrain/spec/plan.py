@@ -342,6 +342,8 @@ class RunPlan:
     schema: int = SCHEMA
     name: str
     recipe: str | None
+    runs_dir: str | None = None
+    """Address of a store to which the run is copied, without the run's name; None: none."""
     world_size: int
     plugin: PluginPlan
     mesh: MeshPlan = field(default_factory=MeshPlan)

@@ -69,8 +69,8 @@ RULES = {
     "runs": Rule(
         "spec events config data.prepare planner launch launch.server schedulers models data.read "
         "engine verify export doctor show",
-        "psutil rich",
-        "torch numpy omegaconf",
+        "psutil rich xxhash",
+        "torch numpy omegaconf fsspec",
     ),
     "cli": Rule("", "typer click rich psutil", "torch numpy omegaconf hydra"),
 }

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,10 +235,20 @@ def prune(folder: Path, *, keep: int, newest: Path, best: int | None = None) -> 
     resumed.
     """
     known = complete(folder)
-    kept = known[known.index(newest) :][: max(keep, 1)]
-    kept += [path for path in known if best is not None and path.name == f"step-{best:08d}"]
-    for path in set(known) - set(kept):
+    names = [path.name for path in known]
+    kept = names_to_keep(names, keep=keep, newest=newest.name, best=best)
+    for path in known:
+        if path.name in kept:
+            continue
         grave = path.with_name(f".{path.name}.gone")
         shutil.rmtree(grave, ignore_errors=True)
         path.rename(grave)  # an interrupted deletion leaves no half of a checkpoint
         shutil.rmtree(grave, ignore_errors=True)
+
+
+def names_to_keep(
+    names: Sequence[str], *, keep: int, newest: str, best: int | None = None
+) -> set[str]:
+    """Return which of the checkpoints, given newest first, `prune` keeps."""
+    kept = set(names[names.index(newest) :][: max(keep, 1)])
+    return kept | ({f"step-{best:08d}"} & set(names) if best is not None else set())

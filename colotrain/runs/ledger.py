@@ -1,0 +1,119 @@
+"""What of a run's folder is known to be in its store: nothing is sent or fetched twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from colotrain.errors import ConfigError
+from colotrain.records import from_plain, to_plain
+from colotrain.rundir import RunDir, write_atomically
+from colotrain.runs.store import Stored
+
+SMALL = (
+    "plan*.json",
+    "config.yaml",
+    "signature.json",
+    "references.safetensors",
+    "launcher.json",
+    "summary.json",
+    "samples.jsonl",
+    "events/*.jsonl",
+    "logs/*.log",
+)
+"""Files that are in the store beside the checkpoints, as globs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One file that is the same here and in the store."""
+
+    token: str
+    """`Stored.token` of the object."""
+    version: str
+    """Version of the local file, from `version_of`, or its checksum."""
+    bytes: int
+    """Size of the object."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Written:
+    address: str
+    entries: dict[str, Entry] = field(default_factory=dict)
+    error: str = ""
+
+
+class Ledger:
+    """The entries of a run's files by name, kept in the run's folder; thread-safe."""
+
+    def __init__(self, rundir: RunDir, address: str) -> None:
+        self._file, self._lock = rundir.store_file, threading.Lock()
+        self._now = _Written(address=address)
+        try:
+            found = from_plain(_Written, json.loads(self._file.read_text("utf-8")))
+        except (OSError, ValueError, RecursionError, ConfigError):
+            return
+        if found.address == address:
+            self._now = found
+
+    @property
+    def error(self) -> str:
+        """The last error of the uploads, if nothing was sent since."""
+        return self._now.error
+
+    def get(self, name: str) -> Entry | None:
+        return self._now.entries.get(name)
+
+    def set(self, name: str, stored: Stored, version: str) -> None:
+        entry = Entry(token=stored.token, version=version, bytes=stored.bytes)
+        with self._lock:
+            self._now.entries[name] = entry
+            self._now.error = ""
+            self._save()
+
+    def drop(self, *names: str) -> None:
+        with self._lock:
+            for name in names:
+                self._now.entries.pop(name, None)
+            self._save()
+
+    def fail(self, error: str) -> None:
+        with self._lock:
+            self._now.error = error
+            self._save()
+
+    def has(self, name: str, version: str) -> bool:
+        """Whether this version of a file was sent or fetched."""
+        entry = self.get(name)
+        return entry is not None and entry.version == version
+
+    def is_current(self, name: str, stored: Stored | None) -> bool:
+        """Whether the object is the one that was last sent or fetched."""
+        entry = self.get(name)
+        return entry is not None and stored is not None and entry.token == stored.token
+
+    def _save(self) -> None:
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(self._file, json.dumps(to_plain(self._now)))
+
+
+def version_of(file: Path) -> str:
+    """Return size and time of the last change; raises `OSError` if there is no such file."""
+    about = file.stat()
+    return f"{about.st_size}-{about.st_mtime_ns}"
+
+
+def version_of_content(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def small_files(rundir: RunDir) -> Iterator[str]:
+    """Yield the names of the run's files that belong into the store, without checkpoints."""
+    for glob in SMALL:
+        for file in sorted(rundir.path.glob(glob)):
+            yield file.relative_to(rundir.path).as_posix()

@@ -1,0 +1,60 @@
+"""The data of a run before its ranks start: tokenized, and told where some of it is left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from colotrain.errors import ConfigError, Problem
+from colotrain.spec.plan import RunPlan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from colotrain.data.prepare.tokens import Prepared
+
+
+def prepare_data(plan: RunPlan, console: Console) -> None:
+    """Tokenize the plan's data, unless the user's own code provides the samples."""
+    from colotrain.data.prepare.tokens import prepare_all
+    from colotrain.show.progress import preparation
+
+    if plan.data.source == "target":
+        return
+    with preparation(console) as progress:
+        shards = prepare_all(plan.data, progress=progress)
+    for shard in shards:
+        check_vocabulary(plan, shard)
+    report_unused_data(plan, shards, console)
+
+
+def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Console) -> None:
+    """Print which data is not trained on: bad records, and the ends of long documents."""
+    from colotrain.data.read.packing import packing_of
+
+    num_bad = sum(shard.num_bad for shard in shards)
+    if num_bad:
+        first = next(line for shard in shards for line in shard.bad)
+        line = f"warning: {num_bad} bad records are left out (data.on_bad=skip), first {first}"
+        console.print(line, style="yellow", soft_wrap=True)
+    if packing_of(shards, plan.data) != "stream":
+        seq_len = plan.data.seq_len
+        num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
+        if num_cut:
+            line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
+            console.print(line, style="yellow", soft_wrap=True)
+
+
+def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:
+    """Refuse token ids without a row in the embedding: token files show them only when read."""
+    key, rows = "model.args.vocab_size", plan.model.args.get("vocab_size")
+    fix = f"set model.args.vocab_size={prepared.vocab_size}"
+    if plan.model.hf is not None:
+        config = json.loads((Path(plan.model.hf) / "config.json").read_text("utf-8"))
+        key, rows = f"vocab_size of {plan.model.hf}", config.get("vocab_size")
+        fix = "use the tokens that the model was trained on"
+    if isinstance(rows, int) and prepared.vocab_size > rows:
+        expected = f"at least {prepared.vocab_size}, the largest token of the data plus one"
+        raise ConfigError([Problem(key=key, value=rows, expected=expected, fix=fix)])

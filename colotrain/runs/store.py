@@ -1,0 +1,221 @@
+"""Objects of a run in a store that fsspec reaches, such as S3; every operation is retried.
+
+Credentials are read from the environment by fsspec's own drivers, and stand in no message: of an
+error, only its type and code are told.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from colotrain.errors import ColotrainError, UsageError
+
+T = TypeVar("T")
+ATTEMPTS = 5
+PAUSE_S = 0.5
+"""Seconds before the second attempt; they double with each further one."""
+LONGEST_PAUSE_S = 15.0
+PART_BYTES = 16 << 20
+PARTS_AT_ONCE = 2
+"""Parts of one file in flight; of `FILES_AT_ONCE` files, they are held in memory."""
+FILES_AT_ONCE = 4
+MOST_PARTS = 9000
+"""S3 takes 10,000 parts of a file."""
+FINAL = (FileNotFoundError, PermissionError)
+"""Errors that a further attempt does not mend."""
+FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
+GROWING = (".jsonl", ".log")
+"""Endings of files that may become longer while they are sent."""
+EXTRAS = ("s3", "s3a")
+"""Protocols of the extra `colotrain[store]`."""
+TOKENS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "created")
+"""What stores call a value that changes with an object's content."""
+
+
+class StoreError(ColotrainError):
+    """The store did not do what was asked, also after further attempts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One object."""
+
+    bytes: int
+    token: str
+    """Opaque value, equal only for the same content as written by the same operation."""
+    modified_at: float
+    """Unix time at which it was written; 0 if the store does not tell."""
+
+
+class Store:
+    """The objects under one address, such as `s3://bucket/path/NAME`; thread-safe."""
+
+    def __init__(self, address: str, *, attempts: int = ATTEMPTS) -> None:
+        self.address, self._attempts = address, attempts
+        self._files, self._root = _open(address)
+        self._is_s3 = address.partition("://")[0] in EXTRAS
+
+    def objects(self, inside: str = "") -> dict[str, Stored]:
+        """Return all objects (under `inside`) by name, relative to the address."""
+
+        def find() -> dict[str, Any]:
+            self._files.invalidate_cache()
+            try:
+                found: dict[str, Any] = self._files.find(self._path(inside), detail=True)
+            except FileNotFoundError:
+                return {}
+            return found
+
+        start = len(self._root) + 1
+        return {path[start:]: _stored(info) for path, info in self._retried(find, inside).items()}
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders at the address."""
+
+        def find() -> list[str]:
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+            return [info["name"].rstrip("/") for info in found if info["type"] == "directory"]
+
+        return sorted(path.rpartition("/")[2] for path in self._retried(find, ""))
+
+    def about(self, name: str) -> Stored | None:
+        """Return what the store says of one object; None if there is none."""
+
+        def ask() -> Stored | None:
+            self._files.invalidate_cache()
+            try:
+                return _stored(self._files.info(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+        return self._retried(ask, name)
+
+    def send(self, file: Path, name: str) -> Stored:
+        """Write a file, a long one in parts at once; what is there is compared by its size."""
+        size, options = file.stat().st_size, dict[str, Any]()
+        if size <= PART_BYTES:  # as it is at one moment
+            return self.write(name, file.read_bytes())
+        if self._is_s3:
+            part = max(PART_BYTES, size // MOST_PARTS + 1)
+            options = {"chunksize": part, "max_concurrency": PARTS_AT_ONCE}
+
+        def put() -> None:
+            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._files.put_file(str(file), self._path(name), **options)
+
+        self._retried(put, name)
+        return self._check(name, None if name.endswith(GROWING) else size)
+
+    def write(self, name: str, content: bytes) -> Stored:
+        """Write an object whole: S3 shows readers the old or the new content."""
+
+        def put() -> None:
+            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(self._path(name), content)
+
+        self._retried(put, name)
+        return self._check(name, len(content))
+
+    def read(self, name: str, *, start: int = 0) -> bytes:
+        """Return an object's content from byte `start` on."""
+        read = lambda: bytes(self._files.cat_file(self._path(name), start=start or None))  # noqa: E731
+        return self._retried(read, name)
+
+    def fetch(self, name: str, file: Path) -> None:
+        """Write an object to a local file."""
+        self._retried(lambda: self._files.get_file(self._path(name), str(file)), name)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects in the order of `names`; missing ones are ignored."""
+        for name in names:
+
+            def remove(name: str = name) -> None:
+                try:
+                    self._files.rm_file(self._path(name))
+                except FileNotFoundError:
+                    return
+
+            self._retried(remove, name)
+
+    def check_writable(self) -> None:
+        """Raise `StoreError` if nothing can be written here."""
+        self.write(".check", b"")
+        self.delete([".check"])
+
+    def _check(self, name: str, size: int | None) -> Stored:
+        found = self.about(name)
+        if found is None or (size is not None and found.bytes != size):
+            there = f"{found.bytes} bytes there instead of {size}" if found else "not there"
+            raise StoreError(f"{self.address}/{name}: {there} after a write", "send it again")
+        return found
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _retried(self, action: Callable[[], T], name: str) -> T:
+        pause_s = PAUSE_S
+        for attempt in range(1, self._attempts + 1):
+            try:
+                return action()
+            except Exception as error:
+                final = isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES
+                if final or attempt == self._attempts:
+                    where = f"{self.address}/{name}" if name else self.address
+                    problem, fix = f"{where}: {_reason(error)}", _fix(error)
+                    raise StoreError(problem, fix) from None  # its text may hold a secret
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        raise AssertionError
+
+
+def _open(address: str) -> tuple[Any, str]:
+    """Return fsspec's file system and the path in it; `UsageError` if its driver is missing."""
+    protocol = address.partition("://")[0]
+    try:
+        from fsspec.core import url_to_fs
+
+        options: dict[str, Any] = {"use_listings_cache": False}
+        if protocol in EXTRAS:
+            options |= {"config_kwargs": {"retries": {"total_max_attempts": 2}}}
+        files, root = url_to_fs(address, **options)
+        files.retries = 2  # of s3fs, within each of `ATTEMPTS`
+    except ImportError:
+        extra = "pip install 'colotrain[store]'"
+        fix = extra if protocol in EXTRAS else f"install fsspec's driver for {protocol}"
+        raise UsageError(f"{address}: the driver for {protocol} is not installed", fix) from None
+    except ValueError:
+        fix = "write an address such as s3://bucket/path"
+        raise UsageError(f"{address}: fsspec knows no {protocol}", fix) from None
+    return files, str(root).rstrip("/")
+
+
+def _stored(info: dict[str, Any]) -> Stored:
+    token = next((str(info[key]) for key in TOKENS if info.get(key) is not None), "")
+    written = next((info[k] for k in ("LastModified", "mtime", "created") if info.get(k)), 0.0)
+    seconds = written.timestamp() if hasattr(written, "timestamp") else float(written)
+    return Stored(bytes=int(info["size"]), token=token, modified_at=seconds)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the type of an error and what stores call its code."""
+    cause = error.__cause__ if error.__cause__ is not None else error
+    answer = getattr(cause, "response", None)
+    code = answer.get("Error", {}).get("Code", "") if isinstance(answer, dict) else ""
+    return f"{type(error).__name__} ({code})" if code else type(error).__name__
+
+
+def _fix(error: BaseException) -> str:
+    if isinstance(error, PermissionError) or type(error).__name__ in FINAL_NAMES:
+        return "set the store's credentials in the environment, as in AWS_ACCESS_KEY_ID"
+    if isinstance(error, FileNotFoundError):
+        return "make the bucket, or correct the address"
+    return "look whether the store can be reached from here"

@@ -1,0 +1,157 @@
+"""The launcher's side of a run's upload: starts the uploader, and waits for it at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from colotrain.errors import ColotrainError
+from colotrain.rundir import RunDir
+from colotrain.runs.fetching import address_of
+from colotrain.runs.ledger import Ledger, small_files, version_of
+from colotrain.runs.uploader import next_checkpoint
+from colotrain.spec.plan import RunPlan
+
+MODULE = "colotrain.runs.uploader"
+RESTART_S = 5.0
+"""Seconds before an uploader that ended by itself is started again."""
+QUIET_S = 5.0
+"""Seconds of waiting at the end of a run of which nothing is said."""
+END_S = 5.0
+
+
+class Uploads:
+    """Sends a run to its store, if its plan names one.
+
+    Use as a context manager around what may still fail without a step, and `close` at the end.
+    """
+
+    def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
+        self._plan, self._rundir, self._address = plan, rundir, address_of(plan)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._keep_running, name="uploads", daemon=True)
+
+    def __enter__(self) -> Uploads:
+        if self._address is not None:
+            self._start_process()
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._closing.set()
+            self._kill()
+
+    def close(self) -> str:
+        """Wait until everything is in the store, at most `elastic.grace_s`; return what is not.
+
+        Ctrl-C ends the wait. The result is empty if nothing is missing.
+        """
+        if self._process is None:
+            return ""
+        self._closing.set()
+        with _interruptible(), suppress(KeyboardInterrupt):
+            self._finish(self._plan.elastic.grace_s)
+        self._kill()
+        return self.missing()
+
+    def _kill(self) -> None:
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                self._process.kill()
+                self._process.wait(END_S)
+
+    def missing(self) -> str:
+        """Return what is not in the store as it is here, and why; empty if nothing is."""
+        assert self._address is not None
+        ledger, names = Ledger(self._rundir, self._address), list[str]()
+        newest = next_checkpoint(self._rundir, ledger, set())
+        names += [newest.name] if newest else []
+        for name in small_files(self._rundir):
+            if name.startswith("logs/") or self._rundir.path / name == self._rundir.upload_events:
+                continue  # they go on after the run's end
+            with suppress(FileNotFoundError):
+                if not ledger.has(name, version_of(self._rundir.path / name)):
+                    names.append(name)
+        why = f" ({ledger.error})" if ledger.error else ""
+        return f"{', '.join(names)}{why}" if names else ""
+
+    def _finish(self, limit_s: float) -> None:
+        deadline, told = time.monotonic() + limit_s, False
+        while time.monotonic() < deadline:
+            process = self._ask_to_end()
+            try:
+                process.wait(min(QUIET_S, max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                if not told:
+                    what = f"sending the rest to {self._address}"
+                    line = f"{what}, at most {limit_s:.0f} s; Ctrl-C leaves it"
+                    print(line, file=sys.stderr, flush=True)
+                told = True
+                continue
+            if process.returncode == 0:
+                return
+            time.sleep(1.0)
+            with self._lock:
+                self._start_process()
+
+    def _ask_to_end(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            assert self._process is not None
+            if self._process.stdin is not None and not self._process.stdin.closed:
+                with suppress(OSError):
+                    self._process.stdin.close()
+            return self._process
+
+    def _keep_running(self) -> None:
+        """Body of the thread: start another uploader if one ends, as when memory is short."""
+        while not self._closing.wait(RESTART_S):
+            with self._lock:
+                if (
+                    self._process is not None
+                    and self._process.poll()
+                    and not self._closing.is_set()
+                ):
+                    self._start_process()
+
+    def _start_process(self) -> None:
+        keep = str(self._plan.checkpoint.keep)
+        where = [str(self._rundir.path), str(self._address), keep]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, *where, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+
+
+def report(left: str, plan: RunPlan, *, finished: bool) -> None:
+    """Say what is not in the store; raise `ColotrainError` for a run that is finished otherwise."""
+    if not left:
+        return
+    address = address_of(plan)
+    fix = f"it is here; `colotrain resume {plan.name}` sends the rest"
+    if finished:
+        raise ColotrainError(f"{plan.name} has finished, but is not all in {address}: {left}", fix)
+    print(f"warning: not in {address}: {left}; {fix}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C interrupt, also where the run was stopped by a signal and ignores further ones."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
