@@ -223,7 +223,8 @@ def _fetch_one(store: Store, ledger: Ledger, rundir: RunDir, name: str, stored: 
         if not (lines and here and file.read_bytes().startswith(content)):
             write_atomically(file, content)
     if not lines or file.stat().st_size <= stored.bytes:
-        os.utime(file, (stored.modified_at, stored.modified_at))
+        if name != "summary.json":  # which is compared with times of this machine's clock
+            os.utime(file, (stored.modified_at, stored.modified_at))
         ledger.set(name, stored, version_of(file))
 
 
@@ -248,6 +249,7 @@ def fetch_newest(
             return
         problem = _fetch_checkpoint(store, ledger, rundir, name, stored)
         if problem is None:
+            print(f"fetched {name} from {store.address}", file=sys.stderr, flush=True)
             return
         print(f"warning: {name} is passed over: {problem}", file=sys.stderr, flush=True)
     if known:

@@ -31,6 +31,8 @@ FINAL = (FileNotFoundError, PermissionError)
 FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
 GROWING = (".jsonl", ".log")
 """Endings of files that may become longer while they are sent."""
+WITH_FOLDERS = ("file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs")
+"""Protocols whose folders have to be made. Elsewhere that would make a misspelt bucket."""
 EXTRAS = ("s3", "s3a")
 """Protocols of the extra `colotrain[store]`."""
 TOKENS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "created")
@@ -39,6 +41,9 @@ TOKENS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "cr
 
 class StoreError(ColotrainError):
     """The store did not do what was asked, also after further attempts."""
+
+    final = False
+    """Whether no further attempt can help before the user has changed something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,8 @@ class Store:
     def __init__(self, address: str, *, attempts: int = ATTEMPTS) -> None:
         self.address, self._attempts = address, attempts
         self._files, self._root = _open(address)
-        self._is_s3 = address.partition("://")[0] in EXTRAS
+        protocol = address.partition("://")[0]
+        self._is_s3, self._has_folders = protocol in EXTRAS, protocol in WITH_FOLDERS
 
     def objects(self, inside: str = "") -> dict[str, Stored]:
         """Return all objects (under `inside`) by name, relative to the address."""
@@ -109,7 +115,7 @@ class Store:
             options = {"chunksize": part, "max_concurrency": PARTS_AT_ONCE}
 
         def put() -> None:
-            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._make_folder(name)
             self._files.put_file(str(file), self._path(name), **options)
 
         self._retried(put, name)
@@ -119,7 +125,7 @@ class Store:
         """Write an object whole: S3 shows readers the old or the new content."""
 
         def put() -> None:
-            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._make_folder(name)
             self._files.pipe_file(self._path(name), content)
 
         self._retried(put, name)
@@ -147,9 +153,18 @@ class Store:
             self._retried(remove, name)
 
     def check_writable(self) -> None:
-        """Raise `StoreError` if nothing can be written here."""
-        self.write(".check", b"")
-        self.delete([".check"])
+        """Raise `StoreError` if nothing can be written, `UsageError` if waiting would not help."""
+        try:
+            self.write(".check", b"")
+            self.delete([".check"])
+        except StoreError as error:
+            if error.final:
+                raise UsageError(error.problem, error.fix) from None
+            raise
+
+    def _make_folder(self, name: str) -> None:
+        if self._has_folders:
+            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
     def _check(self, name: str, size: int | None) -> Stored:
         found = self.about(name)
@@ -171,7 +186,9 @@ class Store:
                 if final or attempt == self._attempts:
                     where = f"{self.address}/{name}" if name else self.address
                     problem, fix = f"{where}: {_reason(error)}", _fix(error)
-                    raise StoreError(problem, fix) from None  # its text may hold a secret
+                    failed = StoreError(problem, fix)
+                    failed.final = final
+                    raise failed from None  # its text may hold a secret
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise AssertionError

@@ -76,6 +76,7 @@ class Uploader:
     """Whether the store has no checkpoint that the run has set aside."""
     told_at: dict[str, float] = field(default_factory=dict)
     due_at: dict[str, float] = field(default_factory=dict)
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.rundir, self.store.address)
@@ -126,6 +127,7 @@ class Uploader:
             self.damaged.add(name)
             self.tell(f"{name} is not sent: {error}", kind=name)
             return
+        self.send_small(all_now=True)  # what led to the checkpoint is there before it counts
         self.check_owner()
         sent = self.store.write(f"{inside}/{MANIFEST}", sealed)
         self.ledger.set(f"{inside}/{MANIFEST}", sent, version_of_content(sealed))
@@ -168,6 +170,10 @@ class Uploader:
 
     def send_small(self, *, all_now: bool = False) -> None:
         """Send the small files that have changed, each not too often unless `all_now`."""
+        with self.one_at_a_time:
+            self._send_small(all_now=all_now)
+
+    def _send_small(self, *, all_now: bool) -> None:
         for name in small_files(self.rundir):
             began = time.monotonic()
             if began < self.due_at.get(name, 0.0) and not all_now:
