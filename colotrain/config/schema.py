@@ -283,7 +283,8 @@ class Elastic:
     """Seconds without a heartbeat from a rank after which the run is restarted; until the end of
     the first step at least 600 (1800 with `train.compile`)."""
     grace_s: float = 300.0
-    """Seconds from a stop request until the run is ended, saved or not."""
+    """Seconds from a stop request until the run is ended, saved or not; and that its end waits for
+    the store (`runs_dir`)."""
     check_every: int | None = 100
     """Steps between searches for silent data corruption; 0 or null turns them off."""
     memory_copy: Size | bool = "auto"

@@ -35,8 +35,11 @@ WITH_FOLDERS = ("file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", 
 """Protocols whose folders have to be made. Elsewhere that would make a misspelt bucket."""
 EXTRAS = ("s3", "s3a")
 """Protocols of the extra `colotrain[store]`."""
-TOKENS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "created")
+TOKENS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 """What stores call a value that changes with an object's content."""
+
+WRITTEN = ("LastModified", "last_modified", "updated", "mtime", "created")
+"""What stores call the time at which an object was written."""
 
 
 class StoreError(ColotrainError):
@@ -217,7 +220,7 @@ def _open(address: str) -> tuple[Any, str]:
 
 def _stored(info: dict[str, Any]) -> Stored:
     token = next((str(info[key]) for key in TOKENS if info.get(key) is not None), "")
-    written = next((info[k] for k in ("LastModified", "mtime", "created") if info.get(k)), 0.0)
+    written = next((info[k] for k in WRITTEN if info.get(k)), 0.0)
     seconds = written.timestamp() if hasattr(written, "timestamp") else float(written)
     return Stored(bytes=int(info["size"]), token=token, modified_at=seconds)
 

@@ -128,7 +128,8 @@ class Uploader:
             self.tell(f"{name} is not sent: {error}", kind=name)
             return
         self.send_small(all_now=True)  # what led to the checkpoint is there before it counts
-        self.check_owner()
+        with self.one_at_a_time:
+            self.check_owner()
         sent = self.store.write(f"{inside}/{MANIFEST}", sealed)
         self.ledger.set(f"{inside}/{MANIFEST}", sent, version_of_content(sealed))
         self._prune(name, best=manifest.best_step)
@@ -159,9 +160,9 @@ class Uploader:
         known = committed(stored)
         if newest not in known:
             return
-        latest = complete(self.rundir.checkpoints)
-        if latest and latest[0].name != newest:  # `newest` is the best one, sent after the newest
-            newest = latest[0].name if latest[0].name in known else newest
+        latest = [path.name for path in complete(self.rundir.checkpoints)[:1]]
+        if latest and latest[0] in known:  # `newest` may be the best one, sent after the newest
+            newest = latest[0]
         kept = names_to_keep(known, keep=self.keep, newest=newest, best=best)
         gone = [name for name in stored if name.split("/")[1] not in kept]
         gone.sort(key=lambda name: not name.endswith(f"/{MANIFEST}"))
@@ -196,7 +197,11 @@ class Uploader:
     def check_owner(self) -> None:
         """Raise `Replaced` if another launcher has written to the store since this one did."""
         entry, stored = self.ledger.get("launcher.json"), self.store.about("launcher.json")
-        if entry is not None and stored is not None and stored.token != entry.token:
+        if entry is None or stored is None or stored.token == entry.token:
+            return
+        own = self.rundir.launcher_file
+        is_own = own.is_file() and own.read_bytes() == self.store.read("launcher.json")
+        if not is_own:  # it is where this one was written and the answer was lost
             raise Replaced(f"another launcher has {self.store.address}; nothing more is sent to it")
 
     def tell(self, text: str, *, kind: str) -> None:

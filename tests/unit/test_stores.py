@@ -293,13 +293,24 @@ def test_a_run_that_another_launcher_took_over_sends_nothing_more(runs_dir: str)
         upload.send_small()
         other = made("elsewhere", runs_dir)
         with claim(other):
-            time.sleep(0.01)
-            Store(f"{runs_dir}/one").send(other.launcher_file, "launcher.json")
+            text = other.launcher_file.read_text().replace('"pid": ', '"pid": 9')
+            Store(f"{runs_dir}/one").write("launcher.json", text.encode())
         save(rundir, 4)
         upload.ending.set()
         upload.work()
     assert steps(runs_dir) == []
     assert any("another launcher has " in text for text in warnings(rundir))
+
+
+def test_a_lost_answer_is_not_taken_for_another_launcher(runs_dir: str) -> None:
+    rundir = made("runs", runs_dir)
+    with claim(rundir):
+        upload = sender(rundir, runs_dir)
+        upload.send_small()
+        time.sleep(0.01)
+        again = upload.store.send(rundir.launcher_file, "launcher.json")
+        assert not upload.ledger.is_current("launcher.json", again)
+        upload.check_owner()
 
 
 def test_a_launcher_elsewhere_is_seen_until_it_has_ended(runs_dir: str) -> None:
