@@ -1,4 +1,4 @@
-"""Killed at random moments, a run whose checkpoints go to a failing S3 server loses none of them."""
+"""Killed at random moments, a run whose checkpoints go to a failing S3 server loses none."""
 
 from __future__ import annotations
 
