@@ -182,22 +182,37 @@ def test_the_store_keeps_the_checkpoints_that_the_run_keeps(runs_dir: str, keep:
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_sent_to_its_end(
     runs_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rundir, write = made("runs", runs_dir), Store.write
+    rundir = made("runs", runs_dir)
     save(rundir, 4)
+    lock = threading.Lock()
 
-    def delete_first(self: Store, name: str, content: bytes) -> store.Stored:
-        if name.endswith("a.distcp") and len(complete(rundir.checkpoints)) == 1:
-            prune(rundir.checkpoints, keep=1, newest=save(rundir, 6))
-            assert not rundir.checkpoint(4).exists()
-        return write(self, name, content)
+    def delete_first(path: Path) -> str:
+        with lock:
+            if rundir.checkpoint(4).exists():
+                prune(rundir.checkpoints, keep=1, newest=save(rundir, 6))
+        return checksum(path)
 
-    monkeypatch.setattr(Store, "write", delete_first)
+    monkeypatch.setattr(uploader, "checksum", delete_first)
     upload = sender(rundir, runs_dir)
     upload._send_checkpoint(rundir.checkpoint(4))
+    assert not rundir.checkpoint(4).exists()
     assert steps(runs_dir) == [4]
+    assert "events/rank00000-attempt0000.jsonl" in upload.store.objects()  # before the manifest
     upload.send_checkpoints()
     assert steps(runs_dir) == [6, 4]
     assert not rundir.sending.exists()
+
+
+def test_checkpoints_that_a_run_has_set_aside_are_deleted_before_it_saves_again(
+    runs_dir: str,
+) -> None:
+    rundir = made("runs", runs_dir)
+    for step in (4, 8):
+        save(rundir, step)
+        send(rundir, runs_dir)
+    rundir.checkpoint(8).rename(rundir.checkpoints / "superseded-8")
+    sender(rundir, runs_dir).send_checkpoints()
+    assert steps(runs_dir) == [4]
 
 
 def test_another_state_of_a_step_replaces_the_one_there_and_later_steps_are_deleted(
