@@ -38,7 +38,6 @@ PLANS = ("plan.json", "config.yaml", "signature.json")
 OUTLINE = (*PLANS[:2], "summary.json", "launcher.json", "events/launcher.jsonl", "events/node*")
 GRADIENTS = (*OUTLINE, "events/rank00000-*.jsonl")
 ALL = tuple(glob for glob in SMALL if not glob.startswith("logs"))
-NEWER = "is another run than the one here"
 
 
 def bring(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = False) -> None:
@@ -165,7 +164,7 @@ def _check_same(rundir: RunDir, runs_dir: str) -> None:
         return
     own = rundir.plan().runs_dir
     if own is None or own.rstrip("/") != runs_dir.rstrip("/"):
-        problem = f"{rundir.path}: {NEWER} in {runs_dir}"
+        problem = f"{rundir.path}: is another run than the one in {runs_dir}"
         raise UsageError(problem, "work in another folder, or move it away")
 
 

@@ -400,7 +400,7 @@ def test_a_run_of_the_same_name_that_is_not_that_of_the_store_is_left_alone(runs
     other = made("runs", None)
     before = other.plan_file.read_text()
     for read_it in (lambda: bring(other, runs_dir), lambda: near(f"{runs_dir}/one")):
-        with pytest.raises(UsageError, match="is another run than the one here"):
+        with pytest.raises(UsageError, match="is another run than the one in"):
             read_it()
     assert other.plan_file.read_text() == before
     with pytest.raises(UsageError, match="--overwrite"):
