@@ -1,12 +1,13 @@
 """Runs in object stores, read here: what is needed of one is fetched into its folder under ./runs.
 
 The folder is that in which the run trains, here or on another machine: `run` and `resume` go on
-from what they fetch, and what is here already is not fetched again. The folder of a run that a
-launcher on this machine has is left as it is.
+from what they fetch, and what is here already is not fetched again. A folder from
+which a run is being sent is left as it is.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -27,7 +28,6 @@ from colotrain.engine.checkpoint.manifest import (
     read_manifest,
 )
 from colotrain.errors import ColotrainError, ConfigError, UsageError
-from colotrain.events.liveness import is_alive
 from colotrain.rundir import RUNS, RunDir, run_name, write_atomically
 from colotrain.runs.ledger import SMALL, Ledger, version_of, version_of_content
 from colotrain.runs.store import FILES_AT_ONCE, Store, Stored, StoreError
@@ -45,7 +45,7 @@ def bring(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = False) -> N
 
     Raises `StoreError` if the store cannot be read and written.
     """
-    if runs_dir is None or is_alive(rundir):  # a live launcher is refused later
+    if runs_dir is None or is_sent_from_here(rundir):  # its live launcher is refused later
         return
     store = store_of(runs_dir, rundir.name)
     store.check_writable()
@@ -75,7 +75,7 @@ def near(
     if name is None or not is_address(name):
         return name
     rundir, runs_dir = _place(name)
-    if is_alive(rundir):
+    if is_sent_from_here(rundir):
         return rundir.name
     store = store_of(runs_dir, rundir.name)
     stored = store.objects()
@@ -102,8 +102,6 @@ def followed(name: str | None, *, follow: bool = True) -> Iterator[str | None]:
         rundir, runs_dir = _place(name)
         store = store_of(runs_dir, rundir.name)
         while not over.wait(REFRESH_S):
-            if is_alive(rundir):
-                return
             with suppress(ColotrainError, OSError):
                 ledger = Ledger(rundir, store.address)
                 fetch_small(store, ledger, rundir, store.objects(), ALL)
@@ -138,6 +136,18 @@ def outlines(runs_dir: str) -> Iterator[Path]:
 
 def is_name(name: str) -> bool:
     return run_name(name) == name
+
+
+def is_sent_from_here(rundir: RunDir) -> bool:
+    """Whether a process sends the run from this very folder, which is newer than the store then."""
+    try:
+        with rundir.store_lock.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def store_of(runs_dir: str, name: str) -> Store:
@@ -192,6 +202,8 @@ def fetch_small(
     names = [name for name in names if not _is_here(ledger, rundir, name, stored[name])]
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         list(pool.map(fetch, names))
+    if (alive := stored.get("launcher.json")) and rundir.launcher_file.is_file():
+        os.utime(rundir.launcher_file, (alive.modified_at, alive.modified_at))
     if not rundir.plan_file.is_file():
         raise StoreError(f"{store.address}/plan.json: cannot be read", "try again")
     if "launcher.json" not in stored and ledger.get("launcher.json"):

@@ -182,6 +182,8 @@ def resume(
     trust.check_config(rundir, trusted=trust_code, given=given)
     words = [recipe, *overrides, as_override("name", rundir.name)]
     resolved = resolve_config(words, several=True, submit=submit)
+    if resolved.plan.runs_dir != own.runs_dir:
+        fetching.bring(rundir, resolved.plan.runs_dir)
     node = node_of(resolved.config, resolved.plan)
     if not force:
         check_fits(resolved)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -335,10 +337,28 @@ def test_a_launcher_elsewhere_is_seen_until_it_has_ended(runs_dir: str) -> None:
         known = RunDir("runs/one")
         bring(known, runs_dir)
         assert launcher_of(known) == launcher_of(rundir)
+        seen_at = known.launcher_file.stat().st_mtime
+        os.utime(known.launcher_file, (1.0, 1.0))
+        bring(known, runs_dir)  # the same launcher is still there
+        assert known.launcher_file.stat().st_mtime == seen_at
     send(rundir, runs_dir)
-    known.launcher_file.write_text(known.launcher_file.read_text().replace('"pid": ', '"pid": 9'))
     bring(known, runs_dir)
     assert launcher_of(known) is None
+
+
+def test_a_folder_from_which_a_run_is_sent_is_left_as_it_is(runs_dir: str) -> None:
+    rundir = made("runs", runs_dir)
+    send(rundir, runs_dir)
+    rundir.store_lock.touch()
+    rundir.summary_file.write_text("{}")
+    Store(f"{runs_dir}/one").write("summary.json", b'{"of": "another"}')
+    with rundir.store_lock.open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        bring(rundir, runs_dir)
+        assert near(f"{runs_dir}/one") == "one"
+    assert rundir.summary_file.read_text() == "{}"
+    bring(rundir, runs_dir)
+    assert rundir.summary_file.read_text() == '{"of": "another"}'
 
 
 def test_a_checkpoint_that_takes_long_is_told_while_a_newer_one_waits(
