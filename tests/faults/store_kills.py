@@ -40,7 +40,7 @@ from tests.running import SMALL, Colotrain, losses  # noqa: E402
 RUNS_DIR = f"s3://{BUCKET}/runs"
 STEP_S = 0.1
 TIMEOUT_S = 300
-WHOM = ("launcher", "launcher", "rank 0", "rank 1", "uploader", "server")
+WHOM = ("launcher", "launcher", "rank 0", "rank 1", "uploader", "server", "server")
 LONGEST_CUT_S = 4.0
 
 
