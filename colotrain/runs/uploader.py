@@ -175,24 +175,29 @@ class Uploader:
             self._send_small(all_now=all_now)
 
     def _send_small(self, *, all_now: bool) -> None:
-        for name in small_files(self.rundir):
-            began = time.monotonic()
-            if began < self.due_at.get(name, 0.0) and not all_now:
-                continue
-            with suppress(FileNotFoundError):  # it was deleted meanwhile
-                version, wait_s = version_of(self.rundir.path / name), SMALL_S
-                if name == "launcher.json":  # sent unchanged, too: the run is alive
-                    self.check_owner()
-                    wait_s = ALIVE_S
-                elif self.ledger.has(name, version):
-                    continue
-                sent = self.store.send(self.rundir.path / name, name)
-                self.ledger.set(name, sent, version)
-                took_s = time.monotonic() - began
-                self.due_at[name] = time.monotonic() + max(wait_s, SHARE * took_s)
+        now = time.monotonic()
+        names = list(small_files(self.rundir))
+        names = [name for name in names if all_now or now >= self.due_at.get(name, 0.0)]
+        if "launcher.json" in names:
+            self.check_owner()
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            list(pool.map(self._send_one, names))
         if not self.rundir.launcher_file.exists() and self.ledger.get("launcher.json"):
             self.store.delete(["launcher.json"])
             self.ledger.drop("launcher.json")
+
+    def _send_one(self, name: str) -> None:
+        """Send a small file that has changed; the launcher's in any case: the run is alive."""
+        began, file = time.monotonic(), self.rundir.path / name
+        with suppress(FileNotFoundError):  # it was deleted meanwhile
+            version = version_of(file)
+            is_launcher = name == "launcher.json"
+            if self.ledger.has(name, version) and not is_launcher:
+                return
+            self.ledger.set(name, self.store.send(file, name), version)
+            took_s = time.monotonic() - began
+            least_s = ALIVE_S if is_launcher else SMALL_S
+            self.due_at[name] = time.monotonic() + max(least_s, SHARE * took_s)
 
     def check_owner(self) -> None:
         """Raise `Replaced` if another launcher has written to the store since this one did."""
