@@ -27,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 
 import boto3
+import psutil
 import xxhash
 
 ROOT = Path(__file__).parents[2]
@@ -188,6 +189,17 @@ def uploader_of(launcher: int) -> int | None:
     return None
 
 
+def processor_time_of_uploader(launcher: Process | subprocess.Popen[str]) -> float:
+    """Wait for the end of a run; return the seconds that its uploader computed."""
+    found, pid = 0.0, None
+    while launcher.poll() is None:
+        time.sleep(0.5)
+        pid = pid or uploader_of(launcher.pid)
+        with contextlib.suppress(OSError, psutil.Error):
+            found = sum(psutil.Process(pid).cpu_times()[:2]) if pid else found
+    return found
+
+
 def check_no_secret(folder: Path) -> None:
     """Neither part of the credentials is in any file of the run."""
     for file in folder.rglob("*"):
@@ -258,15 +270,19 @@ def compare_steps(runs: int, *, steps: int, delay_s: float, failing: float) -> N
                 options = [f"runs_dir={RUNS_DIR}"] if kind == "slow" else []
                 command = ("run", *plan(steps, *options), f"name={name}", "--json")
                 began = time.monotonic()
-                result = colotrain(*command, env=env)
-                assert result.code == 0, result.err
+                own_s, process = time.process_time(), colotrain.start(*command, env=env)
+                uploader_s = processor_time_of_uploader(process)
+                _, err = process.communicate(timeout=TIMEOUT_S)
+                assert process.returncode == 0, err
                 times = [e.t for e in colotrain.events(name) if e.kind == "step" and e.rank == 0]
                 gaps = sorted(b - a for a, b in itertools.pairwise(times))
                 medians[kind].append(statistics.median(gaps))
                 print(
                     f"{name}: median step {1000 * medians[kind][-1]:.1f} ms, 95 of 100 below "
                     f"{1000 * gaps[int(0.95 * len(gaps))]:.1f} ms, first to last step "
-                    f"{times[-1] - times[0]:.2f} s, whole command {time.monotonic() - began:.1f} s",
+                    f"{times[-1] - times[0]:.2f} s, whole command {time.monotonic() - began:.1f} s; "
+                    f"processor time of the uploader {uploader_s:.1f} s, of this proxy "
+                    f"{time.process_time() - own_s:.1f} s",
                     flush=True,
                 )
         print(f"{proxy.requests} requests, {proxy.failed} failed")
