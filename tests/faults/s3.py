@@ -119,7 +119,7 @@ class Proxy:
                 super().setup()
                 proxy._open.add(self.connection)
                 if proxy.is_down:
-                    self.connection.close()
+                    self.connection.shutdown(socket.SHUT_RDWR)
 
             def finish(self) -> None:
                 proxy._open.discard(self.connection)

@@ -282,7 +282,7 @@ def compare_steps(runs: int, *, steps: int, delay_s: float, failing: float) -> N
                     f"{name}: median step {1000 * medians[kind][-1]:.1f} ms, 95 of 100 below "
                     f"{1000 * gaps[int(0.95 * len(gaps))]:.1f} ms, first to last step "
                     f"{times[-1] - times[0]:.2f} s, whole command {took_s:.1f} s; "
-                    f"processor time of the uploader {uploader_s:.1f} s, of the proxy {proxy_s:.1f} s",
+                    f"processor time: uploader {uploader_s:.1f} s, proxy {proxy_s:.1f} s",
                     flush=True,
                 )
         print(f"{proxy.requests} requests, {proxy.failed} failed")
