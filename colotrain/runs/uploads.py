@@ -24,6 +24,7 @@ RESTART_S = 5.0
 QUIET_S = 5.0
 """Seconds of waiting at the end of a run of which nothing is said."""
 END_S = 5.0
+"""Seconds that the end of a killed uploader may take."""
 
 
 class Uploads:
