@@ -46,6 +46,14 @@ def memory_warnings(context: PlanningContext, plan: RunPlan) -> Iterator[str]:
             f"plugin.disk_path={named}: is not there yet, and would be made on the disk of "
             f"{existing(Path(str(named)))}"
         )
+    if context.search_space.before is not None:
+        layout = context.layout(plan.plugin)
+        asked = context.search_space.before(layout).breakdown.total
+        if asked >= plan.memory.total:
+            yield (
+                f"memory: the peak of {format_size(asked)} per rank is that of the teacher's pass "
+                "before the first step, in which every rank holds the teacher whole"
+            )
     range_ = f"{format_size(peak.low)} to {format_size(peak.high)}"
     if peak.verdict(capacity) == "tight":
         yield (

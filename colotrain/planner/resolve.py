@@ -27,6 +27,7 @@ from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.model import (
     at_peak,
     count,
+    pass_before,
     survey_model,
     traces_of,
     warn_of_length,
@@ -123,6 +124,7 @@ def resolve(
             world_size=scale.world,
             mesh=scale.mesh,
             data_parallel=batch.world,
+            before=pass_before(model, at_most, data, train, scale, batch_plan, surveys),
         ),
         batch=batch_plan,
         train=train,

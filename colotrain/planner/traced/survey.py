@@ -74,7 +74,8 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         vocab_size=vocab_size(module),
         **positions(module),
         built_whole=whole,
-        uses_transformers=any("transformers" in type(m).__module__ for m in module.modules()),
+        uses_transformers=model.distill is not None  # its teacher is a model of transformers
+        or any("transformers" in type(m).__module__ for m in module.modules()),
         **huggingface_task(module, model),
         chunks_loss=isinstance(module, LLM)
         or (
