@@ -67,6 +67,7 @@ def train(run: Run) -> str:
             gpu.mark("computed")
             result = agree(run, totals, gpu)
         clock.lap("reduce_s")
+        tell_of_count(run, result)
         if result.update_placement:
             update_placement_(run)
         noise_columns = measure_noise(run) if result.noise and result.finite else None
@@ -116,6 +117,18 @@ def train(run: Run) -> str:
         run.events.write(Note(step=run.step, text=f"step {run.step}: {early}"))
     run.events.write(WorkerFinished(step=run.step, reason=early))
     return "finished"
+
+
+def tell_of_count(run: Run, result: StepResult) -> None:
+    """Say in the first step what a second value of forward is taken for, if it may be none."""
+    odd = result.totals.odd
+    if run.rank == 0 and odd is not None and odd.item():
+        text = (
+            f"the targets of step 1 weigh {result.tokens:.4g}: of two values of a forward "
+            "or loss the second is their number or summed weight; a metric belongs in a dict, "
+            'as {"loss": loss, "accuracy": value}'
+        )
+        run.events.write(Note(step=1, text=text))
 
 
 def _begin_step(run: Run) -> None:
@@ -187,6 +200,7 @@ def new_totals(run: Run) -> StepTotals:
         loss_scale=run.loss_scale.scale,
         loss_sum=nothing[0],
         count=nothing[1],
+        odd=torch.zeros((), dtype=torch.int64) if run.step == 0 else None,
     )
 
 

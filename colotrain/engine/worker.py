@@ -132,7 +132,8 @@ def prepare(
     attach_(model, plan.model)
     if rank == 0 and hasattr(model, KEEPS_VALUES):
         events.write(Note(text=UNCALLED))
-    if rank == 0 and (cut := describe_cut(train_data.samples, plan.data)):
+    evaluates = bool(plan.train.eval_steps)
+    if rank == 0 and (cut := describe_cut(train_data.samples, plan.data, evaluates=evaluates)):
         events.write(Note(text=cut))
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(

@@ -289,6 +289,18 @@ def warn_of_length(data: Data, survey: Survey) -> Iterator[str]:
         )
 
 
+def warn_of_data(settings: Config, survey: Survey) -> Iterator[str]:
+    """Warnings of samples that are too long for the model, and of samples that nothing reads."""
+    data = settings.data
+    yield from warn_of_length(data, survey)
+    kept = data.validation_fraction and data.target is None and not holds_tokens(data)
+    if kept and settings.train.eval_steps == 0:
+        yield (
+            f"train.eval_steps=0: nothing reads the {data.validation_fraction:.2g} of the data "
+            "that is kept for validation; data.validation_fraction=0 trains on it, too"
+        )
+
+
 def _is_too_long(data: Data, survey: Survey) -> bool:
     most = survey.num_positions
     return most is not None and data.target is None and data.seq_len > most

@@ -44,6 +44,9 @@ from colotrain.models import huggingface
 from colotrain.records import to_plain
 from colotrain.torch_internals import is_persistent
 
+HOW_IT_IS_READ = ("workers", "num_workers")
+"""Settings of the data on which no sample depends."""
+
 
 def save(run: Run) -> None:
     """Begin to write a checkpoint of the steps done so far, unless it exists already.
@@ -266,7 +269,7 @@ def _other_samples(run: Run, manifest: Manifest) -> list[str]:
     return [
         f"{section}.{key}"
         for section, key in dict.fromkeys(keys)
-        if key != "workers" and now[section].get(key) != then.get(section, {}).get(key)
+        if key not in HOW_IT_IS_READ and now[section].get(key) != then.get(section, {}).get(key)
     ]
 
 

@@ -20,10 +20,12 @@ from colotrain.data.read.loader import (
     refuse_empty,
     stack,
 )
+from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
+from colotrain.errors import ConfigError, Problem
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
@@ -248,6 +250,26 @@ def check_schedule(dotted: str, total: int) -> str | None:
         if not (math.isfinite(factor) and factor >= 0):
             return f"of step {step} it returned {factor:g}"
     return None
+
+
+def check_functions(data: DataPlan, named: dict[str, str], seed: int) -> None:
+    """Import the user's functions `named`, by setting, and let `data.sampler` weigh the samples.
+
+    Raises `ConfigError` with all that cannot be imported.
+    """
+    problems: list[Problem] = []
+    for key, dotted in named.items():
+        try:
+            import_target(key, dotted)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if data.sampler is not None:
+        with seeded(seed):
+            samples = open_samples(data, "train")
+        refuse_empty(samples)
+        sample_weights(samples, data.sampler)
 
 
 CHECKED_STEPS = 2000
