@@ -30,6 +30,7 @@ from colotrain.engine.waiting import waited_s, waiting
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Nonfinite, Note, WorkerFinished, WorkerStopped
 from colotrain.rundir import NOISE
+from colotrain.spec.batch import is_due
 from colotrain.spec.plan import READ_BACK, RunPlan
 
 PATIENCE_FACTOR = 5.0
@@ -124,7 +125,7 @@ def tell_of_count(run: Run, result: StepResult) -> None:
     odd = result.totals.odd
     if run.rank == 0 and odd is not None and odd.item():
         text = (
-            f"the targets of step 1 weigh {result.tokens:.4g}: of two values of a forward "
+            f"step 1 has {result.tokens:.4g} targets: of two values of a forward "
             "or loss the second is their number or summed weight; a metric belongs in a dict, "
             'as {"loss": loss, "accuracy": value}'
         )
@@ -365,11 +366,3 @@ def unfreeze_(run: Run) -> None:
     """Begin to train the parameters that the schedule unfreezes in this step."""
     if run.step in run.plan.freeze.unfreeze and run.step > 0:
         freeze_as_of(run, run.step)
-
-
-def is_due(step: int, every: float) -> bool:
-    """Whether `step` is the first to complete another `every` steps, which may be a fraction."""
-    if every <= 0:
-        return False
-    before, after = ((s / every + 1e-9) // 1 for s in (step - 1, step))
-    return after > before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from colotrain.data.prepare.prepared import Prepared
@@ -24,14 +25,16 @@ def _identity(shard: Prepared) -> str:
         return shard.train.parent.name
     digest = hashlib.sha256()
     for path in dict.fromkeys((shard.train, shard.validation)):
-        _add_pieces(digest, path)
+        for piece in _pieces(path):
+            digest.update(piece)
     return digest.hexdigest()
 
 
-def _add_pieces(digest: hashlib._Hash, path: Path) -> None:
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The size of a file as text, and pieces spread evenly over it."""
     size = path.stat().st_size
-    digest.update(f"{size}\n".encode())
+    yield f"{size}\n".encode()
     with path.open("rb") as file:
         for number in range(PIECES):
             file.seek(number * max(0, size - PIECE_BYTES) // (PIECES - 1))
-            digest.update(file.read(PIECE_BYTES))
+            yield file.read(PIECE_BYTES)

@@ -253,7 +253,7 @@ def check_schedule(dotted: str, total: int) -> str | None:
 
 
 def check_functions(data: DataPlan, named: dict[str, str], seed: int) -> None:
-    """Import the user's functions `named`, by setting, and let `data.sampler` weigh the samples.
+    """Import the user's functions `named`, by setting, and ask `data.sampler` for its weights.
 
     Raises `ConfigError` with all that cannot be imported.
     """
