@@ -46,8 +46,14 @@ class StepTotals:
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     micro_batches: int = 0
+    odd: Tensor | None = None
+    """Number of micro-batches whose count is no whole number, or 0 beside a loss; None: not asked.
+    """
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
+        if self.odd is not None:
+            odd = (count != count.round()) | ((count == 0) & (loss_sum.detach() != 0))
+            self.odd = self.odd.to(count.device) + odd
         self.loss_sum = self.loss_sum.to(loss_sum.device) + loss_sum.detach().double()
         self.count = self.count.to(count.device) + count.double()
         self.micro_batches += 1
@@ -162,6 +168,12 @@ def _may_be_count(value: Tensor) -> bool:
 def _wrong_output(model: nn.Module, output: Any) -> ColotrainError:
     objective = objective_of(model)
     what = "model: forward" if objective is None else objective.setting
+    pair = pair_in(output)
+    loss = loss_in(output) if pair is None else pair[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_floating_point():
+        dtype = str(loss.dtype).removeprefix("torch.")
+        problem = f"{what} returned a loss of dtype {dtype}, which has no gradient"
+        return ColotrainError(problem, "return a floating-point loss, computed without rounding it")
     return ColotrainError(
         f"{what} returned {_describe(output)}",
         "return the mean loss as a scalar, (loss_sum, count), or one of these as `loss` of a dict",

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from colotrain.engine.run_state import Run
 from colotrain.errors import ColotrainError
+from colotrain.spec.batch import is_due
 
 
 def note_evaluation(run: Run, found: Mapping[str, float]) -> None:
     """Count the evaluations since the last one that improved, from values that all ranks have.
 
-    The evaluation before the first step does not count.
+    Neither the evaluation before the first step counts nor one that only the end of the run asked
+    for: a run that goes on longer would otherwise end at another step than one that was not ended.
     """
     rule, before = run.plan.train.stop_early, run.evaluations
     run.evaluations = replace(before, last_step=run.step)
@@ -24,7 +26,7 @@ def note_evaluation(run: Run, found: Mapping[str, float]) -> None:
             f"train.stop_early.metric={rule.metric}: the evaluation has no such value",
             f"name one of {', '.join(found)}",
         )
-    if run.step == 0:
+    if run.step == 0 or not is_due(run.step, run.plan.train.eval_every):
         return
     value, sign = found[rule.metric], 1.0 if rule.mode == "max" else -1.0
     gain = math.inf if before.best is None else sign * (value - before.best)

@@ -30,6 +30,7 @@ from colotrain.engine.waiting import waited_s, waiting
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Nonfinite, Note, WorkerFinished, WorkerStopped
 from colotrain.rundir import NOISE
+from colotrain.spec.batch import is_due
 from colotrain.spec.plan import READ_BACK, RunPlan
 
 PATIENCE_FACTOR = 5.0
@@ -67,6 +68,7 @@ def train(run: Run) -> str:
             gpu.mark("computed")
             result = agree(run, totals, gpu)
         clock.lap("reduce_s")
+        tell_of_count(run, result)
         if result.update_placement:
             update_placement_(run)
         noise_columns = measure_noise(run) if result.noise and result.finite else None
@@ -116,6 +118,18 @@ def train(run: Run) -> str:
         run.events.write(Note(step=run.step, text=f"step {run.step}: {early}"))
     run.events.write(WorkerFinished(step=run.step, reason=early))
     return "finished"
+
+
+def tell_of_count(run: Run, result: StepResult) -> None:
+    """Say in the first step what a second value of forward is taken for, if it may be none."""
+    odd = result.totals.odd
+    if run.rank == 0 and odd is not None and odd.item():
+        text = (
+            f"step 1 has {result.tokens:.4g} targets: of two values of a forward "
+            "or loss the second is their number or summed weight; a metric belongs in a dict, "
+            'as {"loss": loss, "accuracy": value}'
+        )
+        run.events.write(Note(step=1, text=text))
 
 
 def _begin_step(run: Run) -> None:
@@ -187,6 +201,7 @@ def new_totals(run: Run) -> StepTotals:
         loss_scale=run.loss_scale.scale,
         loss_sum=nothing[0],
         count=nothing[1],
+        odd=torch.zeros((), dtype=torch.int64) if run.step == 0 else None,
     )
 
 
@@ -351,11 +366,3 @@ def unfreeze_(run: Run) -> None:
     """Begin to train the parameters that the schedule unfreezes in this step."""
     if run.step in run.plan.freeze.unfreeze and run.step > 0:
         freeze_as_of(run, run.step)
-
-
-def is_due(step: int, every: float) -> bool:
-    """Whether `step` is the first to complete another `every` steps, which may be a fraction."""
-    if every <= 0:
-        return False
-    before, after = ((s / every + 1e-9) // 1 for s in (step - 1, step))
-    return after > before

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 from torch import Tensor
 
-from colotrain.data.prepare.tokens import prepare_all
+from colotrain.data.prepare.identity import identities
 from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.data.read.references import WithReferences, wanted
@@ -127,7 +127,7 @@ def key_of(run: Run) -> str:
         "directory": huggingface.fingerprint(Path(plan.model.hf)) if plan.model.hf else None,
         "seed": plan.train.seed,
         "precision": plan.train.precision,
-        "data": [shard.train.parent.name for shard in prepare_all(plan.data)],
+        "data": identities(plan.data),
         "seq_len": plan.data.seq_len,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -111,6 +111,8 @@ class Run:
     stop_requested: Callable[[], str | None]
     """Function that returns a reason to stop that reached this rank, or None."""
     saver: Saver
+    sources: dict[str, str] = field(default_factory=dict)
+    """Identities of the data and models that are read; on rank 0, which writes manifests."""
     copies: MemoryCopies | None = None
     """Copies of the state in the launcher's memory; None where there are none."""
     heartbeat: HeartbeatWriter = field(default_factory=HeartbeatWriter)

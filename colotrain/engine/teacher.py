@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.prepare.tokens import prepare_all
+from colotrain.data.prepare.identity import identities
 from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import stack
 from colotrain.data.read.references import wanted
@@ -28,30 +28,21 @@ from colotrain.models.distillation import as_teacher
 from colotrain.models.loading import build_whole
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.spec.plan import ModelPlan, RunPlan
-
-PART_BYTES = 256 << 20
-"""Bytes of rows after which a rank writes a file of them."""
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-"""Precision of a run → dtype of its teacher, float32 in others."""
-
-
-def teacher_of(plan: RunPlan) -> ModelPlan:
-    """The teacher as a model, in the run's precision."""
-    assert plan.model.distill is not None
-    args = {"dtype": DTYPES.get(plan.train.precision, "float32")}
-    return ModelPlan(target="", hf=plan.model.distill.teacher, args=args)
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.teacher import PART_BYTES, teacher_of
 
 
 def folder_of(plan: RunPlan, rundir: RunDir) -> Path:
     """The folder of the teacher's rows, named by a hash of all that they depend on."""
-    teacher, data = teacher_of(plan), to_plain(plan.data)
+    assert plan.model.distill is not None
+    teacher = teacher_of(plan.model.distill, plan.train.precision)
+    data = to_plain(plan.data)
     data |= dict.fromkeys(("workers", "num_workers", "shuffle"))  # which change no sample
     content = {
         "distill": {**to_plain(plan.model.distill), "alpha": None},
         "directory": huggingface.fingerprint(Path(str(teacher.hf))),
         "dtype": teacher.args,
-        "data": [data, *(s.train.parent.name for s in prepare_all(plan.data))],
+        "data": [data, *identities(plan.data)],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return rundir.teacher / key[:16]
@@ -62,6 +53,8 @@ def ask_teacher_(run: Run) -> None:
 
     A run that is asked to stop keeps what is known by then, and has a reason to stop afterwards.
     """
+    assert run.plan.model.distill is not None
+    asked = teacher_of(run.plan.model.distill, run.plan.train.precision)
     teacher: nn.Module | None = None
     for split, loader, positions in (
         ("train", run.train_data, run.plan.train.max_steps * run.plan.batch.global_batch),
@@ -81,7 +74,7 @@ def ask_teacher_(run: Run) -> None:
                 text = f"the teacher's {len(told[0])} {split} samples are computed once"
                 run.events.write(Note(text=text))
             if teacher is None:
-                teacher = build_whole(teacher_of(run.plan), seed=0).to(run.device).eval()
+                teacher = build_whole(asked, seed=0).to(run.device).eval()
             compute(run, teacher, samples, told[0])
         dist.barrier()
     for loader in (run.train_data, run.validation_data):

@@ -30,6 +30,7 @@ from colotrain.engine.checkpoint.choosing import choose
 from colotrain.engine.checkpoint.manifest import complete, tidy, where_to_resume
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
+from colotrain.engine.checkpoint.sources import sources_of
 from colotrain.engine.context_parallel import divide_among_ranks_
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
@@ -131,7 +132,8 @@ def prepare(
     attach_(model, plan.model)
     if rank == 0 and hasattr(model, KEEPS_VALUES):
         events.write(Note(text=UNCALLED))
-    if rank == 0 and (cut := describe_cut(train_data.samples, plan.data)):
+    evaluates = bool(plan.train.eval_steps)
+    if rank == 0 and (cut := describe_cut(train_data.samples, plan.data, evaluates=evaluates)):
         events.write(Note(text=cut))
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(
@@ -165,6 +167,7 @@ def prepare(
         loss_scale=LossScale.for_precision(plan.train.precision),
         stop_requested=stop,
         saver=Saver.make(plan, rundir, events),
+        sources={} if rank else sources_of(plan, num_samples=len(train_data.samples)),
         copies=copies,
         heartbeat=heartbeat or HeartbeatWriter(),
     )

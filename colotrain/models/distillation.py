@@ -64,6 +64,7 @@ def as_teacher(plan: DistillPlan) -> AbstractContextManager[None]:
             rest = logs.exp_().scatter_(1, top.indices, 0.0).sum(1, keepdim=True).log()
             bits = torch.cat([top.values, rest], 1).float().view(torch.int32)
             found[start : start + step] = torch.cat([top.indices.int(), bits], 1)
+            del products, logits, logs  # before the next chunk's exist
         return found
 
     return computing(rows_of)

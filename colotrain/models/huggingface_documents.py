@@ -24,18 +24,19 @@ from colotrain.models.huggingface_internals import (
 
 SEPARABLE = (
     *DIVISIBLE,
-    *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo"),
-    *("gemma", "glm", "glm4", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense"),
-    *("hunyuan_v1_moe", "internlm3", "ministral", "ministral3", "nanochat", "olmo", "olmo3"),
-    *("olmoe", "persimmon", "phi", "qwen2_moe", "seed_oss", "starcoder2"),
+    *("apertus", "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+    *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe", "gpt_bigcode"),
+    *("granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("internlm3", "minimax_m2", "ministral", "ministral3", "nanochat", "olmo", "olmo3", "olmoe"),
+    *("persimmon", "phi", "qwen2_moe", "seed_oss", "starcoder2"),
 )
 """Model types, of config.json, whose attention may be computed document by document."""
-MASKED = ("diffllama", "doge", "gemma2", "nemotron", "phimoe")
+MASKED = ("codegen", "diffllama", "doge", "gemma2", "gptj", "nemotron", "phimoe")
 """Model types whose masks keep documents apart, and whose attention needs them.
 
 The logits of both kinds are compared with those of each document by itself in
 tests/unit/test_documents.py. Other types are refused: with the same positions some of them, such as
-Bloom and Qwen3-Next, let documents see one another.
+Bloom, Falcon and Qwen3-Next, let documents see one another.
 """
 NAME = "colotrain_documents"
 KEYWORD = "colotrain_documents"

@@ -159,6 +159,7 @@ class _InChunks(torch.autograd.Function):
             total += losses.sum()
             into = None if grad_x is None else grad_x[rows]
             _add_gradients_(slope.to(x.dtype), x[rows], weight, into, grad_weight, grad_bias)
+            del products, slope  # before the next chunk's exist
         ctx.gradients, ctx.dtype = (grad_x, grad_weight, grad_bias), weight.dtype
         return total
 
@@ -193,6 +194,7 @@ class _TokenLosses(torch.autograd.Function):
             logits -= top.unsqueeze(1)
             sums = logits.exp_().sum(1)
             losses[rows] = (sums.double().log() + (top.double() - picked.double())) * valid
+            del logits  # before the next chunk's exist
         ctx.save_for_backward(x, weight, bias, labels)
         ctx.shape, ctx.exact = shape, exact
         return losses
@@ -213,6 +215,7 @@ class _TokenLosses(torch.autograd.Function):
             slope *= scales[rows].unsqueeze(1).to(slope.dtype)
             into = None if grad_x is None else grad_x[rows]
             _add_gradients_(slope.to(x.dtype), x[rows], weight, into, grad_weight, grad_bias)
+            del products, slope
         of_parameters = (g if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
         return grad_x, *of_parameters, None, None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from colotrain.errors import UsageError
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
-from colotrain.planner.memory import predict
+from colotrain.planner.memory import Estimate, larger, predict
 from colotrain.planner.time import step_time
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
 from colotrain.spec.plan import MeshPlan, Prediction, Recompute
@@ -61,10 +61,20 @@ class SearchSpace:
     data_parallel: int
     """Ranks, or groups of ranks, that work on different samples."""
     mesh: MeshPlan = field(default_factory=MeshPlan)
+    before: Callable[[Layout], Estimate] | None = None
+    """Memory of a pass over the data before the first step; None: there is none."""
+
+    def need(self, layout: Layout, trace: Trace | None) -> Estimate:
+        """Memory that a rank needs in training, or in the pass before it if that is more."""
+        return self.with_pass(layout, predict(layout, self.survey, trace))
+
+    def with_pass(self, layout: Layout, training: Estimate) -> Estimate:
+        """`training`, or the memory of the pass before it if that is more."""
+        return training if self.before is None else larger(training, self.before(layout))
 
     def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
         trace = self.traces(checkpointing, layout.micro_batch)
-        need = predict(layout, self.survey, trace)
+        need = self.need(layout, trace)
         time = Prediction()
         if trace is not None and self.hardware is not None:
             time = step_time(
@@ -137,7 +147,7 @@ def largest_micro_batch(
 
     def has_room(size: int) -> bool:
         trace = search_space.traces(checkpointing, size)
-        need = predict(replace(layout, micro_batch=size), search_space.survey, trace)
+        need = search_space.need(replace(layout, micro_batch=size), trace)
         return need.peak.verdict(search_space.capacity) == "yes"
 
     if search_space.traces(checkpointing, 1) is None or not has_room(1):

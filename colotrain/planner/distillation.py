@@ -8,10 +8,16 @@ from pathlib import Path
 from colotrain.config.schema import Config
 from colotrain.data.prepare import vocabulary
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.planner.gpu_margin import gpu_margin_bytes
+from colotrain.planner.layout import Layout
+from colotrain.planner.memory import Estimate, around
+from colotrain.planner.model_states import model_state_bytes
 from colotrain.planner.model_surveys import ModelSurveys
+from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.objectives import DistillPlan
 from colotrain.spec.plan import FreezePlan, ModelPlan
-from colotrain.spec.survey import Survey
+from colotrain.spec.survey import Survey, Trace
+from colotrain.spec.teacher import kept_bytes
 
 TEACHER = "train.distill.teacher"
 
@@ -79,6 +85,50 @@ def check_distillation(
     ):
         if wrong:
             yield Problem(key=TEACHER, value=plan.teacher, expected=expected)
+
+
+def memory_of_pass(
+    layout: Layout,
+    student: Survey,
+    teacher: Survey,
+    trace: Trace | None,
+    *,
+    distill: DistillPlan,
+    num_samples: int,
+    seq_len: int,
+) -> Estimate:
+    """A rank's memory while it holds the teacher whole, beside its part of the student.
+
+    `trace` is that of a micro-batch through the frozen teacher, `num_samples` those of the run. The
+    optimizer has no state yet; rows are kept on the host. Only the weights are certain.
+    """
+    weights = sum(p.numel * p.itemsize for p in teacher.parameters)
+    weights += model_state_bytes(layout, student).parameters
+    ranks, on_gpu = layout.shard * layout.replicas, layout.device == "cuda"
+    rows = kept_bytes(distill, num_samples=-(-num_samples // ranks), seq_len=seq_len)
+    asked = {"activations": 0 if trace is None else _most_alive(trace), "buffers": rows}
+    if on_gpu:
+        asked["buffers"] = 0
+    elif (files := _stored_bytes(distill)) > sum(asked.values()):  # while the weights are read
+        asked = {"activations": 0, "buffers": files}
+    breakdown = MemoryBreakdown(parameters=weights, baseline=layout.baseline, **asked)
+    beside = gpu_margin_bytes(layout) if on_gpu else 0
+    exact = weights + layout.baseline
+    return Estimate(breakdown=breakdown, peak=around(breakdown.total, exact=exact, beside=beside))
+
+
+def _stored_bytes(distill: DistillPlan) -> int:
+    """Bytes of the teacher's files, which are mapped to memory while they are read."""
+    return sum(path.stat().st_size for path in Path(distill.teacher).glob("*.safetensors"))
+
+
+def _most_alive(trace: Trace) -> int:
+    """Most bytes of a trace's storages that are alive at once."""
+    now = most = trace.input_bytes
+    for event in (event for segment in trace.segments for event in segment.events):
+        now += trace.storages[event] if event >= 0 else -trace.storages[-1 - event]
+        most = max(most, now)
+    return most
 
 
 def _same_tokens(teacher: str, tokenizer: str) -> bool:

@@ -13,6 +13,7 @@ from colotrain.planner.advise import largest_micro_batch
 from colotrain.planner.advise_axes import LEAST, Changes, sizes_of_axes
 from colotrain.planner.budget import existing
 from colotrain.planner.layout import Layout
+from colotrain.planner.memory import predict
 from colotrain.planner.plugin import PlanningContext
 from colotrain.rundir import OFFLOAD
 from colotrain.spec.plan import RECOMPUTE, RunPlan
@@ -46,6 +47,11 @@ def memory_warnings(context: PlanningContext, plan: RunPlan) -> Iterator[str]:
             f"plugin.disk_path={named}: is not there yet, and would be made on the disk of "
             f"{existing(Path(str(named)))}"
         )
+    if _has_larger_pass(context, plan):
+        yield (
+            f"memory: the peak of {format_size(plan.memory.total)} per rank is that of the "
+            "teacher's pass before the first step, in which every rank holds the teacher whole"
+        )
     range_ = f"{format_size(peak.low)} to {format_size(peak.high)}"
     if peak.verdict(capacity) == "tight":
         yield (
@@ -61,6 +67,16 @@ def memory_warnings(context: PlanningContext, plan: RunPlan) -> Iterator[str]:
             f"memory: {procs} ranks need {range_} each, and {format_size(free)} of this machine "
             "are free now; end other programs, or the run may have to end by itself"
         )
+
+
+def _has_larger_pass(context: PlanningContext, plan: RunPlan) -> bool:
+    """Whether a pass before the first step needs more memory than training."""
+    space, layout = context.search_space, context.layout(plan.plugin)
+    if space.before is None:
+        return False
+    trace = space.traces(plan.train.activation_checkpointing, layout.micro_batch)
+    training = predict(layout, space.survey, trace).breakdown.total
+    return space.before(layout).breakdown.total > training
 
 
 def fix_hints(context: PlanningContext, plan: RunPlan) -> str:

@@ -25,11 +25,19 @@ RANGE = 0.05
 """Share by which peaks of equal runs differ at most."""
 
 
-def shape_of(layout: Layout, survey: Survey, trace: Trace | None, budget: Budget | None) -> str:
+def shape_of(
+    layout: Layout,
+    survey: Survey,
+    trace: Trace | None,
+    budget: Budget | None,
+    before: Estimate | None = None,
+) -> str:
     """Digest of everything in a plan that its peak depends on."""
     micro_batch = None if trace is None else (trace.storages, trace.input_bytes, trace.buffer_bytes)
     tiers = None if budget is None else (budget.device_bytes, budget.host_bytes)
     about = [to_plain(layout), to_plain(survey.parameters), micro_batch, tiers]
+    if before is not None:
+        about.append(to_plain(before.breakdown))
     known = json.dumps([*about, metadata.version("torch")], sort_keys=True)
     return hashlib.sha256(known.encode()).hexdigest()[:32]
 

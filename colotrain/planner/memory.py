@@ -57,6 +57,13 @@ def predict(layout: Layout, survey: Survey, trace: Trace | None) -> Estimate:
     )
 
 
+def larger(a: Estimate, b: Estimate) -> Estimate:
+    """The one with the higher peak, its range widened to hold the other's."""
+    most = max(a, b, key=lambda estimate: estimate.breakdown.total)
+    bounds = {n: max(getattr(a.peak, n), getattr(b.peak, n)) for n in ("exact", "low", "high")}
+    return Estimate(breakdown=most.breakdown, peak=PeakRange(**bounds))
+
+
 def around(num_bytes: int, *, exact: int, share: float = RANGE, beside: int = 0) -> PeakRange:
     """Range of a peak that is estimated as `num_bytes`, of which `exact` are certain.
 

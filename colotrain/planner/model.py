@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from colotrain.config.data import holds_tokens
@@ -12,11 +12,14 @@ from colotrain.config.schema import Config, Freeze, Optim
 from colotrain.config.schema_data import Data
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.planner.advise import Traces
-from colotrain.planner.distillation import check_distillation
+from colotrain.planner.distillation import check_distillation, memory_of_pass
+from colotrain.planner.layout import Layout
+from colotrain.planner.memory import Estimate
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.scale import Scale, mesh_of, touches
 from colotrain.spec.optimizers import ELEMENTWISE
 from colotrain.spec.plan import (
+    BatchPlan,
     DataPlan,
     FreezePlan,
     ModelPlan,
@@ -25,6 +28,7 @@ from colotrain.spec.plan import (
     TrainPlan,
 )
 from colotrain.spec.survey import Survey, Trace
+from colotrain.spec.teacher import teacher_of
 
 
 def survey_model(
@@ -285,6 +289,18 @@ def warn_of_length(data: Data, survey: Survey) -> Iterator[str]:
         )
 
 
+def warn_of_data(settings: Config, survey: Survey) -> Iterator[str]:
+    """Warnings of samples that are too long for the model, and of samples that nothing reads."""
+    data = settings.data
+    yield from warn_of_length(data, survey)
+    kept = data.validation_fraction and data.target is None and not holds_tokens(data)
+    if kept and settings.train.eval_steps == 0:
+        yield (
+            f"train.eval_steps=0: nothing reads the {data.validation_fraction:.2g} of the data "
+            "that is kept for validation; data.validation_fraction=0 trains on it, too"
+        )
+
+
 def _is_too_long(data: Data, survey: Survey) -> bool:
     most = survey.num_positions
     return most is not None and data.target is None and data.seq_len > most
@@ -334,3 +350,34 @@ def traces_of(
         )
 
     return traces
+
+
+def pass_before(
+    model: ModelPlan,
+    student: Survey,
+    data: DataPlan,
+    train: TrainPlan,
+    scale: Scale,
+    batch: BatchPlan,
+    surveys: ModelSurveys,
+) -> Callable[[Layout], Estimate] | None:
+    """Function of a rank's memory in the pass before the first step; None: no model is added."""
+    distill = model.distill
+    if distill is None:
+        return None
+    teacher = teacher_of(distill, train.precision)
+    surveyed = surveys.survey(teacher, FreezePlan(), data.seq_len)
+    traces = traces_of(surveys, teacher, FreezePlan(patterns=("*",)), data, train, scale)
+
+    def before(layout: Layout) -> Estimate:
+        return memory_of_pass(
+            layout,
+            student,
+            surveyed,
+            traces("none", layout.micro_batch),
+            distill=distill,
+            num_samples=train.max_steps * batch.global_batch,
+            seq_len=data.seq_len,
+        )
+
+    return before

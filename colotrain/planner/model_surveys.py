@@ -93,6 +93,10 @@ class ModelSurveys:
         found: str | None = self._call("check_schedule", dotted, total)[0]
         return found
 
+    def check_functions(self, data: DataPlan, named: dict[str, str], seed: int) -> None:
+        """Raise `ConfigError` where one of the user's functions cannot be used."""
+        self._call("check_functions", data, named, seed)
+
     def _call(self, function: str, *args: Any) -> Any:
         if is_warm() and SURVEY not in sys.modules:
             with suppress(NotForked):

@@ -63,7 +63,7 @@ class PlanningContext:
         if plugin.budget is not None:
             transient = non_model_bytes(layout, survey, trace)
             lowered = offloaded_estimate(plugin, survey, self.optim, device, transient=transient)
-            need = lowered or need
+            need = self.search_space.with_pass(layout, lowered) if lowered else need
         measured = measured_peaks.recall(self.shape(plugin))
         if measured is not None:
             need = measured_peaks.corrected(need, measured)
@@ -79,7 +79,8 @@ class PlanningContext:
         """Key under which the measured peak of a run is stored for later plans."""
         layout, search_space = self.layout(plugin), self.search_space
         trace = search_space.traces(self.train.activation_checkpointing, layout.micro_batch)
-        return measured_peaks.shape_of(layout, search_space.survey, trace, plugin.budget)
+        before = search_space.before(layout) if search_space.before else None
+        return measured_peaks.shape_of(layout, search_space.survey, trace, plugin.budget, before)
 
     def plan_plugin(
         self, name: str, asked: Plugin | None = None, *, reason: str = ""

@@ -27,9 +27,10 @@ from colotrain.planner.memory_copy import plan_memory_copy
 from colotrain.planner.model import (
     at_peak,
     count,
+    pass_before,
     survey_model,
     traces_of,
-    warn_of_length,
+    warn_of_data,
 )
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.objectives import plan_data
@@ -41,7 +42,7 @@ from colotrain.planner.plugin import (
     decide,
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
-from colotrain.planner.schedules import check_own_schedule
+from colotrain.planner.schedules import check_own_functions
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch, tokens_per_count
@@ -104,7 +105,7 @@ def resolve(
         raise ConfigError(hinted(problems))
     again = functools.partial(resolve, surveys=surveys, machine=machine, hints=False)
     steps = in_steps(settings, data, global_batch=batch.global_batch, surveys=surveys)
-    check_own_schedule(settings, steps, surveys)
+    check_own_functions(settings, data, steps, surveys)
     held = num_validation(settings, data, surveys=surveys)
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
     observe = _observe(settings.observe)
@@ -123,6 +124,7 @@ def resolve(
             world_size=scale.world,
             mesh=scale.mesh,
             data_parallel=batch.world,
+            before=pass_before(model, at_most, data, train, scale, batch_plan, surveys),
         ),
         batch=batch_plan,
         train=train,
@@ -166,7 +168,7 @@ def resolve(
         warnings=(
             *(() if smoke else _warnings_of_length(settings, steps)),
             *_warnings(settings, scale, machine),
-            *warn_of_length(settings.data, surveyed),
+            *warn_of_data(settings, surveyed),
             *surveyed.remarks,
             *warn_of_durations(train, batch_plan, option.time),
         ),

@@ -143,3 +143,11 @@ def no_best(key: str, metric: str, fraction: float, *, own_dataset: bool) -> Pro
             f"{section}"
         )
     return Problem(key=key, value=metric, expected=expected, fix=fix)
+
+
+def is_due(step: int, every: float) -> bool:
+    """Whether `step` is the first to complete another `every` steps, which may be a fraction."""
+    if every <= 0:
+        return False
+    before, after = ((s / every + 1e-9) // 1 for s in (step - 1, step))
+    return after > before

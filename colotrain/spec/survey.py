@@ -59,7 +59,7 @@ class Survey:
     built_whole: bool = False
     """Whether the model cannot be built without storage, so that every rank holds it whole."""
     uses_transformers: bool = False
-    """Whether the model has modules of transformers, which every rank then imports."""
+    """Whether the model or its teacher is one of transformers, which every rank then imports."""
 
     def divided(self, ranks: int) -> Survey:
         """The model with the parameters that one of `ranks` with parts of its matrices holds."""

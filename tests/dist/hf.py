@@ -30,15 +30,15 @@ def make_directory(kind: str, folder: Path, **llama: int) -> Path:
 
     torch.manual_seed(3)
     if kind == "llama":
+        sizes = {"vocab_size": VOCAB, "max_position_embeddings": 32, "intermediate_size": 40}
+        sizes |= {"hidden_size": 24, "num_hidden_layers": 3}
         config: Any = transformers.LlamaConfig(
-            hidden_size=24,
-            num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
             initializer_range=0.1,
             bos_token_id=None,
             eos_token_id=0,
-            **{"vocab_size": VOCAB, "max_position_embeddings": 32, "intermediate_size": 40} | llama,
+            **sizes | llama,
         )
     else:
         config = transformers.GPT2Config(

@@ -38,6 +38,27 @@ def test_verify_compares_with_both_models_in_plain_torch(taught: Colotrain, kind
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_verify_passes_in_half_precision(taught: Colotrain, precision: str) -> None:
+    options = ("--world-sizes", "2", "--plugins", "zero3", "--accumulation", "2")
+    result = taught("verify", *SMALL, *DISTILL, f"train.precision={precision}", *options, "--json")
+    assert result.code == 0, result.out + result.err
+    assert 1e-6 < max(case["max_abs_gradient"] for case in result.json["cases"]) < 0.1
+
+
+@pytest.mark.slow
+def test_the_plan_knows_the_teachers_pass(colotrain: Colotrain) -> None:
+    """The teacher's weights, and their files while they are read, are most of a run's memory."""
+    large = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    make_directory("llama", colotrain.cwd / "teacher", **OF_BYTES, **large)
+    words = (*SMALL, *DISTILL, "train.max_steps=1", "cluster.procs_per_node=1", "plugin=zero2")
+    memory = colotrain.run(*words, "train.eval_steps=0", "name=taught")["memory"]
+    assert memory["measured_peak"] == pytest.approx(memory["predicted_peak"], rel=0.1)
+    plan = colotrain("plan", *words, "train.eval_steps=0")
+    assert "is that of the teacher's pass" in " ".join(plan.out.split())
+
+
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_the_teachers_pass_continues_there(taught: Colotrain) -> None:
     words = (*SMALL, *DISTILL, "plugin=zero2", "train.micro_batch=1", "optim.lr=0.01")
     started = taught.start("run", *words, "name=long", "train.max_steps=3000")

@@ -25,6 +25,7 @@ class KnownSurveys(ModelSurveys):
             ("count", samples),
             ("count_validation", validation or (lambda data, seed, *, prepare: None)),
             ("trace", lambda *_, **__: None),
+            ("check_functions", lambda data, named, seed: None),
         ):
             object.__setattr__(self, name, function)
 

@@ -6,6 +6,8 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+from colotrain.engine.checkpoint.manifest import Evaluations
+from colotrain.engine.early_stopping import note_evaluation, why_over
 from colotrain.engine.evaluation import _is_best
 
 
@@ -36,3 +38,20 @@ def test_a_metric_that_is_not_finite_is_said_and_never_the_best() -> None:
     ]
     assert _is_best(one, 2.0, {"accuracy": 0.1})
     assert len(one.notes) == 1
+
+
+def test_an_evaluation_that_only_the_end_asked_for_does_not_count_for_an_early_end() -> None:
+    """So a run that is ended at step 5 and goes on ends as one that was not ended."""
+    rule = SimpleNamespace(metric="accuracy", mode="max", patience=2, min_delta=0.0)
+    one: Any = SimpleNamespace(
+        plan=SimpleNamespace(train=SimpleNamespace(stop_early=rule, eval_every=2)),
+        evaluations=Evaluations(last_step=-1),
+    )
+    for one.step in (0, 2, 4, 5):
+        note_evaluation(one, {"accuracy": 0.5})
+    assert one.evaluations.waited == 1
+    assert one.evaluations.last_step == 5
+    assert why_over(one) is None
+    one.step = 6
+    note_evaluation(one, {"accuracy": 0.5})
+    assert str(why_over(one)).endswith("in 2 evaluations; the best was 0.5 at step 2")

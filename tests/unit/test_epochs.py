@@ -15,7 +15,7 @@ from colotrain.cli.main import guarded
 from colotrain.cli.plan_table import _checkpoints, _evaluations, _rows
 from colotrain.config.compose import gather
 from colotrain.data.read.loader import SampleOrder
-from colotrain.engine.loop import is_due
+from colotrain.spec.batch import is_due
 from colotrain.spec.plan import RunPlan
 from tests.unit.known_surveys import resolve
 from tests.unit.test_resolve import LAPTOP, lines, survey, with_values

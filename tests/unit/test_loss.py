@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from colotrain.models import loss
 from colotrain.models.loss import Head, cross_entropy
+from colotrain.planner.traced.tracing import Recording
 from colotrain.torch_internals import TorchDispatchMode
 
 ROWS, WIDTH, VOCAB = 37, 16, 101
@@ -137,6 +139,24 @@ def test_only_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     with Largest():
         cross_entropy(x, weight, labels).backward()
     assert Largest.numel <= max(4 * VOCAB, weight.numel(), x.numel())
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_chunk_is_freed_before_the_next_one_exists(by_token: bool) -> None:
+    rows, width, vocab = 64, 4, 2**20  # chunks of four rows, 16 MiB each
+    x = torch.empty(rows, width, device="meta", requires_grad=True)
+    weight = torch.empty(vocab, width, device="meta")
+    labels = torch.empty(rows, dtype=torch.int64, device="meta")
+    with loss.computing_as("cpu"):
+        chunk_bytes = loss.rows_at_once(weight) * vocab * 4
+    recording = Recording([x, weight, labels], repeated=0.0)
+    with recording, loss.computing_as("cpu"), loss.by_token() if by_token else nullcontext():
+        cross_entropy(x, weight, labels).sum().backward()
+    sizes, now, most = recording.storages.sizes, 0, 0
+    for number, sign in (change for s in recording.stretches for change in s.changes):
+        now += sign * sizes[number]
+        most = max(most, now)
+    assert chunk_bytes <= most < 1.1 * chunk_bytes
 
 
 @pytest.mark.parametrize(("device", "chunks"), [("cpu", 32), ("cuda", 2)])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from colotrain.engine.accumulation import weighted_output
+from colotrain.engine.accumulation import StepTotals, weighted_output
+from colotrain.errors import ColotrainError
 from colotrain.models.outputs import metrics_in
 
 
@@ -28,3 +30,44 @@ def test_a_micro_batch_without_targets_has_no_metrics() -> None:
         assert count.item() == expected
         assert sum(number.item() for _, _, number in metrics_in(output, count)) == expected
     assert loss.item() == 0.0
+
+
+class Returns(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda loss: loss, lambda loss: (loss, 3), lambda loss: {"loss": loss}]
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+def test_a_loss_without_a_gradient_is_refused_by_its_dtype(wrap: Any, dtype: torch.dtype) -> None:
+    named = str(dtype).removeprefix("torch.")
+    with pytest.raises(ColotrainError, match=f"forward returned a loss of dtype {named}, which"):
+        weighted_output(Returns(wrap(torch.ones((), dtype=dtype))), {"x": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("count", "is_odd"), [(4, False), (4.0, False), (0.75, True), (0.0, True), (12.5, True)]
+)
+def test_a_second_value_that_may_be_a_metric_is_noticed_where_it_is_asked_for(
+    count: float, is_odd: bool
+) -> None:
+    for asked in (None, torch.zeros((), dtype=torch.int64)):
+        totals = StepTotals(nominal=1.0, odd=asked)
+        loss, found, _ = weighted_output(
+            Returns((torch.tensor(2.0), torch.tensor(count))), {"x": torch.ones(2)}
+        )
+        totals.add(loss, found)
+        assert (totals.odd is not None and bool(totals.odd)) == (is_odd and asked is not None)
+
+
+def test_a_micro_batch_in_which_nothing_counts_is_not_odd() -> None:
+    totals = StepTotals(nominal=1.0, odd=torch.zeros((), dtype=torch.int64))
+    totals.add(torch.zeros(()), torch.zeros(()))
+    assert totals.odd is not None
+    assert not totals.odd

@@ -13,6 +13,8 @@ from colotrain.data.read.loader import SampleOrder
 from colotrain.data.read.samples import WithoutValidation
 from colotrain.data.read.weighted import WeightedOrder, sample_weights
 from colotrain.errors import ConfigError
+from colotrain.planner.traced.survey import check_functions
+from colotrain.spec.plan import DataPlan
 
 
 def order(weights: list[float], *, seed: int = 3) -> WeightedOrder:
@@ -53,3 +55,27 @@ def test_the_weights_of_samples_kept_for_validation_do_not_count(
     module.__dict__["weigh"] = lambda dataset: [1.0]
     with pytest.raises(ConfigError, match="a weight for each of 4 samples, not 1"):
         sample_weights(data, "weighing:weigh")
+
+
+def test_functions_that_cannot_be_used_are_found_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("weighing")
+    module.__dict__.update(rows=lambda: [1, 2], weigh=lambda dataset: [-1.0] * len(dataset))
+    monkeypatch.setitem(sys.modules, "weighing", module)
+    data = DataPlan(
+        source="target",
+        target="weighing:rows",
+        sampler="weighing:weigh",
+        seq_len=8,
+        tokenizer="bytes",
+        shuffle=True,
+        validation_fraction=0.0,
+    )
+    with pytest.raises(ConfigError, match="there is -1"):
+        check_functions(data, {"data.sampler": "weighing:weigh"}, 0)
+    with pytest.raises(ConfigError) as wrong:
+        check_functions(data, {"data.sampler": "weighing:no", "train.metrics": "nowhere:f"}, 0)
+    assert [problem.key for problem in wrong.value.problems] == ["data.sampler", "train.metrics"]
+    module.__dict__["weigh"] = lambda dataset: [1.0] * len(dataset)
+    check_functions(data, {"data.sampler": "weighing:weigh"}, 0)

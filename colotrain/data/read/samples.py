@@ -64,7 +64,7 @@ def rest_of(samples: Any) -> Subset[Any] | None:
     return Subset(samples.dataset, range(len(samples), total))
 
 
-def describe_cut(samples: Any, plan: DataPlan) -> str:
+def describe_cut(samples: Any, plan: DataPlan, *, evaluates: bool) -> str:
     """What is kept of a dataset for validation without its doing; empty where nothing is."""
     if not isinstance(samples, WithoutValidation):
         return ""
@@ -72,10 +72,11 @@ def describe_cut(samples: Any, plan: DataPlan) -> str:
     held = total - len(samples)
     if not held:
         return ""
+    unused = "" if evaluates else ", which train.eval_steps=0 leaves out"
     return (
-        f"the last {held} of the {total} samples of data.target are for validation, not training "
-        f"(data.validation_fraction={plan.validation_fraction:g}; 0: none; a parameter `split` of "
-        "your function: samples of its own)"
+        f"the last {held} of the {total} samples of data.target are for validation{unused}, not "
+        f"training (data.validation_fraction={plan.validation_fraction:g}; 0: none; a parameter "
+        "`split` of your function: samples of its own)"
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine import generators
-from colotrain.engine.checkpoint import plain_state
+from colotrain.engine.checkpoint import plain_state, sources
 from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
 from colotrain.engine.checkpoint.manifest import (
     Manifest,
@@ -43,6 +43,9 @@ from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
 from colotrain.records import to_plain
 from colotrain.torch_internals import is_persistent
+
+HOW_IT_IS_READ = ("workers", "num_workers")
+"""Settings of the data on which no sample depends."""
 
 
 def save(run: Run) -> None:
@@ -176,6 +179,7 @@ def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
         versions={} if progress_only else _versions(),
         left_out=spared,
         began_with=began_with(run) if spared and not progress_only else {},
+        sources={} if progress_only else run.sources,
         written_at=time.time(),
     )
 
@@ -203,12 +207,9 @@ def restore(run: Run, path: Path) -> None:
     manifest = read_manifest(path)
     check_batch(manifest, path, run.plan.batch.global_batch)
     check_steps(manifest, path, run.plan.train)
-    if run.rank == 0 and (changed := _other_samples(run, manifest)):
-        text = (
-            f"warning: {path.name} was made with another {', '.join(changed)}: the order of "
-            f"samples changes at step {manifest.step + 1}; some may come twice or not at all"
-        )
-        run.events.write(Note(text=text))
+    if run.rank == 0:
+        for text in sources.warnings_of(run, manifest, _other_samples(run, manifest)):
+            run.events.write(Note(text=f"warning: {path.name} {text}"))
     parts, stored = run.sharded.parts, read_index(path).state_dict_metadata
     fill(run, path, manifest, stored, lambda wanted: _load(as_parts(wanted, parts), path))
     if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
@@ -268,7 +269,7 @@ def _other_samples(run: Run, manifest: Manifest) -> list[str]:
     return [
         f"{section}.{key}"
         for section, key in dict.fromkeys(keys)
-        if key != "workers" and now[section].get(key) != then.get(section, {}).get(key)
+        if key not in HOW_IT_IS_READ and now[section].get(key) != then.get(section, {}).get(key)
     ]
 
 

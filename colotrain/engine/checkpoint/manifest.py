@@ -80,6 +80,8 @@ class Manifest:
     """Parameters that are left out: they never trained and have the values the run began with."""
     began_with: dict[str, Any] = field(default_factory=dict)
     """Settings that decide the values of the parameters in `left_out`."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Identities of the data and models that the run read (`engine.checkpoint.sources`)."""
     written_at: float
     """Time in Unix seconds."""
     files: dict[str, FileEntry] = field(default_factory=dict)

@@ -20,10 +20,12 @@ from colotrain.data.read.loader import (
     refuse_empty,
     stack,
 )
+from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
+from colotrain.errors import ConfigError, Problem
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
@@ -74,7 +76,8 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         vocab_size=vocab_size(module),
         **positions(module),
         built_whole=whole,
-        uses_transformers=any("transformers" in type(m).__module__ for m in module.modules()),
+        uses_transformers=model.distill is not None  # its teacher is a model of transformers
+        or any("transformers" in type(m).__module__ for m in module.modules()),
         **huggingface_task(module, model),
         chunks_loss=isinstance(module, LLM)
         or (
@@ -247,6 +250,26 @@ def check_schedule(dotted: str, total: int) -> str | None:
         if not (math.isfinite(factor) and factor >= 0):
             return f"of step {step} it returned {factor:g}"
     return None
+
+
+def check_functions(data: DataPlan, named: dict[str, str], seed: int) -> None:
+    """Import the user's functions `named`, by setting, and ask `data.sampler` for its weights.
+
+    Raises `ConfigError` with all that cannot be imported.
+    """
+    problems: list[Problem] = []
+    for key, dotted in named.items():
+        try:
+            import_target(key, dotted)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if data.sampler is not None:
+        with seeded(seed):
+            samples = open_samples(data, "train")
+        refuse_empty(samples)
+        sample_weights(samples, data.sampler)
 
 
 CHECKED_STEPS = 2000

@@ -155,7 +155,7 @@ class Recording(TorchDispatchMode):
 
 
 def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0) -> Recording:
-    """Record forward and backward of one micro-batch."""
+    """Record forward and backward of one micro-batch; of a model that is frozen whole, forward."""
     known = [*model.parameters(), *model.buffers(), *batch.values()]
     recording = Recording(known, repeated=repeated)
     handles = list(_mark_blocks(model, recording))
@@ -163,8 +163,9 @@ def record(model: nn.Module, batch: Batch, *, device: str, repeated: float = 0.0
         with recording, computing_as(device):
             with _Attention(device), next(iter(batch.values())).device:
                 loss = loss_of(output_of(model, batch))
-            recording.begin("backward", "")
-            (loss * 1.0).backward()  # without function modes: see _always_as_on
+            if any(parameter.requires_grad for parameter in model.parameters()):
+                recording.begin("backward", "")
+                (loss * 1.0).backward()  # without function modes: see _always_as_on
             del loss
         for parameter in model.parameters():
             parameter.grad = None
