@@ -235,7 +235,8 @@ def _options_table(document: dict[str, Any]) -> Table:
     table.add_column("plugin", overflow="fold")
     speed = f"{document['batch']['unit']}/s"
     others, batch = document["alternatives"], document["batch"]
-    axes = [axis for axis in AXES if any(row[axis] != batch[axis] for row in others)]
+    shown = others[:MOST_ROWS]
+    axes = [axis for axis in AXES if any(row[axis] != batch[axis] for row in shown)]
     titles = ("micro", "recompute", "peak", "step", speed, "MFU")
     for title in (*(AXES[axis] for axis in axes), *titles):
         table.add_column(title, justify="right", no_wrap=True)
@@ -247,7 +248,7 @@ def _options_table(document: dict[str, Any]) -> Table:
         "activation_checkpointing": document["activation_checkpointing"],
         **{axis: batch[axis] for axis in AXES},
     }
-    for row in (own, *others[:MOST_ROWS]):
+    for row in (own, *shown):
         table.add_row(*_option_cells(row, axes), style=_option_style(row, own))
     if len(others) > MOST_ROWS:
         table.add_row(f"and {len(others) - MOST_ROWS} more", style="dim")
