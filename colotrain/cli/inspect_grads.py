@@ -91,6 +91,11 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
 def check_noise(plan: RunPlan) -> None:
     """Refuse a step of a single micro-batch: noise is measured between micro-batches."""
     batch = plan.batch
+    if plan.mesh.pp > 1:
+        raise UsageError(
+            f"--noise: with mesh.pp={plan.mesh.pp} micro-batches overlap on each stage",
+            "measure it with mesh.pp=1",
+        )
     if plan.mesh.cp > 1:
         raise UsageError(
             f"--noise: with mesh.cp={plan.mesh.cp} each rank has the gradient of parts of samples",

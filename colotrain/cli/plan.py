@@ -25,6 +25,7 @@ from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
 from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan
 from colotrain.spec.plugins import ROWS
+from colotrain.spec.sequence import bubble
 from colotrain.spec.survey import Trace
 
 NOT_TRACED = (
@@ -113,6 +114,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
             "tokens_per_step": plan.batch.tokens_per_step,
             "unit": unit_of(None, plan),
         },
+        **({"pipeline": stages_of(resolved)} if plan.mesh.pp > 1 else {}),
         "parameters": to_plain(plan.parameters),
         "freeze": [
             {"pattern": pattern, "matched": plan.freeze.matched.get(pattern, 0)}
@@ -293,4 +295,14 @@ def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, A
             "measured": {"step_s": time["step_s"], "tokens_per_s": measured["tokens_per_s"]},
             "error": time["error"],
         },
+    }
+
+
+def stages_of(resolved: ResolvedConfig) -> dict[str, Any]:
+    """Return the stages of the plan, and the part of a step for which each waits."""
+    mesh, batch = resolved.plan.mesh, resolved.plan.batch
+    return {
+        "blocks": list(mesh.pp_split),
+        "peaks": list(resolved.context.bytes_of_stages),
+        "bubble": bubble(mesh.pp, batch.accumulation_steps),
     }

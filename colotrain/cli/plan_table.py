@@ -74,6 +74,11 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     divided = {"sample": plan.mesh.cp, "matrix": plan.mesh.tp}
     together = "".join(f", {size} to a {what}" for what, size in divided.items() if size > 1)
     yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}{together}"
+    if stages := document.get("pipeline"):
+        blocks = " + ".join(map(str, stages["blocks"]))
+        peaks = ", ".join(map(format_size, stages["peaks"]))
+        waits = f"each waits for {stages['bubble']:.0%} of a step"
+        yield "stages", f"{blocks} blocks, {peaks} per rank; {waits}"
     unit = document["batch"]["unit"]
     workers = "ranks"
     if plan.mesh.together > 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +44,17 @@ def verify(
     *,
     plugins: str,
     world_sizes: str,
-    cp: str,
-    tp: str,
+    axes: dict[str, str],
     accumulation: str,
     optimizer: str,
     steps: int,
     tolerance: float | None,
     as_json: bool,
 ) -> int:
-    """Compare plugins with one process of plain torch; return 0 if all agree, 4 otherwise."""
+    """Compare plugins with one process of plain torch; return 0 if all agree, 4 otherwise.
+
+    `axes` has the values of each axis of the mesh, such as 1,2 for cp; "" for the plan's own.
+    """
     from colotrain.data.prepare.tokens import prepare_all
     from colotrain.show.progress import preparation
     from colotrain.verify.compare import Tolerance, to_json
@@ -69,8 +73,10 @@ def verify(
         resolved,
         plugins=names,
         world_sizes=sizes or [resolved.plan.world_size],
-        cps=_numbers("--cp", cp) if cp else [resolved.plan.mesh.cp],
-        tps=_numbers("--tp", tp) if tp else [resolved.plan.mesh.tp],
+        axes={
+            axis: _numbers(f"--{axis}", text) if text else [getattr(resolved.plan.mesh, axis)]
+            for axis, text in axes.items()
+        },
         accumulation=cuts,
         optimizer=optimizer,
         steps=steps,
@@ -124,18 +130,19 @@ def _plans(
     *,
     plugins: Sequence[str],
     world_sizes: Sequence[int],
-    cps: Sequence[int],
-    tps: Sequence[int],
+    axes: Mapping[str, Sequence[int]],
     accumulation: Sequence[int],
     optimizer: str,
     steps: int,
 ) -> list[RunPlan]:
     from colotrain.verify.cases import batch_size, freeze_sets, variants
 
-    products = [cp * tp for cp in cps for tp in tps]
+    products = [math.prod(sizes) for sizes in itertools.product(*axes.values())]
     if not any(size % product == 0 for size in world_sizes for product in products):
-        key, values = ("--tp", tps) if max(tps) > 1 else ("--cp", cps)
-        whose = "a divisor" if 1 in (max(cps), max(tps)) else "with --cp a product that divides one"
+        above_one = [axis for axis in ("tp", "cp", "pp") if max(axes[axis]) > 1]
+        key, values = f"--{above_one[0]}", axes[above_one[0]]
+        others = " and ".join(f"--{axis}" for axis in above_one[1:])
+        whose = f"with {others} a product that divides one" if others else "a divisor"
         expected = f"{whose} of one of the world sizes {', '.join(map(str, world_sizes))}"
         value, fix = ", ".join(map(str, values)), f"for example --world-sizes 2,4 {key} 1,2"
         raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
@@ -148,8 +155,7 @@ def _plans(
         for variant in variants(
             plugins=plugins,
             world_sizes=world_sizes,
-            cps=cps,
-            tps=tps,
+            axes=axes,
             accumulation=accumulation,
             freezes=freeze_sets(resolved.survey.parameters, own=own),
         )
@@ -198,7 +204,7 @@ def _check_optimizer(name: str) -> None:
 
 def _table(results: Sequence[CaseResult]) -> Table:
     table = Table(box=None, pad_edge=False)
-    axes = [axis for axis in ("cp", "tp") if any(getattr(r, axis) > 1 for r in results)]
+    axes = [axis for axis in ("pp", "cp", "tp") if any(getattr(r, axis) > 1 for r in results)]
     names = ["plugin", "ranks", *axes, "accumulation", "frozen by"]
     for name in (*names, "loss", "gradient", "parameter", "steps"):
         table.add_column(name, justify="left" if name in ("plugin", "frozen by") else "right")
@@ -228,7 +234,7 @@ def _cells(result: CaseResult, *, axes: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _describe(result: CaseResult) -> str:
-    sizes = {"cp": result.cp, "tp": result.tp}
+    sizes = {"pp": result.pp, "cp": result.cp, "tp": result.tp}
     axes = "".join(f", mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
     return (
         f"{result.plugin} on {result.world_size} ranks"

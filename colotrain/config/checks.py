@@ -39,6 +39,7 @@ AT_LEAST: dict[str, float] = {
     "optim.weight_decay": 0,
     "optim.schedule.warmup_steps": 0,
     "accumulate.steps": 1,
+    "mesh.pp": 1,
     "mesh.cp": 1,
     "mesh.tp": 1,
     "plugin.shard_size": 1,

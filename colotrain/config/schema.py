@@ -50,6 +50,11 @@ class Plugin:
 class Mesh:
     """Axes of the mesh of ranks beside the plugin's."""
 
+    pp: int = 1
+    """Pipeline parallelism: stages that each hold some consecutive blocks of the model, for models
+    that no plugin's shards make small enough, or ranks with slow links between them."""
+    pp_split: list[int] = field(default_factory=list)
+    """Number of blocks of each stage; empty: stages that take about as long."""
     cp: int = 1
     """Context parallelism: ranks that divide each sample's tokens among themselves, for samples too
     long for one rank's memory. Model states are sharded over them, too."""

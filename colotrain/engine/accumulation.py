@@ -8,6 +8,7 @@ uses a fixed nominal number, and `StepTotals.gradient_factor` corrects for it on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,15 +18,13 @@ from torch import Tensor, nn
 
 from colotrain.data.read.loader import count_targets
 from colotrain.engine.gradients.gradients import GradientState, note_use
-from colotrain.engine.sharding.sharded_model import (
-    begin_micro_batch,
-    reduce_replicated_,
-    sum_partial_,
-)
+from colotrain.engine.pipeline.stage import Passed
+from colotrain.engine.sharding.sharded_model import begin_backward, begin_forward, reshard
+from colotrain.engine.sharding.sums import reduce_replicated_, sum_partial_, sum_tied_
 from colotrain.errors import ColotrainError
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.documents import DOCUMENT_IDS, ON_HOST
-from colotrain.models.objective import objective_of, output_of
+from colotrain.models.objective import inputs_of, objective_of, output_of
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
 Batch = dict[str, Tensor]
@@ -64,19 +63,48 @@ class StepTotals:
 
 
 def accumulate(
-    state: GradientState, batches: Iterable[Batch], *, num: int, totals: StepTotals
+    state: GradientState,
+    batches: Iterable[Batch],
+    *,
+    num: int,
+    totals: StepTotals,
+    one_by_one: bool = False,
 ) -> StepTotals:
-    """Run forward and backward of the `num` micro-batches of a step. All ranks must call."""
-    sharded = state.sharded
-    for index, batch in enumerate(batches):
-        begin_micro_batch(sharded, last=index == num - 1)
-        loss_sum, count = weighted_loss(sharded.module, batch)
+    """Run forward and backward of the `num` micro-batches of a step. All ranks must call.
+
+    A pipeline stage runs some forwards ahead of its backwards, unless `one_by_one`.
+    """
+    sharded, stage = state.sharded, state.sharded.stage
+    ahead = 0 if one_by_one else stage.ahead
+    stage.begin_step(state.frozen)
+    begun: deque[Passed] = deque()
+    left = num
+    for batch in batches:
+        begin_forward(sharded)
+        begun.append(_forward(state, batch, totals))
         note_use(state)
-        (loss_sum * (totals.loss_scale / totals.nominal)).backward()
-        totals.add(loss_sum, count)
+        while len(begun) > (ahead if totals.micro_batches < num else 0):
+            left -= 1
+            begin_backward(sharded, last=left == 0)
+            stage.backward(begun.popleft())
+    stage.end_step()
+    if not (stage.trains_before or stage.trains_here):
+        reshard(sharded)  # no backward has freed the whole parameters
     reduce_replicated_(sharded)
     sum_partial_(sharded)
+    sum_tied_(sharded)
     return totals
+
+
+def _forward(state: GradientState, batch: Batch, totals: StepTotals) -> Passed:
+    """Run a micro-batch's forward on this rank's stage; the last stage computes the loss."""
+    model, stage = state.sharded.module, state.sharded.stage
+    if not stage.is_last:
+        totals.micro_batches += 1
+        return Passed(stage.forward(model, inputs_of(model, batch)), stage.received)
+    loss_sum, count = weighted_loss(model, batch)
+    totals.add(loss_sum, count)
+    return Passed(loss_sum * (totals.loss_scale / totals.nominal), stage.received)
 
 
 class OnDevice(dict[str, Tensor]):

@@ -19,7 +19,7 @@ from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
-from colotrain.models.objective import outputs_alone
+from colotrain.models.objective import inputs_of, outputs_alone
 from colotrain.models.outputs import metrics_in
 
 
@@ -97,9 +97,10 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
         at = divmod(index, num)
         batch, num_samples = to_device(data.micro_batch(*at), run.device), len(data.positions(*at))
         with uncompiled(run, num_samples < run.plan.batch.micro_batch):
-            loss, count, output, own = _with_metrics(run, batch)
-        if not num_samples:  # none is left: the forward ran because other ranks wait for it
+            found = _with_metrics(run, batch)
+        if not num_samples or found is None:  # the forward ran because other ranks wait for it
             continue
+        loss, count, output, own = found
         sums += torch.stack([loss.double(), count.double()])
         for name, value, weight in (*metrics_in(output, count), *metrics_in(own, count)):
             if not weight.item():  # a rank's part of a sample may have no target
@@ -109,12 +110,18 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
     return sums, metrics
 
 
-def _with_metrics(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Any, Any]:
+def _with_metrics(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Any, Any] | None:
     """Return `weighted_output`, and what `train.metrics` returns; all ranks run as many forwards.
+
+    None on a pipeline stage that is not the last.
 
     A Hugging Face model that computes its loss runs once more, without labels, for its outputs.
     """
-    model, function = run.sharded.module, run.metrics
+    model, function, stage = run.sharded.module, run.metrics, run.sharded.stage
+    if not stage.is_last:
+        stage.forward(model, inputs_of(model, batch))
+        stage.end_step()
+        return None
     seen: list[Any] = []
     loss, count, output = weighted_output(model, batch, seen=seen)
     if function is None:

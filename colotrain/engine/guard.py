@@ -26,7 +26,7 @@ from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import CorruptionFound, Note
-from colotrain.spec.plan import DP_REPLICATE
+from colotrain.spec.mesh import DP_REPLICATE
 
 PIECE = 1 << 22
 """Numbers of 8 bytes that are summed at once."""
@@ -103,7 +103,7 @@ def _sums(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
 
 def _state(run: Run) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's parameters and optimizer state."""
-    for name, parameter in run.sharded.module.named_parameters():
+    for name, parameter in run.sharded.named_parameters():
         yield name, local_shard(parameter)
     for name, values in run.optimizer.state().items():
         yield from ((f"{key} of {name}", local_shard(value)) for key, value in values.items())
@@ -137,12 +137,11 @@ def _differing(run: Run) -> list[Finding]:
 
 
 def _differing_replicas(run: Run) -> list[Finding]:
-    whole = {n for n, p in run.sharded.module.named_parameters() if local_shard(p) is p}
+    whole = {n for n, p in run.sharded.named_parameters() if local_shard(p) is p}
     held = list(_state(run))
-    world = range(dist.get_world_size())
-    found = _compare(
-        "replicas", [(n, t) for n, t in held if n.rpartition(" of ")[2] in whole], None, list(world)
-    )
+    of_stage = run.sharded.stage.group or dist.group.WORLD
+    alike = [(n, t) for n, t in held if n.rpartition(" of ")[2] in whole]
+    found = _compare("replicas", alike, of_stage, dist.get_process_group_ranks(of_stage))
     parts = run.sharded.parts
     if parts.group is not None:
         own = whole | parts.splits.keys()

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from colotrain.data.read.packing import IGNORE_INDEX
 from colotrain.engine import generators
 from colotrain.engine.accumulation import SHIFTS, Batch
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
-from colotrain.models.objective import output_of
+from colotrain.models.objective import inputs_of, output_of
 from colotrain.models.outputs import count_in, loss_in, pair_in
 
 MIN_LABELS = 3
@@ -43,7 +44,7 @@ def find(run: Run) -> None:
     run.at("trial forward")
     model = run.sharded.module
     sample = {name: tensor.to(run.device) for name, tensor in run.sample.items()}
-    shifts = shifts_labels(model, sample)
+    shifts = shifts_labels(model, sample, run.sharded.stage)
     reshard(run.sharded)
     if shifts and run.plan.data.source != "target":
         raise ColotrainError(
@@ -60,29 +61,46 @@ def find(run: Run) -> None:
 
 
 @torch.no_grad()
-def shifts_labels(model: nn.Module, sample: Batch) -> bool:
+def shifts_labels(model: nn.Module, sample: Batch, stage: Stage | None = None) -> bool:
     """Whether the first label of a row does not count. All ranks must call with the same sample.
 
     False for a model that returns its number of targets. The model's buffers and the generators do
-    not change.
+    not change. With pipeline stages the last one decides, and every forward runs.
     """
+    stage = stage or Stage()
     labels = sample["labels"]
     target = labels[labels != IGNORE_INDEX][0]
 
-    def loss(*places: int) -> Tensor | None:
+    def loss(*chosen: int) -> Tensor | None:
         masked = torch.full_like(labels, IGNORE_INDEX)
-        masked[:, list(places)] = target
-        output = output_of(model, {**sample, "labels": masked})
+        masked[:, list(chosen)] = target
+        batch = {**sample, "labels": masked}
+        if not stage.is_last:
+            stage.forward(model, inputs_of(model, batch))
+            return None
+        output = output_of(model, batch)
         if isinstance(output, tuple) or pair_in(output) or count_in(output) is not None:
             return None
         return loss_in(output)
 
     with unchanged(model, labels.device):
-        last, both = loss(-1), loss(0, -1)
-        if last is None or both is None or not torch.equal(last, both):
-            return False
-        first, none = loss(0), loss()  # else all positions may have the same loss
-        return first is not None and none is not None and _same(first, none)
+        places: tuple[tuple[int, ...], ...] = ((-1,), (0, -1), (0,), ())
+        losses: Iterator[Tensor | None] = (loss(*chosen) for chosen in places)
+        shifts = _first_is_left_out(losses if stage.count == 1 else iter([*losses]))
+    stage.end_step()
+    return stage.from_last(shifts)
+
+
+def _first_is_left_out(losses: Iterator[Tensor | None]) -> bool:
+    """Whether the loss with targets at the end, or both ends, is equal, and at the beginning none.
+
+    `losses` are those with a target at the end, at both ends, at the beginning, and nowhere.
+    """
+    last, both = next(losses), next(losses)
+    if last is None or both is None or not torch.equal(last, both):
+        return False
+    first, none = next(losses), next(losses)  # else all positions may have the same loss
+    return first is not None and none is not None and _same(first, none)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

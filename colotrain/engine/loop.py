@@ -211,14 +211,17 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     run.progress.begin_agreement()
     run.stop_reason = run.reason_to_stop()
     asked = run.rundir.grads_request() if run.rank == 0 else None
-    order = run.sharded.order_of_calls()
+    order, stage = run.sharded.order_of_calls(), run.sharded.stage
+    orders = torch.zeros(2, stage.count, dtype=torch.float64)
+    orders[:, stage.index] = torch.tensor([order, order * order])
     traced = run.rank == 0 and run.rundir.profile_request() is not None
     short, due = run.tiers is not None and run.tiers.policy.exceeds_budget(), run.saver.is_due()
     flags = [run.stop_reason is not None, asked is not None, asked == NOISE, short, due, traced]
     copy_s = run.copies.seconds if run.copies is not None else 0.0
     # a GPU has not done yet what the host has queued: of it, the step before is known
     took_s = run.progress.elapsed_s() if gpu.step_s is None else gpu.step_s
-    requests = torch.tensor([*flags, order, order * order, took_s, copy_s], dtype=torch.float64)
+    asks = torch.tensor([*flags, took_s, copy_s], dtype=torch.float64)
+    requests = torch.cat((asks, orders.view(-1)))
     if run.tiers is not None:
         run.tiers.transfers.order_gradients()
     norms, used = gradients.local_statistics(run.gradients, run.device)
@@ -230,19 +233,20 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
         dist.all_reduce(shared)
     gpu.mark("reduced")
     shared = shared.cpu()  # the only wait for the device in a step
-    sums, world = shared[:12].tolist(), dist.get_world_size()
-    loss_sum, count, stop, record, noisy, update_placement, save, traced = sums[:8]
-    *orders, took_s, copy_s = sums[8:]
+    known = 2 + len(requests)
+    sums, world = shared[:known].tolist(), dist.get_world_size()
+    loss_sum, count, stop, record, noisy, update_placement, save, traced, took_s, copy_s = sums[:10]
     monitor.note_duration(run, took_s / world)
     if run.copies is not None:
         run.copies.note_durations(took_s / world, copy_s / world)
-    if orders[0] ** 2 != orders[1] * world:  # equal only if all orders are the same
+    totals_of, squares_of = shared[10:known].view(2, -1)
+    if not torch.equal(totals_of**2, squares_of * (world // stage.count)):  # some order is another
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
             "let every rank call every block in every forward",
         )
     factor = totals.gradient_factor(count)
-    gradients.store_statistics_(run.gradients, shared[12:], factor=factor)
+    gradients.store_statistics_(run.gradients, shared[known:], factor=factor)
     return StepResult(
         loss=loss_sum / (count or 1.0),
         tokens=count,

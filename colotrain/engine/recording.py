@@ -39,7 +39,7 @@ def record_step(
     rss, peak = memory_now()[0], highest_peak()
     indices = range(run.plan.batch.accumulation_steps)
     samples = [i for index in indices for i in run.train_data.ids(run.batch_index - 1, index)]
-    if run.rank % run.plan.mesh.together:  # another rank of the group names them
+    if not run.plan.mesh.reads_first(run.rank, world=run.plan.world_size):
         samples = []
     values: dict[str, Any] = {**times, "samples": samples, "rss": rss, "peak": peak}
     if run.rank == 0:
@@ -88,7 +88,7 @@ def lasting_bytes(run: Run) -> dict[str, int]:
     model = run.sharded.module
     states = run.optimizer.torch.state.values() if run.optimizer.torch is not None else ()
     return {
-        "parameters": sum(local_shard(p).nbytes for p in model.parameters()),
+        "parameters": sum(local_shard(p).nbytes for _, p in run.sharded.named_parameters()),
         "optimizer": sum(
             local_shard(value).nbytes
             for state in states

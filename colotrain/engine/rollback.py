@@ -67,7 +67,7 @@ def freeze_as_of(run: Run, step: int) -> None:
     reshard(run.sharded)
     model, optimizer = run.sharded.module, run.optimizer
     run.gradients.frozen = freeze_(model, run.plan.freeze, step=step).reasons
-    training = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    training = run.sharded.trained()
     optimizer.drop([name for name in optimizer.parameters if name not in training])
     optimizer.add({n: p for n, p in training.items() if n not in optimizer.parameters})
     for group in run.sharded.groups:

@@ -42,6 +42,8 @@ from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
+from colotrain.engine.pipeline.sequence import find_sequence
+from colotrain.engine.pipeline.stage import Stage, keep_stage_
 from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs
 from colotrain.engine.probes import memory_now, own_log
 from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
@@ -144,11 +146,13 @@ def prepare(
     trial = first_micro_batch(train_data) if rank == 0 else None
     nominal, sample = agree_on_targets(plan, trial, events)
     groups = agree_on_groups(model, plan, trial, events)
+    stage = agree_on_stage_(model, plan, trial)
     divide_among_ranks_(model, plan)
     prepare_blocks_(model, plan.train)
-    sharded, tiers, waits_counted = shard_and_fill_(model, plan, rundir, groups, parts)
+    groups = stage.own_groups(model, groups)
+    sharded, tiers, waits_counted = shard_and_fill_(model, plan, rundir, groups, parts, stage)
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
-    optimizer.add({n: p for n, p in model.named_parameters() if p.requires_grad})
+    optimizer.add(sharded.trained())
     run = Run(
         plan=plan,
         rundir=rundir,
@@ -228,18 +232,20 @@ def shard_and_fill_(
     rundir: RunDir,
     groups: list[tuple[str, list[nn.Module]]],
     parts: TensorParts,
+    stage: Stage,
 ) -> tuple[ShardedModel, Tiers | None, bool]:
     """Shard the model's groups, and give their parameters storage and values in their tiers.
 
     Also returns whether `engine.waiting` counts all that a rank waits for others in a step.
     """
-    mesh = make_mesh(plan.plugin, plan.cluster.device, parts)
+    mesh = make_mesh(plan.plugin, plan.cluster.device, parts, stage)
     tiers = None
     if plan.plugin.budget is not None:
         sizes = measure_bytes(model, groups, plan, state_ratio(plan.optim))
         tiers = Tiers(plan, rundir, sizes, estimate_non_model_bytes(plan, sizes))
     offloads = tiers.policy.offloads if tiers else lambda index: False
-    sharded = shard_(model, plan, mesh, groups, offloads=offloads, parts=parts)
+    sharded = shard_(model, plan, mesh, groups, offloads=offloads, parts=parts, stage=stage)
+    stage.install_(model)
     transport = install(sharded)
     alone = plan.plugin.dp_shard == 1
     shared_params = share_parameters(sharded) if transport is not None or alone else None
@@ -301,6 +307,22 @@ def agree_on_groups(
     groups = [(name, [model.get_submodule(m) for m in members]) for name, members in inside]
     check_dtypes(model, groups, plan.model, plan.freeze)
     return groups
+
+
+def agree_on_stage_(model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | None) -> Stage:
+    """Leave this rank's stage of the model, whose blocks rank 0 finds with its micro-batch."""
+    mesh = plan.mesh
+    if mesh.pp == 1:
+        return Stage()
+    found: list[Any] = [None if trial is None else find_sequence(model, trial)]
+    dist.broadcast_object_list(found)
+    sequence = found[0]
+    if sequence.against or sum(mesh.pp_split) != len(sequence.blocks):
+        problem = sequence.against or f"it has {len(sequence.blocks)} blocks, not {mesh.pp_split}"
+        raise ColotrainError(f"mesh.pp={mesh.pp}: {plan.model.value}: {problem}", "set mesh.pp=1")
+    index = dist.get_rank() // (dist.get_world_size() // mesh.pp)
+    dtype = cast_dtype(plan.train.precision)
+    return keep_stage_(model, sequence, mesh.pp_split, index, compute_dtype=dtype)
 
 
 def agree_on_targets(

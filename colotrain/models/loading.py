@@ -124,16 +124,27 @@ def build_on_meta(plan: ModelPlan) -> nn.Module | None:
     return model
 
 
-def allocate_(model: nn.Module, *, device: str, on_host: Set[int] = frozenset()) -> None:
+def allocate_(
+    model: nn.Module,
+    *,
+    device: str,
+    on_host: Set[int] = frozenset(),
+    elsewhere: Set[int] = frozenset(),
+) -> None:
     """Allocate tensors that are on the meta device; parameters stay tied, and buffers keep values.
 
     A module with a parameter in `on_host` (ids) is allocated on the host, not on `device`.
+    Parameters in `elsewhere` stay on the meta device.
     """
     ties = list(_ties(model))
     real = {name: b.clone() for name, b in model.named_buffers() if not b.is_meta}
     for module in reversed(list(model.modules())):  # children first: an FSDP module reads theirs
         rests_on_host = any(id(p) in on_host for p in module.parameters(recurse=False))
+        own = module._parameters
+        left_out = {key: p for key, p in own.items() if p is not None and id(p) in elsewhere}
+        own.update(dict.fromkeys(left_out))
         module.to_empty(device="cpu" if rests_on_host else device, recurse=False)
+        own.update(left_out)
     for owner, name, other, other_name in ties:  # to_empty splits tied parameters
         setattr(other, other_name, getattr(owner, name))
     for name, buffer in model.named_buffers():

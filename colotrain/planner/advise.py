@@ -14,7 +14,8 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, larger, predict
 from colotrain.planner.time import step_time
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
-from colotrain.spec.plan import MeshPlan, Prediction, Recompute
+from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.plan import Prediction, Recompute
 from colotrain.spec.survey import Survey, Trace
 
 MOST_SAMPLES = 1024

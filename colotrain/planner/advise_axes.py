@@ -42,7 +42,7 @@ def other_meshes(context: PlanningContext, plan: RunPlan) -> Iterator[Option]:
     sizes, own = sizes_of_axes(context.search_space.survey, plan), plan.mesh
     products = [(cp, tp) for cp in sizes["mesh.cp"] for tp in sizes["mesh.tp"]]
     for cp, tp in products:
-        if (cp, tp) == (own.cp, own.tp) or plan.cluster.procs_per_node % (cp * tp):
+        if (cp, tp) == (own.cp, own.tp) or plan.cluster.procs_per_node % (cp * tp * own.pp):
             continue
         changes = SMALL | {"mesh.cp": cp, "mesh.tp": tp}
         if own.sequence_parallel and tp == 1:

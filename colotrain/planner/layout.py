@@ -43,7 +43,16 @@ class Layout:
     reshard_overrides: dict[str, bool] = field(default_factory=dict)
     records_gradients: bool = False
     """Whether gradient statistics are recorded, which copies the gradients' shards."""
+    stages: int = 1
+    """Pipeline stages of the model."""
+    stage: int = 0
+    """The stage of this rank."""
     baseline: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations a stage keeps at a time (1F1B)."""
+        return min(self.accumulation_steps, self.stages - self.stage)
 
     @property
     def is_single_cpu_rank(self) -> bool:

@@ -15,7 +15,9 @@ from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
 from colotrain.planner.cache import cached
 from colotrain.planner.dependencies import Dependencies, record_dependencies
-from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
+from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
+from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import Survey, Trace
 
 RECORD_DEPENDENCIES = "colotrain.planner.dependencies:record_dependencies"
@@ -71,6 +73,16 @@ class ModelSurveys:
         result = cached(TraceResult, model, about, compute)
         self.obstacles.extend([result.obstacle] if result.obstacle else [])
         return result.trace
+
+    def sequence(self, model: ModelPlan, data: DataPlan) -> BlockSequence:
+        """Return the blocks of a model that stages may divide, or why there are none."""
+
+        def compute() -> tuple[BlockSequence, Dependencies | None]:
+            found: tuple[BlockSequence, Dependencies | None] = self._call("sequence", model, data)
+            return found
+
+        about = ("sequence", data.seq_len, data.target, data.args, data.collate)
+        return cached(BlockSequence, model, about, compute)
 
     def count(self, data: DataPlan, seed: int, split: Split = "train") -> int:
         """Return the number of a split's samples; untokenized data is tokenized, with progress."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class PlanningContext:
 
     scale: Scale
     search_space: SearchSpace
+    """With pipeline stages, that of one stage."""
+    stage: int = 0
+    """The stage that memory and time are those of."""
+    bytes_of_stages: tuple[int, ...] = ()
+    """Planned peak of a rank of each stage; empty where there is one."""
     batch: BatchPlan
     train: TrainPlan
     optim: OptimPlan
@@ -107,7 +113,7 @@ class PlanningContext:
 
     def layout(self, plugin: PluginPlan) -> Layout:
         every, steps = self.observe.grads_every, self.train.max_steps
-        return layout_of(
+        layout = layout_of(
             plugin,
             self.batch,
             optim=self.optim,
@@ -117,6 +123,7 @@ class PlanningContext:
             records_gradients=0 < every <= steps,
             uses_transformers=self.search_space.survey.uses_transformers,
         )
+        return dataclasses.replace(layout, stages=self.scale.mesh.pp, stage=self.stage)
 
 
 def can_split(train: TrainPlan) -> bool:
@@ -182,7 +189,7 @@ def _row(name: str, reshard: bool | None) -> Row:
 def _mesh(name: str, asked: Plugin, scale: Scale) -> tuple[int, ...]:
     if not ROWS[name].hybrid:
         return (scale.copies,)
-    shard = asked.shard_size or scale.procs_per_node // scale.mesh.tp
+    shard = asked.shard_size or math.gcd(scale.procs_per_node // scale.mesh.tp, scale.copies)
     return (scale.copies // shard, shard)
 
 
@@ -237,7 +244,8 @@ def check_plugin(asked: Plugin, scale: Scale, machine: Machine) -> Iterator[Prob
     elif asked.shard_size is not None and asked.shard_size > 0 and scale.copies % asked.shard_size:
         sizes = ", ".join(str(n) for n in range(1, scale.copies + 1) if scale.copies % n == 0)
         key, value = "plugin.shard_size", asked.shard_size
-        which = "the world size" if scale.mesh.tp == 1 else "world size / mesh.tp ="
+        divided = [key for key in scale.mesh.above_one if key != "mesh.cp"]
+        which = f"world size / {' / '.join(divided)} =" if divided else "the world size"
         expected = f"a divisor of {which} {scale.copies}"
         yield Problem(key=key, value=value, expected=expected, fix=f"one of {sizes}")
     if asked.chunk_size != "auto":

@@ -34,15 +34,17 @@ from colotrain.planner.model import (
 )
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.objectives import plan_data
+from colotrain.planner.pipeline import bubble_warning, plan_stages
 from colotrain.planner.plugin import (
     PlanningContext,
     check_override_names,
     check_plugin,
     check_room,
-    decide,
 )
+from colotrain.planner.resizing import check_meshes, check_sizes
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
 from colotrain.planner.schedules import check_own_functions
+from colotrain.planner.stages import of_fullest_stage
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
 from colotrain.spec.batch import Batch, tokens_per_count
@@ -60,7 +62,6 @@ from colotrain.spec.plan import (
     RunPlan,
     TrainPlan,
 )
-from colotrain.spec.resizing import reachable
 from colotrain.spec.text_samples import TextSamplesPlan
 
 
@@ -90,8 +91,8 @@ def resolve(
     problems += check_epochs(settings)
     scale, batch = scale_out(settings, machine, problems)
     if batch is not None:
-        problems += _check_sizes(settings.elastic, scale, batch)
-    problems += _check_meshes(settings, scale)
+        problems += check_sizes(settings.elastic, scale, batch)
+    problems += check_meshes(settings, scale)
     problems += check_traced_ranks(settings.train.profile, scale.world)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
@@ -101,6 +102,8 @@ def resolve(
     surveyed = survey_model(model, freeze, settings, surveys, problems)
     if surveyed is not None and not plugin_problems:
         problems += check_override_names(settings.plugin, surveyed)
+    find = functools.partial(surveys.sequence, model, data) if data is not None else None
+    scale = plan_stages(settings, scale, surveyed, find, problems)
     if problems or surveyed is None or batch is None or data is None:
         raise ConfigError(hinted(problems))
     again = functools.partial(resolve, surveys=surveys, machine=machine, hints=False)
@@ -133,7 +136,8 @@ def resolve(
         machine=machine,
         changed_plan=changed_plans(config, again),
     )
-    plugin, option = decide(settings.plugin, context)
+    context, plugin, option = of_fullest_stage(settings.plugin, context)
+    at_most = context.search_space.survey
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)
     copies, unfit = plan_memory_copy(settings.elastic, context, plugin, option.peak)
     problems += unfit
@@ -170,6 +174,7 @@ def resolve(
             *_warnings(settings, scale, machine),
             *warn_of_data(settings, surveyed),
             *surveyed.remarks,
+            *bubble_warning(scale, batch),
             *warn_of_durations(train, batch_plan, option.time),
         ),
     )
@@ -295,39 +300,6 @@ def _elastic(elastic: Elastic, nodes: int, copies: MemoryCopyPlan) -> ElasticPla
         max_nodes=elastic.max_nodes or nodes,
         memory_copy=copies,
     )
-
-
-def _check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Problem]:
-    """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
-    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
-    wanted = range(least, most + 1)
-    groups = scale.procs_per_node // scale.mesh.together
-    found = reachable(batch.global_batch, batch.micro_batch * groups, wanted)
-    missing = [str(nodes) for nodes in wanted if nodes not in found]
-    if missing and (least, most) != (scale.nodes, scale.nodes):
-        key, fix = "train.global_batch", "change one of these, or elastic.min_nodes and max_nodes"
-        expected = (
-            f"a multiple of {batch.micro_batch} × {groups} × nodes for every number "
-            f"of nodes from {least} to {most}, which it is not for {', '.join(missing)} "
-            f"(reachable: {', '.join(map(str, found)) or 'none'})"
-        )
-        yield Problem(key=key, value=batch.global_batch, expected=expected, fix=fix)
-
-
-def _check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
-    """Problem of numbers of nodes, other than the planned one, that do not fit the shard size."""
-    shard, elastic = settings.plugin.shard_size, settings.elastic
-    procs = scale.procs_per_node // scale.mesh.tp
-    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
-    wanted = [nodes for nodes in range(least, most + 1) if nodes != scale.nodes]
-    missing = [str(nodes) for nodes in wanted if shard and shard > 0 and nodes * procs % shard]
-    if missing:
-        expected = (
-            f"a divisor of {procs} × nodes for every number of nodes from {least} to {most}, which "
-            f"it is not for {', '.join(missing)}"
-        )
-        fix = "change it, or elastic.min_nodes and max_nodes"
-        yield Problem(key="plugin.shard_size", value=shard, expected=expected, fix=fix)
 
 
 def _observe(observe: Observe) -> ObservePlan:

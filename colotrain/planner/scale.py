@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from colotrain.config.schema import Config
 from colotrain.config.sizes import check_size, parse_size
@@ -13,7 +13,8 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.machine import Machine
 from colotrain.planner.rates import hardware_of, known
 from colotrain.spec.batch import Batch, Sizes, solve
-from colotrain.spec.plan import MeshPlan
+from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.sequence import BlockSequence
 
 MOST_CPU_RANKS = 8
 
@@ -27,6 +28,8 @@ class Scale:
     mesh: MeshPlan
     device: str
     memory_bytes: int
+    sequence: BlockSequence = field(default_factory=BlockSequence)
+    """The model's blocks, where stages divide them."""
 
     @property
     def world(self) -> int:
@@ -34,8 +37,8 @@ class Scale:
 
     @property
     def copies(self) -> int:
-        """Ranks, or tensor-parallel groups of ranks, that the plugin's mesh consists of."""
-        return self.world // self.mesh.tp
+        """Ranks of a stage, or tensor-parallel groups of them: those in the plugin's mesh."""
+        return self.world // (self.mesh.tp * self.mesh.pp)
 
 
 def scale_out(
@@ -111,10 +114,10 @@ def _check_hardware(settings: Config) -> Iterator[Problem]:
 def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
     """Problem of ranks per node that cannot be divided into groups with the same samples."""
     procs, mesh = settings.cluster.procs_per_node, mesh_of(settings)
-    key = "mesh.cp" if mesh.cp > 1 else "mesh.tp"
-    product, size = "", mesh.together
-    if mesh.cp > 1 and mesh.tp > 1:
-        key, product = "mesh", f"mesh.cp × mesh.tp = {mesh.cp} × {mesh.tp} as "
+    axes = mesh.above_one or {"mesh.tp": 1}
+    key, product, size = next(iter(axes)), "", mesh.together
+    if len(axes) > 1:
+        key, product = "mesh", f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} as "
     if procs == "auto" and size > most_procs:
         expected = f"{product}at most {most_procs}, the ranks of a node, where each group is"
         fix = "lower it, or set cluster.procs_per_node"
@@ -129,7 +132,8 @@ def mesh_of(settings: Config) -> MeshPlan:
     """The axes beside the plugin's; 1 for sizes that are refused."""
     mesh = settings.mesh
     divides_tokens = mesh.sequence_parallel and mesh.tp > 1
-    return MeshPlan(cp=max(1, mesh.cp), tp=max(1, mesh.tp), sequence_parallel=divides_tokens)
+    pp, cp, tp = (max(1, size) for size in (mesh.pp, mesh.cp, mesh.tp))
+    return MeshPlan(pp=pp, cp=cp, tp=tp, sequence_parallel=divides_tokens)
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:
@@ -169,7 +173,7 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
 
 
 def _unit(mesh: MeshPlan) -> str:
-    return mesh.named if 1 in (mesh.cp, mesh.tp) else str(mesh.together)
+    return mesh.named if len(mesh.above_one) == 1 else str(mesh.together)
 
 
 def touches(problems: Sequence[Problem], keys: Sequence[str]) -> bool:

@@ -55,7 +55,8 @@ def step_time(
 
 def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]:
     """Amount of each kind of work in a step, by the names of `Costs`."""
-    sent, num = traffic(layout, survey, trace), layout.accumulation_steps
+    sent = traffic(layout, survey, trace)
+    num = layout.accumulation_steps + layout.stages - 1  # a pipeline fills and drains
     is_cpu = layout.device == "cpu"
     works = [segment.work for segment in trace.segments]
     groups = find(survey, trace, layout).values()

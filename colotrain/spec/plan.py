@@ -6,7 +6,6 @@ Workers read this file and torchrun's variables, and nothing else. Standard libr
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,6 +14,7 @@ from colotrain.errors import ColotrainError, ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
+from colotrain.spec.mesh import DP_REPLICATE, DP_SHARD, MeshPlan
 from colotrain.spec.objectives import DistillPlan, MaskedPlan
 from colotrain.spec.observing import ObservePlan, ProfilePlan
 from colotrain.spec.offload import Budget
@@ -24,10 +24,6 @@ from colotrain.spec.precisions import PrecisionName
 SCHEMA = 1
 READ_BACK = "smoke: step 1 is saved, and new ranks resume from its checkpoint"
 """Reason shown when the ranks of a smoke run stop after their first step."""
-
-DP_REPLICATE, DP_SHARD, TP = "dp_replicate", "dp_shard", "tp"
-"""Axes of the device mesh, from the outermost: replicas of the model, shards of one replica, and
-parts of one shard's matrices."""
 
 Recompute = Literal["none", "selective", "full"]
 """Activations that backward recomputes: none, the cheap ones of each block, or all."""
@@ -75,43 +71,6 @@ class PluginPlan:
     def dp_replicate(self) -> int:
         """Groups of such ranks; each holds all parameters."""
         return self.mesh[0] if self.is_hybrid else 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshPlan:
-    """Axes of the mesh whose ranks work on the same samples.
-
-    They are the innermost: ranks r·tp to r·tp + tp - 1 are a tensor-parallel group, and cp such
-    groups work on parts of the same samples. The plugin's mesh shards over the axis cp as well.
-    """
-
-    cp: int = 1
-    """Ranks, or tensor-parallel groups, that divide each sample's tokens among themselves."""
-    tp: int = 1
-    """Ranks that divide the model's matrices among themselves."""
-    sequence_parallel: bool = False
-    """Whether these ranks divide tokens among themselves outside of attention and MLP, too."""
-
-    @property
-    def token_unit(self) -> int:
-        """What the length of samples must be a multiple of."""
-        own = self.cp * self.tp if self.sequence_parallel else 1
-        return math.lcm(2 * self.cp if self.cp > 1 else 1, own)
-
-    @property
-    def together(self) -> int:
-        """Ranks that work on the same samples."""
-        return self.cp * self.tp
-
-    def data_rank(self, rank: int) -> int:
-        """Number of the group that `rank` belongs to, which reads its own samples."""
-        return rank // self.together
-
-    @property
-    def named(self) -> str:
-        """The axes above 1, as in `mesh.cp=2, mesh.tp=4`."""
-        axes = {"cp": self.cp, "tp": self.tp}
-        return ", ".join(f"mesh.{name}={size}" for name, size in axes.items() if size > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
             f"{who} in micro-batches of {batch.micro_batch}",
             f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
         )
-    parts = world // plan.mesh.tp
+    parts = world // (plan.mesh.tp * plan.mesh.pp)
     shard = plan.plugin.dp_shard if plan.plugin.is_hybrid else parts
     if parts % shard:
         raise ColotrainError(

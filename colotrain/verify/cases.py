@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ class Variant:
 
     plugin: str
     world_size: int
+    pp: int = 1
+    """Stages of the model; pp × cp × tp divides the world size."""
     cp: int = 1
-    """Ranks that divide each sample; cp × tp divides the world size."""
+    """Ranks that divide each sample."""
     tp: int = 1
     """Ranks that divide each matrix."""
     accumulation_steps: int
@@ -33,13 +35,19 @@ class Variant:
         train = config.get("train") or {}
         plugin = config.get("plugin") or {}
         own = {**plugin, "name": self.plugin} if plugin.get("name") == self.plugin else None
-        groups = self.world_size // (self.cp * self.tp)
+        groups = self.world_size // (self.pp * self.cp * self.tp)
         micro_batch = global_batch // (self.accumulation_steps * groups)
-        axes = f"{self.world_size}-{self.cp}-{self.tp}"
+        axes = f"{self.world_size}-{self.pp}-{self.cp}-{self.tp}"
+        split = (config.get("mesh") or {}).get("pp_split") or []
+        sizes = {"pp": self.pp, "cp": self.cp, "tp": self.tp}
         changed = {
             "name": f"verify-{self.plugin}-{axes}-{self.accumulation_steps}",
             "plugin": own or {"name": self.plugin},
-            "mesh": {**(config.get("mesh") or {}), "cp": self.cp, "tp": self.tp},
+            "mesh": {
+                **(config.get("mesh") or {}),
+                **sizes,
+                "pp_split": split if len(split) == self.pp else [],
+            },
             "train": {
                 **train,
                 "global_batch": global_batch,
@@ -72,21 +80,22 @@ def variants(
     *,
     plugins: Sequence[str],
     world_sizes: Sequence[int],
-    cps: Sequence[int] = (1,),
-    tps: Sequence[int] = (1,),
+    axes: Mapping[str, Sequence[int]],
     accumulation: Sequence[int],
     freezes: Sequence[tuple[str, ...] | None],
 ) -> Iterator[Variant]:
-    """All combinations, but those with world sizes that the product of the axes does not divide."""
-    for world_size, cp, tp, freeze, steps, plugin in itertools.product(
-        world_sizes, cps, tps, freezes, accumulation, plugins
+    """All combinations, but those with world sizes that the product of the axes does not divide.
+
+    `axes` has the sizes of axes of the mesh by name; others have the size 1.
+    """
+    for world_size, sizes, freeze, steps, plugin in itertools.product(
+        world_sizes, itertools.product(*axes.values()), freezes, accumulation, plugins
     ):
-        if world_size % (cp * tp) == 0:
+        if world_size % math.prod(sizes) == 0:
             yield Variant(
                 plugin=plugin,
                 world_size=world_size,
-                cp=cp,
-                tp=tp,
+                **dict(zip(axes, sizes, strict=True)),
                 accumulation_steps=steps,
                 freeze=freeze,
             )

@@ -77,6 +77,8 @@ class CaseResult:
 
     plugin: str
     world_size: int
+    pp: int = 1
+    """Stages of the model."""
     cp: int = 1
     """Ranks that divide each sample."""
     tp: int = 1
@@ -122,6 +124,7 @@ def compare(
     return CaseResult(
         plugin=plan.plugin.name,
         world_size=plan.world_size,
+        pp=plan.mesh.pp,
         cp=plan.mesh.cp,
         tp=plan.mesh.tp,
         accumulation_steps=plan.batch.accumulation_steps,

@@ -102,7 +102,8 @@ class Recorder:
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     """Name → unsharded value of every parameter on rank 0; all ranks must call."""
     begins = {view.name: view.begin for view in gradients.read(model)}
-    return _gather({n: (begins[n], local_shard(p)) for n, p in model.named_parameters()})
+    own = {n: p for n, p in model.named_parameters() if not p.is_meta}  # others: on another stage
+    return _gather({n: (begins[n], local_shard(p)) for n, p in own.items()})
 
 
 Index = tuple[int, ...]

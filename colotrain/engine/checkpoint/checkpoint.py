@@ -30,7 +30,7 @@ from colotrain.engine.checkpoint.manifest import (
     check_steps,
     read_manifest,
 )
-from colotrain.engine.checkpoint.parts import as_parts, parameter_of
+from colotrain.engine.checkpoint.parts import as_parts, named_in, parameter_of
 from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.freezing import unfrozen_later
@@ -107,8 +107,10 @@ def pieces(run: Run) -> list[Piece]:
         Piece(name=own_name(run, name), local=tensors[name], shape=tuple(tensors[name].shape))
         for name in _differing_buffers(run, tensors)
     ]
-    buffers, parts = _buffers(run, tensors), run.sharded.parts
+    buffers, parts, stage = _buffers(run, tensors), run.sharded.parts, run.sharded.stage
     for name, tensor in tensors.items():
+        if not stage.counts(named_in(name)):
+            continue
         owner = parameter_of(name, parts)
         piece = Piece(
             name=name,
@@ -118,7 +120,7 @@ def pieces(run: Run) -> list[Piece]:
             lasts=name not in buffers and not name.startswith("rng."),
         )
         if not isinstance(tensor, DTensor):
-            if name.startswith("rng.") or run.rank == 0:
+            if name.startswith("rng.") or stage.writes(named_in(name)):
                 found.append(piece)
             continue
         local = local_shard(tensor)
@@ -242,7 +244,7 @@ def fill(
             f"{path}: holds no {missing[0]} ({len(missing)} missing)",
             "resume with the model that the checkpoint was made from",
         )
-    run.restored |= {name.removeprefix("model.") for name in wanted if name.startswith("model.")}
+    run.restored |= {name.removeprefix("model.") for name in stored if name.startswith("model.")}
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
     base = {}
     if manifest.world_size == dist.get_world_size():
@@ -254,7 +256,8 @@ def fill(
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
     same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
     plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
-    same_ranks = manifest.plan.get("mesh", {}).get("tp", 1) == run.plan.mesh.tp
+    then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
+    same_ranks = (then.get("tp", 1), then.get("pp", 1)) == (mesh.tp, mesh.pp)
     if manifest.world_size == dist.get_world_size() and same_ranks:
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
@@ -352,7 +355,7 @@ def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
 def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
     reshard(sharded)
-    for name, parameter in sharded.module.named_parameters():
+    for name, parameter in sharded.named_parameters():
         yield name, parameter.detach()
     for path, module in sharded.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

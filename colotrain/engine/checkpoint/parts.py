@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.sharding.shards import begin_of, local_shard
 from colotrain.engine.tensor_parallel import TensorParts
 
 
+def named_in(name: str) -> str:
+    """Return the parameter (or buffer) that the tensor `name` is, or is the optimizer state of."""
+    kind, _, rest = name.removeprefix(PLAIN).partition(".")
+    return rest.rpartition(".")[0] if kind == "optim" else rest
+
+
 def parameter_of(name: str, parts: TensorParts) -> str | None:
     """Return the divided parameter that the tensor `name` is, or is the optimizer state of."""
-    kind, _, rest = name.partition(".")
-    found = rest.rpartition(".")[0] if kind == "optim" else rest
+    kind, found = name.partition(".")[0], named_in(name)
     return found if kind in ("model", "optim") and found in parts.splits else None
 
 

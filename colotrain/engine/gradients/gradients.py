@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +20,6 @@ from colotrain.engine.freezing import names_of
 from colotrain.engine.sharding.fsdp_internals import name_of, unsharded_of
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.sharding.shards import begin_of, local_shard
-from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.errors import ColotrainError
 from colotrain.torch_internals import norms_of
 
@@ -72,8 +70,7 @@ class GradView:
     norm: float
     """Norm of the whole gradient."""
     _stored: Tensor | None
-    _factor: float
-    _parts: TensorParts
+    _state: GradientState
 
     @property
     def offset(self) -> int:
@@ -82,19 +79,22 @@ class GradView:
 
     @property
     def local(self) -> Tensor | None:
-        """This rank's rows of the gradient; None where there is no gradient."""
-        return None if self._stored is None else local_shard(self._stored) * self._factor
+        """This rank's rows of the gradient; None where there is none, or on another stage."""
+        return None if self._stored is None else local_shard(self._stored) * self._state.factor
 
     def full(self) -> Tensor:
         """Return the whole gradient, on every rank; zeros for a parameter that has none.
 
         Collective: all ranks must call for the same parameters in the same order.
         """
-        if self._stored is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        stored = self._stored
-        rows = stored.full_tensor() if isinstance(stored, DTensor) else stored
-        return self._parts.join(self.name, rows) * self._factor
+        sharded, stored = self._state.sharded, self._stored
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        if self.name not in self._state.used:
+            return whole
+        if stored is not None:
+            rows = stored.full_tensor() if isinstance(stored, DTensor) else stored
+            whole = sharded.parts.join(self.name, rows)
+        return sharded.stage.from_holder(self.name, whole) * self._state.factor
 
 
 _STATE = "_colotrain_gradients"
@@ -123,14 +123,13 @@ def read(model: nn.Module) -> Iterator[GradView]:
             aliases=tuple(known_as[parameter][1:]),
             shape=parts.whole_shape(name, parameter.shape),
             dtype=parameter.dtype,
-            device=parameter.device,
+            device=state.sharded.device_of(parameter),
             begin=begin_of(name, parameter, parts),
             status=(found := _status(name, state))[0],
             reason=found[1],
             norm=state.norms.get(name, 0.0),
             _stored=parameter.grad,
-            _factor=state.factor,
-            _parts=parts,
+            _state=state,
         )
 
 
@@ -153,7 +152,10 @@ def note_use(state: GradientState) -> None:
     Call it between each forward and its backward: the whole parameters, on which autograd works,
     exist from a group's first forward on.
     """
-    if len(state.watched) + len(state.frozen) >= len(state.names):
+    sharded = state.sharded
+    if all(
+        n in state.watched or n in state.frozen or not sharded.stage.holds(n) for n in state.names
+    ):
         return
     for name, parameter in unsharded_parameters(state):
         if name not in state.watched:
@@ -164,7 +166,7 @@ def unsharded_parameters(state: GradientState) -> Iterator[tuple[str, Tensor]]:
     """Yield the trainable tensors on which autograd works, as far as they exist yet."""
     found = {
         name: parameter
-        for name, parameter in state.sharded.module.named_parameters()
+        for name, parameter in state.sharded.named_parameters()
         if not isinstance(parameter, DTensor)
     }
     for param in state.sharded.fsdp_params():
@@ -235,15 +237,17 @@ def counted(
 ) -> Tensor | None:
     """Return the part of `value` (laid out like `parameter`) that this rank adds to a global sum.
 
-    None where it adds none: of ranks that hold the same one counts, and rank 0 for parameters that
-    are not sharded.
+    None where it adds none: of ranks that hold the same one counts, and the first of a stage for
+    parameters that are not sharded.
     """
     if value is None:
         return None
     if isinstance(parameter, DTensor):
         shard = local_shard(value)
         return shard if shard.numel() and state.sharded.counts_here(name) else None
-    return value if value.numel() and dist.get_rank() == 0 else None
+    stage = state.sharded.stage
+    counts = value.numel() and stage.is_first_rank and stage.counts(name)
+    return value if counts and not value.is_meta else None
 
 
 def store_statistics_(state: GradientState, summed: Tensor, *, factor: float) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate
 from colotrain.engine.gradients.gradients import GradientState, unsharded_parameters
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.events.kinds import Nonfinite
 
@@ -102,7 +103,7 @@ def locate(
 
     with watch.on():
         totals = StepTotals(nominal=nominal)
-        accumulate(state, watch.count(noted()), num=len(ids), totals=totals)
+        accumulate(state, watch.count(noted()), num=len(ids), totals=totals, one_by_one=True)
     mine = None
     if watch.found is not None:
         micro_batch, phase, module, parameter = watch.found
@@ -118,16 +119,23 @@ def locate(
             samples=[of_batch[row] for row in rows] or list(of_batch),
             input=next(iter(bad), None),
         )
-    return _first_of_all_ranks(mine) or _after_reduction(state, ids, step)
+    stage = state.sharded.stage
+    return _first_of_all_ranks(mine, stage) or _after_reduction(state, ids, step)
 
 
-def _first_of_all_ranks(mine: Nonfinite | None) -> Nonfinite | None:
+def _first_of_all_ranks(mine: Nonfinite | None, stage: Stage) -> Nonfinite | None:
+    """Return the first in time: backward begins at the last stage, which has the last ranks."""
     everyone: list[Nonfinite | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found = [origin for origin in everyone if origin is not None]
-    return min(
-        found, key=lambda o: (o.micro_batch or 0, PHASES.index(o.phase), o.rank or 0), default=None
-    )
+
+    def place(origin: Nonfinite) -> tuple[int, int, int, int]:
+        rank = origin.rank or 0
+        at = rank * stage.count // dist.get_world_size()
+        at = -at if origin.phase == "backward" else at
+        return origin.micro_batch or 0, PHASES.index(origin.phase), at, rank
+
+    return min(found, key=place, default=None)
 
 
 def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> Nonfinite | None:
@@ -138,7 +146,7 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> N
         if parameter.grad is not None and not is_finite(local_shard(parameter.grad))
     ]
     if not bad:
-        return _first_of_all_ranks(None)
+        return _first_of_all_ranks(None, state.sharded.stage)
     own = Nonfinite(
         step=step,
         rank=dist.get_rank(),
@@ -148,7 +156,7 @@ def _after_reduction(state: GradientState, ids: list[list[int]], step: int) -> N
         parameter=bad[0],
         samples=[i for batch in ids for i in batch],
     )
-    return _first_of_all_ranks(own)
+    return _first_of_all_ranks(own, state.sharded.stage)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -25,8 +25,9 @@ from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.errors import ColotrainError
+from colotrain.spec.mesh import DP_SHARD
 from colotrain.spec.optimizers import OPTIMIZERS, optimizer_of
-from colotrain.spec.plan import DP_SHARD, OptimPlan
+from colotrain.spec.plan import OptimPlan
 from colotrain.torch_internals import multiply, multiply_
 
 
@@ -68,6 +69,8 @@ class ShardOptimizer:
         self.stepped.update(fresh if of_shards else parameters)
         self._names |= {self.stepped[name]: name for name in fresh}
         groups: dict[tuple[float, float, bool, bool], list[nn.Parameter]] = {}
+        if self.torch is None and not fresh:  # a pipeline stage that is frozen steps as the others
+            groups[1.0, 0.0, False, False] = []
         for name, shard in fresh.items():
             settings = settings_of(name, parameters[name].ndim, self.plan)
             key = (*settings, self.plan.name == "sgd" and fused_sgd_is_wrong(shard))
@@ -78,13 +81,13 @@ class ShardOptimizer:
             group |= {"muon": muon} if self.plan.name == "muon" else {}
             group |= {"fused": False} if loops else {}
             of_torch.append(group)
-        if self.torch is None and of_torch:  # Adagrad of torch 2.11 makes state here alone
+        if self.torch is None:  # Adagrad of torch 2.11 makes state here alone
             self.torch = make(self.plan, of_torch, self)
             self.torch.register_step_post_hook(self._count)
-        elif self.torch is not None:
+        else:
             for group in of_torch:
                 self.torch.add_param_group(group)
-        for made in self.torch.param_groups[len(self._given) :] if self.torch else ():
+        for made in self.torch.param_groups[len(self._given) :]:
             self._given.append({k: _copy(v) for k, v in made.items() if k != "params"})
         if self.tiers is not None:
             self.tiers.watch_gradients()

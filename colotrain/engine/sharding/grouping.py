@@ -154,7 +154,7 @@ def reasons_against(
     names = [name for name, _ in blocks]
     modes = (lambda: torch.device("meta"), lambda: FakeTensorMode(allow_non_fake_inputs=True))
     for make in modes:  # fake tensors load torch's compiler, and are rarely needed
-        calls = _trial(_without_storage, model, blocks, batch, mode=make())
+        calls = _trial(without_storage, model, blocks, batch, mode=make())
         if calls is not None:
             return {name: why for name in names if (why := _against(calls.get(name)))}
     real = all(not p.is_meta for p in model.parameters())
@@ -189,7 +189,7 @@ def _regular(blocks: list[Block], calls: dict[str, list[Any]]) -> set[str]:
     return {name for name, kind in kinds.items() if kind in good}
 
 
-def _without_storage(thing: Any) -> Any:
+def without_storage(thing: Any) -> Any:
     """Copy a model or a batch, with empty tensors made under the active torch mode."""
     if isinstance(thing, dict):
         return {name: _empty_like(tensor) for name, tensor in thing.items()}

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from colotrain.engine.boundary_tensors import watch_tensors
 from colotrain.engine.model_checks import check_parameters
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.engine.sharding.fsdp_internals import (
     groups_of,
@@ -47,7 +48,8 @@ from colotrain.engine.sharding.parameters import (
 from colotrain.engine.sharding.shards import shards_of, slices_of
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.loading import allocate_, fill_
-from colotrain.spec.plan import DP_REPLICATE, DP_SHARD, TP, ModelPlan, PluginPlan, RunPlan
+from colotrain.spec.mesh import DP_REPLICATE, DP_SHARD, PP, TP
+from colotrain.spec.plan import ModelPlan, PluginPlan, RunPlan
 from colotrain.spec.plugins import expand
 from colotrain.torch_internals import wait_as_long_as_all_
 
@@ -111,12 +113,28 @@ class ShardedModel:
     parts: TensorParts = field(default_factory=TensorParts)
     """The parts of the matrices that this rank holds, of which `fully_shard` sees nothing else."""
 
+    stage: Stage = field(default_factory=Stage)
+    """The blocks that this rank holds, where there are pipeline stages."""
+
     def order_of_calls(self) -> int:
         """Return a number that differs (almost surely) when the order of calls does.
 
         It has 12 bits, so that squares summed over a thousand ranks are exact in float64.
         """
         return zlib.crc32(repr(self.calls).encode()) >> 20
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank's stage holds; others are on the meta device."""
+        found = self.module.named_parameters()
+        yield from ((name, p) for name, p in found if self.stage.holds(name))
+
+    def device_of(self, parameter: nn.Parameter) -> torch.device:
+        """Return where a parameter is, or would be if another stage did not hold it."""
+        return torch.device(self.mesh.device_type) if parameter.is_meta else parameter.device
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this rank's stage that train now, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def fsdp_params(self) -> Iterator[Any]:
         for group in self.groups:
@@ -128,7 +146,7 @@ class ShardedModel:
         What several ranks hold alike counts once.
         """
         is_first = not self.plugin.is_hybrid or self.mesh.get_local_rank(DP_REPLICATE) == 0
-        return is_first and self.parts.counts(name)
+        return is_first and self.parts.counts(name) and self.stage.counts(name)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -136,22 +154,26 @@ class ShardedModel:
         return self.mesh.get_group(DP_SHARD)
 
 
-def make_mesh(plugin: PluginPlan, device: str, parts: TensorParts | None = None) -> DeviceMesh:
-    """Return the device mesh of a plugin, and connect the `parts` of a group to each other.
+def make_mesh(
+    plugin: PluginPlan, device: str, parts: TensorParts | None = None, stage: Stage | None = None
+) -> DeviceMesh:
+    """Return the device mesh of a plugin, and connect `parts` and `stage` to those of other ranks.
 
-    All ranks must call. Ranks of a tensor-parallel group are neighbours, and the mesh is that of
-    the ranks with the same parts.
+    All ranks must call. Ranks of a tensor-parallel group are neighbours, those of a stage follow
+    one another, and the mesh is that of the ranks with the same parts of the same stage.
     """
     tp = parts.shard.size if parts is not None else 1
-    inner = ((), ()) if tp == 1 else ((tp,), (TP,))
-    sizes, axes = (*plugin.mesh, *inner[0]), (*plugin.mesh_axes, *inner[1])
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=axes)
+    pp = stage.count if stage is not None else 1
+    outer, inner = {PP: pp} if pp > 1 else {}, {TP: tp} if tp > 1 else {}
+    sizes = outer | dict(zip(plugin.mesh_axes, plugin.mesh, strict=True)) | inner
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for group in mesh.get_all_groups():  # torch's own timeout is 10 minutes, with gloo 30
         wait_as_long_as_all_(group)
-    if parts is None or tp == 1:
-        return mesh
-    parts.connect_(mesh.get_group(TP), device)
-    return mesh[plugin.mesh_axes]
+    if stage is not None and pp > 1:
+        stage.connect_(mesh)
+    if parts is not None and tp > 1:
+        parts.connect_(mesh.get_group(TP), device)
+    return mesh[plugin.mesh_axes] if outer or inner else mesh
 
 
 def shard_(
@@ -162,6 +184,7 @@ def shard_(
     *,
     offloads: Callable[[int], bool] = lambda index: False,
     parts: TensorParts | None = None,
+    stage: Stage | None = None,
 ) -> ShardedModel:
     """Apply the plan's plugin to `model` in place, in the groups that `find_groups` found.
 
@@ -169,6 +192,7 @@ def shard_(
     index) keeps parameters and gradients on the host and is updated there.
     """
     check_parameters(model, plan.model)
+    stage = stage or Stage()
     attached = attached_to(model)
     originals = {name: weakref.ref(p) for name, p in model.named_parameters()}
     for parameter in model.parameters():  # fully_shard takes only contiguous ones
@@ -179,11 +203,13 @@ def shard_(
         param_dtype=compute, reduce_dtype=torch.float32 if compute else None
     )
     # fully_shard takes neither scalars nor empty ones; every rank holds them whole (see
-    # `reduce_replicated_`)
+    # `reduce_replicated_`); other stages' parameters stay on the meta device
     options = {
         "mesh": mesh,
         "mp_policy": policy,
-        "ignored_params": {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0},
+        "ignored_params": {
+            p for n, p in model.named_parameters() if not (p.ndim and p.numel() and stage.holds(n))
+        },
     }
     groups = []
     for index, (name, modules) in enumerate(modules_of):
@@ -212,6 +238,7 @@ def shard_(
         mesh=mesh,
         attached=attached,
         parts=parts or TensorParts(),
+        stage=stage,
     )
     watch_replaced(originals, model)
     attach_(model, sharded.fsdp_params(), attached, ranks=mesh.size())
@@ -248,8 +275,15 @@ def stays_gathered(name: str, plugin: PluginPlan) -> bool:
     return plugin.parameters_live == "step"
 
 
-def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
-    """Set what every group reduces and frees in the micro-batch that follows.
+def begin_forward(sharded: ShardedModel) -> None:
+    """Free what the backward before has gathered in vain."""
+    if sharded.mesh.device_type == "cpu":
+        for group in sharded.groups:
+            group.copy_out()
+
+
+def begin_backward(sharded: ShardedModel, *, last: bool) -> None:
+    """Set what every group reduces and frees in the backward that follows.
 
     In the last one of a step everything is reduced and freed: a group that stayed gathered across
     the optimizer's step would continue with stale weights.
@@ -259,8 +293,6 @@ def begin_micro_batch(sharded: ShardedModel, *, last: bool) -> None:
         group.handle.set_requires_gradient_sync(reduce_now, recurse=False)
         group.handle.set_requires_all_reduce(last, recurse=False)
         group.handle.set_reshard_after_backward(last or not group.stays_gathered, recurse=False)
-        if sharded.mesh.device_type == "cpu":
-            group.copy_out()
     sharded.groups[-1].handle.set_is_last_backward(last)
     if last and sharded.plugin.gradients == "whole":
         _even_out_accumulated(sharded)
@@ -282,42 +314,8 @@ def _even_out_accumulated(sharded: ShardedModel) -> None:
 
 
 def replicated(sharded: ShardedModel) -> list[nn.Parameter]:
-    """Return the scalar and empty parameters, which every rank holds whole."""
-    return [p for p in sharded.module.parameters() if not isinstance(p, DTensor)]
-
-
-def reduce_replicated_(sharded: ShardedModel) -> None:
-    """Sum replicated parameters' gradients over all ranks, once a step. All ranks must call."""
-    alone = {id(p) for p in replicated(sharded) if p.requires_grad and p.numel()}
-    named = {n: p for n, p in sharded.module.named_parameters() if id(p) in alone}
-    parameters, parts = list(named.values()), sharded.parts
-    if not parameters:
-        return
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    counts = [float(parts.is_first or name in parts.partial) for name in named]
-    summed = torch.stack([grad.double() for grad in grads])
-    summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device)
-    dist.all_reduce(summed)
-    for parameter, total in zip(parameters, summed, strict=True):
-        parameter.grad = total.to(parameter.dtype)
-
-
-@torch.no_grad()
-def sum_partial_(sharded: ShardedModel) -> None:
-    """Sum the gradients of which ranks of a tensor-parallel group have parts, once a step.
-
-    All ranks must call.
-    """
-    parts, found = sharded.parts, []
-    for name, parameter in sharded.module.named_parameters() if parts.partial else ():
-        if name in parts.partial and isinstance(parameter.grad, DTensor):
-            found.append(parameter.grad.to_local())
-            sharded.norms.pop(name, None)
-    device = sharded.mesh.device_type
-    if any(gradient.device.type != device for gradient in found):  # copies that a GPU has queued
-        torch.accelerator.synchronize()
-    if found:
-        parts.sum_(found, device)
+    """Return the scalar and empty parameters, which every rank of a stage holds whole."""
+    return [p for _, p in sharded.named_parameters() if not isinstance(p, DTensor)]
 
 
 def reshard(sharded: ShardedModel) -> None:
@@ -343,11 +341,12 @@ def materialise_(
     for parameter in replicated(sharded):  # fully_shard moves only parameters that it shards
         if not parameter.is_meta:
             parameter.data = parameter.data.to(sharded.mesh.device_type)
-    if any(p.is_meta for p in model.parameters()):
+    if any(p.is_meta for _, p in sharded.named_parameters()):
         on_host = {id(p.sharded_param) for p in sharded.fsdp_params() if p.offload_to_cpu}
-        allocate_(model, device=device, on_host=on_host)
+        elsewhere = {id(p) for n, p in model.named_parameters() if not sharded.stage.holds(n)}
+        allocate_(model, device=device, on_host=on_host, elsewhere=elsewhere)
         allocate(True)
-        shards = shards_of(model, sharded.parts, release)
+        shards = shards_of(model, sharded.parts, sharded.stage, release)
         fill_(model, sharded.source, seed=seed, shards=shards, part=slices_of(model, sharded.parts))
         _move_buffers_(model, device)
     else:

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.tensor_parallel import TensorParts
 from colotrain.models.filling import Shards
-from colotrain.spec.plan import DP_REPLICATE, DP_SHARD
+from colotrain.spec.mesh import DP_REPLICATE, DP_SHARD
 
 
 def shard_range(parameter: DTensor) -> tuple[int, int]:
@@ -50,13 +51,31 @@ def replica_of(parameter: DTensor) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def shards_of(model: nn.Module, parts: TensorParts, release: Callable[[Tensor], None]) -> Shards:
-    """Return the functions that store and load this rank's part of each parameter."""
+def shards_of(
+    model: nn.Module, parts: TensorParts, stage: Stage, release: Callable[[Tensor], None]
+) -> Shards:
+    """Return the functions that store and load this rank's part of each parameter.
+
+    What another stage holds is not stored, and is loaded from there.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
+
+    def write(parameter: Tensor, whole: Tensor) -> None:
+        name = names[id(parameter)]
+        if stage.holds(name):
+            write_shard(parameter, parts.own(name, whole))
+
+    def read(parameter: Tensor) -> Tensor:
+        name = names[id(parameter)]
+        if stage.holds(name):
+            return stage.from_holder(name, parts.join(name, gather_rows(parameter)))
+        shape = parts.whole_shape(name, parameter.shape)
+        return stage.from_holder(name, torch.empty(shape, dtype=parameter.dtype))
+
     return Shards(
-        write=lambda p, whole: write_shard(p, parts.own(names[id(p)], whole)),
-        read=lambda p: parts.join(names[id(p)], gather_rows(p)),
-        release=release,
+        write=write,
+        read=read,
+        release=lambda p: release(p) if stage.holds(names[id(p)]) else None,
         shape=lambda p: parts.whole_shape(names[id(p)], p.shape),
     )
 

@@ -25,6 +25,7 @@ from colotrain.dotted import described, import_target, users_line
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
+from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.errors import ConfigError, Problem
 from colotrain.models.context_parallel import ATTRIBUTE, SequenceShard, divide_sequences_
 from colotrain.models.distillation import TEACHER
@@ -41,7 +42,9 @@ from colotrain.models.tensor_parallel import TensorShard, divide_parameters_
 from colotrain.models.tensor_parallel_styles import apply_styles_, own_divisions
 from colotrain.planner.traced.tracing import NotTraceable, trace
 from colotrain.spec.divisions import Divisions
-from colotrain.spec.plan import DataPlan, FreezePlan, MeshPlan, ModelPlan, Recompute
+from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
+from colotrain.spec.sequence import BlockSequence
 from colotrain.spec.survey import Exchange, ParameterInfo, Survey, Trace
 
 
@@ -213,6 +216,16 @@ def trace_micro_batch(
         cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
         return f"{users_line(cause) or 'it'} raised {why}"
+
+
+def sequence(model: ModelPlan, data: DataPlan) -> BlockSequence:
+    """Find the blocks of a model, by a forward with one sample and without values."""
+    module = build_on_meta(model)
+    module = build(model, seed=0) if module is None else module
+    attach_(module, model)
+    begin_training_(module)
+    sample = {name: tensor[None] for name, tensor in one_sample(data).items()}
+    return find_sequence(module, sample)
 
 
 def one_sample(data: DataPlan) -> dict[str, Tensor]:

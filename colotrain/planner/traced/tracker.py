@@ -22,7 +22,8 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.sharding.grouping import find_groups
 from colotrain.engine.sharding.sharded_model import (
     ShardedModel,
-    begin_micro_batch,
+    begin_backward,
+    begin_forward,
     make_mesh,
     shard_,
 )
@@ -85,9 +86,8 @@ def _by_plan(plan: RunPlan, sample: Batch) -> dict[str, int]:
         device="cuda",
         procs_per_node=plan.cluster.procs_per_node,
     )
-    for key, size in (("mesh.cp", plan.mesh.cp), ("mesh.tp", plan.mesh.tp)):
-        if size > 1:
-            raise _cannot(key, str(size), "1 under --trace")
+    for key, size in plan.mesh.above_one.items():
+        raise _cannot(key, str(size), "1 under --trace")
     model = build_on_meta(plan.model)
     key, value = plan.model.key, plan.model.value
     if model is None:
@@ -184,7 +184,8 @@ def _step(
     tracker: Any = None,
 ) -> None:
     for index in range(plan.batch.accumulation_steps):
-        begin_micro_batch(sharded, last=index == plan.batch.accumulation_steps - 1)
+        begin_forward(sharded)
+        begin_backward(sharded, last=index == plan.batch.accumulation_steps - 1)
         if tracker is not None:
             tracker.reset_mod_stats()  # it tracks one micro-batch at a time
         loss_of(output_of(sharded.module, batch)).backward()

@@ -3,15 +3,15 @@
 from colotrain.engine import accumulation
 from colotrain.verify import worker
 
-begin = accumulation.begin_micro_batch
+begin = accumulation.begin_backward
 
 
-def begin_micro_batch(sharded, *, last):
+def begin_backward(sharded, *, last):
     begin(sharded, last=last)
     if last:
         sharded.groups[1].handle.set_requires_gradient_sync(False, recurse=False)
 
 
 def main(path: str) -> int:
-    accumulation.begin_micro_batch = begin_micro_batch
+    accumulation.begin_backward = begin_backward
     return worker.main(path)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: ranks that hold some of a model's blocks, and pass activations on."""

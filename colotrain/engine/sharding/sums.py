@@ -1,0 +1,57 @@
+"""Sums of gradients that `fully_shard` does not make, once a step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from colotrain.engine.sharding.sharded_model import ShardedModel, replicated
+from colotrain.engine.sharding.shards import local_shard
+
+
+def reduce_replicated_(sharded: ShardedModel) -> None:
+    """Sum replicated parameters' gradients over a stage's ranks, once a step. All must call."""
+    alone = {id(p) for p in replicated(sharded) if p.requires_grad and p.numel()}
+    named = {n: p for n, p in sharded.module.named_parameters() if id(p) in alone}
+    parameters, parts = list(named.values()), sharded.parts
+    if not parameters:
+        return
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    counts = [float(parts.is_first or name in parts.partial) for name in named]
+    summed = torch.stack([grad.double() for grad in grads])
+    summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device)
+    dist.all_reduce(summed, group=sharded.stage.group)
+    for parameter, total in zip(parameters, summed, strict=True):
+        parameter.grad = total.to(parameter.dtype)
+
+
+@torch.no_grad()
+def sum_partial_(sharded: ShardedModel) -> None:
+    """Sum the gradients of which ranks of a tensor-parallel group have parts, once a step.
+
+    All ranks must call.
+    """
+    parts, found = sharded.parts, []
+    for name, parameter in sharded.named_parameters() if parts.partial else ():
+        if name in parts.partial and isinstance(parameter.grad, DTensor):
+            found.append(parameter.grad.to_local())
+            sharded.norms.pop(name, None)
+    device = sharded.mesh.device_type
+    if any(gradient.device.type != device for gradient in found):  # copies that a GPU has queued
+        torch.accelerator.synchronize()
+    if found:
+        parts.sum_(found, device)
+
+
+@torch.no_grad()
+def sum_tied_(sharded: ShardedModel) -> None:
+    """Sum the gradients of parameters that two stages hold, once a step. All ranks must call."""
+    named = sharded.trained() if sharded.stage.shared else {}
+    for name in sharded.stage.shared:
+        if (parameter := named.get(name)) is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        sharded.norms.pop(name, None)
+        sharded.stage.sum_shared_(name, local_shard(parameter.grad))

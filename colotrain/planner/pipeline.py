@@ -1,0 +1,131 @@
+"""Checks of pipeline stages, and the number of blocks of each. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from colotrain.config.schema import Config
+from colotrain.errors import Problem
+from colotrain.planner.scale import Scale
+from colotrain.spec.batch import Batch
+from colotrain.spec.optimizers import OPTIMIZERS
+from colotrain.spec.sequence import BlockSequence, Costs, balance, bubble
+from colotrain.spec.survey import Survey
+
+EXCLUDED: dict[str, tuple[object, str]] = {
+    "train.compile": (False, ""),
+    "train.loss": (None, ""),
+    "train.metrics": (None, ""),
+    "train.objective": (None, ""),
+    "observe.samples.prompts": ([], ", for no rank has the whole model"),
+    "mesh.sequence_parallel": (False, ""),
+}
+"""Settings that stages do not support yet → their only value, and why."""
+
+
+def plan_stages(
+    settings: Config,
+    scale: Scale,
+    survey: Survey | None,
+    find: Callable[[], BlockSequence] | None,
+    problems: list[Problem],
+) -> Scale:
+    """Return `scale` with the split of the model's blocks; problems are appended."""
+    pp = scale.mesh.pp
+    if pp == 1:
+        problems += _check_needless(settings)
+        return scale
+    problems += _check_settings(settings, pp)
+    if survey is None or find is None or problems:
+        return scale
+    sequence = find()
+    split = _split(settings, survey, sequence, problems)
+    if problems:
+        return scale
+    mesh = dataclasses.replace(scale.mesh, pp_split=split)
+    return dataclasses.replace(scale, mesh=mesh, sequence=sequence)
+
+
+def _check_needless(settings: Config) -> Iterator[Problem]:
+    if settings.mesh.pp_split and settings.mesh.pp == 1:
+        value, expected = settings.mesh.pp_split, "empty with mesh.pp=1"
+        yield Problem(key="mesh.pp_split", value=value, expected=expected, fix="set mesh.pp")
+
+
+def _check_settings(settings: Config, pp: int) -> Iterator[Problem]:
+    """Problems of settings that stages exclude."""
+    for key, (only, why) in EXCLUDED.items():
+        value = settings
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value != only:
+            expected = f"{_shown(only)} with mesh.pp={pp}{why}"
+            yield Problem(
+                key=key,
+                value=value,
+                expected=expected,
+                fix=f"set {key}={_shown(only)}, or mesh.pp=1",
+            )
+    if settings.optim.name not in OPTIMIZERS:
+        expected = f"one of {', '.join(OPTIMIZERS)} with mesh.pp={pp}"
+        fix = "yours may read what is on other stages: take another, or set mesh.pp=1"
+        yield Problem(key="optim.name", value=settings.optim.name, expected=expected, fix=fix)
+
+
+def _shown(value: object) -> str:
+    return {"False": "false", "None": "null"}.get(str(value), str(value))
+
+
+def _split(
+    settings: Config, survey: Survey, sequence: BlockSequence, problems: list[Problem]
+) -> tuple[int, ...]:
+    """Return the number of blocks of each stage, or append the problem with it."""
+    mesh, num = settings.mesh, len(sequence.blocks)
+    asked = tuple(mesh.pp_split)
+    if sequence.against:
+        expected, fix = (
+            f"1: this model is no sequence of blocks: {sequence.against}",
+            "set mesh.pp=1",
+        )
+        problems.append(Problem(key="mesh.pp", value=mesh.pp, expected=expected, fix=fix))
+    elif num < mesh.pp:
+        expected, fix = f"at most {num}, the number of the model's blocks", f"set mesh.pp={num}"
+        problems.append(Problem(key="mesh.pp", value=mesh.pp, expected=expected, fix=fix))
+    elif asked and (len(asked) != mesh.pp or sum(asked) != num or min(asked) < 1):
+        expected = f"{mesh.pp} numbers of 1 or more, whose sum is {num}, the number of blocks"
+        fix = f"for example mesh.pp_split={_listed(balance(costs(survey, sequence), mesh.pp))}"
+        problems.append(Problem(key="mesh.pp_split", value=list(asked), expected=expected, fix=fix))
+    else:
+        return asked or balance(costs(survey, sequence), mesh.pp)
+    return ()
+
+
+def _listed(split: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, split))}]"
+
+
+def costs(survey: Survey, sequence: BlockSequence) -> Costs:
+    """Return the sizes of the matrices that a token is multiplied with."""
+    of_block = dict.fromkeys(sequence.blocks, 0)
+    after = 0
+    for parameter in survey.parameters:
+        if len(parameter.shape) < 2:
+            continue
+        block = next((b for b in of_block if parameter.name.startswith(f"{b}.")), None)
+        if block is not None:
+            of_block[block] += parameter.numel
+        elif parameter.name in sequence.after:
+            after += parameter.numel
+    return Costs(blocks=tuple(of_block.values()), after=after)
+
+
+def bubble_warning(scale: Scale, batch: Batch) -> Iterator[str]:
+    """Warning of fewer micro-batches than stages, of which some then wait most of the time."""
+    pp, steps = scale.mesh.pp, batch.accumulation
+    if steps < pp:
+        share = bubble(pp, steps)
+        yield (
+            f"mesh.pp={pp}: with accumulation {steps} each stage waits for {share:.0%} of a step; "
+            f"a smaller train.micro_batch, or a larger train.global_batch, gives {pp} or more"
+        )

@@ -1,0 +1,44 @@
+"""Checks of the numbers of nodes, from `elastic.min_nodes` to `elastic.max_nodes`, of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from colotrain.config.schema import Config, Elastic
+from colotrain.errors import Problem
+from colotrain.planner.scale import Scale
+from colotrain.spec.batch import Batch
+from colotrain.spec.resizing import reachable
+
+
+def check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Problem]:
+    """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
+    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
+    wanted = range(least, most + 1)
+    groups = scale.procs_per_node // scale.mesh.together
+    found = reachable(batch.global_batch, batch.micro_batch * groups, wanted)
+    missing = [str(nodes) for nodes in wanted if nodes not in found]
+    if missing and (least, most) != (scale.nodes, scale.nodes):
+        key, fix = "train.global_batch", "change one of these, or elastic.min_nodes and max_nodes"
+        expected = (
+            f"a multiple of {batch.micro_batch} × {groups} × nodes for every number "
+            f"of nodes from {least} to {most}, which it is not for {', '.join(missing)} "
+            f"(reachable: {', '.join(map(str, found)) or 'none'})"
+        )
+        yield Problem(key=key, value=batch.global_batch, expected=expected, fix=fix)
+
+
+def check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
+    """Problem of numbers of nodes, other than the planned one, that do not fit the shard size."""
+    shard, elastic = settings.plugin.shard_size, settings.elastic
+    procs = scale.procs_per_node // (scale.mesh.tp * scale.mesh.pp)
+    least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
+    wanted = [nodes for nodes in range(least, most + 1) if nodes != scale.nodes]
+    missing = [str(nodes) for nodes in wanted if shard and shard > 0 and nodes * procs % shard]
+    if missing:
+        expected = (
+            f"a divisor of {procs} × nodes for every number of nodes from {least} to {most}, which "
+            f"it is not for {', '.join(missing)}"
+        )
+        fix = "change it, or elastic.min_nodes and max_nodes"
+        yield Problem(key="plugin.shard_size", value=shard, expected=expected, fix=fix)

@@ -1,0 +1,79 @@
+"""Memory and time of pipeline stages, each with its part of the model. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from colotrain.config.schema import Plugin
+from colotrain.planner.advise import Option
+from colotrain.planner.plugin import PlanningContext, decide
+from colotrain.planner.scale import Scale
+from colotrain.spec.plan import PluginPlan, Recompute
+from colotrain.spec.survey import Survey, Trace
+
+
+def of_fullest_stage(
+    asked: Plugin, context: PlanningContext
+) -> tuple[PlanningContext, PluginPlan, Option]:
+    """Decide on the plugin for the stage that needs most memory; its time is the slowest's."""
+    found = [(own, *decide(asked, own)) for own in each_stage(context)]
+    fullest, plugin, option = max(found, key=lambda each: each[2].memory.total)
+    options = [own.option(plugin) for own, *_ in found if own is not fullest]
+    slowest = max([option, *options], key=lambda each: each.time.step_s)
+    if context.scale.mesh.pp > 1:
+        by_stage = tuple(own.option(plugin).memory.total for own, *_ in found)
+        fullest = dataclasses.replace(fullest, bytes_of_stages=by_stage)
+    return fullest, plugin, dataclasses.replace(option, time=slowest.time)
+
+
+def each_stage(context: PlanningContext) -> Iterator[PlanningContext]:
+    """Yield the context of each stage; `context` itself where there are no stages."""
+    scale, space = context.scale, context.search_space
+    if scale.mesh.pp == 1:
+        yield context
+        return
+    for stage in range(scale.mesh.pp):
+
+        def traces(recompute: Recompute, samples: int, stage: int = stage) -> Trace | None:
+            whole = space.traces(recompute, samples)
+            return None if whole is None else trace_of(whole, scale, stage)
+
+        own = dataclasses.replace(
+            space, survey=survey_of(space.survey, scale, stage), traces=traces
+        )
+        yield dataclasses.replace(context, search_space=own, stage=stage)
+
+
+def survey_of(survey: Survey, scale: Scale, stage: int) -> Survey:
+    """Return the model with the parameters that one stage holds."""
+    split, sequence = scale.mesh.pp_split, scale.sequence
+    held = tuple(p for p in survey.parameters if stage in sequence.stages_of(p.name, split))
+    return dataclasses.replace(survey, parameters=held)
+
+
+def trace_of(trace: Trace, scale: Scale, stage: int) -> Trace:
+    """Return what one stage computes of a micro-batch: its blocks, and what is at its end.
+
+    What another stage would free of this stage's is freed with the last segment.
+    """
+    split, blocks = scale.mesh.pp_split, scale.sequence.blocks
+    begin = sum(split[:stage])
+    own = set(blocks[begin : begin + split[stage]])
+    at_blocks = [i for i, s in enumerate(trace.segments) if s.block == blocks[0]]
+    first, last = at_blocks[0], at_blocks[-1]  # its first forward, and its last backward
+    kept = []
+    for index, segment in enumerate(trace.segments):
+        around = 0 if index < first or index > last else len(split) - 1
+        if segment.block in own if segment.block else around == stage:
+            kept.append(segment)
+    alive: dict[int, None] = {}
+    for event in (event for segment in kept for event in segment.events):
+        if event >= 0:
+            alive[event] = None
+        else:
+            alive.pop(-1 - event, None)
+    left = tuple(-1 - number for number in alive if number not in trace.gradients)
+    if kept and left:
+        kept[-1] = dataclasses.replace(kept[-1], events=(*kept[-1].events, *left))
+    return dataclasses.replace(trace, segments=tuple(kept))

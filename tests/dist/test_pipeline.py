@@ -1,0 +1,150 @@
+"""Stages that pass activations on compute what one process computes."""
+
+from __future__ import annotations
+
+from json import loads
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from colotrain.cli.main import guarded
+from colotrain.engine.pipeline.sequence import find_sequence
+from colotrain.engine.pipeline.stage import Passed, keep_stage_
+from colotrain.models.llm import LLM
+from colotrain.rundir import RunDir
+from colotrain.spec.plugins import ROWS
+from colotrain.verify import runner
+from tests.dist.test_changed_axes import assert_equal_states
+from tests.dist.test_run import losses
+from tests.dist.test_transport import run
+from tests.running import SMALL, Colotrain
+
+OWN = ("freeze.patterns=[blocks.0.*]", "train.grad_clip=0.1", "model.args.tie_embeddings=true")
+PREFIX = ("freeze.patterns=[embed*,blocks.0.*,blocks.1.*]", "mesh.pp_split=[2,1]", "mesh.pp=2")
+
+
+def verified(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    guarded(["verify", *SMALL, *options, "--steps", "2", "--json"])
+    cases: list[dict[str, Any]] = loads(capsys.readouterr().out)["cases"]
+    return cases
+
+
+@pytest.mark.parametrize("options", [OWN, PREFIX], ids=["tied", "a frozen stage"])
+def test_two_stages_equal_one_process(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    axes = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero1,zero3", "--accumulation", "4")
+    cases = verified(capsys, *axes, *options)
+    assert [(case["plugin"], case["pp"]) for case in cases] == [("zero1", 2), ("zero3", 2)]
+    for case in cases:
+        assert case["passed"], case["difference"]
+        assert case["max_abs_gradient"] <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pp", "2,4", "model.args.num_layers=4", "train.grad_clip=0.1"),
+        ("--pp", "2", "--tp", "2", *OWN, "train.activation_checkpointing=full"),
+        ("--pp", "2", "--cp", "2", *OWN, "train.precision=bf16"),
+    ],
+    ids=["2 and 4 stages", "divided matrices, recomputed", "divided samples, bf16"],
+)
+def test_every_plugin_equals_one_process_on_four_ranks(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = verified(capsys, "--world-sizes", "4", "--accumulation", "4", *options)
+    assert {case["plugin"] for case in cases} == set(ROWS)
+    assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "says"),
+    [
+        ("loses_a_micro_batch_at_flush", "gradient of"),
+        ("weighs_micro_batches_equally", "loss of step 1"),
+        ("keeps_tied_gradients_apart", "gradient of embed.weight in step 1: differs by nan"),
+        ("clips_by_a_rank", "parameter"),
+    ],
+)
+def test_a_fault_in_a_pipeline_is_found(
+    mutant: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    axes = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero2", "--accumulation", "4")
+    (case,) = verified(capsys, *axes, *OWN)
+    assert not case["passed"]
+    assert says in case["difference"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_stages_and_with_other_ones(colotrain: Colotrain) -> None:
+    options = (*SMALL, "model.args.tie_embeddings=true", "checkpoint.every=2", "checkpoint.keep=3")
+    steady = (*options, "optim.schedule.name=constant", "observe.grads_every=1")
+    again = (*steady, "train.on_nonfinite=rollback", "train.max_steps=4")  # it saves step 2 again
+    whole = colotrain.run(*steady, "train.max_steps=4", "plugin=zero2", "name=whole")
+    staged = colotrain.run(*steady, "train.max_steps=2", "plugin=zero2", "mesh.pp=2", "name=staged")
+    saved = [RunDir(colotrain.cwd / "runs" / name).checkpoint(2) for name in ("staged", "plain")]
+    plain = colotrain.run(*again, "plugin=zero3", "name=plain", f"checkpoint.resume={saved[0]}")
+    other = colotrain.run(
+        *again, "mesh.pp=2", "mesh.pp_split=[1,2]", "name=other", f"checkpoint.resume={saved[1]}"
+    )
+    assert losses(staged) == pytest.approx(losses(whole)[:2], abs=1e-6)
+    assert losses(plain) == pytest.approx(losses(whole)[2:], abs=1e-6)
+    assert losses(other) == pytest.approx(losses(whole)[2:], abs=1e-6)
+    assert_equal_states(*saved)
+    assert_equal_states(saved[1], RunDir(colotrain.cwd / "runs" / "other").checkpoint(2))
+    seen = [
+        [e.fields for e in colotrain.events(name) if e.kind == "gradients"]
+        for name in ("whole", "staged")
+    ]
+    for before, after in zip(*seen, strict=False):
+        assert after["status"] == before["status"]
+        for column in ("norm", "rms", "max_abs", "zero_fraction", "update_ratio"):
+            assert after[column] == pytest.approx(before[column], rel=1e-4, abs=1e-7), column
+        assert after["global_norm"] == pytest.approx(before["global_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_have_the_gradients_of_the_whole_model_in_float64(tied: bool) -> None:
+    run(compare_stages_with_whole, 3, tied)
+
+
+def compare_stages_with_whole(rank: int, tied: bool) -> None:
+    """Four micro-batches of different numbers of targets, run by 1F1B without any sharding."""
+    torch.manual_seed(7)
+    sizes = {"vocab_size": 40, "d_model": 16, "num_layers": 4, "num_heads": 2}
+    model = LLM(**sizes, tie_embeddings=tied).double()
+    model.init_weights()
+    ids = torch.randint(40, (4, 2, 9))
+    labels = torch.where(
+        torch.rand(4, 2, 8) < 0.2 * torch.arange(4).view(4, 1, 1), -100, ids[..., 1:]
+    )
+    batches = [{"input_ids": i[:, :-1], "labels": n} for i, n in zip(ids, labels, strict=True)]
+    count = (labels != -100).sum()
+    (sum(model(**batch)[0] for batch in batches) / count).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    stage = keep_stage_(
+        model, find_sequence(model, batches[0]), (1, 2, 1), rank, compute_dtype=None
+    )
+    stage.connect_(init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp_shard")))
+    stage.install_(model)
+    stage.begin_step({})
+    begun: list[Passed] = []
+    for index, batch in enumerate(batches):
+        output = model(**batch)[0] / count if stage.is_last else stage.forward(model, batch)
+        begun.append(Passed(output, stage.received))
+        while len(begun) > (stage.ahead if index < 3 else 0):
+            stage.backward(begun.pop(0))
+    stage.end_step()
+    own = {n: p for n, p in model.named_parameters() if stage.holds(n)}
+    assert own.keys() == {n for n, p in model.named_parameters() if not p.is_meta}
+    for name in stage.shared:
+        stage.sum_shared_(name, own[name].grad)
+    for name, parameter in own.items():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-12, atol=1e-14)
