@@ -119,7 +119,7 @@ class Monitor:
         seen = len(run.sharded.calls), self.progress.micro_batch
         if seen != self.seen:
             self.seen = seen
-            run.heartbeat.beat(run.phase_step, run.phase)
+            run.beat()
         now = time.perf_counter()
         elapsed = now - last.began
         pause = min(max(SHORTEST_PAUSE_S, elapsed / 20), LONGEST_PAUSE_S)

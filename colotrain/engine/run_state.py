@@ -159,7 +159,13 @@ class Run:
         """Note what this rank does now, for the event of a failure, and send a heartbeat."""
         self.phase = phase
         enter_phase(phase)
-        self.heartbeat.beat(self.phase_step, phase)
+        self.beat()
+
+    def beat(self) -> None:
+        """Send a heartbeat; with pipeline stages it names this rank's."""
+        stage = self.sharded.stage
+        where = self.phase if stage.count == 1 else f"{self.phase} (stage {stage.index})"
+        self.heartbeat.beat(self.phase_step, where)
 
     @property
     def phase_step(self) -> int:

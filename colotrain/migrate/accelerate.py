@@ -145,7 +145,7 @@ RULES: Rules = {
     "fp8_config.*": none("precision is fp32, bf16 or fp16"),
     "mpirun_config.*": none("ranks are started by colotrain itself"),
     "ipex_config.*": none("it is not there"),
-    "megatron_lm_config.*": none("there is no pipeline parallelism; see mesh.tp"),
+    "megatron_lm_config.*": none("see the keys mesh.tp and mesh.pp"),
     "parallelism_config.*": none("see the keys mesh.tp and mesh.cp"),
     "fsdp_config.fsdp_version": decided("every plugin is built on FSDP2"),
     "fsdp_config.fsdp_sharding_strategy": _sharding,

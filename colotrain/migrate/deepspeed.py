@@ -267,7 +267,7 @@ RULES: Rules = {
     "data_efficiency.*": none("the order of samples is a function of seed and position"),
     "compression_training.*": none("compression is not there"),
     "sparse_attention.*": none("attention is the model's own"),
-    "pipeline.*": none("there is no pipeline parallelism"),
+    "pipeline.*": none("see the key mesh.pp"),
     "tensor_parallel.*": none("see the key mesh.tp"),
     "sequence_parallel_size": none("see the keys mesh.cp and mesh.sequence_parallel"),
     "hybrid_engine.*": none("inference is not there"),

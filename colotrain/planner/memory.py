@@ -143,20 +143,9 @@ class _StepSimulation:
             self._build_states()
         self.allocations.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
         self.allocations.begin("shared", "buffers", self.shared_bytes(), lasts=True)
-        others = self.layout.in_flight - 1
-        if others:
-            waiting = others * (self._kept_by_forward() + self.trace.input_bytes)
+        if (others := self.layout.in_flight - 1) > 0:
+            waiting = others * (self.trace.kept_bytes + self.trace.input_bytes)
             self.allocations.begin("in flight", "activations", waiting, lasts=True)
-
-    def _kept_by_forward(self) -> int:
-        """Bytes that a micro-batch's forward leaves for its backward."""
-        alive: set[int] = set()
-        for event in (event for segment in self.forward for event in segment.events):
-            if event >= 0:
-                alive.add(event)
-            else:
-                alive.discard(-1 - event)
-        return sum(self.sizes[number] for number in alive)
 
     def _build_states(self) -> None:
         layout, allocations, groups = self.layout, self.allocations, list(self.groups.values())

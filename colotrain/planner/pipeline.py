@@ -20,6 +20,10 @@ EXCLUDED: dict[str, tuple[object, str]] = {
     "train.objective": (None, ""),
     "observe.samples.prompts": ([], ", for no rank has the whole model"),
     "mesh.sequence_parallel": (False, ""),
+    "plugin.budget.device": ("auto", ", which keeps all on the device"),
+    "plugin.budget.host": ("auto", ", which keeps all on the device"),
+    "plugin.budget.disk": ("auto", ", which keeps all on the device"),
+    "plugin.disk_path": ("auto", ", which keeps all on the device"),
 }
 """Settings that stages do not support yet → their only value, and why."""
 

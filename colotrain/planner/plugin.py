@@ -101,7 +101,8 @@ class PlanningContext:
         plan = _plan_plugin(
             name, asked, self.scale, survey, self.machine, reason=reason, split=split
         )
-        if not ROWS[name].packed or why_no_disk(asked) or names_folder(asked):
+        staged = self.scale.mesh.pp > 1
+        if not ROWS[name].packed or staged or why_no_disk(asked) or names_folder(asked):
             return plan
         if asked.budget.host == "auto" and self.option(plan).verdict == "yes":
             return plan
@@ -221,7 +222,8 @@ def _plan_plugin(
         chunk_bytes=chunk_bytes,
         split_blocks=row.packed and split,
         reshard_overrides=overrides,
-        budget=find_budget(asked, scale, machine) if row.packed else None,
+        # no tiers under pipeline stages, whose placements would differ
+        budget=find_budget(asked, scale, machine) if row.packed and scale.mesh.pp == 1 else None,
     )
 
 

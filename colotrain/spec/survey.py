@@ -129,3 +129,15 @@ class Trace:
     """Bytes of the micro-batch itself."""
     exchanges: tuple[Exchange, ...] = ()
     """What ranks that divide samples' tokens exchange, and those that divide matrices."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that forward leaves for backward."""
+        alive: set[int] = set()
+        for segment in self.segments:
+            for event in segment.events if segment.phase == "forward" else ():
+                if event >= 0:
+                    alive.add(event)
+                else:
+                    alive.discard(-1 - event)
+        return sum(self.storages[number] for number in alive)
