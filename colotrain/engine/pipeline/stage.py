@@ -171,13 +171,12 @@ class Stage:
         """
         assert self.exchange is not None
         assert self.holders[name] == (0, self.count - 1), "only ends of the model share parameters"
-        ends = self.exchange
+        group, peer = self.exchange.forward, self.count - 1 - self.index
         other = torch.empty_like(gradient)
-        peer = self.count - 1 - self.index
-        sent = dist.isend(gradient.contiguous(), group=ends.forward, group_dst=peer)
-        dist.recv(other, group=ends.forward, group_src=peer)
-        assert sent is not None
-        sent.wait()
+        both = (dist.isend, gradient.contiguous()), (dist.irecv, other)
+        ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, tensor in both]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
         gradient.add_(other)
 
     def connect_(self, mesh: DeviceMesh) -> None:
