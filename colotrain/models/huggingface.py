@@ -112,7 +112,7 @@ def _read_part_(
 ) -> None:
     """Fill `tensor` (a DTensor's local part) with `part` of its source."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not local.numel():
+    if not local.numel() or local.is_meta:  # on the meta device: another pipeline stage's
         return
     rows = (part[0].start, part[0].stop - part[0].start) if part else ()
     local.copy_(source.rows(stored, *rows)[(slice(None), *part[1:]) if part else ...])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from json import loads
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from colotrain.models.llm import LLM
 from colotrain.rundir import RunDir
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
+from tests.dist import hf
 from tests.dist.test_changed_axes import assert_equal_states
 from tests.dist.test_run import losses
 from tests.dist.test_transport import run
@@ -59,6 +61,21 @@ def test_every_plugin_equals_one_process_on_four_ranks(
 ) -> None:
     cases = verified(capsys, "--world-sizes", "4", "--accumulation", "4", *options)
     assert {case["plugin"] for case in cases} == set(ROWS)
+    assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "axes"), [("gpt2", ("2", "1")), ("llama", ("4", "2"))])
+def test_a_model_of_transformers_equals_one_process(
+    kind: str, axes: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    folder, (ranks, tp) = hf.make_directory(kind, tmp_path / kind), axes
+    model = (f"model.hf={folder}", "data.target=tests.dist.hf:samples", "train.micro_batch=1")
+    plugins = ("--plugins", "zero3", "--accumulation", "4", "--steps", "2", "--json")
+    guarded(["verify", *model, "--world-sizes", ranks, "--pp", "2", "--tp", tp, *plugins])
+    cases = loads(capsys.readouterr().out)["cases"]
+    assert len(cases) == 3
     assert not [case["difference"] for case in cases if not case["passed"]]
 
 

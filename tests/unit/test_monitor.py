@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from colotrain.engine.monitor import ALMOST, share_of_micro_batch
+from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.run_state import Run
 from colotrain.events.heartbeats import HeartbeatWriter, read_heartbeats
 
@@ -41,6 +43,11 @@ def test_an_evaluation_has_no_backward() -> None:
 def test_an_evaluation_belongs_to_the_step_before_it(phase: str, step: int, tmp_path: Path) -> None:
     run = Run.__new__(Run)
     run.step, run.heartbeat = 4, HeartbeatWriter(tmp_path / "rank0.json")
+    run.sharded = SimpleNamespace(stage=Stage())  # type: ignore[assignment]
     run.at(phase)
     (beat,) = read_heartbeats(tmp_path)
     assert (beat.phase, beat.step) == (phase, step)
+    run.sharded.stage.count = 2
+    run.at(phase)
+    (beat,) = read_heartbeats(tmp_path)
+    assert (beat.phase, beat.step) == (f"{phase} (stage 0)", step)
