@@ -143,9 +143,8 @@ class _StepSimulation:
             self._build_states()
         self.allocations.begin("buffers", "buffers", self.trace.buffer_bytes, lasts=True)
         self.allocations.begin("shared", "buffers", self.shared_bytes(), lasts=True)
-        if (others := self.layout.in_flight - 1) > 0:
-            waiting = others * (self.trace.kept_bytes + self.trace.input_bytes)
-            self.allocations.begin("in flight", "activations", waiting, lasts=True)
+        waiting = (self.layout.in_flight - 1) * (self.trace.kept_bytes + self.trace.input_bytes)
+        self.allocations.begin("in flight", "activations", waiting, lasts=True)
 
     def _build_states(self) -> None:
         layout, allocations, groups = self.layout, self.allocations, list(self.groups.values())
