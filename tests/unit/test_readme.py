@@ -185,6 +185,9 @@ def test_what_a_command_sets_is_a_plan(
     workplace: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At its full size, as it stands; whether it fits depends on the machine (exit code 3)."""
+    for block in blocks(SHOWN[command]):
+        if block.path.endswith(".py"):
+            (workplace / block.path).write_text(block.body)
     verb, *given = shlex.split(command)
     for word in given:
         if word.startswith("checkpoint.resume="):  # of a run that the page made before
