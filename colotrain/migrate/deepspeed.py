@@ -75,6 +75,14 @@ def _lr(value: Any, flat: Flat) -> Answer:
     return taken("optim.lr", number)(value, flat)
 
 
+def _decoupling(value: Any, flat: Flat) -> Answer:
+    """Translate `adam_w_mode`; without it DeepSpeed adds weight decay to the gradients."""
+    if is_on(value) or not number(flat.get("optimizer.params.weight_decay") or 0.0):
+        return Answer(outcome="decided", note="weight decay is always decoupled")
+    note = "weight decay added to the gradients (L2) is not there: AdamW's is decoupled"
+    return Answer(outcome="none", note=note)
+
+
 def _momentum(value: Any, flat: Flat) -> Answer:
     if str(flat.get("optimizer.type", "")).lower() == "sgd":
         return taken("optim.momentum", number)(value, flat)
@@ -181,7 +189,7 @@ RULES: Rules = {
     "optimizer.params.weight_decay": decay,
     "optimizer.params.momentum": _momentum,
     "optimizer.params.torch_adam": decided("torch's fused implementation is used"),
-    "optimizer.params.adam_w_mode": decided("weight decay is always decoupled"),
+    "optimizer.params.adam_w_mode": _decoupling,
     "optimizer.params.*": none("an argument of an optimizer that colotrain does not have"),
     "optimizer.legacy_fusion": decided("torch's fused implementation is used"),
     "scheduler.type": _schedule,

@@ -12,7 +12,7 @@ from typing import Any
 from colotrain.errors import UsageError, suggest
 from colotrain.migrate import accelerate, deepspeed, lightning
 from colotrain.migrate.defaults import defaults
-from colotrain.migrate.findings import MEANING, Finding, Rules, read
+from colotrain.migrate.findings import MEANING, Finding, Rules, flatten, read
 from colotrain.migrate.lightning_callbacks import with_monitors
 
 RULES: dict[str, Rules] = {
@@ -75,7 +75,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def recognise(config: Mapping[str, Any], path: Path) -> str:
-    """The tool that a configuration belongs to, judged by its top-level keys."""
+    """The tool that a configuration belongs to, judged by its top-level keys.
+
+    `UsageError` if these fit several or none, or if most keys are not the tool's: another tool's
+    file may have some of the same names.
+    """
     scores = {kind: len(signs & set(config)) for kind, signs in SIGNS.items()}
     best = max(scores.values())
     found = [kind for kind, score in scores.items() if score == best]
@@ -83,7 +87,13 @@ def recognise(config: Mapping[str, Any], path: Path) -> str:
         names = ", ".join(RULES)
         problem = f"{path}: its keys do not tell whose configuration it is"
         raise UsageError(problem, f"say it with --kind (one of {names})")
-    return found[0]
+    kind = found[0]
+    foreign = [f.key for f in read(RULES[kind], config) if f.outcome == "unknown"]
+    if 2 * len(foreign) > len(dict(flatten(config))):
+        some = ", ".join(foreign[:3])
+        problem = f"{path}: {len(foreign)} of its keys are none of {kind}'s, such as {some}"
+        raise UsageError(problem, f"say --kind {kind} to take what is")
+    return kind
 
 
 def check_kind(kind: str) -> None:

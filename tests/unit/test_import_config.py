@@ -15,6 +15,7 @@ from test_compose import compose
 
 from colotrain.cli.main import guarded
 from colotrain.engine.optim.shard_optimizer import settings_of
+from colotrain.errors import UsageError
 from colotrain.migrate import recipes
 from colotrain.migrate.findings import MEANING, Finding, flatten
 from colotrain.runs.resolving import plan_from
@@ -342,6 +343,32 @@ def test_what_contradicts_itself_in_a_deepspeed_file_is_told() -> None:
     assert outcomes["optimizer.params.lr"] == "decided"
     assert recipes.settings(found)["optim.lr"] == 1e-3
     assert "train.precision" not in recipes.settings(found)
+
+
+def test_a_file_of_another_tool_is_not_taken_for_one_that_shares_a_few_keys() -> None:
+    axolotl = {
+        "base_model": "meta-llama/Llama-3.2-1B",
+        "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
+        "sequence_len": 2048,
+        "gradient_accumulation_steps": 4,
+        "micro_batch_size": 2,
+        "optimizer": "adamw_torch",
+        "lora_r": 16,
+    }
+    with pytest.raises(UsageError, match=r"are none of deepspeed's, such as base_model, "):
+        recipes.recognise(axolotl, Path("axolotl.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "decay", "outcome"),
+    [(False, 0.1, "none"), (False, 0, "decided"), (True, 0.1, "decided")],
+)
+def test_decay_in_the_gradients_is_said_not_to_be_there(
+    mode: bool, decay: float, outcome: str
+) -> None:
+    params = {"lr": 1e-3, "weight_decay": decay, "adam_w_mode": mode}
+    found = recipes.findings({"optimizer": {"type": "Adam", "params": params}}, "deepspeed")
+    assert {f.key: f.outcome for f in found}["optimizer.params.adam_w_mode"] == outcome
 
 
 def test_early_stopping_is_train_stop_early(folder: Path) -> None:
