@@ -29,7 +29,10 @@ class Reticent(nn.Module):
 
 
 def test_a_state_dict_of_ones_own_leaves_nothing_out_of_a_checkpoint() -> None:
-    sharded: Any = SimpleNamespace(module=Reticent(), groups=())
+    module = Reticent()
+    sharded: Any = SimpleNamespace(
+        module=module, groups=(), named_parameters=module.named_parameters
+    )
     assert dict(checkpoint.model_state(sharded)).keys() == {"linear.weight", "linear.bias", "seen"}
 
 
