@@ -45,14 +45,14 @@ class StepTotals:
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     count: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     micro_batches: int = 0
-    odd: Tensor | None = None
-    """Number of micro-batches whose count is no whole number, or 0 beside a loss; None: not asked.
-    """
+    odd: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """Number of micro-batches whose count is no whole number, or 0 beside a loss, where asked."""
+    asks_odd: bool = False
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
-        if self.odd is not None:
+        if self.asks_odd:
             odd = (count != count.round()) | ((count == 0) & (loss_sum.detach() != 0))
-            self.odd = self.odd.to(count.device) + odd
+            self.odd = self.odd.to(odd.device) + odd
         self.loss_sum = self.loss_sum.to(loss_sum.device) + loss_sum.detach().double()
         self.count = self.count.to(count.device) + count.double()
         self.micro_batches += 1

@@ -122,8 +122,7 @@ def train(run: Run) -> str:
 
 def tell_of_count(run: Run, result: StepResult) -> None:
     """Say in the first step what a second value of forward is taken for, if it may be none."""
-    odd = result.totals.odd
-    if run.rank == 0 and odd is not None and odd.item():
+    if run.rank == 0 and result.odd:
         text = (
             f"step 1 has {result.tokens:.4g} targets: of two values of a forward "
             "or loss the second is their number or summed weight; a metric belongs in a dict, "
@@ -195,13 +194,14 @@ class Fetch:
 
 
 def new_totals(run: Run) -> StepTotals:
-    nothing = torch.zeros(2, dtype=torch.float64, device=run.device)
+    nothing = torch.zeros(3, dtype=torch.float64, device=run.device)
     return StepTotals(
         nominal=run.nominal_targets,
         loss_scale=run.loss_scale.scale,
         loss_sum=nothing[0],
         count=nothing[1],
-        odd=torch.zeros((), dtype=torch.int64) if run.step == 0 else None,
+        odd=nothing[2],
+        asks_odd=run.step == 0,
     )
 
 
@@ -226,20 +226,21 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
         run.tiers.transfers.order_gradients()
     norms, used = gradients.local_statistics(run.gradients, run.device)
     known_here = gradients.to_device(torch.cat((requests, used)), run.device)
-    mine = torch.stack((totals.loss_sum, totals.count)).to(run.device)
+    mine = torch.stack((totals.loss_sum, totals.count, totals.odd)).to(run.device)
     mine = mine * run.sharded.parts.is_first  # the others of its group have the same loss
     shared = torch.cat((mine, known_here[: len(requests)], norms, known_here[len(requests) :]))
     with waiting():
         dist.all_reduce(shared)
     gpu.mark("reduced")
     shared = shared.cpu()  # the only wait for the device in a step
-    known = 2 + len(requests)
-    sums, world = shared[:known].tolist(), dist.get_world_size()
-    loss_sum, count, stop, record, noisy, update_placement, save, traced, took_s, copy_s = sums[:10]
+    num_sums = len(mine) + len(asks)
+    sums, world = shared[:num_sums].tolist(), dist.get_world_size()
+    loss_sum, count, odd, stop, record, noisy, update_placement, save, traced, took_s, copy_s = sums
     monitor.note_duration(run, took_s / world)
     if run.copies is not None:
         run.copies.note_durations(took_s / world, copy_s / world)
-    totals_of, squares_of = shared[10:known].view(2, -1)
+    known = num_sums + orders.numel()
+    totals_of, squares_of = shared[num_sums:known].view(2, -1)
     if not torch.equal(totals_of**2, squares_of * (world // stage.count)):  # some order is another
         raise ColotrainError(
             f"step {run.step + 1}: ranks ran different blocks, or in another order",
@@ -250,6 +251,7 @@ def agree(run: Run, totals: StepTotals, gpu: DeviceClock) -> StepResult:
     return StepResult(
         loss=loss_sum / (count or 1.0),
         tokens=count,
+        odd=odd,
         grad_norm=run.gradients.norm,
         stop=stop > 0,
         record=record > 0 or is_due(run.step + 1, run.plan.observe.grads_every),

@@ -196,6 +196,8 @@ class StepResult:
 
     loss: float
     tokens: float
+    odd: float
+    """Micro-batches of the first step whose count may be none (`StepTotals.odd`); else 0."""
     grad_norm: float
     stop: bool
     record: bool

@@ -57,17 +57,16 @@ def test_a_loss_without_a_gradient_is_refused_by_its_dtype(wrap: Any, dtype: tor
 def test_a_second_value_that_may_be_a_metric_is_noticed_where_it_is_asked_for(
     count: float, is_odd: bool
 ) -> None:
-    for asked in (None, torch.zeros((), dtype=torch.int64)):
-        totals = StepTotals(nominal=1.0, odd=asked)
+    for asked in (False, True):
+        totals = StepTotals(nominal=1.0, asks_odd=asked)
         loss, found, _ = weighted_output(
             Returns((torch.tensor(2.0), torch.tensor(count))), {"x": torch.ones(2)}
         )
         totals.add(loss, found)
-        assert (totals.odd is not None and bool(totals.odd)) == (is_odd and asked is not None)
+        assert bool(totals.odd) == (is_odd and asked)
 
 
 def test_a_micro_batch_in_which_nothing_counts_is_not_odd() -> None:
-    totals = StepTotals(nominal=1.0, odd=torch.zeros((), dtype=torch.int64))
+    totals = StepTotals(nominal=1.0, asks_odd=True)
     totals.add(torch.zeros(()), torch.zeros(()))
-    assert totals.odd is not None
     assert not totals.odd
