@@ -25,6 +25,7 @@ from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
 from colotrain.models.filling import Shards
 from colotrain.models.seeding import generator_of
 from colotrain.models.stored import StoredTensors
+from colotrain.models.tensor_parallel import TensorShard
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import AdapterPlan
 
@@ -35,6 +36,28 @@ PREFIX = "base_model.model."
 """Prefix of every name in PEFT's files."""
 BYPASSED = ("NonDynamicallyQuantizableLinear",)
 """Linear layers whose forward is never called (inside nn.MultiheadAttention)."""
+
+
+class InputDropout(nn.Dropout):
+    """Dropout of a layer's input, of which a rank may have a part of the features.
+
+    The ranks of a tensor-parallel group draw the same numbers, for all features as one process
+    does, and use those of their own part.
+    """
+
+    tensor_shard: TensorShard | None = None
+
+    def __init__(self, p: float, num_features: int) -> None:
+        super().__init__(p)
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard = self.tensor_shard
+        draws = self.training and self.p > 0
+        if shard is None or not draws or x.shape[-1] == self.num_features:
+            return super().forward(x)
+        kept = super().forward(x.new_ones(*x.shape[:-1], self.num_features))
+        return x * kept.chunk(shard.size, dim=-1)[shard.rank]
 
 
 def attach_(model: nn.Module, plan: AdapterPlan) -> None:
@@ -176,7 +199,7 @@ def _attach(layer: Any, plan: AdapterPlan) -> None:
     with torch.random.fork_rng(devices=()):  # later draws are as without adapters
         layer.lora_A = nn.Linear(inputs, plan.rank, **like)
         layer.lora_B = nn.Linear(plan.rank, outputs, **like)
-    layer.lora_dropout = nn.Dropout(plan.dropout)
+    layer.lora_dropout = InputDropout(plan.dropout, inputs)
     layer.lora_scale = plan.alpha / plan.rank
     layer.lora_hook = layer.register_forward_hook(
         lambda layer, inputs, output: add_product(layer, inputs[0], output)

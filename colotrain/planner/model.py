@@ -255,11 +255,6 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
     if settings.train.compile:
         expected, fix = f"false with mesh.tp={tp}", "set train.compile=false"
         yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
-    if model.adapter is not None and model.adapter.dropout:
-        expected = f"0 with mesh.tp={tp}, whose ranks would drop other inputs than one process"
-        fix = "set adapter.dropout=0, or mesh.tp=1"
-        value = model.adapter.dropout
-        yield Problem(key="adapter.dropout", value=value, expected=expected, fix=fix)
     for key, own in (
         ("train.loss", settings.train.loss),
         ("train.metrics", settings.train.metrics),
