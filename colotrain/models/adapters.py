@@ -29,7 +29,7 @@ from colotrain.models.tensor_parallel import TensorShard
 from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import AdapterPlan
 
-A, B = "lora_A", "lora_B"
+A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -148,8 +148,10 @@ def is_adapted(module: nn.Module) -> bool:
 
 def own_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every named module that the model has without its adapters."""
+    layers = adapted(model)
     for name, module in model.named_modules():
-        if not name.rpartition(".")[2].startswith("lora_"):
+        layer, _, own = name.rpartition(".")
+        if layer not in layers or own not in (A, B, DROPOUT):
             yield name, module
 
 
@@ -201,9 +203,11 @@ def _attach(layer: Any, plan: AdapterPlan) -> None:
         layer.lora_B = nn.Linear(plan.rank, outputs, **like)
     layer.lora_dropout = InputDropout(plan.dropout, inputs)
     layer.lora_scale = plan.alpha / plan.rank
-    layer.lora_hook = layer.register_forward_hook(
-        lambda layer, inputs, output: add_product(layer, inputs[0], output)
-    )
+    layer.lora_hook = layer.register_forward_hook(_add_after)
+
+
+def _add_after(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return add_product(layer, inputs[0], output)
 
 
 def add_product(layer: Any, x: Tensor, output: Tensor) -> Tensor:
