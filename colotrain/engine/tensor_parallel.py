@@ -29,7 +29,7 @@ class TensorParts:
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameter name → part; all other parameters are whole and equal on all ranks of a group."""
     partial: frozenset[str] = frozenset()
-    """Names of whole parameters of whose gradients a backward leaves the part of own tokens."""
+    """Names of whole parameters of whose gradients a rank's backward leaves a part."""
     group: dist.ProcessGroup | None = None
     """The ranks of the group; None where it is this rank alone."""
 

@@ -11,7 +11,8 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -21,17 +22,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
+from colotrain.models.filling import Shards
 from colotrain.models.seeding import generator_of
 from colotrain.models.stored import StoredTensors
+from colotrain.models.tensor_parallel import TensorShard
+from colotrain.spec.divisions import Divisions
 from colotrain.spec.plan import AdapterPlan
 
-A, B = "lora_A", "lora_B"
+A, B, DROPOUT = "lora_A", "lora_B", "lora_dropout"
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."
 """Prefix of every name in PEFT's files."""
 BYPASSED = ("NonDynamicallyQuantizableLinear",)
 """Linear layers whose forward is never called (inside nn.MultiheadAttention)."""
+
+
+class InputDropout(nn.Dropout):
+    """Dropout of a layer's input, of which a rank may have a part of the features.
+
+    The ranks of a tensor-parallel group draw the same numbers, for all features as one process
+    does, and use those of their own part.
+    """
+
+    tensor_shard: TensorShard | None = None
+
+    def __init__(self, p: float, num_features: int) -> None:
+        super().__init__(p)
+        self.num_features = num_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        shard = self.tensor_shard
+        draws = self.training and self.p > 0
+        if shard is None or not draws or x.shape[-1] == self.num_features:
+            return super().forward(x)
+        kept = super().forward(x.new_ones(*x.shape[:-1], self.num_features))
+        return x * kept.chunk(shard.size, dim=-1)[shard.rank]
 
 
 def attach_(model: nn.Module, plan: AdapterPlan) -> None:
@@ -120,6 +146,44 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "lora_scale")
 
 
+def own_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every named module that the model has without its adapters."""
+    layers = adapted(model)
+    for name, module in model.named_modules():
+        layer, _, own = name.rpartition(".")
+        if layer not in layers or own not in (A, B, DROPOUT):
+            yield name, module
+
+
+def divide(divisions: Divisions, model: nn.Module) -> Divisions:
+    """Return `divisions` of the model with its adapters divided as their layers are.
+
+    A layer with some of the outputs has these rows of B and all of A; one with some of the inputs
+    has these columns of A and all of B.
+    """
+    dims: dict[str, int | None] = {}
+    for name, layer in adapted(model).items():
+        dim = divisions.dim_of(f"{name}.weight")
+        if dim is not None and is_transposed(layer):
+            dim = 1 - dim
+        dims[f"{name}.{A}.weight"] = 1 if dim == 1 else None
+        dims[f"{name}.{B}.weight"] = 0 if dim == 0 else None
+    return replace(divisions, dims={**dims, **divisions.dims})
+
+
+def partial_parameters(model: nn.Module, splits: Container[str]) -> Iterator[str]:
+    """Names of the matrices that all ranks hold beside a divided one.
+
+    A rank's backward leaves that part of their gradient which goes through its part of the other.
+    """
+    for name in adapted(model):
+        a, b = f"{name}.{A}.weight", f"{name}.{B}.weight"
+        if b in splits:
+            yield a
+        if a in splits:
+            yield b
+
+
 def _unmatched(plan: AdapterPlan, layers: dict[str, nn.Module]) -> Iterator[Problem]:
     lasts = {name.rpartition(".")[2] for name in layers}
     for glob in plan.targets:
@@ -137,14 +201,23 @@ def _attach(layer: Any, plan: AdapterPlan) -> None:
     with torch.random.fork_rng(devices=()):  # later draws are as without adapters
         layer.lora_A = nn.Linear(inputs, plan.rank, **like)
         layer.lora_B = nn.Linear(plan.rank, outputs, **like)
-    layer.lora_dropout = nn.Dropout(plan.dropout)
+    layer.lora_dropout = InputDropout(plan.dropout, inputs)
     layer.lora_scale = plan.alpha / plan.rank
-    layer.register_forward_hook(_add_low_rank)
+    layer.lora_hook = layer.register_forward_hook(_add_after)
 
 
-def _add_low_rank(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    x = layer.lora_dropout(inputs[0])
-    return output + layer.lora_B(layer.lora_A(x)) * layer.lora_scale
+def _add_after(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return add_product(layer, inputs[0], output)
+
+
+def add_product(layer: Any, x: Tensor, output: Tensor) -> Tensor:
+    """Add the product of the layer's adapter and its input `x` to its output."""
+    return output + layer.lora_B(layer.lora_A(layer.lora_dropout(x))) * layer.lora_scale
+
+
+def leave_to_forward_(layer: Any) -> None:
+    """Let the forward of a layer that has an adapter call `add_product`, not a hook after it."""
+    layer.lora_hook.remove()
 
 
 def fill_(
@@ -152,12 +225,12 @@ def fill_(
     plan: AdapterPlan,
     *,
     seed: int,
-    write: Callable[[Tensor, Tensor], None],
+    shards: Shards,
 ) -> None:
     """Give the adapters their initial values: those in `plan.path`, or functions of seed and name.
 
-    `write(parameter, whole)` stores this rank's shard of the whole value. B is zero in new
-    adapters, so they do not change the model's output at first.
+    `shards` stores this rank's part of each whole value. B is zero in new adapters, so they do not
+    change the model's output at first.
     """
     stored = StoredTensors([Path(plan.path) / WEIGHTS]) if plan.path else None
     with torch.no_grad():
@@ -165,33 +238,30 @@ def fill_(
             for part in (A, B):
                 full = f"{name}.{part}.weight"
                 parameter = cast(Any, layer).get_submodule(part).weight
-                if stored is None:
-                    whole = _initial(parameter, full, seed=seed) if part == A else None
-                else:
-                    whole = _stored(stored, full, parameter)
-                write(parameter, _zeros(parameter) if whole is None else whole)
+                shape = shards.shape(parameter)
+                whole = torch.zeros(shape, dtype=parameter.dtype)
+                if stored is not None:
+                    whole = _stored(stored, full, shape)
+                elif part == A:
+                    _draw_(whole, full, seed=seed)
+                shards.write(parameter, whole)
 
 
-def _initial(parameter: Tensor, name: str, *, seed: int) -> Tensor:
-    """Values drawn as nn.Linear draws them, but from the parameter's own generator."""
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+def _draw_(whole: Tensor, name: str, *, seed: int) -> None:
+    """Draw values as nn.Linear draws them, but from the parameter's own generator."""
     generator = generator_of(name, seed=seed)
-    return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+    nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
 
 
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=parameter.dtype)
-
-
-def _stored(stored: StoredTensors, name: str, parameter: Tensor) -> Tensor:
+def _stored(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Tensor:
     key = PREFIX + name
     if key not in stored:
         raise ColotrainError(
             f"adapter.path: holds no {key}", "give an adapter that was made for this model"
         )
-    if stored.shape(key) != tuple(parameter.shape):
+    if stored.shape(key) != shape:
         raise ColotrainError(
-            f"adapter.path: {key} is {stored.shape(key)}, expected {tuple(parameter.shape)}",
+            f"adapter.path: {key} is {stored.shape(key)}, expected {shape}",
             "give an adapter that was made for this model",
         )
     return stored.rows(key)

@@ -69,7 +69,7 @@ def divisions_of(model: nn.Module, config: Any) -> Divisions:
         return Divisions(against=f"its plan does not say how {besides} works on parts of heads")
     vocabulary = _vocabulary_of(model)
     dims = {f"{name}.{key}": 0 for name in vocabulary for key in ("weight", "bias")}
-    found = replace(found, dims=found.dims | dims)
+    found = replace(found, dims={**found.dims, **dims})
     found = replace(found, styles=found.styles | dict.fromkeys(vocabulary, VOCABULARY))
     return replace(found, divides_tokens=len(vocabulary) > 1 and _treats_tokens_alike(model, found))
 

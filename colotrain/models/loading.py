@@ -54,7 +54,7 @@ def build(plan: ModelPlan, *, seed: int) -> nn.Module:
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
         if not any(parameter.is_meta for parameter in model.parameters()):
-            adapters.fill_(model, plan.adapter, seed=seed, write=WHOLE.write)
+            adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)
     return model
 
 
@@ -183,7 +183,7 @@ def fill_(
     elif fills_itself(model):
         initialise_(model, seed=seed, shards=shards)
     if plan.adapter is not None:
-        adapters.fill_(model, plan.adapter, seed=seed, write=shards.write)
+        adapters.fill_(model, plan.adapter, seed=seed, shards=shards)
 
 
 def fills_itself(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.models import adapters
 from colotrain.models.tensor_parallel import (
     ATTRIBUTE,
     DIVISIONS,
@@ -46,7 +47,8 @@ def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
     """
     own = getattr(model, DIVISIONS, None)
     if not plan.tp_plan:
-        return own() if callable(own) else None
+        found = own() if callable(own) else None
+        return None if found is None else adapters.divide(found, model)
     problems = []
     if own is not None:
         expected = f"null, for {plan.value} says itself how it is divided"
@@ -54,12 +56,12 @@ def own_divisions(model: nn.Module, plan: ModelPlan) -> Divisions | None:
     problems += problems_of(plan.tp_plan, model)
     if problems:
         raise ConfigError(problems)
-    return divisions_by(plan.tp_plan, model)
+    return adapters.divide(divisions_by(plan.tp_plan, model), model)
 
 
 def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
     """What cannot be right in a plan, as problems of `mesh.tp_plan`."""
-    modules = dict(model.named_modules())
+    modules = dict(adapters.own_modules(model))
     linears = suggest("", {name for name, module in modules.items() if _is_linear(module)})
     for glob, style in plan.items():
         key = f"mesh.tp_plan.{glob}"
@@ -77,6 +79,10 @@ def problems_of(plan: Mapping[str, str], model: nn.Module) -> Iterator[Problem]:
             yield Problem(key=key, expected="a glob that matches a module's name", fix=linears)
         for name, module in matched.items():
             if style == SUMMED:
+                if adapters.is_adapted(module):
+                    expected = f"modules without an adapter ({name} has one)"
+                    yield Problem(key=key, value=style, expected=expected, fix="adapt another")
+                    break
                 if inner := _with_parameters_inside(name, module):
                     expected = f"modules with parameters of their own ({inner} is inside {name})"
                     yield Problem(key=key, value=style, expected=expected, fix=f"name {inner}")
@@ -127,7 +133,7 @@ def divisions_by(
         dims[f"{glob}.weight"] = dim
         if style in ROWS:
             dims[f"{glob}.bias"] = 0
-        for name, module in model.named_modules():
+        for name, module in adapters.own_modules(model):
             if fnmatchcase(name, glob):
                 key = glob.rpartition(".")[2]
                 divided[key] = math.gcd(divided.get(key, 0), module.weight.shape[dim])
@@ -138,7 +144,7 @@ def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) ->
     """Let modules whose parameters are parts compute with those of the other ranks."""
     if shard.by_tokens and divisions.styles:
         _divide_tokens_(model, divisions, shard)
-    for name, module in model.named_modules():
+    for name, module in adapters.own_modules(model):
         for glob, style in divisions.styles.items():
             if not fnmatchcase(name, glob):
                 continue
@@ -146,6 +152,8 @@ def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) ->
                 module.forward = functools.partial(_summed, module, module.forward, shard)
             elif style != VOCABULARY:
                 module.forward = functools.partial(_FORWARDS[style], module, shard)
+                if adapters.is_adapted(module):
+                    adapters.leave_to_forward_(module)
             elif isinstance(module, nn.Embedding):
                 if len(module.weight) < module.num_embeddings:
                     found = functools.partial(embed, module, shard, out=summed)
@@ -168,7 +176,7 @@ def _parts_of(model: nn.Module, divisions: Divisions) -> set[str]:
     styles = divisions.styles.items()
     return {
         name.rpartition(".")[0]
-        for name, _ in model.named_modules()
+        for name, _ in adapters.own_modules(model)
         if any(style in ROWS and fnmatchcase(name, glob) for glob, style in styles)
     }
 
@@ -197,15 +205,16 @@ def _with_first(
 def partial_parameters(
     model: nn.Module, divisions: Divisions, shard: TensorShard, splits: Container[str]
 ) -> frozenset[str]:
-    """Names of the parameters that all ranks hold, with gradients of their own tokens alone.
+    """Names of the parameters that all ranks hold, of whose gradients each has a part.
 
-    Those inside parts have the gradients of all tokens; but a bias of a sum is added outside.
+    With `by_tokens` it is that of its own tokens, but for parameters inside parts, which have the
+    gradients of all tokens; a bias of a sum is added outside.
     """
+    found = set(adapters.partial_parameters(model, splits))
     if not shard.by_tokens:
-        return frozenset()
+        return frozenset(found)
     parts = tuple(f"{name}." for name in _parts_of(model, divisions))
     sums = [glob for glob, style in divisions.styles.items() if style in COLUMNS]
-    found = set()
     for name, _ in model.named_parameters():
         is_of_sum = any(fnmatchcase(name.rpartition(".")[0], glob) for glob in sums)
         if name not in splits and (is_of_sum or not name.startswith(parts)):
@@ -229,7 +238,13 @@ def _summed(
 def _colwise(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
     if not shard.by_tokens:  # otherwise `x` has entered the part that the module is in
         x = enter(x, shard)
-    return F.linear(x, module.weight, module.bias)
+    return _product(module, x, module.bias)
+
+
+def _product(module: nn.Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The module's output without the other ranks, and that of its adapter."""
+    found = F.linear(x, module.weight, bias)
+    return adapters.add_product(module, x, found) if adapters.is_adapted(module) else found
 
 
 def _colwise_gather_output(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
@@ -237,7 +252,7 @@ def _colwise_gather_output(module: nn.Linear, shard: TensorShard, x: Tensor) -> 
 
 
 def _rowwise(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
-    whole = leave(F.linear(x, module.weight), shard)
+    whole = leave(_product(module, x), shard)
     return whole if module.bias is None else whole + module.bias
 
 

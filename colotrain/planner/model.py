@@ -255,9 +255,6 @@ def _check_tensor_parallel(settings: Config, model: ModelPlan, survey: Survey) -
     if settings.train.compile:
         expected, fix = f"false with mesh.tp={tp}", "set train.compile=false"
         yield Problem(key="train.compile", value=True, expected=expected, fix=fix)
-    if settings.adapter.name is not None:
-        expected, fix = f"null with mesh.tp={tp}", "set mesh.tp=1"
-        yield Problem(key="adapter.name", value=settings.adapter.name, expected=expected, fix=fix)
     for key, own in (
         ("train.loss", settings.train.loss),
         ("train.metrics", settings.train.metrics),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -37,8 +37,11 @@ class Split:
 class Divisions:
     """The parameters of a model that are divided, and the numbers of ranks that can do so."""
 
-    dims: dict[str, int] = field(default_factory=dict)
-    """Glob on parameter names → dimension that is divided. All others are on every rank."""
+    dims: Mapping[str, int | None] = field(default_factory=dict)
+    """Glob on parameter names → dimension that is divided; None: not divided, as all others are.
+
+    The first glob that matches a name counts.
+    """
     sizes: dict[str, int] = field(default_factory=dict)
     """What the number of ranks must divide, by the name that messages use."""
     num_kv_heads: int = 1
