@@ -12,7 +12,7 @@ from typing import Any
 from colotrain.errors import UsageError, suggest
 from colotrain.migrate import accelerate, deepspeed, lightning
 from colotrain.migrate.defaults import defaults
-from colotrain.migrate.findings import MEANING, Finding, Rules, flatten, read
+from colotrain.migrate.findings import MEANING, Finding, Rules, read
 from colotrain.migrate.lightning_callbacks import with_monitors
 
 RULES: dict[str, Rules] = {
@@ -82,14 +82,15 @@ def recognise(config: Mapping[str, Any], path: Path) -> str:
     """
     scores = {kind: len(signs & set(config)) for kind, signs in SIGNS.items()}
     best = max(scores.values())
-    found = [kind for kind, score in scores.items() if score == best]
-    if not best or len(found) > 1:
+    likely = [kind for kind, score in scores.items() if score == best]
+    if not best or len(likely) > 1:
         names = ", ".join(RULES)
         problem = f"{path}: its keys do not tell whose configuration it is"
         raise UsageError(problem, f"say it with --kind (one of {names})")
-    kind = found[0]
-    foreign = [f.key for f in read(RULES[kind], config) if f.outcome == "unknown"]
-    if 2 * len(foreign) > len(dict(flatten(config))):
+    kind = likely[0]
+    found = [f for f in read(RULES[kind], config) if f.key not in SIGNS[kind]]
+    foreign = [f.key for f in found if f.outcome == "unknown"]
+    if 2 * len(foreign) > len(found):
         some = ", ".join(foreign[:3])
         problem = f"{path}: {len(foreign)} of its keys are none of {kind}'s, such as {some}"
         raise UsageError(problem, f"say --kind {kind} to take what is")
