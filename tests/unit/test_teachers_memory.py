@@ -13,25 +13,16 @@ from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate
 from colotrain.planner.traced.survey import survey, trace_micro_batch
 from colotrain.spec.objectives import DistillPlan
-from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, OptimPlan
+from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan
 from colotrain.spec.survey import Survey, Trace
 from colotrain.spec.teacher import COPIES, PART_BYTES, kept_bytes, teacher_of
+from tests.unit.test_planner import ADAM
 
 SIZES = {"vocab_size": 128, "d_model": 64, "num_layers": 4, "num_heads": 4, "d_hidden": 128}
 TEACHER = ModelPlan(target="colotrain.models.llm:LLM", args=SIZES)
 STUDENT = ModelPlan(target="colotrain.models.llm:LLM", args={**SIZES, "num_layers": 1})
 DATA = DataPlan(
     source="corpus", seq_len=32, tokenizer="bytes", shuffle=False, validation_fraction=0.0
-)
-OPTIM = OptimPlan(
-    name="adamw",
-    lr=1.0,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    final_ratio=1.0,
 )
 WHOLE = FreezePlan(patterns=("*",))
 
@@ -44,7 +35,7 @@ def traced(freeze: FreezePlan) -> Trace:
 
 def estimate(folder: Path, **changes: Any) -> Estimate:
     made = {"device": "cpu", "shard": 2, "baseline": 1000, "micro_batch": 2, **changes}
-    layout = Layout(parameters_live="use", gradients="sharded", optim=OPTIM, **made)  # type: ignore[arg-type]
+    layout = Layout(parameters_live="use", gradients="sharded", optim=ADAM, **made)  # type: ignore[arg-type]
     plan = DistillPlan(teacher=str(folder), top_k=4, alpha=0.5, temperature=1.0)
     return memory_of_pass(
         layout,
@@ -94,7 +85,7 @@ def test_a_plan_is_refused_where_the_weights_alone_do_not_fit(
         **dict.fromkeys(("world_size", "data_parallel"), 1),
         before=lambda layout: asked,
     )
-    layout = Layout(parameters_live="use", gradients="sharded", shard=2, optim=OPTIM)
+    layout = Layout(parameters_live="use", gradients="sharded", shard=2, optim=ADAM)
     option = space.option("zero3", layout, checkpointing="none")
     assert option.verdict == verdict
     assert option.memory == asked.breakdown
