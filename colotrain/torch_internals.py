@@ -131,6 +131,11 @@ def arguments_of(operation: Any) -> Any:
     return operation._schema.arguments
 
 
+def is_random(operation: Any) -> bool:
+    """Return whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+
+
 def name_of(operation: Any) -> str:
     """Return the name of an operation without its namespace."""
     return str(operation._schema.name).rpartition("::")[2]

@@ -28,6 +28,7 @@ from colotrain.torch_internals import (
     COMPUTED_AGAIN,
     OpOverload,
     arguments_of,
+    is_random,
     storage_id,
     tree_leaves,
 )
@@ -195,7 +196,7 @@ def _written(operation: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def _place_of_dropout(operation: Any) -> int | None:
-    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+    if not is_random(operation):
         return None
     names = [argument.name for argument in arguments_of(operation)]
     return names.index("dropout_p") if "dropout_p" in names else -1

@@ -34,6 +34,13 @@ def test_an_llm_is_a_sequence_and_a_tied_embedding_is_at_both_ends() -> None:
     assert found.stages_of("blocks.1.mlp.up.weight", (2, 1)) == (0,)
 
 
+class Told(nn.Linear):
+    """A layer that is given more than the activations."""
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + more
+
+
 class Layers(nn.Module):
     """Layers in a row, or with one of the ways in which a model is no sequence of them."""
 
@@ -41,25 +48,44 @@ class Layers(nn.Module):
         super().__init__()
         self.way = way
         self.embed = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        kind = Told if way == "tells layers" else nn.Linear
+        self.layers = nn.ModuleList(kind(8, 8) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 16)
         if way == "keeps buffers":
             self.layers[1].register_buffer("seen", torch.zeros(()))
+        if way == "normalizes":
+            self.head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), self.head)
+        if way == "scores a norm":
+            self.embed = nn.Sequential(self.embed, nn.Linear(8, 8))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = first = self.embed(input_ids)
+        if self.way == "skips unseen":
+            first = first.detach()
+        if self.way == "skips in place":
+            first = torch.zeros_like(first).copy_(first.data)
+        if self.way == "hides":
+            first = torch.rand(first.shape)
+        if self.way == "adds an input":
+            first = input_ids[..., None]
         if self.way == "scales before":
             x = x * self.scale
         for index, layer in enumerate(self.layers):
-            before, x = x, layer(x)
+            before, x = x, layer(x) if self.way != "tells layers" else layer(x, first.detach())
             if self.way == "adds between":
                 x = x + before
             if self.way == "scales between" and index == 0:
                 x = x * self.scale
             if self.way == "repeats" and index == 1:
                 x = layer(x)
-        return self.head(x + first if self.way == "skips" else x).sum()
+        beside = ("skips", "skips unseen", "skips in place", "hides", "adds an input")
+        loss = self.head(x + first if self.way in beside else x).sum()
+        if self.way == "scores a norm":
+            loss = loss + self.embed[1].weight.detach().norm()
+        if self.way == "scores a layer":
+            loss = loss + self.layers[0].weight.detach().norm()
+        return loss
 
 
 @pytest.mark.parametrize(
@@ -68,13 +94,27 @@ class Layers(nn.Module):
         ("skips", "what embed.weight gives reaches the loss beside the blocks"),
         ("adds between", "layers.1 does not take what layers.0 returned"),
         ("scales between", "scale, which belongs to no block, is used within or between blocks"),
-        ("scales before", "scale is used outside its module before the first block"),
+        (
+            "scales before",
+            "scale belongs to no module that runs before the first block: move it into one",
+        ),
+        ("skips unseen", "what embed.weight gives reaches the loss beside the blocks"),
+        ("skips in place", "what embed.weight gives reaches the loss beside the blocks"),
+        ("hides", "what a random number gives reaches the loss beside the blocks"),
+        (
+            "tells layers",
+            "layers.1 takes what embed.weight gives beside what the block before gives",
+        ),
+        ("scores a layer", "what layers.0.weight gives reaches the loss beside the blocks"),
+        ("scores a norm", "embed.1.weight is used before the blocks and in the loss"),
+        ("normalizes", "it has buffers that checkpoints keep (head.1.running_mean)"),
         ("repeats", "layers.1 is called more than once"),
-        ("keeps buffers", "its blocks have buffers that checkpoints keep (layers.1.seen)"),
+        ("keeps buffers", "it has buffers that checkpoints keep (layers.1.seen)"),
     ],
 )
 def test_a_model_that_is_no_sequence_is_told_why(way: str, why: str) -> None:
     assert find_sequence(Layers(), {"input_ids": IDS}).against == ""
+    assert find_sequence(Layers("adds an input"), {"input_ids": IDS}).against == ""
     assert find_sequence(Layers(way), {"input_ids": IDS}).against == why
 
 

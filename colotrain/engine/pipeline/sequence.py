@@ -1,13 +1,13 @@
 """Finds the blocks of a model that run one after the other, by a trial forward without values.
 
-Every trainable tensor that reaches a block beside the output of the block before, or the loss
-beside that of the last block, would be missing on another stage. So in the trial each block gets a
-tensor that is detached from what came before, and nothing else may lead to a parameter.
+What is computed from parameters, or drawn at random, exists on one stage alone. In the trial it is
+followed through every operation, also where gradients do not follow: it may reach a block as the
+output of the block before, and the loss as the output of the last block, but in no other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,14 @@ from colotrain.engine.model_blocks import Block, find_blocks, parameter_bytes
 from colotrain.engine.sharding.grouping import without_storage
 from colotrain.models.objective import output_of
 from colotrain.spec.sequence import BlockSequence
-from colotrain.torch_internals import FakeTensorMode, is_persistent, tree_leaves
+from colotrain.torch_internals import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_persistent,
+    is_random,
+    storage_id,
+    tree_leaves,
+)
 
 
 class NoSequence(Exception):
@@ -33,7 +40,7 @@ def find_sequence(model: nn.Module, batch: Mapping[str, Tensor]) -> BlockSequenc
     """
     blocks = largest_container(find_blocks(model))
     try:
-        _refuse_kept_buffers(blocks)
+        _refuse_kept_buffers(model, blocks)
         return _tried(model, [name for name, _ in blocks], batch)
     except NoSequence as error:
         return BlockSequence(against=str(error))
@@ -48,16 +55,59 @@ def largest_container(blocks: list[Block]) -> list[Block]:
     return containers[max(sizes, key=lambda name: sizes[name])] if sizes else []
 
 
-def _refuse_kept_buffers(blocks: list[Block]) -> None:
+def _refuse_kept_buffers(model: nn.Module, blocks: list[Block]) -> None:
     if len(blocks) < 2:
         raise NoSequence("it has no list of blocks of the same type")
-    for name, block in blocks:
-        for path, module in block.named_modules(prefix=name):
-            for key in module._buffers:
-                if is_persistent(module, key):
-                    raise NoSequence(
-                        f"its blocks have buffers that checkpoints keep ({path}.{key})"
-                    )
+    for path, module in model.named_modules():
+        for key in module._buffers:
+            if is_persistent(module, key):
+                name = f"{path}.{key}" if path else key
+                raise NoSequence(f"it has buffers that checkpoints keep ({name})")
+
+
+class _OneStage(TorchDispatchMode):
+    """Follows what exists on one stage alone through all operations: what is it made of?"""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.sources = {storage_id(p): name for name, p in model.named_parameters()}
+        """Storage → name of its parameter."""
+        self.inside = set[int]()
+        """Storages of the parameters of blocks."""
+        self.made: dict[int, str] = {}
+        """Storage → parameter, or `a random number`, that its values come from."""
+        self.kept: list[Any] = []
+        """Storages that stay, so that no other one gets their id."""
+        self.is_after = False
+        """Whether the last block has run: its stage has what is used from then on."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        origin = self.origin_of((args, kwargs))
+        if origin is None and not self.is_after and is_random(func):
+            origin = "a random number"
+        if origin is not None:
+            self.mark(out, origin)
+        return out
+
+    def origin_of(self, values: Any) -> str | None:
+        """Return what some of `values` come from, if they exist on one stage alone."""
+        for leaf in _tensors_of(values):
+            storage = storage_id(leaf)
+            if storage in self.made:
+                return self.made[storage]
+            if storage in self.sources and (not self.is_after or storage in self.inside):
+                return self.sources[storage]
+        return None
+
+    def mark(self, values: Any, origin: str) -> None:
+        """Note that `values`, apart from views of parameters, exist on one stage alone."""
+        for leaf in _tensors_of(values):
+            if (storage := storage_id(leaf)) not in self.sources:
+                self.made[storage] = origin
+                self.kept.append(leaf.untyped_storage())
 
 
 def _tried(model: nn.Module, names: list[str], batch: Mapping[str, Tensor]) -> BlockSequence:
@@ -69,8 +119,7 @@ def _tried(model: nn.Module, names: list[str], batch: Mapping[str, Tensor]) -> B
                 for parameter in copied.parameters():
                     if parameter.is_floating_point():
                         parameter.requires_grad_(True)
-                trial = _Trial(copied, names)
-                return trial.run(without_storage(dict(batch)))
+                return _Trial(copied, names).run(without_storage(dict(batch)))
         except NoSequence:
             raise
         except Exception as error:  # whatever a forward raises that reads values
@@ -96,7 +145,7 @@ class _Trial(TorchFunctionMode):
         """Names of the modules that are running, the innermost last."""
         self.before: dict[str, None] = {}
         self.after: dict[str, None] = {}
-        self.path_of = {m: path for path, m in model.named_modules()}
+        self.one_stage = _OneStage(model)
         inside = {p for name in names for p in model.get_submodule(name).parameters()}
         self.outside = {p: n for n, p in model.named_parameters() if p not in inside}
         self.owners: dict[nn.Parameter, set[str]] = {}
@@ -105,24 +154,23 @@ class _Trial(TorchFunctionMode):
                 if parameter is not None:
                     self.owners.setdefault(parameter, set()).add(path)
             module.register_forward_pre_hook(partial(self._enter, path), prepend=True)
-            module.register_forward_hook(lambda *_: self._leave())
+            module.register_forward_hook(self._leave)
         for name in names:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
             block.register_forward_hook(partial(self._end, name))
 
     def run(self, batch: dict[str, Tensor]) -> BlockSequence:
-        with self:
+        inside = (p for name in self.names for p in self.model.get_submodule(name).parameters())
+        self.one_stage.inside.update(map(storage_id, inside))
+        with self.one_stage, self:
             output = output_of(self.model, batch)
         if len(self.called) != len(self.names):
             raise NoSequence(f"{self.names[len(self.called)]} is not called")
-        block = self.model.get_submodule(self.called[-1])
-        allowed = {*block.parameters()} | {p for p, n in self.outside.items() if n in self.after}
-        used = _parameters_behind(_tensors_of(output)) - allowed
-        if used:
-            named = {p: name for name, p in self.model.named_parameters()}
-            reached = sorted(named[parameter] for parameter in used)[0]
-            raise NoSequence(f"what {reached} gives reaches the loss beside the blocks")
+        origin = self.one_stage.origin_of(dict(output) if isinstance(output, Mapping) else output)
+        if origin is not None:
+            raise NoSequence(f"what {origin} gives reaches the loss beside the blocks")
+        self._refuse_divided_modules()
         return BlockSequence(
             blocks=tuple(self.called),
             num_returned=tuple(self.returned),
@@ -130,11 +178,24 @@ class _Trial(TorchFunctionMode):
             after=tuple(self.after),
         )
 
+    def _refuse_divided_modules(self) -> None:
+        """Refuse modules before the first block of which the loss uses some parameters only."""
+        both = {p for p, name in self.outside.items() if name in self.before.keys() & self.after}
+        for parameter in both:
+            for path in self.owners[parameter]:
+                if {*self.model.get_submodule(path).parameters()} - both:
+                    name = self.outside[parameter]
+                    raise NoSequence(f"{name} is used before the blocks and in the loss")
+
     def _enter(self, path: str, *_: Any) -> None:
         self.running.append(path)
 
-    def _leave(self) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Every output of a module that has parameters is zeros on the stages that lack them."""
         self.running.pop()
+        for parameter in module._parameters.values():
+            if not self.called and parameter in self.outside:
+                self.one_stage.mark(output, self.outside[parameter])
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if name in self.called:
@@ -143,11 +204,12 @@ class _Trial(TorchFunctionMode):
             raise NoSequence(f"{name} does not take the activations as its first argument")
         if self.last is not None and args[0] is not self.last:
             raise NoSequence(f"{name} does not take what {self.called[-1]} returned")
-        if self.last is not None and _parameters_behind(tree_leaves((args[1:], kwargs))):
-            raise NoSequence(f"{name} takes more that trains than what the block before returned")
+        origin = self.one_stage.origin_of((args[1:], kwargs)) if self.called else None
+        if origin is not None:
+            raise NoSequence(f"{name} takes what {origin} gives beside what the block before gives")
         self.called.append(name)
         self.inside = True
-        return (args[0].detach().requires_grad_(), *args[1:]), kwargs
+        return (torch.empty_like(args[0]).requires_grad_(), *args[1:]), kwargs
 
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.inside = False
@@ -158,6 +220,9 @@ class _Trial(TorchFunctionMode):
         if (first.shape, first.dtype) != (args[0].shape, args[0].dtype):
             raise NoSequence(f"{name} returns activations of another shape or dtype")
         self.last = first
+        if len(self.called) == len(self.names):
+            self.one_stage.is_after = True
+            self.one_stage.made.pop(storage_id(first), None)
         self.returned.append(len(output) if isinstance(output, tuple) else 0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,30 +239,15 @@ class _Trial(TorchFunctionMode):
             raise NoSequence(f"{name}, which belongs to no block, is used within or between blocks")
         if self.called:
             self.after[name] = None
-        elif "" in self.owners[parameter] or not self.owners[parameter] & {*self.running}:
+        elif "" in self.owners[parameter]:
+            raise NoSequence(
+                f"{name} belongs to no module that runs before the first block: move it into one"
+            )
+        elif not self.owners[parameter] & {*self.running}:
             raise NoSequence(f"{name} is used outside its module before the first block")
         else:
             self.before[name] = None
 
 
-def _tensors_of(output: Any) -> list[Any]:
-    return tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-
-
-def _parameters_behind(values: Iterable[Any]) -> set[nn.Parameter]:
-    """Return the parameters that autograd would reach from the tensors among `values`."""
-    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-    found = {tensor for tensor in tensors if isinstance(tensor, nn.Parameter)}
-    return found | {p for tensor in tensors if tensor.grad_fn for p in _leaves(tensor.grad_fn)}
-
-
-def _leaves(first: Any) -> Iterator[nn.Parameter]:
-    seen, waiting = {first}, [first]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
-            yield leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+def _tensors_of(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
