@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.audit import model
+from colotrain.audit.model_sketches import gradients, weights
 from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
 from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark
 from colotrain.audit.reference import Taps
 from colotrain.audit.report import Report, rank, undivided
-from colotrain.audit.samples import Sample, are_same, has_changed, sample
 from colotrain.audit.shards import Shards
 from colotrain.audit.sites import Site, here
 from colotrain.audit.sketch import packed
-from colotrain.audit.whole import gradients, weights
+from colotrain.audit.tensor_samples import Sample, are_same, has_changed, sample
 from colotrain.audit.window import Window, factors_of, number, product
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
