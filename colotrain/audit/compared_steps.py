@@ -45,7 +45,7 @@ class ComparedStep:
 
     @property
     def losses(self) -> int:
-        """Number of losses per micro-batch, each with a call of backward of its own."""
+        """Number of losses per micro-batch whose backwards are called on lines of their own."""
         is_whole = near(ratio(self.gradient(), self.reference("base"))[0], 1.0)
         return 1 if is_whole else self.step.lines
 
