@@ -20,9 +20,9 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
-from colotrain.runs import checkpoints, fetching, naming, smoke, trust, uploads
+from colotrain.runs import checkpoints, fetching, naming, smoke, trust
 from colotrain.runs import detach as detached
-from colotrain.runs.preparing import prepare_data
+from colotrain.runs.data_preparation import prepare_data
 from colotrain.runs.resolving import (
     check_devices,
     check_fits,
@@ -30,6 +30,7 @@ from colotrain.runs.resolving import (
     print_notes,
     resolve_config,
 )
+from colotrain.runs.uploader_process import UploaderProcess, report_unsent
 from colotrain.schedulers.job import recall
 from colotrain.schedulers.registry import scheduler_of_job
 from colotrain.show.console import print_json, stderr_console
@@ -135,7 +136,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     naming.check_name(rundir, plan, resolved.config)
     checkpoints.check_resumable(plan, rundir)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
-    sending = uploads.Uploads(plan, rundir)
+    sending = UploaderProcess(plan, rundir)
     exit_code, cause = execute(
         plan, rundir, resolved.config, console=console, began_at=began_at, sending=sending
     )
@@ -143,7 +144,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     left = sending.close()
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, how_to_resume(plan, rundir))
-    uploads.report(left, plan, finished=exit_code == 0)
+    report_unsent(left, plan, finished=exit_code == 0)
     return document
 
 
@@ -238,7 +239,7 @@ def train(
         return run_helper_node(plan, rundir, node, console=console)
     began_at = began_at or command_began_at()
     checkpoints.check_resumable(plan, rundir)
-    before, sending = trust.read_files(rundir), uploads.Uploads(plan, rundir)
+    before, sending = trust.read_files(rundir), UploaderProcess(plan, rundir)
     try:
         exit_code, cause = execute(
             plan, rundir, config, node=node, console=console, began_at=began_at, sending=sending
@@ -257,7 +258,7 @@ def train(
         print(how_to_resume(plan, rundir), file=sys.stderr, flush=True)
     if as_json:
         print_json(document)
-    uploads.report(sending.close(), plan, finished=exit_code == 0)
+    report_unsent(sending.close(), plan, finished=exit_code == 0)
     if exit_code == ColotrainError.exit_code and plan.smoke:
         raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
     if exit_code == ColotrainError.exit_code:
@@ -323,7 +324,7 @@ def execute(
     node: Node = ONLY_NODE,
     console: Console,
     began_at: float | None = None,
-    sending: uploads.Uploads | None = None,
+    sending: UploaderProcess | None = None,
 ) -> tuple[int, str]:
     """Write the plan, prepare the data, launch, and follow; return exit code and cause.
 

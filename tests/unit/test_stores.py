@@ -31,10 +31,10 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.liveness import claim, find, launcher_of
 from colotrain.events.log import read
 from colotrain.rundir import RunDir
-from colotrain.runs import fetching, store, uploader, uploads
-from colotrain.runs.fetching import bring, committed, near, outlines
-from colotrain.runs.ledger import Ledger
+from colotrain.runs import fetching, store, uploader, uploader_process
+from colotrain.runs.fetching import bring, near, outlines
 from colotrain.runs.store import Store, StoreError
+from colotrain.runs.sync_state import SyncState, committed
 from colotrain.runs.uploader import Uploader, next_checkpoint
 
 SECRET = "s3cret-of-the-store"
@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_the_store_where_nothing_else_of_it_is(
     assert damage(second.checkpoint(4)) is None
     for file in (*folder.iterdir(), first.launcher_events, first.plan_file):
         assert (second.path / file.relative_to(first.path)).read_bytes() == file.read_bytes()
-    assert next_checkpoint(second, Ledger(second, f"{runs_dir}/one"), set()) is None
+    assert next_checkpoint(second, SyncState(second, f"{runs_dir}/one"), set()) is None
     with claim(second):
         save(second, 8)
         send(second, runs_dir)
@@ -326,7 +326,7 @@ def test_a_lost_answer_is_not_taken_for_another_launcher(runs_dir: str) -> None:
         upload.send_small()
         time.sleep(0.01)
         again = upload.store.send(rundir.launcher_file, "launcher.json")
-        assert not upload.ledger.is_current("launcher.json", again)
+        assert not upload.synced.is_current("launcher.json", again)
         upload.check_owner()
 
 
@@ -391,24 +391,24 @@ def test_the_end_of_a_run_waits_for_the_store_only_so_long(
     save(rundir, 4)
     plan = rundir.plan()
     plan = dataclasses.replace(plan, elastic=dataclasses.replace(plan.elastic, grace_s=0.5))
-    monkeypatch.setattr(uploads, "MODULE", "this")  # ends at once, and sends nothing
+    monkeypatch.setattr(uploader_process, "MODULE", "this")  # ends at once, and sends nothing
     began = time.monotonic()
-    with uploads.Uploads(plan, rundir) as sending:
+    with uploader_process.UploaderProcess(plan, rundir) as sending:
         pass
     left = sending.close()
     assert time.monotonic() - began < 10
     assert "step-00000004" in left
     assert "plan.json" in left
     with pytest.raises(ColotrainError, match="one has finished, but is not all in file://"):
-        uploads.report(left, plan, finished=True)
-    uploads.report(left, plan, finished=False)
+        uploader_process.report_unsent(left, plan, finished=True)
+    uploader_process.report_unsent(left, plan, finished=False)
     assert "`colotrain resume one` sends the rest" in capsys.readouterr().err
 
 
 def test_another_process_sends_the_run_and_its_end_finds_all_there(runs_dir: str) -> None:
     rundir = made("runs", runs_dir)
     save(rundir, 4)
-    with claim(rundir), uploads.Uploads(rundir.plan(), rundir) as sending:
+    with claim(rundir), uploader_process.UploaderProcess(rundir.plan(), rundir) as sending:
         pass
     assert sending.close() == ""
     assert steps(runs_dir) == [4]
