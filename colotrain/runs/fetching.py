@@ -100,9 +100,11 @@ def followed(name: str | None, *, follow: bool = True) -> Iterator[str | None]:
         return
 
     def refresh() -> None:
+        rundir, runs_dir = _place(name)
         while not over.wait(REFRESH_S):
-            with suppress(ColotrainError, OSError):
-                StoredRun(*_place(name)).fetch_small(ALL)
+            if not is_sent_from_here(rundir):
+                with suppress(ColotrainError, OSError):
+                    StoredRun(rundir, runs_dir).fetch_small(ALL)
 
     thread = threading.Thread(target=refresh, name="store", daemon=True)
     thread.start()

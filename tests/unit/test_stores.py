@@ -346,7 +346,10 @@ def test_a_launcher_elsewhere_is_seen_until_it_has_ended(runs_dir: str) -> None:
     assert launcher_of(known) is None
 
 
-def test_a_folder_from_which_a_run_is_sent_is_left_as_it_is(runs_dir: str) -> None:
+def test_a_folder_from_which_a_run_is_sent_is_left_as_it_is(
+    runs_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "REFRESH_S", 0.01)
     rundir = made("runs", runs_dir)
     send(rundir, runs_dir)
     rundir.store_lock.touch()
@@ -356,6 +359,8 @@ def test_a_folder_from_which_a_run_is_sent_is_left_as_it_is(runs_dir: str) -> No
         fcntl.flock(lock, fcntl.LOCK_EX)
         bring(rundir, runs_dir)
         assert near(f"{runs_dir}/one") == "one"
+        with fetching.followed(f"{runs_dir}/one"):
+            time.sleep(0.2)
     assert rundir.summary_file.read_text() == "{}"
     bring(rundir, runs_dir)
     assert rundir.summary_file.read_text() == '{"of": "another"}'
