@@ -1,7 +1,7 @@
-"""What one process of an audited command sees, and what it writes of it.
+"""The observer of one process of an audited command: it records the script's calls and steps.
 
-No method raises into the script and none communicates, but for the whole gradients of a sharded
-model, which all ranks gather at the same steps.
+No method raises into the script, and none communicates, except to gather the whole gradients and
+weights of a sharded model, which all ranks do at the same steps.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class Observer:
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
         self.before: dict[str, Tensor] = {}
+        """Sketches of the weights before the step under way."""
         self.rows: dict[str, dict[str, Any]] = {}
         self.taken: dict[str, Tensor] = {}
+        """Sketches of the gradients at the entry of the step."""
         self.records: EventWriter | None = None
         self.report: Report | None = None
         self.fused: Any = None
