@@ -44,7 +44,7 @@ GRADIENTS = (*OUTLINE, "events/rank00000-*.jsonl")
 ALL = tuple(glob for glob in SMALL if not glob.startswith("logs"))
 
 
-def bring(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = False) -> None:
+def fetch_to_resume(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = False) -> None:
     """Fetch what a run in a store has and this machine lacks, so that it goes on from there.
 
     Raises `StoreError` if the store cannot be read and written.
@@ -63,7 +63,7 @@ def bring(rundir: RunDir, runs_dir: str | None, *, overwrite: bool = False) -> N
     run.fetch_checkpoint()
 
 
-def near(
+def fetch_if_address(
     name: str | None,
     *,
     wanted: Sequence[str] = ALL,
@@ -93,8 +93,8 @@ def near(
 
 @contextmanager
 def followed(name: str | None, *, follow: bool = True) -> Iterator[str | None]:
-    """Yield the run's name as `near` does, and fetch what is new every few seconds meanwhile."""
-    found, over = near(name), threading.Event()
+    """As `fetch_if_address`, and fetch what is new every `REFRESH_S` inside the context."""
+    found, over = fetch_if_address(name), threading.Event()
     if name is None or not follow or not is_address(name):
         yield found
         return

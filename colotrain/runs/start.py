@@ -72,7 +72,7 @@ def run(
         fix = f"move {rundir.path} away before the first node starts"
         raise UsageError("--overwrite: expected a run on one node", fix)
     if node.is_head:
-        fetching.bring(rundir, plan.runs_dir, overwrite=overwrite)
+        fetching.fetch_to_resume(rundir, plan.runs_dir, overwrite=overwrite)
         if overwrite:  # before the older run is renamed
             checkpoints.check_named(plan, rundir, overwrite=True)
         naming.check_name(rundir, plan, resolved.config, overwrite=overwrite)
@@ -132,7 +132,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     if not force:
         check_fits(resolved)
     plan, rundir = resolved.plan, RunDir(RUNS / resolved.plan.name)
-    fetching.bring(rundir, plan.runs_dir)
+    fetching.fetch_to_resume(rundir, plan.runs_dir)
     naming.check_name(rundir, plan, resolved.config)
     checkpoints.check_resumable(plan, rundir)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
@@ -160,9 +160,9 @@ def resume(
 
     If `checkpoint.resume=PATH` is among them, the run continues from that checkpoint instead.
     """
-    rundir = find(fetching.near(run))
+    rundir = find(fetching.fetch_if_address(run))
     warm_up()
-    fetching.bring(rundir, rundir.plan().runs_dir)
+    fetching.fetch_to_resume(rundir, rundir.plan().runs_dir)
     own, submit, job = rundir.plan(), _submit_again(rundir, overrides), recall(rundir)
     if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
         raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
@@ -184,7 +184,7 @@ def resume(
     words = [recipe, *overrides, as_override("name", rundir.name)]
     resolved = resolve_config(words, several=True, submit=submit)
     if resolved.plan.runs_dir != own.runs_dir:
-        fetching.bring(rundir, resolved.plan.runs_dir)
+        fetching.fetch_to_resume(rundir, resolved.plan.runs_dir)
     node = node_of(resolved.config, resolved.plan)
     if not force:
         check_fits(resolved)
