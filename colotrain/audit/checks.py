@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights, compared_steps
 from colotrain.audit.evidence import Evidence
-from colotrain.audit.looked import AVERAGED, Looked, averages_weights, looked_into
 from colotrain.audit.parameter_checks import frozen, parameters
 from colotrain.audit.scale_checks import local_norms, scale_checks
 from colotrain.audit.verdicts import CHECKS, Verdict, named, ok, unknown, wrong
@@ -19,16 +19,17 @@ def check(evidence: Evidence) -> list[Verdict]:
     if not evidence.ranks:
         why = "no Python process of the command made an optimizer step that could be observed"
         return [unknown(name, why) for name in CHECKS]
+    compared = compared_steps(evidence)
     found = [
         steps(evidence),
         ranks(evidence),
-        *scale_checks(evidence),
+        *scale_checks(evidence, compared),
         zeroing(evidence),
-        clipping(evidence),
+        clipping(evidence, compared),
         scheduler(evidence),
         parameters(evidence),
         frozen(evidence),
-        *between_ranks(evidence),
+        *between_ranks(evidence, compared),
         checkpointing(evidence),
     ]
     by_name = {verdict.check: verdict for verdict in found}
@@ -116,7 +117,7 @@ def zeroing(evidence: Evidence) -> Verdict:
     return unknown(name, "fewer than two steps, or an engine that keeps gradients itself")
 
 
-def clipping(evidence: Evidence) -> Verdict:
+def clipping(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
     """Look at when, by which norm and of which parameters gradients are clipped."""
     name, several = "clipping", has_several(evidence)
     every = [(step, clip) for rank in evidence.ranks for step in rank.steps for clip in step.clips]
@@ -130,7 +131,7 @@ def clipping(evidence: Evidence) -> Verdict:
         if clip["after"] < step.backwards and not several:
             text = f"clipped after {clip['after']} of {step.backwards} micro-batches"
             return wrong(name, text, clip["site"], step=step.step)
-    for each in looked_into(evidence) if evidence.ranks else []:
+    for each in compared:
         if different := local_norms(each):
             norms, site = different
             text = f"each rank clips by its own norm: {', '.join(f'{n:.4g}' for n in norms)}"
@@ -139,7 +140,7 @@ def clipping(evidence: Evidence) -> Verdict:
         return ok(name, "no call of torch's clip_grad_norm_ or clip_grad_value_")
     if several:
         return unknown(name, several, every[0][1]["site"])
-    for step, details in evidence.first.looked_into():
+    for step, details in evidence.first.steps_with_details():
         if details.unclipped:
             num, sites = len(details.unclipped), [clip["site"] for clip in step.clips]
             why = f"{num} parameters that it updates are not clipped: {named(details.unclipped)}"
@@ -173,28 +174,27 @@ def scheduler(evidence: Evidence) -> Verdict:
     return ok(name, f"{sum(calls)} steps after {len(calls)} of the optimizer")
 
 
-def between_ranks(evidence: Evidence) -> Iterator[Verdict]:
+def between_ranks(evidence: Evidence, compared: list[ComparedStep]) -> Iterator[Verdict]:
     """Compare weights, inputs and generators of the ranks."""
     if evidence.world_size == 1:
         yield from (ok(name, "one process") for name in ("weights", "data", "dropout"))
         return
-    looked = looked_into(evidence)
-    if not looked or not evidence.has_all_ranks:
+    if not compared or not evidence.has_all_ranks:
         why = f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed"
         yield from (unknown(name, why) for name in ("weights", "data", "dropout"))
         return
-    yield weights(looked, evidence)
-    yield data(looked)
-    yield dropout(looked)
+    yield weights(evidence, compared)
+    yield data(compared)
+    yield dropout(compared)
 
 
-def weights(looked: list[Looked], evidence: Evidence) -> Verdict:
+def weights(evidence: Evidence, compared: list[ComparedStep]) -> Verdict:
     name = "weights"
     if evidence.first.process.framework in SHARDED:
         return shards(evidence)
-    if averages_weights(looked):
+    if averages_weights(compared):
         return unknown(name, AVERAGED)
-    for each in looked:
+    for each in compared:
         first = each.details[0].weights
         for rank, own in enumerate(each.details):
             differ = [n for n in first if own.weights.get(n) != first[n]]
@@ -203,7 +203,7 @@ def weights(looked: list[Looked], evidence: Evidence) -> Verdict:
                     f"rank {rank} and rank 0 differ before step {each.step.step}: {named(differ)}"
                 )
                 return wrong(name, text, each.step.site, step=each.step.step)
-    return ok(name, f"equal on all ranks at {len(looked)} steps, bit for bit")
+    return ok(name, f"equal on all ranks at {len(compared)} steps, bit for bit")
 
 
 def shards(evidence: Evidence) -> Verdict:
@@ -223,9 +223,9 @@ def shards(evidence: Evidence) -> Verdict:
     return ok(name, "sharded: there is one copy")
 
 
-def data(looked: list[Looked]) -> Verdict:
+def data(compared: list[ComparedStep]) -> Verdict:
     name, same, total = "data", 0, 0
-    for each in looked:
+    for each in compared:
         for inputs in zip(*(own.inputs for own in each.details), strict=False):
             total += all(inputs)
             same += all(inputs) and len(set(inputs)) < len(inputs)
@@ -238,13 +238,13 @@ def data(looked: list[Looked]) -> Verdict:
     return ok(name, f"different in all {total} forwards compared")
 
 
-def dropout(looked: list[Looked]) -> Verdict:
+def dropout(compared: list[ComparedStep]) -> Verdict:
     name = "dropout"
-    if not any(own.dropout for each in looked for own in each.details):
+    if not any(own.dropout for each in compared for own in each.details):
         return ok(name, "no dropout module is on")
     pairs = [
         states
-        for each in looked
+        for each in compared
         for states in zip(*(own.random for own in each.details), strict=False)
     ]
     if not pairs:

@@ -42,7 +42,8 @@ class RankEvidence:
         in_turns = order != sorted(order) or min(Counter(order).values(), default=0) < 2
         return len(set(order)) if in_turns else 1
 
-    def looked_into(self) -> Iterator[tuple[ObservedStep, Details]]:
+    def steps_with_details(self) -> Iterator[tuple[ObservedStep, Details]]:
+        """Yield the steps of which tensors were recorded, with what was recorded."""
         for step in self.steps:
             if step.details is not None:
                 yield step, details_of(step)

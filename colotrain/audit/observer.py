@@ -1,7 +1,7 @@
-"""What one process of an audited command sees, and what it writes of it.
+"""The observer of one process of an audited command: it records the script's calls and steps.
 
-No method raises into the script and none communicates, but for the whole gradients of a sharded
-model, which all ranks gather at the same steps.
+No method raises into the script, and none communicates, except to gather the whole gradients and
+weights of a sharded model, which all ranks do at the same steps.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.audit import model
+from colotrain.audit.model_sketches import gradients, weights
 from colotrain.audit.optimizers import Optimizers, at_rest, is_plain_sgd, learning_rate, positions
 from colotrain.audit.records import Clip, Details, ObservedEnd, ObservedStep, Remark
 from colotrain.audit.reference import Taps
 from colotrain.audit.report import Report, rank, undivided
-from colotrain.audit.samples import Sample, are_same, has_changed, sample
 from colotrain.audit.shards import Shards
 from colotrain.audit.sites import Site, here
 from colotrain.audit.sketch import packed
-from colotrain.audit.whole import gradients, weights
+from colotrain.audit.tensor_samples import Sample, are_same, has_changed, sample
 from colotrain.audit.window import Window, factors_of, number, product
 from colotrain.events.event import EventKind
 from colotrain.events.log import EventWriter
@@ -65,8 +65,10 @@ class Observer:
         self.blocked = ""
         """Why the evidence is not complete; empty if it is."""
         self.before: dict[str, Tensor] = {}
+        """Sketches of the weights before the step under way."""
         self.rows: dict[str, dict[str, Any]] = {}
         self.taken: dict[str, Tensor] = {}
+        """Sketches of the gradients at the entry of the step."""
         self.records: EventWriter | None = None
         self.report: Report | None = None
         self.fused: Any = None

@@ -1,4 +1,4 @@
-"""The optimizers of a process: which step within others, and which parameters they hold."""
+"""The optimizers of a process: which one steps within another, and which parameters each has."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ class Optimizers:
         return not self._inside
 
     def number_of(self, optimizer: Any) -> int:
+        """Return the optimizer's position in the order of first steps, appended if it is new."""
         for index, known in enumerate(self._stepped):
             if known() is optimizer:
                 return index
@@ -116,13 +117,14 @@ class Optimizers:
 
 
 def positions(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of an optimizer after their positions in it."""
-    for number_, group in enumerate(getattr(optimizer, "param_groups", ())):
-        for index, parameter in enumerate(group["params"]):
-            yield f"param_groups[{number_}]['params'][{index}]", parameter
+    """Yield an optimizer's parameters, each with the expression that leads to it."""
+    for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for place, parameter in enumerate(group["params"]):
+            yield f"param_groups[{index}]['params'][{place}]", parameter
 
 
 def counted(optimizer: Any) -> Counter[int]:
+    """Return how often an optimizer has each parameter, by id."""
     return Counter(id(parameter) for _, parameter in positions(optimizer))
 
 

@@ -48,7 +48,7 @@ def parameters(evidence: Evidence) -> Verdict:
 
 def idle_parameters(rank: RankEvidence) -> list[str]:
     """Trainable parameters without a gradient in every step that was looked into."""
-    reached = {n for _, d in rank.looked_into() for n in (*d.gradient, *(d.declared or ()))}
+    reached = {n for _, d in rank.steps_with_details() for n in (*d.gradient, *(d.declared or ()))}
     every = [member.trainable for member in rank.members]
     return [name for name in every[0] if all(name in m for m in every) and name not in reached]
 
@@ -56,7 +56,7 @@ def idle_parameters(rank: RankEvidence) -> list[str]:
 def unmoved_parameters(rank: RankEvidence) -> list[str]:
     """Parameters that no step changed, though each had a gradient and a learning rate."""
     moved, pushed = set(), set()
-    for _, details in rank.looked_into():
+    for _, details in rank.steps_with_details():
         if details.lr:
             moved |= {n for n, v in sketches(details.change).items() if any(v)}
             found = sketches(details.gradient).items()
@@ -70,7 +70,7 @@ def frozen(evidence: Evidence) -> Verdict:
     members = evidence.first.members
     if not any(member.frozen for member in members):
         return ok(name, "no parameter is frozen")
-    for (step, details), member in zip(evidence.first.looked_into(), members, strict=False):
+    for (step, details), member in zip(evidence.first.steps_with_details(), members, strict=False):
         changed = [
             n
             for n, value in sketches(details.change).items()

@@ -39,7 +39,7 @@ class Membership(EventKind):
     foreign: int
     """Parameters of optimizers that belong to no module that ran and are in no loss."""
     copies: int
-    """How many of `foreign` have gradients, which the script gave to them."""
+    """Number of the `foreign` parameters that have gradients, set by the script itself."""
     made_at: list[str]
     """Site at which the optimizer was made."""
     complete: bool
@@ -111,14 +111,15 @@ class Details(EventKind):
     """A step that is looked into: sketches of its tensors, by parameter."""
 
     gradient: dict[str, str]
-    """At the call of `step`."""
+    """Gradients at the call of `step`."""
     before_clip: dict[str, str] | None = None
+    """Gradients before a call clipped them; None if no call did."""
     declared: dict[str, str] | None = None
     """Sum over the micro-batches of the gradients of the losses given to backward."""
     base: dict[str, str] | None = None
     """Mean over the micro-batches of the losses' gradients before any factor was applied."""
     last: dict[str, str] | None = None
-    """The last micro-batch alone, of what `declared` sums up."""
+    """The last micro-batch's term of the sum `declared`."""
     why_not: str
     """Why there is no reference; empty if there is one."""
     factors: list[Any]
@@ -132,9 +133,9 @@ class Details(EventKind):
     dropout: bool
     """Whether the model has dropout that is on."""
     weights: dict[str, str]
-    """Before the step."""
+    """Parameters before the step."""
     change: dict[str, str]
-    """Of the parameters, by the step."""
+    """Change of each parameter by the step."""
     reached: int = 1
     """Different sets of parameters that single backwards computed gradients of."""
     by_hand: bool = False
@@ -169,7 +170,7 @@ class ObservedEnd(EventKind):
     backwards: int
     """Calls of backward that began."""
     backward_at: list[str]
-    """Site of the last of them."""
+    """Site of the last call of backward."""
     forwards: int
     """Forwards of training that began after the last step."""
     forward_at: list[str]
@@ -179,12 +180,12 @@ class ObservedEnd(EventKind):
 
 @event_kind("sharding")
 class Sharding(EventKind):
-    """Whole parameters that ranks made shards of, at the first optimizer step."""
+    """Parameters as they were before ranks sharded them, written at the first optimizer step."""
 
     weights: dict[str, str]
     """Number of the call and name → sketch before the call."""
     kept: list[str] | None
-    """Those that were not replaced since, as by a checkpoint; None where that is not known."""
+    """Keys of weights that nothing replaced since, such as a checkpoint; None if unknown."""
     site: list[str]
 
 

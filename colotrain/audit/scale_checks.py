@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Sequence
 
+from colotrain.audit.compared_steps import AVERAGED, ComparedStep, averages_weights
 from colotrain.audit.evidence import Evidence, sketches
-from colotrain.audit.looked import AVERAGED, Looked, averages_weights, looked_into
 from colotrain.audit.ratios import CLOSE, Sketch, near, norm, ratio
 from colotrain.audit.records import Details
 from colotrain.audit.sites import Site
@@ -18,43 +18,40 @@ NAMED_SO = re.compile(r"accum|micro|grad_acc", re.IGNORECASE)
 """A line that divides a loss by such a name does so for accumulation."""
 
 
-def why_not(evidence: Evidence, looked: Sequence[Looked]) -> str:
+def why_not(evidence: Evidence, compared: Sequence[ComparedStep]) -> str:
     """Return why nothing can be compared with a reference; empty if it can."""
     if any(step.in_backward for step in evidence.first.steps):
         return "the optimizer steps within backward, where nothing is compared"
-    if not looked:
+    if not compared:
         return "no step was looked into on all ranks"
     if not evidence.has_all_ranks:
         return f"{len(evidence.ranks)} of {evidence.world_size} ranks were observed"
     if evidence.first.num_optimizers > 1:
         return f"the script has {evidence.first.num_optimizers} optimizers, whose losses may differ"
-    reasons = [d.why_not for each in looked for d in each.details if d.why_not]
-    if reasons and all(any(d.why_not for d in each.details) for each in looked):
+    reasons = [d.why_not for each in compared for d in each.details if d.why_not]
+    if reasons and all(any(d.why_not for d in each.details) for each in compared):
         return reasons[0]
     return ""
 
 
-def scale_checks(evidence: Evidence) -> list[Verdict]:
+def scale_checks(evidence: Evidence, compared: Sequence[ComparedStep]) -> list[Verdict]:
     """Compare the steps that were looked into with their references."""
-    looked = looked_into(evidence)
-    if why := why_not(evidence, looked):
+    if why := why_not(evidence, compared):
         names = ("accumulation", "gradient", "targets")
-        return [*(unknown(name, why) for name in names), update(looked, None)]
-    usable = [each for each in looked if not any(d.why_not for d in each.details)]
-    gradients = [gradient(each) for each in usable]
-    gradient_verdict = _worst(gradients)
-    if gradient_verdict.outcome == "wrong" and averages_weights(looked):
+        return [*(unknown(name, why) for name in names), update(compared, None)]
+    usable = [each for each in compared if not any(d.why_not for d in each.details)]
+    gradient_verdict = _worst([gradient(each) for each in usable])
+    if gradient_verdict.outcome == "wrong" and averages_weights(compared):
         gradient_verdict = unknown("gradient", AVERAGED)
-    scales = [accumulation(each) for each in usable]
     return [
-        _worst(scales),
+        _worst([accumulation(each) for each in usable]),
         gradient_verdict,
         _worst([targets(each) for each in usable]),
-        update(looked, usable[-1]),
+        update(compared, usable[-1]),
     ]
 
 
-def loss_scale(each: Looked) -> float:
+def loss_scale(each: ComparedStep) -> float:
     """Return the scale of a GradScaler on the last micro-batch's loss."""
     factors = each.details[0].factors
     return math.prod(value for value, _, is_scale in factors[-1] if is_scale) if factors else 1.0
@@ -65,7 +62,7 @@ def _worst(found: Sequence[Verdict]) -> Verdict:
     return min(found, key=lambda verdict: order.index(verdict.outcome))
 
 
-def gradient(each: Looked) -> Verdict:
+def gradient(each: ComparedStep) -> Verdict:
     """Compare the gradient with the mean of what was backpropagated."""
     name, number, world = "gradient", each.step.step, len(each.details)
     if any(clip.get("scaled") for clip in each.step.clips):
@@ -102,7 +99,7 @@ def gradient(each: Looked) -> Verdict:
     return explained(each, found, factor, left, lost)
 
 
-def local_norms(each: Looked) -> tuple[list[float], list[str]] | None:
+def local_norms(each: ComparedStep) -> tuple[list[float], list[str]] | None:
     """Return the ranks' norms at their first clip, and its site, if the norms differ.
 
     None also where ranks never exchange their gradients: then clipping is not what is wrong.
@@ -117,7 +114,7 @@ def local_norms(each: Looked) -> tuple[list[float], list[str]] | None:
 
 
 def explained(
-    each: Looked, found: dict[str, Sketch], factor: float, left: float, lost: list[str]
+    each: ComparedStep, found: dict[str, Sketch], factor: float, left: float, lost: list[str]
 ) -> Verdict:
     """Name the known fault that explains a gradient which is no multiple of the reference."""
     name, number, site = "gradient", each.step.step, each.step.site
@@ -149,7 +146,7 @@ def explained(
     )
 
 
-def own_alone(each: Looked) -> list[str]:
+def own_alone(each: ComparedStep) -> list[str]:
     """Return parameters whose gradients are each rank's own, while others are the ranks' mean."""
     wanted = each.reference("declared")
     pairs = [(each.gradient(r), sketches(own.declared)) for r, own in enumerate(each.details)]
@@ -178,7 +175,7 @@ def applied(own: Details) -> list[tuple[float, Site]]:
     ]
 
 
-def uniform(each: Looked) -> bool:
+def uniform(each: ComparedStep) -> bool:
     """Whether all micro-batches of all ranks were multiplied by the same number."""
     found = {
         round(math.log(abs(math.prod(f[0] for f in factors if not f[2])) or 1e-300), 5)
@@ -188,7 +185,7 @@ def uniform(each: Looked) -> bool:
     return len(found) <= 1
 
 
-def by_count(each: Looked) -> float | None:
+def by_count(each: ComparedStep) -> float | None:
     """Return the factor by which sums over targets become their mean over all ranks, if sums."""
     counts = [count for own in each.details for count in own.counts]
     if not counts or any(count is None or count[0] != "sum" for count in counts):
@@ -197,7 +194,7 @@ def by_count(each: Looked) -> float | None:
     return len(each.details) / total if total else None
 
 
-def accumulation(each: Looked) -> Verdict:
+def accumulation(each: ComparedStep) -> Verdict:
     """Compare the gradient with the mean of the undivided losses' gradients."""
     name, num = "accumulation", each.num
     factors = applied(each.details[0])
@@ -215,7 +212,7 @@ def accumulation(each: Looked) -> Verdict:
     return judged(each, factor / each.losses, factors)
 
 
-def judged(each: Looked, factor: float, factors: list[tuple[float, Site]]) -> Verdict:
+def judged(each: ComparedStep, factor: float, factors: list[tuple[float, Site]]) -> Verdict:
     """Judge a gradient that is `factor` of the mean of the micro-batches' undivided losses."""
     num, number, world = each.num // each.losses, each.step.step, len(each.details)
     name, sites = "accumulation", [site for _, site in factors]
@@ -262,7 +259,7 @@ def is_for_accumulation(value: float, site: Site) -> bool:
     return bool(site.library) or ("*" not in text and bool(NAMED_SO.search(text)))
 
 
-def targets(each: Looked) -> Verdict:
+def targets(each: ComparedStep) -> Verdict:
     """Check that micro-batches with different numbers of targets do not count the same."""
     name = "targets"
     counts = [count for own in each.details for count in own.counts]
@@ -283,12 +280,12 @@ def targets(each: Looked) -> Verdict:
     return wrong(name, text, each.step.backward_at, step=each.step.step)
 
 
-def update(looked: Sequence[Looked], referenced: Looked | None) -> Verdict:
+def update(compared: Sequence[ComparedStep], referenced: ComparedStep | None) -> Verdict:
     """Check that parameters move, and for plain SGD by how much."""
     name = "update"
-    if not looked:
+    if not compared:
         return unknown(name, "no step was looked into on all ranks")
-    each = referenced or looked[0]
+    each = referenced or compared[0]
     own, change = each.details[0], sketches(each.details[0].change)
     now = {n: v for n, v in sketches(own.gradient).items() if any(change.get(n, ()))} or sketches(
         own.gradient

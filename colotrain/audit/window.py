@@ -1,4 +1,4 @@
-"""What happens between two steps of an optimizer, as the calls of the script come in."""
+"""The script's calls between two steps of an optimizer, and the factors that scale its losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Factor:
 
 @dataclass(slots=True)
 class Window:
-    """Calls since the last step of an optimizer."""
+    """Calls since the last step of an optimizer; `ObservedStep` and `Details` explain most."""
 
     backwards: int = 0
     lines: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Window:
     forwarded: bool = False
     """Whether a forward of training was seen since the last backward."""
     is_closed: bool = False
-    """Whether a closure's first gradients were taken: what a line search does is not seen."""
+    """Whether a closure has run once: further runs, as in a line search, are not recorded."""
     in_backward: bool = False
     set_aside: int = 0
     skips: int = 0
@@ -58,6 +58,7 @@ class Window:
     """Whether a forward's input is a leaf that requires a gradient."""
     by_hand: bool = False
     clipped_ids: set[int] = field(default_factory=set)
+    """Ids of the parameters whose gradients were clipped."""
     backward_at: Site = field(default_factory=lambda: Site(""))
     losses: list[tuple[Tensor, float]] = field(default_factory=list)
     """Detached losses, and the product of the factors that were applied to them."""
@@ -76,7 +77,7 @@ class Window:
     factors: list[list[Factor]] = field(default_factory=list)
     counts: list[Any] = field(default_factory=list)
     new_counts: list[Any] = field(default_factory=list)
-    """Cross-entropies since the last backward."""
+    """Counts of cross-entropies since the last backward."""
     inputs: list[str] = field(default_factory=list)
     random: list[str] = field(default_factory=list)
     declared: dict[str, Tensor] = field(default_factory=dict)
@@ -89,9 +90,10 @@ class Window:
     why_not: str = ""
     before_clip: dict[str, Tensor] | None = None
     clip_rows: dict[str, dict[str, Any]] | None = None
+    """Table rows of the gradients in `before_clip`."""
     engine_clip: float = 1.0
     clipped_after: int = -1
-    """Backwards before the call whose gradients `before_clip` has."""
+    """Number of backwards before the clip that `before_clip` belongs to; -1: no clip."""
 
     @property
     def micro_batches(self) -> int:

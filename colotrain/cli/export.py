@@ -11,7 +11,7 @@ from colotrain.config.sizes import parse_size
 from colotrain.errors import UsageError, suggest
 from colotrain.events.liveness import find
 from colotrain.runs import trust
-from colotrain.runs.fetching import PLANS, near
+from colotrain.runs.fetching import PLANS, fetch_if_address
 from colotrain.show.console import print_json, stderr_console, stdout_console
 from colotrain.show.progress import preparation
 from colotrain.spec.quantities import format_size
@@ -38,7 +38,7 @@ def export(
     trust_code: bool = False,
 ) -> int:
     """Write the model of a run's checkpoint to the directory `to`, and print what was written."""
-    rundir = find(near(run, wanted=PLANS, checkpoint=True, step=step))
+    rundir = find(fetch_if_address(run, wanted=PLANS, checkpoint=True, step=step))
     if form not in FORMATS:
         raise UsageError(f"--format {form}: expected one of {', '.join(FORMATS)}", _hint(form))
     dtype = SHORT.get(dtype, dtype) or own_dtype(rundir.plan().model)

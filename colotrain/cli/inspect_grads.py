@@ -27,7 +27,7 @@ from colotrain.events.liveness import find, state
 from colotrain.events.log import EventReader
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
-from colotrain.runs.fetching import GRADIENTS, near
+from colotrain.runs.fetching import GRADIENTS, fetch_if_address
 from colotrain.runs.naming import describe_differences
 from colotrain.show.charts import STATUS_STYLES
 from colotrain.show.console import print_json, stderr_console, stdout_console
@@ -78,7 +78,7 @@ def inspect_grads(words: Sequence[str], *, step: int | None, live: bool, choice:
         refuse("--live", step=step)
     if live and words and is_address(words[0]):
         raise UsageError(f"--live: {words[0]} is in a store", "ask on the machine that trains")
-    rundir = find(near(words[0] if words else None, wanted=GRADIENTS))
+    rundir = find(fetch_if_address(words[0] if words else None, wanted=GRADIENTS))
     if choice.noise:
         check_noise(rundir.plan())
     record = ask(rundir, noise=choice.noise) if live else recorded(rundir, step)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from colotrain.verify.compare import CaseResult
 
 OPTIMIZERS = ("sgd", "recipe")
+AXES = ("pp", "cp", "tp")
+"""Axes of the mesh that cases vary, from the outermost."""
 WORTH_SAYING_S = 60.0
 SGD = {
     "name": "sgd",
@@ -139,7 +141,7 @@ def _plans(
 
     products = [math.prod(sizes) for sizes in itertools.product(*axes.values())]
     if not any(size % product == 0 for size in world_sizes for product in products):
-        above_one = [axis for axis in ("tp", "cp", "pp") if max(axes[axis]) > 1]
+        above_one = [axis for axis in reversed(AXES) if max(axes[axis]) > 1]
         key, values = f"--{above_one[0]}", axes[above_one[0]]
         others = " and ".join(f"--{axis}" for axis in above_one[1:])
         whose = f"with {others} a product that divides one" if others else "a divisor"
@@ -204,7 +206,7 @@ def _check_optimizer(name: str) -> None:
 
 def _table(results: Sequence[CaseResult]) -> Table:
     table = Table(box=None, pad_edge=False)
-    axes = [axis for axis in ("pp", "cp", "tp") if any(getattr(r, axis) > 1 for r in results)]
+    axes = [axis for axis in AXES if any(getattr(r, axis) > 1 for r in results)]
     names = ["plugin", "ranks", *axes, "accumulation", "frozen by"]
     for name in (*names, "loss", "gradient", "parameter", "steps"):
         table.add_column(name, justify="left" if name in ("plugin", "frozen by") else "right")
@@ -234,8 +236,8 @@ def _cells(result: CaseResult, *, axes: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _describe(result: CaseResult) -> str:
-    sizes = {"pp": result.pp, "cp": result.cp, "tp": result.tp}
-    axes = "".join(f", mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
+    sizes = [(axis, getattr(result, axis)) for axis in AXES]
+    axes = "".join(f", mesh.{axis}={size}" for axis, size in sizes if size > 1)
     return (
         f"{result.plugin} on {result.world_size} ranks"
         f"{axes}, accumulation "

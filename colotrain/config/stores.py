@@ -14,6 +14,11 @@ def is_address(text: str) -> bool:
     return "://" in text
 
 
+def run_address(runs_dir: str, name: str) -> str:
+    """Return the address of the run `name` in the store of runs `runs_dir`."""
+    return f"{runs_dir.rstrip('/')}/{name}"
+
+
 def check_address(address: str | None) -> Iterator[Problem]:
     """Yield the problem of `runs_dir`, without its value where that may hold a secret."""
     if address is None:

@@ -48,7 +48,7 @@ def node(
     if where is None:
         raise UsageError(f"--head {head}: expected HOST:PORT", "see the job's script")
     if int(number) == 0:
-        fetching.bring(rundir, plan.runs_dir)
+        fetching.fetch_to_resume(rundir, plan.runs_dir)
     if carried and naming.finished(rundir, plan):
         print(f"{rundir.name} has finished", file=sys.stderr, flush=True)
         return 0

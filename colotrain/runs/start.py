@@ -20,9 +20,9 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.planner import measured_peaks
 from colotrain.planner.machine import this_machine
 from colotrain.rundir import RUNS, RunDir
-from colotrain.runs import checkpoints, fetching, naming, smoke, trust, uploads
+from colotrain.runs import checkpoints, fetching, naming, smoke, trust
 from colotrain.runs import detach as detached
-from colotrain.runs.preparing import prepare_data
+from colotrain.runs.data_preparation import prepare_data
 from colotrain.runs.resolving import (
     check_devices,
     check_fits,
@@ -30,6 +30,7 @@ from colotrain.runs.resolving import (
     print_notes,
     resolve_config,
 )
+from colotrain.runs.uploader_process import UploaderProcess, report_unsent
 from colotrain.schedulers.job import recall
 from colotrain.schedulers.registry import scheduler_of_job
 from colotrain.show.console import print_json, stderr_console
@@ -71,7 +72,7 @@ def run(
         fix = f"move {rundir.path} away before the first node starts"
         raise UsageError("--overwrite: expected a run on one node", fix)
     if node.is_head:
-        fetching.bring(rundir, plan.runs_dir, overwrite=overwrite)
+        fetching.fetch_to_resume(rundir, plan.runs_dir, overwrite=overwrite)
         if overwrite:  # before the older run is renamed
             checkpoints.check_named(plan, rundir, overwrite=True)
         naming.check_name(rundir, plan, resolved.config, overwrite=overwrite)
@@ -131,11 +132,11 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     if not force:
         check_fits(resolved)
     plan, rundir = resolved.plan, RunDir(RUNS / resolved.plan.name)
-    fetching.bring(rundir, plan.runs_dir)
+    fetching.fetch_to_resume(rundir, plan.runs_dir)
     naming.check_name(rundir, plan, resolved.config)
     checkpoints.check_resumable(plan, rundir)
     console = stderr_console() if progress else Console(file=io.StringIO(), quiet=True)
-    sending = uploads.Uploads(plan, rundir)
+    sending = UploaderProcess(plan, rundir)
     exit_code, cause = execute(
         plan, rundir, resolved.config, console=console, began_at=began_at, sending=sending
     )
@@ -143,7 +144,7 @@ def run_quietly(overrides: list[str], *, progress: bool, force: bool) -> dict[st
     left = sending.close()
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(cause, how_to_resume(plan, rundir))
-    uploads.report(left, plan, finished=exit_code == 0)
+    report_unsent(left, plan, finished=exit_code == 0)
     return document
 
 
@@ -159,9 +160,9 @@ def resume(
 
     If `checkpoint.resume=PATH` is among them, the run continues from that checkpoint instead.
     """
-    rundir = find(fetching.near(run))
+    rundir = find(fetching.fetch_if_address(run))
     warm_up()
-    fetching.bring(rundir, rundir.plan().runs_dir)
+    fetching.fetch_to_resume(rundir, rundir.plan().runs_dir)
     own, submit, job = rundir.plan(), _submit_again(rundir, overrides), recall(rundir)
     if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
         raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
@@ -183,7 +184,7 @@ def resume(
     words = [recipe, *overrides, as_override("name", rundir.name)]
     resolved = resolve_config(words, several=True, submit=submit)
     if resolved.plan.runs_dir != own.runs_dir:
-        fetching.bring(rundir, resolved.plan.runs_dir)
+        fetching.fetch_to_resume(rundir, resolved.plan.runs_dir)
     node = node_of(resolved.config, resolved.plan)
     if not force:
         check_fits(resolved)
@@ -238,7 +239,7 @@ def train(
         return run_helper_node(plan, rundir, node, console=console)
     began_at = began_at or command_began_at()
     checkpoints.check_resumable(plan, rundir)
-    before, sending = trust.read_files(rundir), uploads.Uploads(plan, rundir)
+    before, sending = trust.read_files(rundir), UploaderProcess(plan, rundir)
     try:
         exit_code, cause = execute(
             plan, rundir, config, node=node, console=console, began_at=began_at, sending=sending
@@ -257,7 +258,7 @@ def train(
         print(how_to_resume(plan, rundir), file=sys.stderr, flush=True)
     if as_json:
         print_json(document)
-    uploads.report(sending.close(), plan, finished=exit_code == 0)
+    report_unsent(sending.close(), plan, finished=exit_code == 0)
     if exit_code == ColotrainError.exit_code and plan.smoke:
         raise ColotrainError(f"smoke run failed: {cause}", f"its logs are in {rundir.logs}")
     if exit_code == ColotrainError.exit_code:
@@ -323,7 +324,7 @@ def execute(
     node: Node = ONLY_NODE,
     console: Console,
     began_at: float | None = None,
-    sending: uploads.Uploads | None = None,
+    sending: UploaderProcess | None = None,
 ) -> tuple[int, str]:
     """Write the plan, prepare the data, launch, and follow; return exit code and cause.
 

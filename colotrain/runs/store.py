@@ -1,7 +1,7 @@
-"""Objects of a run in a store that fsspec reaches, such as S3; every operation is retried.
+"""Access to the objects under one address of a store, such as S3, through fsspec, with retries.
 
-Credentials are read from the environment by fsspec's own drivers, and stand in no message: of an
-error, only its type and code are told.
+fsspec's drivers read credentials from the environment. An error message has only the type and the
+code of the driver's error, whose text may hold a secret.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 2
-"""Parts of one file in flight; of `FILES_AT_ONCE` files, they are held in memory."""
+"""Parts of one file that are sent at once, and held in memory; so are those of other files."""
 FILES_AT_ONCE = 4
 MOST_PARTS = 9000
 """S3 takes 10,000 parts of a file."""
@@ -30,14 +30,13 @@ FINAL = (FileNotFoundError, PermissionError)
 """Errors that a further attempt does not mend."""
 FINAL_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
 GROWING = (".jsonl", ".log")
-"""Endings of files that may become longer while they are sent."""
+"""Endings of files that may grow while they are sent."""
 WITH_FOLDERS = ("file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs")
-"""Protocols whose folders have to be made. Elsewhere that would make a misspelt bucket."""
+"""Protocols that need folders made first. Elsewhere, makedirs would create a misspelt bucket."""
 EXTRAS = ("s3", "s3a")
 """Protocols of the extra `colotrain[store]`."""
 TOKENS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 """What stores call a value that changes with an object's content."""
-
 WRITTEN = ("LastModified", "last_modified", "updated", "mtime", "created")
 """What stores call the time at which an object was written."""
 
@@ -71,42 +70,20 @@ class Store:
 
     def objects(self, inside: str = "") -> dict[str, Stored]:
         """Return all objects (under `inside`) by name, relative to the address."""
-
-        def find() -> dict[str, Any]:
-            self._files.invalidate_cache()
-            try:
-                found: dict[str, Any] = self._files.find(self._path(inside), detail=True)
-            except FileNotFoundError:
-                return {}
-            return found
-
+        found = self._asked(lambda path: self._files.find(path, detail=True), inside, missing={})
         start = len(self._root) + 1
-        return {path[start:]: _stored(info) for path, info in self._retried(find, inside).items()}
+        return {path[start:]: _stored(info) for path, info in found.items()}
 
     def folders(self) -> list[str]:
         """Return the names of the folders at the address."""
-
-        def find() -> list[str]:
-            self._files.invalidate_cache()
-            try:
-                found = self._files.ls(self._root, detail=True)
-            except FileNotFoundError:
-                return []
-            return [info["name"].rstrip("/") for info in found if info["type"] == "directory"]
-
-        return sorted(path.rpartition("/")[2] for path in self._retried(find, ""))
+        found = self._asked(lambda path: self._files.ls(path, detail=True), "", missing=[])
+        paths = [info["name"].rstrip("/") for info in found if info["type"] == "directory"]
+        return sorted(path.rpartition("/")[2] for path in paths)
 
     def about(self, name: str) -> Stored | None:
         """Return what the store says of one object; None if there is none."""
-
-        def ask() -> Stored | None:
-            self._files.invalidate_cache()
-            try:
-                return _stored(self._files.info(self._path(name)))
-            except FileNotFoundError:
-                return None
-
-        return self._retried(ask, name)
+        found = self._asked(self._files.info, name, missing=None)
+        return None if found is None else _stored(found)
 
     def send(self, file: Path, name: str) -> Stored:
         """Write a file, a long one in parts at once; what is there is compared by its size."""
@@ -136,8 +113,8 @@ class Store:
 
     def read(self, name: str, *, start: int = 0) -> bytes:
         """Return an object's content from byte `start` on."""
-        read = lambda: bytes(self._files.cat_file(self._path(name), start=start or None))  # noqa: E731
-        return self._retried(read, name)
+        path = self._path(name)
+        return self._retried(lambda: bytes(self._files.cat_file(path, start=start or None)), name)
 
     def fetch(self, name: str, file: Path) -> None:
         """Write an object to a local file."""
@@ -146,14 +123,7 @@ class Store:
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects in the order of `names`; missing ones are ignored."""
         for name in names:
-
-            def remove(name: str = name) -> None:
-                try:
-                    self._files.rm_file(self._path(name))
-                except FileNotFoundError:
-                    return
-
-            self._retried(remove, name)
+            self._asked(self._files.rm_file, name, missing=None)
 
     def check_writable(self) -> None:
         """Raise `StoreError` if nothing can be written, `UsageError` if waiting would not help."""
@@ -178,6 +148,18 @@ class Store:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+    def _asked(self, action: Callable[[str], Any], name: str, *, missing: Any) -> Any:
+        """Return what `action` returns for the path of `name`; `missing` if nothing is there."""
+
+        def ask() -> Any:
+            self._files.invalidate_cache()
+            try:
+                return action(self._path(name))
+            except FileNotFoundError:
+                return missing
+
+        return self._retried(ask, name)
 
     def _retried(self, action: Callable[[], T], name: str) -> T:
         pause_s = PAUSE_S

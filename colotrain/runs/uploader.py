@@ -1,7 +1,7 @@
 """The process beside a launcher that copies its run to an object store while the run trains.
 
-It follows the run's folder, sends finished checkpoints, the manifest last, and the small files that
-changed. It is nice, so that ranks come first, ends with its launcher, and can be started again at
+It follows the run's folder, and sends finished checkpoints, the manifest last, and the small files
+that changed. It has a low priority (`nice`), ends with its launcher, and can be started again at
 any time: what is in the store already is not sent again. Started as
 `python -m colotrain.runs.uploader RUN_DIR ADDRESS KEEP LAUNCHER_PID`; the end of its standard input
 asks it to send what is left and end.
@@ -35,23 +35,28 @@ from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
 from colotrain.parent_process import die_with
 from colotrain.rundir import RunDir
-from colotrain.runs.fetching import committed
-from colotrain.runs.ledger import Ledger, small_files, version_of, version_of_content
 from colotrain.runs.store import FILES_AT_ONCE, Store, Stored
+from colotrain.runs.sync_state import (
+    SyncState,
+    committed,
+    small_files,
+    version_of,
+    version_of_content,
+)
 
 POLL_S = 1.0
 SMALL_S = 5.0
-"""Least seconds between two versions of a small file."""
+"""Least seconds between two uploads of a small file."""
 SHARE = 10.0
-"""Times as long as sending a file took, the next version of it waits."""
+"""A small file's next upload waits this many times as long as its last one took."""
 ALIVE_S = 30.0
 """Seconds after which the launcher's file is sent again, as a sign that the run is alive."""
 LATE_S = 60.0
-"""Seconds that a checkpoint may take before newer ones are told to wait."""
+"""Seconds that sending a checkpoint may take before a warning says that a newer one waits."""
 TELL_S = 600.0
 """Seconds between two warnings of one kind."""
 PAUSES_S = (2.0, 5.0, 15.0, 60.0)
-"""Seconds before another try after so many failures; the last for all further ones."""
+"""Seconds before another try after the first, second, … failure; the last for all further ones."""
 NICE = 10
 
 
@@ -67,26 +72,26 @@ class Uploader:
     store: Store
     keep: int = 2
     ending: threading.Event = field(default_factory=threading.Event)
-    ledger: Ledger = field(init=False)
+    synced: SyncState = field(init=False)
     events: EventWriter = field(init=False)
     damaged: set[str] = field(default_factory=set)
     sending: tuple[str, float] | None = None
     """Name of the checkpoint that is being sent, and since when."""
     pruned: bool = False
-    """Whether the store has no checkpoint that the run has set aside."""
+    """Whether checkpoints that the run has set aside were deleted from the store."""
     told_at: dict[str, float] = field(default_factory=dict)
     due_at: dict[str, float] = field(default_factory=dict)
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.rundir, self.store.address)
+        self.synced = SyncState(self.rundir, self.store.address)
         self.events = EventWriter(self.rundir.upload_events)
 
     def send_checkpoints(self) -> None:
         """Send the newest checkpoint, and the best, that the store lacks; delete older ones."""
         if not self.pruned:
             self._prune_at_start()
-        while (folder := next_checkpoint(self.rundir, self.ledger, self.damaged)) is not None:
+        while (folder := next_checkpoint(self.rundir, self.synced, self.damaged)) is not None:
             self.sending = folder.name, time.monotonic()
             try:
                 self._send_checkpoint(folder)
@@ -118,7 +123,7 @@ class Uploader:
             if checksum(folder / file) != entry.xxh128:
                 raise _Damaged(f"{published / file}: its content is not what was written")
             sent = self.store.send(folder / file, f"{inside}/{file}")
-            self.ledger.set(f"{inside}/{file}", sent, entry.xxh128)
+            self.synced.set(f"{inside}/{file}", sent, entry.xxh128)
 
         try:
             with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
@@ -131,7 +136,7 @@ class Uploader:
         with self.one_at_a_time:
             self.check_owner()
         sent = self.store.write(f"{inside}/{MANIFEST}", sealed)
-        self.ledger.set(f"{inside}/{MANIFEST}", sent, version_of_content(sealed))
+        self.synced.set(f"{inside}/{MANIFEST}", sent, version_of_content(sealed))
         self._prune(name, best=manifest.best_step)
 
     def _hold(self, published: Path) -> Path | None:
@@ -151,7 +156,7 @@ class Uploader:
 
     def _is_there(self, manifest: Manifest, name: str, file: str, stored: Stored | None) -> bool:
         key, entry = f"checkpoints/{name}/{file}", manifest.files[file]
-        same = self.ledger.has(key, entry.xxh128) and self.ledger.is_current(key, stored)
+        same = self.synced.has(key, entry.xxh128) and self.synced.is_current(key, stored)
         return same and stored is not None and stored.bytes == entry.bytes
 
     def _prune(self, newest: str, *, best: int | None) -> None:
@@ -167,7 +172,7 @@ class Uploader:
         gone = [name for name in stored if name.split("/")[1] not in kept]
         gone.sort(key=lambda name: not name.endswith(f"/{MANIFEST}"))
         self.store.delete(gone)
-        self.ledger.drop(*gone)
+        self.synced.drop(*gone)
 
     def send_small(self, *, all_now: bool = False) -> None:
         """Send the small files that have changed, each not too often unless `all_now`."""
@@ -182,9 +187,9 @@ class Uploader:
             self.check_owner()
         with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
             list(pool.map(self._send_one, names))
-        if not self.rundir.launcher_file.exists() and self.ledger.get("launcher.json"):
+        if not self.rundir.launcher_file.exists() and self.synced.get("launcher.json"):
             self.store.delete(["launcher.json"])
-            self.ledger.drop("launcher.json")
+            self.synced.drop("launcher.json")
 
     def _send_one(self, name: str) -> None:
         """Send a small file that has changed; the launcher's in any case: the run is alive."""
@@ -192,16 +197,16 @@ class Uploader:
         with suppress(FileNotFoundError):  # it was deleted meanwhile
             version = version_of(file)
             is_launcher = name == "launcher.json"
-            if self.ledger.has(name, version) and not is_launcher:
+            if self.synced.has(name, version) and not is_launcher:
                 return
-            self.ledger.set(name, self.store.send(file, name), version)
+            self.synced.set(name, self.store.send(file, name), version)
             took_s = time.monotonic() - began
             least_s = ALIVE_S if is_launcher else SMALL_S
             self.due_at[name] = time.monotonic() + max(least_s, SHARE * took_s)
 
     def check_owner(self) -> None:
         """Raise `Replaced` if another launcher has written to the store since this one did."""
-        entry, stored = self.ledger.get("launcher.json"), self.store.about("launcher.json")
+        entry, stored = self.synced.get("launcher.json"), self.store.about("launcher.json")
         if entry is None or stored is None or stored.token == entry.token:
             return
         own = self.rundir.launcher_file
@@ -238,12 +243,12 @@ class Uploader:
                 failures = 0
                 self.ending.wait(POLL_S)
             except Replaced as error:
-                self.ledger.fail(error.problem)
+                self.synced.fail(error.problem)
                 self.tell(error.problem, kind="replaced")
                 return
             except (ColotrainError, OSError) as error:
                 problem = error.problem if isinstance(error, ColotrainError) else str(error)
-                self.ledger.fail(problem)
+                self.synced.fail(problem)
                 self.tell(f"{problem}; it is tried again", kind=kind)
                 pause_s = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
                 if self.ending.wait(pause_s):
@@ -277,14 +282,14 @@ class _Damaged(Exception):
     pass
 
 
-def next_checkpoint(rundir: RunDir, ledger: Ledger, damaged: set[str]) -> Path | None:
+def next_checkpoint(rundir: RunDir, synced: SyncState, damaged: set[str]) -> Path | None:
     """Return the checkpoint to send next: the newest, then the best evaluation's; None: neither."""
     known = [path for path in complete(rundir.checkpoints) if path.name not in damaged]
     for index, folder in enumerate(known):
         with suppress(OSError, ColotrainError):
             version = version_of_content((folder / MANIFEST).read_bytes())
             is_best = read_manifest(known[0]).best_step == read_manifest(folder).step
-            there = ledger.has(f"checkpoints/{folder.name}/{MANIFEST}", version)
+            there = synced.has(f"checkpoints/{folder.name}/{MANIFEST}", version)
             if (index == 0 or is_best) and not there:
                 return folder
     return None

@@ -31,10 +31,10 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.liveness import claim, find, launcher_of
 from colotrain.events.log import read
 from colotrain.rundir import RunDir
-from colotrain.runs import fetching, store, uploader, uploads
-from colotrain.runs.fetching import bring, committed, near, outlines
-from colotrain.runs.ledger import Ledger
+from colotrain.runs import fetching, store, uploader, uploader_process
+from colotrain.runs.fetching import fetch_if_address, fetch_to_resume, outlines
 from colotrain.runs.store import Store, StoreError
+from colotrain.runs.sync_state import SyncState, committed
 from colotrain.runs.uploader import Uploader, next_checkpoint
 
 SECRET = "s3cret-of-the-store"
@@ -115,11 +115,11 @@ def test_a_run_goes_on_from_the_store_where_nothing_else_of_it_is(
     send(first, runs_dir)
     monkeypatch.chdir(tmp_path.joinpath("elsewhere").mkdir() or tmp_path / "elsewhere")
     second = RunDir("runs/one")
-    bring(second, runs_dir)
+    fetch_to_resume(second, runs_dir)
     assert damage(second.checkpoint(4)) is None
     for file in (*folder.iterdir(), first.launcher_events, first.plan_file):
         assert (second.path / file.relative_to(first.path)).read_bytes() == file.read_bytes()
-    assert next_checkpoint(second, Ledger(second, f"{runs_dir}/one"), set()) is None
+    assert next_checkpoint(second, SyncState(second, f"{runs_dir}/one"), set()) is None
     with claim(second):
         save(second, 8)
         send(second, runs_dir)
@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over(
         send(rundir, runs_dir)
     bad = tmp_path / "store/one/checkpoints/step-00000008/b.distcp"
     bad.write_bytes(bad.read_bytes()[:-1] + b"?")
-    bring(RunDir("runs/one"), runs_dir)
+    fetch_to_resume(RunDir("runs/one"), runs_dir)
     assert [path.name for path in complete(RunDir("runs/one").checkpoints)] == ["step-00000004"]
     assert "warning: step-00000008 is passed over: " in capsys.readouterr().err
 
@@ -294,12 +294,12 @@ def test_events_here_that_the_store_does_not_have_yet_are_kept(runs_dir: str) ->
         file.write('{"t":3.0,"kind":"step","step":2}\n')
     longer = events.read_text()
     rundir.store_file.unlink()  # killed before it was written
-    bring(rundir, runs_dir)
+    fetch_to_resume(rundir, runs_dir)
     assert events.read_text() == longer
     send(rundir, runs_dir)
     near_by = made("elsewhere", runs_dir)
     near_by.event_file(rank=0, attempt=0).write_text('{"t":9.0,"kind":"step","step":7}\n')
-    bring(near_by, runs_dir)  # another course of the run, which the store does not have
+    fetch_to_resume(near_by, runs_dir)  # another course of the run, which the store does not have
     assert near_by.event_file(rank=0, attempt=0).read_text() == longer
 
 
@@ -326,7 +326,7 @@ def test_a_lost_answer_is_not_taken_for_another_launcher(runs_dir: str) -> None:
         upload.send_small()
         time.sleep(0.01)
         again = upload.store.send(rundir.launcher_file, "launcher.json")
-        assert not upload.ledger.is_current("launcher.json", again)
+        assert not upload.synced.is_current("launcher.json", again)
         upload.check_owner()
 
 
@@ -335,18 +335,21 @@ def test_a_launcher_elsewhere_is_seen_until_it_has_ended(runs_dir: str) -> None:
     with claim(rundir):
         sender(rundir, runs_dir).send_small()
         known = RunDir("runs/one")
-        bring(known, runs_dir)
+        fetch_to_resume(known, runs_dir)
         assert launcher_of(known) == launcher_of(rundir)
         seen_at = known.launcher_file.stat().st_mtime
         os.utime(known.launcher_file, (1.0, 1.0))
-        bring(known, runs_dir)  # the same launcher is still there
+        fetch_to_resume(known, runs_dir)  # the same launcher is still there
         assert known.launcher_file.stat().st_mtime == seen_at
     send(rundir, runs_dir)
-    bring(known, runs_dir)
+    fetch_to_resume(known, runs_dir)
     assert launcher_of(known) is None
 
 
-def test_a_folder_from_which_a_run_is_sent_is_left_as_it_is(runs_dir: str) -> None:
+def test_a_folder_from_which_a_run_is_sent_is_left_as_it_is(
+    runs_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "REFRESH_S", 0.01)
     rundir = made("runs", runs_dir)
     send(rundir, runs_dir)
     rundir.store_lock.touch()
@@ -354,10 +357,12 @@ def test_a_folder_from_which_a_run_is_sent_is_left_as_it_is(runs_dir: str) -> No
     Store(f"{runs_dir}/one").write("summary.json", b'{"of": "another"}')
     with rundir.store_lock.open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        bring(rundir, runs_dir)
-        assert near(f"{runs_dir}/one") == "one"
+        fetch_to_resume(rundir, runs_dir)
+        assert fetch_if_address(f"{runs_dir}/one") == "one"
+        with fetching.followed(f"{runs_dir}/one"):
+            time.sleep(0.2)
     assert rundir.summary_file.read_text() == "{}"
-    bring(rundir, runs_dir)
+    fetch_to_resume(rundir, runs_dir)
     assert rundir.summary_file.read_text() == '{"of": "another"}'
 
 
@@ -391,24 +396,24 @@ def test_the_end_of_a_run_waits_for_the_store_only_so_long(
     save(rundir, 4)
     plan = rundir.plan()
     plan = dataclasses.replace(plan, elastic=dataclasses.replace(plan.elastic, grace_s=0.5))
-    monkeypatch.setattr(uploads, "MODULE", "this")  # ends at once, and sends nothing
+    monkeypatch.setattr(uploader_process, "MODULE", "this")  # ends at once, and sends nothing
     began = time.monotonic()
-    with uploads.Uploads(plan, rundir) as sending:
+    with uploader_process.UploaderProcess(plan, rundir) as sending:
         pass
     left = sending.close()
     assert time.monotonic() - began < 10
     assert "step-00000004" in left
     assert "plan.json" in left
     with pytest.raises(ColotrainError, match="one has finished, but is not all in file://"):
-        uploads.report(left, plan, finished=True)
-    uploads.report(left, plan, finished=False)
+        uploader_process.report_unsent(left, plan, finished=True)
+    uploader_process.report_unsent(left, plan, finished=False)
     assert "`colotrain resume one` sends the rest" in capsys.readouterr().err
 
 
 def test_another_process_sends_the_run_and_its_end_finds_all_there(runs_dir: str) -> None:
     rundir = made("runs", runs_dir)
     save(rundir, 4)
-    with claim(rundir), uploads.Uploads(rundir.plan(), rundir) as sending:
+    with claim(rundir), uploader_process.UploaderProcess(rundir.plan(), rundir) as sending:
         pass
     assert sending.close() == ""
     assert steps(runs_dir) == [4]
@@ -419,24 +424,27 @@ def test_a_run_of_the_same_name_that_is_not_that_of_the_store_is_left_alone(runs
     send(made("here", runs_dir), runs_dir)
     other = made("runs", None)
     before = other.plan_file.read_text()
-    for read_it in (lambda: bring(other, runs_dir), lambda: near(f"{runs_dir}/one")):
+    for read_it in (
+        lambda: fetch_to_resume(other, runs_dir),
+        lambda: fetch_if_address(f"{runs_dir}/one"),
+    ):
         with pytest.raises(UsageError, match="is another run than the one in"):
             read_it()
     assert other.plan_file.read_text() == before
     with pytest.raises(UsageError, match="--overwrite"):
-        bring(RunDir("runs/one"), runs_dir, overwrite=True)
+        fetch_to_resume(RunDir("runs/one"), runs_dir, overwrite=True)
 
 
 def test_an_address_is_read_as_a_run(runs_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     rundir = made("here", runs_dir)
     save(rundir, 4)
     send(rundir, runs_dir)
-    found = find(near(f"{runs_dir}/one", checkpoint=True, step=4))
+    found = find(fetch_if_address(f"{runs_dir}/one", checkpoint=True, step=4))
     assert found.checkpoint(4).is_dir()
     with pytest.raises(UsageError, match="no checkpoint of step 5; there are 4"):
-        near(f"{runs_dir}/one", checkpoint=True, step=5)
+        fetch_if_address(f"{runs_dir}/one", checkpoint=True, step=5)
     with pytest.raises(UsageError, match="there are: one"):
-        near(f"{runs_dir}/two")
+        fetch_if_address(f"{runs_dir}/two")
     with outlines(runs_dir) as folder:
         assert {path.name for path in folder.iterdir()} == {"one"}
     assert guarded(["runs", runs_dir, "--json"]) == 0

@@ -1,4 +1,4 @@
-"""The data of a run before its ranks start: tokenized, and told where some of it is left out."""
+"""Preparation of a run's data before its ranks start: tokenization, checks and warnings."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""What of a run's folder is known to be in its store: nothing is sent or fetched twice."""
+"""Which files of a run are in its object store as they are here, so that none is copied twice."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from colotrain.engine.checkpoint.manifest import MANIFEST
 from colotrain.errors import ConfigError
 from colotrain.records import from_plain, to_plain
 from colotrain.rundir import RunDir, write_atomically
@@ -42,20 +44,22 @@ class Entry:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Written:
+class _Record:
+    """Content of `RunDir.store_file`."""
+
     address: str
     entries: dict[str, Entry] = field(default_factory=dict)
     error: str = ""
 
 
-class Ledger:
-    """The entries of a run's files by name, kept in the run's folder; thread-safe."""
+class SyncState:
+    """What was last sent or fetched under each name, kept in the run's folder; thread-safe."""
 
     def __init__(self, rundir: RunDir, address: str) -> None:
         self._file, self._lock = rundir.store_file, threading.Lock()
-        self._now = _Written(address=address)
+        self._now = _Record(address=address)
         try:
-            found = from_plain(_Written, json.loads(self._file.read_text("utf-8")))
+            found = from_plain(_Record, json.loads(self._file.read_text("utf-8")))
         except (OSError, ValueError, RecursionError, ConfigError):
             return
         if found.address == address:
@@ -63,7 +67,7 @@ class Ledger:
 
     @property
     def error(self) -> str:
-        """The last error of the uploads, if nothing was sent since."""
+        """The last error of sending, if nothing was sent since; else empty."""
         return self._now.error
 
     def get(self, name: str) -> Entry | None:
@@ -113,7 +117,13 @@ def version_of_content(content: bytes) -> str:
 
 
 def small_files(rundir: RunDir) -> Iterator[str]:
-    """Yield the names of the run's files that belong into the store, without checkpoints."""
+    """Yield the names of the local files that belong in the store, without checkpoints."""
     for glob in SMALL:
         for file in sorted(rundir.path.glob(glob)):
             yield file.relative_to(rundir.path).as_posix()
+
+
+def committed(stored: Iterable[str]) -> list[str]:
+    """Return the names of the checkpoints whose manifest is in the store, newest first."""
+    found = (re.fullmatch(rf"checkpoints/(step-\d{{8,}})/{MANIFEST}", name) for name in stored)
+    return sorted((match[1] for match in found if match), reverse=True)

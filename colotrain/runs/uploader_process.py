@@ -1,4 +1,4 @@
-"""The launcher's side of a run's upload: starts the uploader, and waits for it at the end."""
+"""The process of `colotrain.runs.uploader`, as a launcher starts it and waits for it at the end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from colotrain.config.stores import run_address
 from colotrain.errors import ColotrainError
 from colotrain.rundir import RunDir
-from colotrain.runs.fetching import address_of
-from colotrain.runs.ledger import Ledger, small_files, version_of
+from colotrain.runs.sync_state import SyncState, small_files, version_of
 from colotrain.runs.uploader import next_checkpoint
 from colotrain.spec.plan import RunPlan
 
@@ -22,15 +22,16 @@ MODULE = "colotrain.runs.uploader"
 RESTART_S = 5.0
 """Seconds before an uploader that ended by itself is started again."""
 QUIET_S = 5.0
-"""Seconds of waiting at the end of a run of which nothing is said."""
+"""Seconds of waiting at the end of a run before a message says so."""
 END_S = 5.0
-"""Seconds that the end of a killed uploader may take."""
+"""Longest time that a killed uploader may take to end."""
 
 
-class Uploads:
-    """Sends a run to its store, if its plan names one.
+class UploaderProcess:
+    """Keeps an uploader running for a run whose plan names a store; else does nothing.
 
-    Use as a context manager around what may still fail without a step, and `close` at the end.
+    Entering starts the uploader, and an exception ends it at once. Without one it runs on until
+    `close`, which the caller must call.
     """
 
     def __init__(self, plan: RunPlan, rundir: RunDir) -> None:
@@ -39,7 +40,7 @@ class Uploads:
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._keep_running, name="uploads", daemon=True)
 
-    def __enter__(self) -> Uploads:
+    def __enter__(self) -> UploaderProcess:
         if self._address is not None:
             self._start_process()
             self._thread.start()
@@ -72,16 +73,16 @@ class Uploads:
     def missing(self) -> str:
         """Return what is not in the store as it is here, and why; empty if nothing is."""
         assert self._address is not None
-        ledger, names = Ledger(self._rundir, self._address), list[str]()
-        newest = next_checkpoint(self._rundir, ledger, set())
+        synced, names = SyncState(self._rundir, self._address), list[str]()
+        newest = next_checkpoint(self._rundir, synced, set())
         names += [newest.name] if newest else []
         for name in small_files(self._rundir):
             if name.startswith("logs/") or self._rundir.path / name == self._rundir.upload_events:
                 continue  # they go on after the run's end
             with suppress(FileNotFoundError):
-                if not ledger.has(name, version_of(self._rundir.path / name)):
+                if not synced.has(name, version_of(self._rundir.path / name)):
                     names.append(name)
-        why = f" ({ledger.error})" if ledger.error else ""
+        why = f" ({synced.error})" if synced.error else ""
         return f"{', '.join(names)}{why}" if names else ""
 
     def _finish(self, limit_s: float) -> None:
@@ -112,14 +113,11 @@ class Uploads:
             return self._process
 
     def _keep_running(self) -> None:
-        """Body of the thread: start another uploader if one ends, as when memory is short."""
+        """Body of the thread: start another uploader if one fails, as when memory is short."""
         while not self._closing.wait(RESTART_S):
             with self._lock:
-                if (
-                    self._process is not None
-                    and self._process.poll()
-                    and not self._closing.is_set()
-                ):
+                ended = self._process is not None and self._process.poll()
+                if ended and not self._closing.is_set():
                     self._start_process()
 
     def _start_process(self) -> None:
@@ -134,8 +132,13 @@ class Uploads:
         )
 
 
-def report(left: str, plan: RunPlan, *, finished: bool) -> None:
-    """Say what is not in the store; raise `ColotrainError` for a run that is finished otherwise."""
+def address_of(plan: RunPlan) -> str | None:
+    """Return the address of a run in its store; None if it has none."""
+    return None if plan.runs_dir is None else run_address(plan.runs_dir, plan.name)
+
+
+def report_unsent(left: str, plan: RunPlan, *, finished: bool) -> None:
+    """Warn of what is not in the store; raise `ColotrainError` instead if the run has finished."""
     if not left:
         return
     address = address_of(plan)

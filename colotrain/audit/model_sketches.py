@@ -1,4 +1,4 @@
-"""Whole gradients and weights of a model that may be sharded, as sketches and table rows."""
+"""Sketches and table rows of a model's whole gradients and weights, gathered where sharded."""
 
 from __future__ import annotations
 

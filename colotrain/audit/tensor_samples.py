@@ -1,4 +1,4 @@
-"""A few elements of each tensor, by which a change is seen that no observed call made."""
+"""Copies of a few elements of each tensor, which show later whether the tensor was changed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 from colotrain.audit import model
 
 MOST = 32
-"""Elements per tensor, about."""
-
-
+"""Approximate number of elements per tensor."""
 Sample = dict[tuple[int, torch.Size], Tensor]
 """Id and local shape of a tensor → some of its elements."""
 

@@ -1,4 +1,4 @@
-"""Steps that all ranks looked into, as the checks compare them."""
+"""Optimizer steps whose tensors were recorded on every rank, so that checks can compare them."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ AVERAGED = "ranks step by themselves and have equal weights again later: they av
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
-    """One step that all ranks looked into."""
+class ComparedStep:
+    """One optimizer step whose details every rank recorded."""
 
-    step: ObservedStep
+    steps: list[ObservedStep]
+    """The step as each rank saw it."""
     details: list[Details]
     """One per rank."""
-    steps: list[ObservedStep]
     usual: int
-    """Micro-batches of most steps."""
+    """Number of micro-batches that most steps of the run have."""
     made_at: list[str]
     """Site at which the optimizer was made."""
+
+    @property
+    def step(self) -> ObservedStep:
+        return self.steps[0]
 
     @property
     def num(self) -> int:
         return self.step.micro_batches
 
     def gradient(self, rank: int = 0) -> dict[str, Sketch]:
-        """The gradient before clipping."""
+        """Return the sketches of one rank's gradient before clipping, by parameter."""
         own = self.details[rank]
         return sketches(own.gradient if own.before_clip is None else own.before_clip)
 
     def reference(self, kind: str) -> dict[str, Sketch]:
-        """The ranks' mean of `declared`, `base` or `last`."""
+        """Return the mean over ranks of the field `kind` of `Details`: declared, base or last."""
         return mean([sketches(getattr(own, kind)) for own in self.details])
 
     @property
     def losses(self) -> int:
-        """Losses of a micro-batch that are backpropagated one by one, each on a line of its own."""
+        """Number of losses per micro-batch whose backwards are called on lines of their own."""
         is_whole = near(ratio(self.gradient(), self.reference("base"))[0], 1.0)
         return 1 if is_whole else self.step.lines
 
@@ -54,10 +58,10 @@ class Looked:
         return ratio(sketches(own.gradient), sketches(own.before_clip))[0]
 
 
-def looked_into(evidence: Evidence) -> list[Looked]:
-    """Return the steps of the first optimizer that all ranks looked into."""
+def compared_steps(evidence: Evidence) -> list[ComparedStep]:
+    """Return the steps of the first optimizer whose details every rank recorded."""
     by_rank = [
-        {s.step: (s, d) for s, d in rank.looked_into() if s.optimizer == 0}
+        {s.step: (s, d) for s, d in rank.steps_with_details() if s.optimizer == 0}
         for rank in evidence.ranks
     ]
     made_at = next((member.made_at for member in evidence.first.members), ["", ""])
@@ -66,16 +70,14 @@ def looked_into(evidence: Evidence) -> list[Looked]:
     for number in by_rank[0]:
         if all(number in steps for steps in by_rank):
             steps, details = map(list, zip(*(own[number] for own in by_rank), strict=True))
-            found.append(
-                Looked(step=steps[0], steps=steps, details=details, usual=usual, made_at=made_at)
-            )
+            found.append(ComparedStep(steps=steps, details=details, usual=usual, made_at=made_at))
     return found
 
 
-def averages_weights(looked: Sequence[Looked]) -> bool:
+def averages_weights(compared: Sequence[ComparedStep]) -> bool:
     """Whether ranks had different weights before a step, and equal ones before a later one."""
     differ = False
-    for each in looked:
+    for each in compared:
         first, *others = (own.weights for own in each.details)
         equal = all(own == first for own in others)
         if differ and equal:
