@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,18 @@ class ByModule(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return "slurm" if nodeid.startswith("tests/slurm/") else str(super()._split_scope(nodeid))
+
+
+@pytest.fixture(autouse=True)
+def users_modules_end_with_their_test(tmp_path: Path) -> Iterator[None]:
+    """Two tests of one process may each write a `mine.py`: the second must not get the first's."""
+    paths = sys.path[:]
+    yield
+    sys.path[:] = paths
+    for name, module in list(sys.modules.items()):
+        source = getattr(module, "__file__", None)
+        if isinstance(source, str) and Path(source).is_relative_to(tmp_path):
+            del sys.modules[name]
 
 
 @pytest.fixture
