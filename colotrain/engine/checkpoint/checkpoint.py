@@ -35,6 +35,7 @@ from colotrain.engine.checkpoint.plain_state import PLAIN
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.freezing import unfrozen_later
 from colotrain.engine.guard import checksum
+from colotrain.engine.optim.schedule import rate_warning
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
 from colotrain.engine.sharding.shards import begin_of, local_shard, replica_of
@@ -210,7 +211,9 @@ def restore(run: Run, path: Path) -> None:
     check_batch(manifest, path, run.plan.batch.global_batch)
     check_steps(manifest, path, run.plan.train)
     if run.rank == 0:
-        for text in sources.warnings_of(run, manifest, _other_samples(run, manifest)):
+        told = [*sources.warnings_of(run, manifest, _other_samples(run, manifest))]
+        rate = rate_warning(run.plan, manifest.plan, manifest.optimizer_steps)
+        for text in told if rate is None else [*told, rate]:
             run.events.write(Note(text=f"warning: {path.name} {text}"))
     parts, stored = run.sharded.parts, read_index(path).state_dict_metadata
     fill(run, path, manifest, stored, lambda wanted: _load(as_parts(wanted, parts), path))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from colotrain.dotted import import_target
 from colotrain.errors import ColotrainError
-from colotrain.spec.plan import OptimPlan
+from colotrain.records import from_plain
+from colotrain.spec.plan import OptimPlan, RunPlan
 
 
 def own_factor(dotted: str, step: int, max_steps: int) -> float:
@@ -47,3 +49,30 @@ def schedule(plan: OptimPlan, step: int, max_steps: int) -> float:
     if plan.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - plan.final_ratio) * progress
     return plan.final_ratio + (1.0 - plan.final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def rate_warning(plan: RunPlan, then: Mapping[str, Any], step: int) -> str | None:
+    """Tell where the plan that made a checkpoint had another schedule; None if the rate goes on.
+
+    `then` is that plan as plain data, `step` the number of updates made with it. Both schedules are
+    asked for the last of these, which both have. A peak that alone is another is what was asked.
+    """
+    if step == 0 or "optim" not in then:
+        return None
+    optim, max_steps = from_plain(OptimPlan, then["optim"]), then["train"]["max_steps"]
+    old = schedule(optim, step - 1, max_steps)
+    new = schedule(plan.optim, step - 1, plan.train.max_steps)
+    if math.isclose(old, new, rel_tol=1e-6):
+        return None
+    changed = {
+        "train.max_steps": (max_steps, plan.train.max_steps),
+        "optim.schedule.name": (optim.schedule, plan.optim.schedule),
+        "optim.schedule.min_lr_ratio": (optim.final_ratio, plan.optim.final_ratio),
+        "optim.schedule.warmup_steps": (optim.warmup_steps, plan.optim.warmup_steps),
+        "optim.schedule.decay_steps": (optim.decay_steps, plan.optim.decay_steps),
+    }
+    settings = ", ".join(f"{key}={a}" for key, (a, b) in changed.items() if a != b)
+    return (
+        f"was made with {settings}: the learning rate of step {step} was {old * optim.lr:.3g} and "
+        f"goes on at {new * plan.optim.lr:.3g}"
+    )
