@@ -29,7 +29,7 @@ from colotrain.config.files import ConfigFile, display_path, first_line, read_fi
 from colotrain.config.renamed import move_profile, renamed, use_new_names
 from colotrain.config.schema import Config
 from colotrain.config.shipped import GROUPS, PRIMARY, Search
-from colotrain.config.values import delete_, resolve_references, set_
+from colotrain.config.values import clear_args_, delete_, resolve_references, set_
 from colotrain.errors import ConfigError, Problem
 from colotrain.records import MISSING, to_plain
 
@@ -221,6 +221,7 @@ def _merge(layers: _Layers) -> DictConfig:
                 embedded = OmegaConf.create(_embed(found.config, layer.package))
                 use_new_names(embedded, layers.notices)
                 config.merge_with(embedded)
+                clear_args_(config)
     except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
         names = " ".join(f"{group}={name}" for group, name in layers.choices.items())
         expected = f"files that can be composed ({first_line(error)})"

@@ -40,6 +40,14 @@ def delete_(config: DictConfig, key: str, value: Any, problems: list[Problem]) -
         del holder[name]
 
 
+def clear_args_(config: DictConfig) -> None:
+    """Let `args: null` of a file drop the arguments that its base gives its own class."""
+    for section in map(config._get_node, config):
+        args = section._get_node("args") if isinstance(section, DictConfig) else None
+        if isinstance(section, DictConfig) and args is not None and args._value() is None:
+            section["args"] = {}
+
+
 def resolve_references(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:
     """Return plain data with every `${...}` resolved; broken references are left out.
 

@@ -38,7 +38,10 @@ PLUGIN_ORDER = ("gemini", "fsdp-hybrid", "zero3", "zero2", "zero1", "auto")
 """Priority of plugins where keys ask for several."""
 BASE = "llm-tiny"
 """Recipe whose model and data are used until users name their own."""
-OWN = f"those of {BASE} until you set model.target or model.hf, and data.path or data.target"
+OWN = (
+    f"those of {BASE} until you set model.target (and model.args: null or your own) or model.hf, "
+    "and data.path or data.target"
+)
 """Note about model and data, which no file of another tool names in colotrain's way."""
 TRAINING = (
     "train.max_steps",

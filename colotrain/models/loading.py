@@ -266,4 +266,7 @@ def _call_target(plan: ModelPlan) -> nn.Module:
 
 def _refused(plan: ModelPlan, error: Exception) -> ColotrainError:
     problem = f"model.args={plan.args}: {plan.target} refused them ({described(error)})"
-    return ColotrainError(problem, "correct model.args, or the code")
+    fix = (
+        "correct model.args (~model.args drops the recipe's, `args: null` its base's), or the code"
+    )
+    return ColotrainError(problem, fix)

@@ -402,6 +402,17 @@ def test_a_source_that_an_argument_names_takes_the_place_of_the_recipes(tmp_path
     assert both["data"]["corpus"] == "stdlib"  # two are named: the plan says what is wrong
 
 
+def test_null_arguments_in_a_file_drop_those_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "own.yaml").write_text(
+        "defaults: [llm-tiny, _self_]\nmodel: {target: 'net:Net', args: null}\n"
+    )
+    for words, expected in ((), {}), (["+model.args.width=9"], {"width": 9}):
+        config, problems = gather(["recipe=own", *words], cwd=tmp_path)
+        assert not problems
+        assert config["model"]["args"] == expected
+
+
 def test_names_of_before_are_taken_for_those_of_now(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "old.yaml").write_text(
