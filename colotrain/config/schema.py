@@ -30,7 +30,8 @@ class Plugin:
     """The sharding strategy."""
 
     name: str = "auto"
-    """zero1, zero2, zero3, fsdp-hybrid, gemini, or auto (the fastest that fits)."""
+    """zero1, zero2, zero3, fsdp-hybrid, gemini, or auto: the fastest that fits, and gemini where no
+    other does."""
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Settings of single modules: `{"blocks.0-3": {reshard: false}}`."""
     reshard: bool | None = None

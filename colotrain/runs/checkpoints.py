@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.config.stores import is_address
 from colotrain.engine.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -24,6 +25,7 @@ from colotrain.errors import ColotrainError, UsageError
 from colotrain.events.liveness import find
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir
+from colotrain.runs.fetching import stored_checkpoints
 from colotrain.show.console import print_json, stdout_console
 from colotrain.show.formatting import clean
 from colotrain.show.terminal import is_live
@@ -55,25 +57,27 @@ class Row:
 
 def list_checkpoints(name: str | None, *, as_json: bool, verify: bool, root: Path = RUNS) -> int:
     """Print a run's checkpoints, newest first; return 1 if one of them is damaged, else 0."""
-    rundir = find(name, root=root)
-    rows = [row_of(folder, verify=verify) for folder in folders(rundir)]
-    best = best_step(rundir)
+    if name is not None and is_address(name):
+        run, found = name, stored_checkpoints(name, whole=verify)
+    else:
+        rundir = find(name, root=root)
+        run, found = rundir.name, iter(folders(rundir))
+    rows, best = list[Row](), None
+    for folder in found:
+        rows.append(row_of(folder, verify=verify))
+        if best is None:  # the newest readable checkpoint knows it
+            with suppress(ColotrainError):
+                best = read_manifest(folder).best_step
     rows = [replace(row, best=row.step is not None and row.step == best) for row in rows]
+    if name is not None and is_address(name):
+        rows = [replace(row, path=f"{name}/checkpoints/{row.name}") for row in rows]
     if as_json:
         print_json(to_plain(rows))
     elif rows:
         print_table(rows)
     else:
-        print(f"{rundir.name}: no checkpoints")
+        print(f"{run}: no checkpoints")
     return 1 if any(row.state == "damaged" for row in rows) else 0
-
-
-def best_step(rundir: RunDir) -> int | None:
-    """Return the step of the best evaluation according to the newest readable checkpoint."""
-    for folder in folders(rundir):
-        with suppress(ColotrainError):
-            return read_manifest(folder).best_step
-    return None
 
 
 def folders(rundir: RunDir) -> list[Path]:

@@ -80,10 +80,7 @@ def fetch_if_address(
     rundir, runs_dir = _place(name)
     if is_sent_from_here(rundir):
         return rundir.name
-    run = StoredRun(rundir, runs_dir)
-    if not run.exists:
-        known = Store(runs_dir).folders()
-        raise UsageError(f"no run {name!r}", f"there are: {', '.join(known[:20]) or 'none'}")
+    run = _existing(rundir, runs_dir)
     run.check_same()
     run.fetch_small(wanted)
     if checkpoint:
@@ -130,6 +127,30 @@ def outlines(runs_dir: str) -> Iterator[Path]:
         yield Path(folder)
 
 
+def stored_checkpoints(address: str, *, whole: bool) -> Iterator[Path]:
+    """Yield temporary folders with a stored run's checkpoints, newest first, each until the next.
+
+    Without `whole` the manifest is fetched, and other files are empty ones of the stored size.
+    """
+    place, runs_dir = _place(address)
+    run = _existing(place, runs_dir)
+    inside: dict[str, list[str]] = {}
+    for name in run.objects:
+        if _is_wanted(name, ("checkpoints/step-*/*",)):
+            inside.setdefault(name.split("/")[1], []).append(name)
+    for checkpoint in sorted(inside, reverse=True):
+        with tempfile.TemporaryDirectory(prefix="colotrain-checkpoint-") as folder:
+            (path := Path(folder) / checkpoint).mkdir()
+            for name in inside[checkpoint]:
+                file = path / PurePosixPath(name).name
+                if whole or file.name == MANIFEST:
+                    run.store.fetch(name, file)
+                else:
+                    file.touch()
+                    os.truncate(file, run.objects[name].bytes)
+            yield path
+
+
 def is_name(name: str) -> bool:
     return run_name(name) == name
 
@@ -153,6 +174,15 @@ def _place(address: str) -> tuple[RunDir, str]:
     if not name or not is_name(name) or runs_dir.endswith(":/"):
         raise UsageError(f"{address}: expected a run's address", "as in s3://bucket/path/NAME")
     return RunDir(RUNS / name), runs_dir
+
+
+def _existing(rundir: RunDir, runs_dir: str) -> StoredRun:
+    """Return a run in a store; `UsageError` if it is not there."""
+    run = StoredRun(rundir, runs_dir)
+    if not run.exists:
+        known = ", ".join(Store(runs_dir).folders()[:20]) or "none"
+        raise UsageError(f"no run {rundir.name!r} in {runs_dir}", f"there are: {known}")
+    return run
 
 
 def _check(address: str) -> None:

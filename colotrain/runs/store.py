@@ -6,9 +6,11 @@ code of the driver's error, whose text may hold a secret.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,6 +68,7 @@ class Store:
         self.address, self._attempts = address, attempts
         self._files, self._root = _open(address)
         protocol = address.partition("://")[0]
+        self._is_local = protocol in ("file", "local")
         self._is_s3, self._has_folders = protocol in EXTRAS, protocol in WITH_FOLDERS
 
     def objects(self, inside: str = "") -> dict[str, Stored]:
@@ -75,8 +78,14 @@ class Store:
         return {path[start:]: _stored(info) for path, info in found.items()}
 
     def folders(self) -> list[str]:
-        """Return the names of the folders at the address."""
+        """Return the names of the folders at the address; `UsageError` if it has no bucket."""
         found = self._asked(lambda path: self._files.ls(path, detail=True), "", missing=[])
+        bucket = self._root.lstrip("/").partition("/")[0]
+        if not (
+            found or self._has_folders or self._retried(lambda: self._files.exists(bucket), "")
+        ):
+            problem = f"{self.address}: the bucket {bucket} is not there, or may not be listed"
+            raise UsageError(problem, "correct the address, or the store's credentials")
         paths = [info["name"].rstrip("/") for info in found if info["type"] == "directory"]
         return sorted(path.rpartition("/")[2] for path in paths)
 
@@ -121,9 +130,15 @@ class Store:
         self._retried(lambda: self._files.get_file(self._path(name), str(file)), name)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects in the order of `names`; missing ones are ignored."""
+        """Delete objects in the order of `names`; missing ones are ignored.
+
+        Folders of this machine's disk that are empty then go, too, as they do in object stores.
+        """
         for name in names:
             self._asked(self._files.rm_file, name, missing=None)
+            if self._is_local and "/" in name:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(self._path(name).rpartition("/")[0])
 
     def check_writable(self) -> None:
         """Raise `StoreError` if nothing can be written, `UsageError` if waiting would not help."""

@@ -179,6 +179,8 @@ def test_the_store_keeps_the_checkpoints_that_the_run_keeps(runs_dir: str, keep:
         assert steps(runs_dir) == here
     left = {name.split("/")[1] for name in Store(f"{runs_dir}/one").objects("checkpoints")}
     assert left == {path.name for path in complete(rundir.checkpoints)}
+    folders = Path(f"{runs_dir}/one/checkpoints".removeprefix("file://"))
+    assert left == {path.name for path in folders.iterdir()}  # no empty ones
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_sent_to_its_end(
@@ -284,6 +286,42 @@ def test_a_damaged_checkpoint_in_the_store_is_passed_over(
     fetch_to_resume(RunDir("runs/one"), runs_dir)
     assert [path.name for path in complete(RunDir("runs/one").checkpoints)] == ["step-00000004"]
     assert "warning: step-00000008 is passed over: " in capsys.readouterr().err
+
+
+def test_checkpoints_in_a_store_are_listed(
+    runs_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir, (address, there) = made("here", runs_dir), (f"{runs_dir}/one", tmp_path / "store/one")
+    for step in (4, 8, 12):
+        save(rundir, step, best=8)
+        send(rundir, runs_dir, 3)
+
+    def listed(*words: str, code: int) -> list[tuple[str, str, bool]]:
+        assert guarded(["checkpoints", address, "--json", *words]) == code
+        rows = json.loads(capsys.readouterr().out)
+        assert all(row["path"] == f"{address}/checkpoints/{row['name']}" for row in rows)
+        return [(row["name"], row["state"], row["best"]) for row in rows]
+
+    names = [f"step-{step:08d}" for step in (12, 8, 4)]
+    assert listed(code=0) == [(name, "complete", name == names[1]) for name in names]
+    assert {state for _, state, _ in listed("--verify", code=0)} == {"intact"}
+    changed = there / "checkpoints" / names[0] / "b.distcp"
+    changed.write_bytes(changed.read_bytes()[:-1] + b"?")
+    assert listed(code=0)[0][1] == "complete"
+    assert listed("--verify", code=1)[0][1] == "damaged"
+    (there / "checkpoints" / names[2] / "a.distcp").unlink()
+    assert [state for _, state, _ in listed(code=1)] == ["complete", "complete", "damaged"]
+    assert not (tmp_path / "runs").exists()  # nothing is kept here
+    assert guarded(["checkpoints", f"{runs_dir}/two"]) == 2
+    assert "no run 'two'" in capsys.readouterr().err
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "WITH_FOLDERS", ())
+    with pytest.raises(UsageError, match="the bucket nowhere is not there"):
+        Store("memory://nowhere/runs").folders()
+    Store("memory://somewhere").write("other/file", b"")
+    assert Store("memory://somewhere/runs").folders() == []
 
 
 def test_events_here_that_the_store_does_not_have_yet_are_kept(runs_dir: str) -> None:
