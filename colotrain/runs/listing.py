@@ -328,7 +328,7 @@ def tell_end(
         print_json({"run": rundir.name, **what, "job": job})
     elif ended is not None:
         cancelled = f"; job {job} is cancelled" if job else ""
-        print(_how_it_ended(rundir, view, ended) + cancelled)
+        print(_how_it_ended(rundir, view, ended, is_job=bool(job)) + cancelled)
     if ended is None:
         print(_still_running(rundir, timeout_s), file=sys.stderr)
     return 1 if ended in (None, "failed", "dead") else 0
@@ -377,13 +377,14 @@ def _waiting(name: str) -> Iterator[Callable[[float], None]]:
     yield report
 
 
-def _how_it_ended(rundir: RunDir, view: RunView, ended: str) -> str:
+def _how_it_ended(rundir: RunDir, view: RunView, ended: str, *, is_job: bool) -> str:
     if ended.isupper():  # a job's state
         return clean(f"{rundir.name}: was waiting ({ended})")
     saved, goes_on = "; nothing was saved", "starts over"
     if view.checkpoint:
         saved, goes_on = f"; saved at step {view.checkpoint.step}", "continues"
-    hint = "" if ended == "finished" else f"; `colotrain resume {rundir.name}` {goes_on}"
+    again = naming.submit_again(rundir) if is_job else f"`colotrain resume {rundir.name}`"
+    hint = "" if ended == "finished" else f"; {again} {goes_on}"
     cause = f" ({view.cause})" if view.cause else ""
     return clean(f"{rundir.name}: {ended}{cause} after step {view.steps}{saved}{hint}")
 

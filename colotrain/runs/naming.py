@@ -188,3 +188,12 @@ def _flat(plain: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def submit_again(rundir: RunDir, overrides: Sequence[str] = ()) -> str:
+    """Return the command that continues the run as a job; changed settings need a new name."""
+    command = f"colotrain submit recipe={os.path.relpath(rundir.config_file)}"
+    if not overrides:
+        return f"`{command} name={rundir.name}`"
+    begin = f"checkpoint.resume={os.path.relpath(rundir.path)}"
+    return f"`{command} name=NEW {begin} {' '.join(overrides)}`"

@@ -163,7 +163,7 @@ def resume(
     rundir = find(fetching.fetch_if_address(run))
     warm_up()
     fetching.fetch_to_resume(rundir, rundir.plan().runs_dir)
-    own, submit, job = rundir.plan(), _submit_again(rundir, overrides), recall(rundir)
+    own, submit, job = rundir.plan(), naming.submit_again(rundir, overrides), recall(rundir)
     if job and scheduler_of_job(job).is_elsewhere and not naming.has_begun(rundir):
         raise UsageError(f"{rundir.name}: its files are on the nodes of a job", f"use {submit}")
     if not own.model.value:
@@ -191,15 +191,6 @@ def resume(
     if node.is_head and "checkpoint.resume" in given:
         roll_back(rundir, resolved.plan)
     return train(resolved.plan, rundir, resolved.config, node=node, as_json=as_json)
-
-
-def _submit_again(rundir: RunDir, overrides: Sequence[str]) -> str:
-    """Return the command that continues the run as a job; changed settings need a new name."""
-    command = f"colotrain submit recipe={os.path.relpath(rundir.config_file)}"
-    if not overrides:
-        return f"`{command} name={rundir.name}`"
-    begin = f"checkpoint.resume={os.path.relpath(rundir.path)}"
-    return f"`{command} name=NEW {begin} {' '.join(overrides)}`"
 
 
 def roll_back(rundir: RunDir, plan: RunPlan) -> None:

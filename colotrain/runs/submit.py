@@ -6,7 +6,7 @@ import getpass
 import os
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,28 @@ def check_one_section(configs: list[ResolvedConfig]) -> None:
 
 def resolve_job(overrides: list[str], *, smoke: bool = False) -> ResolvedConfig:
     """Return a plan for the nodes of the cluster, independent of this machine."""
-    return resolve_config(overrides, here=False, job=True, smoke=smoke)
+    resolved = resolve_config(overrides, here=False, job=True, smoke=smoke)
+    scheduler = scheduler_or_default(resolved.config)
+    if not scheduler.is_elsewhere:
+        return resolved
+    volumes = scheduler.section(resolved.config).volumes.values()
+    found = _paths_outside(resolved.plan, tuple(volumes))
+    plan = replace(resolved.plan, warnings=(*resolved.plan.warnings, *found))
+    return replace(resolved, plan=plan)
+
+
+def _paths_outside(plan: RunPlan, volumes: tuple[str, ...]) -> Iterator[str]:
+    """Yield a warning of each path that the plan reads and that is in none of the job's volumes."""
+    parts = [("data.mixture", path) for part in plan.data.mixture for path in part.paths]
+    paths = [*(("data.path", path) for path in plan.data.paths), *parts]
+    paths += [("model.hf", plan.model.hf)] if plan.model.hf else []
+    if plan.model.distill:
+        paths += [("train.distill.teacher", plan.model.distill.teacher)]
+    if plan.checkpoint.resume not in ("auto", "none"):
+        paths += [("checkpoint.resume", plan.checkpoint.resume)]
+    for key, path in paths:
+        if not any(Path(path).is_relative_to(volume) for volume in volumes):
+            yield f"{key}={path}: is in none of the job's volumes, so the image must have it there"
 
 
 def job_of(runs: Iterable[RunDir], resolved: ResolvedConfig, *, name: str, logs: Path) -> Job:

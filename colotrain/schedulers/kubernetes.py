@@ -88,6 +88,12 @@ def check(settings: Kubernetes) -> Iterator[Problem]:
         if not text.isascii() or not text.isprintable():
             pattern = "(?!)"
         yield from elsewhere.check_match(f"{section}.labels", text, pattern, expected)
+    gpu_type, _ = elsewhere.rank_gpus(settings)
+    if gpu_type and not settings.node_selector:
+        expected = f"{section}.node_selector beside a type: a pod asks for a number of GPUs alone"
+        fix = f"for example {section}.node_selector={{nvidia.com/gpu.product: NVIDIA-{gpu_type}}}"
+        key, given = f"{section}.gpus_per_node", settings.gpus_per_node
+        yield Problem(key=key, value=given, expected=expected, fix=fix)
     for name in ("grace_s", "max_requeues"):
         if getattr(settings, name) < 0:
             key, value = f"{section}.{name}", getattr(settings, name)

@@ -160,7 +160,9 @@ def test_a_stop_saves_and_cancels_for_good(site: Site) -> None:
     job = site.submit(SLOW, "name=stopped")
     site.wait_for_step("stopped", 1)
     assert site.row("stopped")["job_state"] == "RUNNING"
-    assert f"job {job} is cancelled" in site.colotrain("stop", "stopped")
+    said = site.colotrain("stop", "stopped")
+    assert f"job {job} is cancelled" in said
+    assert "`colotrain submit recipe=runs/stopped/config.yaml name=stopped` continues" in said
     state = site.lab.wait_for(job, "CANCELLED", "FAILED", "COMPLETED", "PENDING")
     assert state != "PENDING", "it was queued again"
     assert site.row("stopped")["state"] in ("preempted", "interrupted")

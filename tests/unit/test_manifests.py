@@ -189,6 +189,7 @@ def test_the_words_on_hosts_are_what_was_meant(tmp_path: Path) -> None:
         ("kubernetes", Kubernetes(labels={"a": "ü"}), "labels"),
         ("kubernetes", Kubernetes(memory="much"), "memory"),
         ("kubernetes", Kubernetes(gpus_per_node="many"), "gpus_per_node"),
+        ("kubernetes", Kubernetes(gpus_per_node="H100:8"), "gpus_per_node"),
         ("skypilot", SkyPilot(gpus_per_node=8), "gpus_per_node"),
         ("dstack", Dstack(secrets={"A": "a }} b"}), "secrets.A"),
         ("hosts", Hosts(names=["-oProxyCommand=touch HURT"]), "names"),
@@ -266,6 +267,20 @@ def test_a_job_of_kubernetes_is_submitted_listed_shown_and_ended(
     calls = (kubectl / "calls").read_text()
     assert "apply --dry-run=server" in calls
     assert f"app.kubernetes.io/instance={name}" in calls
+
+
+def test_a_path_that_no_volume_of_the_job_has_is_told(
+    kubectl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("here", "shared"):
+        (kubectl / folder).mkdir()
+        (kubectl / folder / "a.txt").write_text("some text " * 2000)
+    volumes = f"cluster.kubernetes.volumes={{training: /shared, data: {kubectl}/shared}}"
+    for folder, told in (("here", True), ("shared", False)):
+        words = [f"data.path={kubectl}/{folder}/a.txt", volumes, "name=far", "--dry-run"]
+        assert guarded(["submit", *TINY, *words]) == 0
+        line = f"data.path={kubectl}/{folder}/a.txt: is in none of the job's volumes"
+        assert (line in capsys.readouterr().err) == told
 
 
 def test_without_kubectl_the_job_is_printed_and_nothing_written(
