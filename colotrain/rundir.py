@@ -147,6 +147,11 @@ class RunDir:
     def trace_file(self, *, first: int, last: int, rank: int) -> Path:
         return self.traces / f"steps-{first:08d}-{last:08d}-rank{rank:05d}.json.gz"
 
+    @property
+    def collective_dumps(self) -> Path:
+        """Prefix, before a rank, of the files of NCCL's flight recorder."""
+        return self.logs / "collectives_rank"
+
     def heartbeat_file(self, rank: int) -> Path:
         return self.heartbeats / f"rank{rank:05d}.json"
 

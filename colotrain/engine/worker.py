@@ -88,7 +88,7 @@ def main(path: str) -> int:
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # sent by the launcher to a silent rank
     # where NCCL's flight recorder writes a rank's last collectives, when its watchdog ends it
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # its older name
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(rundir.logs / "collectives_rank"))
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(rundir.collective_dumps))
     device = connect(plan)
     attempt = agree_on_attempt(rundir)
     events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))

@@ -12,7 +12,9 @@ from pathlib import Path
 from colotrain.events import kinds
 from colotrain.events.event import Event
 from colotrain.events.log import EventWriter
+from colotrain.launch import collective_dumps
 from colotrain.launch.causes import describe, num_killed_for_memory, raised_errors, was_killed
+from colotrain.launch.gpu_errors import gpu_errors
 from colotrain.launch.node_registry import RendezvousError
 from colotrain.launch.rendezvous import Node, Rendezvous
 from colotrain.launch.watch import Watch
@@ -92,12 +94,16 @@ class Launch:
         return self.num_polls >= wanted
 
     def cause(self) -> str:
-        """Return why the newest attempt failed."""
+        """Return why the newest attempt failed, and what is known of GPUs and NCCL beside it."""
         if isinstance(self.error, RendezvousError):
             return str(self.error)
-        if self.watch.verdict is not None:
-            return self.watch.verdict
-        return describe([*self.exits, *self.remote_exits], self.last_events(), self.error)
+        exits, text = [*self.exits, *self.remote_exits], self.watch.verdict
+        if text is None:
+            text = describe(exits, self.last_events(), self.error)
+        beside = [found for x in exits if (found := x.gpu_errors)]
+        if any(x.gave_up for x in exits):
+            beside.append(collective_dumps.explain(self.rundir.collective_dumps, self.begun_at))
+        return "; ".join([text, *filter(None, dict.fromkeys(beside))])
 
     def last_events(self) -> list[Event]:
         """Return the last events of the newest attempt's workers."""
@@ -120,7 +126,11 @@ class Launch:
     def record_exits(self, exits: list[kinds.WorkerExit]) -> None:
         """Record how this node's workers exited, and report it to the other nodes."""
         starved = num_killed_for_memory() > self.killed_for_memory
-        self.exits = [replace(x, out_of_memory=starved and x.exit_code == -9) for x in exits]
+        errors = gpu_errors(self.begun_at) if self.plan.cluster.device == "cuda" else ""
+        self.exits = [
+            replace(x, out_of_memory=starved and x.exit_code == -9, gpu_errors=errors)
+            for x in exits
+        ]
         if not self.node.is_head:
             for worker_exit in self.exits:
                 self.events.write(worker_exit)
