@@ -51,8 +51,8 @@ class WorkerExit(EventKind):
     """Whether the kernel has killed processes for lack of memory since the launch."""
     gave_up: bool = False
     """Whether NCCL's watchdog aborted the rank because another rank never joined a collective."""
-    gpu_errors: str = ""
-    """What the driver reported about the host's GPUs in the attempt."""
+    gpu_errors: str | None = None
+    """What the driver reported about the host's GPUs in the attempt, if anything."""
 
     @property
     def killed_by(self) -> str | None:

@@ -128,7 +128,7 @@ class Launch:
         starved = num_killed_for_memory() > self.killed_for_memory
         errors = gpu_errors(self.begun_at) if self.plan.cluster.device == "cuda" else ""
         self.exits = [
-            replace(x, out_of_memory=starved and x.exit_code == -9, gpu_errors=errors)
+            replace(x, out_of_memory=starved and x.exit_code == -9, gpu_errors=errors or None)
             for x in exits
         ]
         if not self.node.is_head:
