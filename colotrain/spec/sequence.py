@@ -18,6 +18,10 @@ class BlockSequence:
     """Parameters that are used before the first block."""
     after: tuple[str, ...] = ()
     """Parameters that are used after the last block; a tied one may be in both."""
+    activation_numel: int = 0
+    """Elements of what a block returns, for the micro-batch or sample of the trial."""
+    activation_itemsize: int = 4
+    """Bytes of each, unless a run computes in half precision."""
     against: str = ""
     """Why the model is no such sequence; empty where it is one."""
 
