@@ -159,6 +159,12 @@ def compare_stages_with_whole(rank: int, tied: bool) -> None:
         while len(begun) > (stage.ahead if index < 3 else 0):
             stage.backward(begun.pop(0))
     stage.end_step()
+    if not stage.is_last:
+        assert begun == []
+        assert output.nbytes == stage.activation_bytes  # as planned: shared memory holds it
+    assert stage.exchange is not None
+    passed = [(link.num_sent, link.num_received) for link in stage.exchange.links.values()]
+    assert passed == [(4, 4)] * (1 if rank in (0, 2) else 2)
     own = {n: p for n, p in model.named_parameters() if stage.holds(n)}
     assert own.keys() == {n for n, p in model.named_parameters() if not p.is_meta}
     for name in stage.shared:

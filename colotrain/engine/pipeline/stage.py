@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from colotrain.engine.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
+from colotrain.engine.waiting import waiting
 from colotrain.spec.mesh import PP
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import pytree, wait_as_long_as_all_
@@ -183,8 +184,9 @@ class Stage:
         other = torch.empty_like(gradient)
         both = (dist.isend, gradient.contiguous()), (dist.irecv, other)
         ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, tensor in both]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        with waiting():
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
         gradient.add_(other)
 
     def connect_(self, mesh: DeviceMesh) -> None:
