@@ -130,6 +130,7 @@ class Attempt:
             wait_s=step.wait_s,
             wait_share=self._wait_share(step, rank),
             pressure=self.pressures.get(rank),
+            stage=self.started[rank].stage if rank in self.started else None,
         )
         if rank == 0 and step.step > 0:
             self.steps[step.step] = step

@@ -45,6 +45,8 @@ class RankView:
     wait_share: float | None = None
     """Median share of the last steps spent waiting for other ranks; None where it is not known."""
     pressure: Pressure | None = None
+    stage: int | None = None
+    """Pipeline stage of the rank; None where each rank has all blocks."""
     """What the rank lacked lately."""
 
 
@@ -67,12 +69,10 @@ class StageView:
     """The same as planned; that of equal stages where the plan knows no times."""
 
     @property
-    def ranks(self) -> str:
-        return span(self.first_rank, self.last_rank)
-
-    @property
-    def blocks(self) -> str:
-        return span(self.first_block, self.last_block)
+    def place(self) -> str:
+        """Text like `ranks 2-3, block 4`."""
+        ranks = _named("rank", self.first_rank, self.last_rank)
+        return f"{ranks}, {_named('block', self.first_block, self.last_block)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +214,9 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     return safe
 
 
-def span(first: int, last: int) -> str:
-    """Return `3` or `3-5`."""
-    return str(first) if first == last else f"{first}-{last}"
+def _named(what: str, first: int, last: int) -> str:
+    """Return `rank 3` or `ranks 3-5`."""
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
 
 
 def stages(view: RunView, plan: RunPlan) -> tuple[StageView, ...]:

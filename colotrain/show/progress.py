@@ -299,13 +299,8 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
 
 def describe_stage(stage: StageView) -> str:
     """Return text like `ranks 2-3, blocks 4-7: waited for 12% of a step, predicted 11%`."""
-    ranks, blocks = (
-        name + "s" * ("-" in which)
-        for name, which in (("rank", stage.ranks), ("block", stage.blocks))
-    )
-    text = f"{ranks} {stage.ranks}, {blocks} {stage.blocks}"
     waited = "" if stage.wait is None else f"waited for {stage.wait:.0%} of a step, "
-    return f"{text}: {waited}predicted {stage.planned_wait:.0%}"
+    return f"{stage.place}: {waited}predicted {stage.planned_wait:.0%}"
 
 
 def _steps(steps: int, train: TrainPlan) -> str:

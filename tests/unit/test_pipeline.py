@@ -248,8 +248,8 @@ def test_measured_waits_of_stages_are_beside_planned_ones() -> None:
     ]
     view = RunView(world_size=4, ranks=tuple(ranks), peak_by_rank=(7, 9, 5, 4))
     first, last = stages(view, plan)
-    assert (first.ranks, first.blocks, first.peak) == ("0-1", "0-2", 9)
-    assert (last.ranks, last.blocks, last.peak) == ("2-3", "3", 5)
+    assert (first.place, first.peak) == ("ranks 0-1, blocks 0-2", 9)
+    assert (last.place, last.peak) == ("ranks 2-3, block 3", 5)
     assert first.wait == pytest.approx(0.15)
     assert last.wait == 0.5
     assert (first.planned_wait, last.planned_wait) == plan.time.waits
