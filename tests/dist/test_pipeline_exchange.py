@@ -14,24 +14,29 @@ import torch.distributed as dist
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.shm.shared_memory import PeerLost
 from colotrain.launch.causes import PEER_LOST_MESSAGES
-from tests.dist.test_transport import WITHIN_S, run, world
+from tests.dist.test_transport import WITHIN_S, _refuse, run, world
 
 SHAPES = ((3, 5), (), (0, 4), (64, 33), (200, 100))
 """The last is larger than planned, and goes through the process group."""
 MOST_BYTES = 8 * 64 * 33
 
 
-def connected(num_stages: int) -> Exchange:
-    links = make_links([(rank, rank + 1) for rank in range(num_stages - 1)], MOST_BYTES)
-    assert links.keys() == {0: {1}, 1: {0, 2}, 2: {1}}[dist.get_rank()]
-    return Exchange(world(), dist.new_group(range(num_stages)), links)
+def connected(lacking: int | None = None) -> Exchange:
+    """Three stages; those with the rank `lacking` have no memory to share."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == lacking:
+            patch.setattr(os, "pidfd_open", _refuse)
+        links = make_links([(0, 1), (1, 2)], MOST_BYTES)
+    pairs = {0: {1}, 1: {0, 2}, 2: {1}}[dist.get_rank()]
+    assert links.keys() == (pairs - {lacking} if dist.get_rank() != lacking else set())
+    return Exchange(world(), dist.new_group(range(3)), links)
 
 
-def passes_on(rank: int) -> None:
+def passes_on(rank: int, lacking: int | None) -> None:
     """Three stages, by 1F1B, double what they get: tensors of any size keep their order."""
     random.seed(0)
     torch.manual_seed(0)
-    exchange, ahead = connected(3), 2 - rank
+    exchange, ahead = connected(lacking), 2 - rank
     sizes = [random.choice(SHAPES) for _ in range(40)]
     dtypes = [random.choice((torch.float32, torch.bfloat16, torch.float64)) for _ in sizes]
     told = [torch.randn(s).to(d) for s, d in zip(sizes, dtypes, strict=True)]
@@ -47,7 +52,8 @@ def passes_on(rank: int) -> None:
         if rank < 2:
             sent = (own.T.contiguous() * 2).T  # not contiguous
             exchange.send_activations(sent)
-            sent.fill_(7.0)  # what it was is on its way
+            if lacking is None:  # what it was has been copied
+                sent.fill_(7.0)
         begun.append(own)
         while len(begun) > (ahead if index < len(told) - 1 else 0):
             oldest = begun.pop(0)
@@ -62,16 +68,17 @@ def passes_on(rank: int) -> None:
     assert done == len(told)
     small = [v for v in told if v.nbytes <= MOST_BYTES]
     assert 0 < len(small) < len(told)
-    for link in exchange.links.values():
+    for link in exchange.links.values():  # none on the rank `lacking`
         assert (link.num_sent, link.num_received) == (len(small),) * 2
 
 
-def test_stages_get_what_the_others_sent_in_its_order() -> None:
-    run(passes_on, 3)
+@pytest.mark.parametrize("lacking", [None, 2])
+def test_stages_get_what_the_others_sent_in_its_order(lacking: int | None) -> None:
+    run(passes_on, 3, lacking)
 
 
 def loses_its_neighbour(rank: int, folder: Path, kills: bool) -> None:
-    exchange = connected(3)
+    exchange = connected()
     for link in exchange.links.values():
         link.memory.timeout_s = 20.0 if kills else 1.0
     value, started = torch.zeros(100), time.time()
