@@ -3,8 +3,8 @@
 Every system is a process tree of its own, started as its users start it. As many as memory holds
 are alive at once, plain DDP always among them, and take turns: one trains for some steps while the
 others are halted. What is compared are ratios to DDP within a turn, so that the speed of a shared
-machine, which drifts, is the same for all. Where ranks divide matrices, torch's own tensor
-parallelism is in DDP's place. Writes a JSON file and a Markdown table.
+machine, which drifts, is the same for all. Where ranks divide matrices, or the model into stages,
+torch's own way to do so is in DDP's place. Writes a JSON file and a Markdown table.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from workload import LR, MODEL, SEQ_LEN, Cell
 
 from colotrain.events.fold import follow
 from colotrain.events.log import EventReader
+from colotrain.events.view import StageView, stages
 from colotrain.rundir import RunDir
 
 PEERS = Path(__file__).parent / "peers"
@@ -54,6 +55,8 @@ CELLS = (
     Cell(ranks=4, micro_batch=4, accumulation=1, tp=2),
     Cell(ranks=2, micro_batch=1, accumulation=1, tp=2),
     Cell(ranks=4, micro_batch=1, accumulation=1, tp=2),
+    Cell(ranks=2, micro_batch=1, accumulation=8, pp=2),
+    Cell(ranks=4, micro_batch=1, accumulation=8, pp=2),
 )
 
 
@@ -73,9 +76,13 @@ class System:
 
 DDP = System("torch", "ddp", 0, "plain.py")
 DTENSOR = System("torch", "tp", 3, "with_dtensor.py")
+PIPELINE = System("torch", "1f1b+fully_shard", 2, "with_pipeline.py")
+OWN_WAYS = (DTENSOR.script, PIPELINE.script)
+"""Scripts for cells with axes beside data parallelism."""
 SYSTEMS = [
     DDP,
     DTENSOR,
+    PIPELINE,
     System("torch", "tp+sp", 3, "with_dtensor.py"),
     System("torch", "ddp+zero", 1, "plain.py"),
     System("torch", "fully_shard-zero2", 2, "plain.py"),
@@ -112,6 +119,8 @@ class Contestant:
     """Resident, of the rank that has the most."""
     of_plan: float | None = None
     """What colotrain counts as its peak, by what its plan predicts."""
+    stages: tuple[StageView, ...] = ()
+    """colotrain's pipeline stages."""
 
     def __post_init__(self) -> None:
         self.events, self.seen = EventReader(RunDir(self.out / "runs" / "bench")), 0
@@ -140,7 +149,9 @@ class Contestant:
         self.peak_bytes = self.running.peak_bytes()
         if self.system.name == "colotrain":
             rundir = RunDir(self.out / "runs" / "bench")
-            self.of_plan = max(follow(rundir).peak_by_rank) / rundir.plan().memory.total
+            view, plan = follow(rundir), rundir.plan()
+            self.of_plan = max(view.peak_by_rank) / plan.memory.total
+            self.stages = stages(view, plan)
 
 
 def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
@@ -148,7 +159,7 @@ def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
         return colotrain(system.variant, cell, steps)
     settings = ["--variant", system.variant, "--out", str(out), "--steps", str(steps)]
     settings += ["--micro-batch", str(cell.micro_batch), "--accumulation", str(cell.accumulation)]
-    settings += ["--tp", str(cell.tp)]
+    settings += ["--tp", str(cell.tp), "--pp", str(cell.pp)]
     script = str(PEERS / system.script)
     bin_ = Path(sys.executable).parent
     port = str(free_port())
@@ -172,7 +183,8 @@ def colotrain(plugin: str, cell: Cell, steps: int) -> list[str]:
         *(f"train.max_steps={steps}", f"train.global_batch={cell.global_batch}"),
         *(f"train.micro_batch={cell.micro_batch}", "train.eval_steps=0"),
         *(f"optim.lr={LR}", "optim.schedule.name=constant", "checkpoint.every=0"),
-        *(f"cluster.procs_per_node={cell.ranks}", f"mesh.tp={cell.tp}", "--force"),
+        *(f"cluster.procs_per_node={cell.ranks}", f"mesh.tp={cell.tp}"),
+        *(f"mesh.pp={cell.pp}", "--force"),
     ]
 
 
@@ -201,11 +213,13 @@ def installed() -> list[System]:
 
 def base_of(cell: Cell) -> System:
     """What the others are compared with."""
-    return DTENSOR if cell.tp > 1 else DDP
+    return PIPELINE if cell.pp > 1 else DTENSOR if cell.tp > 1 else DDP
 
 
 def can_train(system: System, cell: Cell) -> bool:
-    return system.name == "colotrain" or (system.script == DTENSOR.script) == (cell.tp > 1)
+    own = base_of(cell).script
+    alike = system.script == own if own in OWN_WAYS else system.script not in OWN_WAYS
+    return system.name == "colotrain" or alike
 
 
 def heats(systems: list[System], cell: Cell) -> list[list[System]]:
@@ -347,7 +361,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of systems' labels")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="OUT.json and OUT.md")
     asked = parser.parse_args()
-    bases = (DDP, DTENSOR)
+    bases = (DDP, DTENSOR, PIPELINE)
     systems = [s for s in installed() if s in bases or any(part in s.label for part in asked.only)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # halted systems end with this
     text, document = machine(), {}

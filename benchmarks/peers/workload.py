@@ -31,14 +31,19 @@ class Cell:
     accumulation: int
     tp: int = 1
     """Ranks that divide each matrix, and have the same samples."""
+    pp: int = 1
+    """Stages of the model, which work on the same samples."""
 
     @property
     def global_batch(self) -> int:
-        return self.ranks // self.tp * self.micro_batch * self.accumulation
+        return self.ranks // (self.tp * self.pp) * self.micro_batch * self.accumulation
 
     def __str__(self) -> str:
         cut = f"micro-batch {self.micro_batch}, accumulation {self.accumulation}"
-        return f"{self.ranks} ranks, {cut}" + (f", tp {self.tp}" if self.tp > 1 else "")
+        axes = {"tp": self.tp, "pp": self.pp}
+        return f"{self.ranks} ranks, {cut}" + "".join(
+            f", {name} {size}" for name, size in axes.items() if size > 1
+        )
 
 
 class Model(nn.Module):
@@ -79,6 +84,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--local_rank", type=int, default=0)  # some launchers add it

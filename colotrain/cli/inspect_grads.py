@@ -45,7 +45,7 @@ NARROW = {"RMS", "MAX"}
 NAME_WIDTH = 30
 TOLERANCE = 1e-5
 """Maximum relative difference between two runs' gradients."""
-TITLES = ("PARAMETER", "SHAPE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE")
+TITLES = ("PARAMETER", "SHAPE", "STAGE", "STATUS", "NORM", "RMS", "MAX", "ZEROS", "UPDATE")
 SORTS = ("norm", "update", "zero", "name")
 ORIGIN = ("parameter", "module", "rank", "step", "micro_batch", "phase")
 FIELDS = [field.name for field in dataclasses.fields(ParameterGradient)]
@@ -255,7 +255,9 @@ def document(
         "step": record.step,
         "global_norm": record.global_norm,
         "clipped_to": record.clipped_to,
-        "parameters": to_plain(list(rows)),
+        "parameters": [
+            {k: v for k, v in to_plain(row).items() if k != "stages" or v} for row in rows
+        ],
         "first_nonfinite": nonfinite and {name: getattr(nonfinite, name) for name in ORIGIN},
         **noise,
     }
@@ -270,6 +272,7 @@ def write_csv(path: str, rows: Sequence[ParameterGradient]) -> None:
                 plain = to_plain(row)
                 plain["shape"] = "x".join(map(str, row.shape))
                 plain["aliases"] = " ".join(row.aliases)
+                plain["stages"] = " ".join(map(str, row.stages))
                 out.writerow([plain[field] for field in FIELDS])
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error})", "choose another file") from error
@@ -312,6 +315,8 @@ def _table(
 ) -> Table:
     """Return the table without the columns `left_out`; `name_width` shortens the names."""
     table = Table(box=None, pad_edge=False, header_style="bold")
+    if not any(row.stages for row in rows):
+        left_out = left_out | {"STAGE"}
     noise_titles = ("NOISE", "COSINE") if record.noise else ()
     titles = [*TITLES, *noise_titles, "WHY"]
     kept = [index for index, title in enumerate(titles) if title not in left_out]
@@ -342,6 +347,7 @@ def cells(row: ParameterGradient, noise: NoiseRecord | None) -> list[Text]:
     return [
         Text(clean(row.name)),
         Text("×".join(map(str, row.shape)) or "scalar"),
+        Text(", ".join(map(str, row.stages))),
         Text(clean(row.status), STATUS_STYLES.get(row.status, "")),
         *(Text(shown(value, ".4g")) for value in (row.norm, row.rms, row.max_abs)),
         Text(shown(row.zero_fraction, ".1%")),

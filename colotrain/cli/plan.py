@@ -295,14 +295,17 @@ def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, A
             "measured": {"step_s": time["step_s"], "tokens_per_s": measured["tokens_per_s"]},
             "error": time["error"],
         },
+        **({"stages": measured["stages"]} if "stages" in measured else {}),
     }
 
 
 def stages_of(resolved: ResolvedConfig) -> dict[str, Any]:
-    """Return the stages of the plan, and the part of a step for which each waits."""
-    mesh, batch = resolved.plan.mesh, resolved.plan.batch
+    """Return the stages of the plan: blocks, memory, bytes sent, the part of a step they wait."""
+    plan, context = resolved.plan, resolved.context
     return {
-        "blocks": list(mesh.pp_split),
-        "peaks": list(resolved.context.bytes_of_stages),
-        "bubble": bubble(mesh.pp, batch.accumulation_steps),
+        "blocks": list(plan.mesh.pp_split),
+        "peaks": list(context.bytes_of_stages),
+        "sent_bytes": list(context.sent_by_stages),
+        "waits": list(plan.time.waits),
+        "bubble": bubble(plan.mesh.pp, plan.batch.accumulation_steps),
     }

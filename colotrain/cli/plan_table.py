@@ -77,8 +77,12 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     if stages := document.get("pipeline"):
         blocks = " + ".join(map(str, stages["blocks"]))
         peaks = ", ".join(map(format_size, stages["peaks"]))
+        yield "stages", f"{blocks} blocks, {peaks} per rank"
+        shares = ", ".join(f"{share:.0%}" for share in stages["waits"])
         waits = f"each waits for {stages['bubble']:.0%} of a step"
-        yield "stages", f"{blocks} blocks, {peaks} per rank; {waits}"
+        passed = ", ".join(map(format_size, stages["sent_bytes"]))
+        waits = f"they wait for {shares} of a step" if shares else waits
+        yield "", f"{waits}, and each rank passes on {passed}"
     unit = document["batch"]["unit"]
     workers = "ranks"
     if plan.mesh.together > 1:
@@ -338,6 +342,11 @@ def print_run(console: Console, document: dict[str, Any]) -> None:
     if time["predicted"]["step_s"] and time["measured"]["step_s"]:
         steps = (time["predicted"]["step_s"], time["measured"]["step_s"])
         table.add_row("step", *map(format_seconds, steps), signed(time["error"]), style="bold")
+    for stage in document.get("stages", ()):
+        planned, wait = stage["planned_wait"], stage["wait"]
+        off = signed(planned / wait - 1) if wait else "-"
+        known = "-" if wait is None else f"{wait:.1%}"
+        table.add_row(f"stage {stage['stage']} waits", f"{planned:.1%}", known, off)
     console.print(table)
 
 

@@ -350,6 +350,7 @@ def agree_on_targets(
 
 
 def announce(run: Run, attempt: int) -> None:
+    stage = run.sharded.stage
     started = WorkerStarted(
         rank=run.rank,
         world_size=dist.get_world_size(),
@@ -359,9 +360,10 @@ def announce(run: Run, attempt: int) -> None:
         device=str(run.device),
         log=own_log(),
         step=run.step,
+        stage=stage.index if stage.count > 1 else None,
     )
     run.events.write(started)
     if run.rank == 0:
-        run.events.write(describe_parameters(run.sharded.module))
+        run.events.write(describe_parameters(run.sharded.module, stage.holders))
         if run.tiers is not None:
             run.events.write(run.tiers.policy.describe(run.step))

@@ -35,6 +35,8 @@ class Attempt:
     """Memory breakdown of each rank at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
     pressures: dict[int, kinds.Pressure] = field(default_factory=dict)
+    wait_shares: dict[int, deque[float]] = field(default_factory=dict)
+    """Rank → shares of its last steps for which it waited for others."""
     failures: list[kinds.Failure] = field(default_factory=list)
     gradients: GradientHistory = field(default_factory=GradientHistory)
     nonfinite: kinds.Nonfinite | None = None
@@ -126,10 +128,19 @@ class Attempt:
             busy_s=busy_s,
             data_s=data_s,
             wait_s=step.wait_s,
+            wait_share=self._wait_share(step, rank),
             pressure=self.pressures.get(rank),
+            stage=self.started[rank].stage if rank in self.started else None,
         )
         if rank == 0 and step.step > 0:
             self.steps[step.step] = step
+
+    def _wait_share(self, step: kinds.Step, rank: int) -> float | None:
+        """Return the rank's median share of waiting over its last steps, with `step`."""
+        recent = self.wait_shares.setdefault(rank, deque(maxlen=SMOOTHING_STEPS))
+        if step.wait_s is not None and step.step_s:
+            recent.append(step.wait_s / step.step_s)
+        return statistics.median(recent) if recent else None
 
     def base(self) -> int | None:
         """Return how many steps were done before this attempt, or None while that is not known."""

@@ -30,6 +30,8 @@ class Parameters(EventKind):
     shapes: list[list[int]]
     dtypes: list[str]
     aliases: dict[str, list[str]]
+    stages: dict[str, list[int]] | None = None
+    """Pipeline stages that hold each parameter; None where each rank has all blocks."""
 
 
 @event_kind("gradients")
@@ -83,6 +85,8 @@ class ParameterGradient:
     update_ratio: float | None
     """Norm of the optimizer's change over the norm of the parameter."""
     aliases: tuple[str, ...]
+    stages: tuple[int, ...] = ()
+    """Pipeline stages that hold it; empty where each rank has all blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +240,7 @@ def record_of(names: Parameters, gradients: Gradients) -> GradientRecord:
                 dtype=dtype,
                 reason=gradients.reason.get(name),
                 aliases=tuple(names.aliases.get(name, ())),
+                stages=tuple((names.stages or {}).get(name, ())),
                 **dict(zip(_BLANKS, values, strict=True)),
             )
             for name, shape, dtype, values in rows

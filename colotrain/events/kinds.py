@@ -83,6 +83,8 @@ class WorkerStarted(EventKind):
     """Path of the worker's log; empty if it has none."""
     step: int
     """Steps that are done."""
+    stage: int | None = None
+    """Pipeline stage of the rank; None where each rank has all blocks."""
 
 
 @event_kind("stopped")

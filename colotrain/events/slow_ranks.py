@@ -32,7 +32,15 @@ class Slowness:
 
 
 def slow_ranks(ranks: Sequence[RankView]) -> dict[int, Slowness]:
-    """Return the ranks that are slow.
+    """Return the ranks that are slow, each compared with those of its own pipeline stage."""
+    by_stage: dict[int | None, list[RankView]] = {}
+    for rank in ranks:
+        by_stage.setdefault(rank.stage, []).append(rank)
+    return {number: why for own in by_stage.values() for number, why in _slow_among(own).items()}
+
+
+def _slow_among(ranks: Sequence[RankView]) -> dict[int, Slowness]:
+    """Return the slow of ranks that do the same.
 
     A rank is compared with the lower median of all, so that one of two ranks can be slow.
     """

@@ -15,6 +15,7 @@ from colotrain.rundir import RunDir
 from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.sequence import bubble
 
 ENDED = ("finished", "failed", "preempted", "interrupted")
 SMOOTHING_STEPS = 20
@@ -41,8 +42,37 @@ class RankView:
     """Smoothed seconds per step of waiting for data."""
     wait_s: float | None
     """Seconds of the last step spent waiting for other ranks; None where they are not known."""
+    wait_share: float | None = None
+    """Median share of the last steps spent waiting for other ranks; None where it is not known."""
     pressure: Pressure | None = None
+    stage: int | None = None
+    """Pipeline stage of the rank; None where each rank has all blocks."""
     """What the rank lacked lately."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageView:
+    """One stage, planned and measured."""
+
+    stage: int
+    first_rank: int
+    last_rank: int
+    """Its ranks follow one another."""
+    first_block: int
+    last_block: int
+    """Positions among the model's blocks, from 0."""
+    peak: int | None
+    """Peak bytes of its fullest rank; None before a step."""
+    wait: float | None
+    """Median share of a step for which its ranks waited for others; None where it is not known."""
+    planned_wait: float
+    """The same as planned; that of equal stages where the plan knows no times."""
+
+    @property
+    def place(self) -> str:
+        """Text like `ranks 2-3, block 4`."""
+        ranks = _named("rank", self.first_rank, self.last_rank)
+        return f"{ranks}, {_named('block', self.first_block, self.last_block)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +165,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     losses = [loss for _, loss in view.loss]
     tokens_per_s, step_s = overall_tokens_per_s(view), typical_step_s(view)
     measured = measured_peak(view, plan)
-    of_peak = peak_memory(view)
+    of_peak, of_stages = peak_memory(view), stages(view, plan)
     document = {
         "status": view.status,
         **({"stopped_early": view.cause} if view.cause and view.status == "finished" else {}),
@@ -166,6 +196,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
             "predicted_step_s": plan.time.step_s,
             "error": error(plan.time.step_s, step_s),
         },
+        **({"stages": [to_plain(stage) for stage in of_stages]} if of_stages else {}),
         "restarts": view.restarts,
         "goodput": {
             "share": view.goodput.goodput,
@@ -181,6 +212,37 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
     }
     safe: dict[str, Any] = json_safe(document)
     return safe
+
+
+def _named(what: str, first: int, last: int) -> str:
+    """Return `rank 3` or `ranks 3-5`."""
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+
+
+def stages(view: RunView, plan: RunPlan) -> tuple[StageView, ...]:
+    """Return the stages of a run; none where each rank has all blocks."""
+    mesh, found = plan.mesh, []
+    if mesh.pp == 1:
+        return ()
+    each = (view.world_size or plan.world_size) // mesh.pp
+    same = bubble(mesh.pp, plan.batch.accumulation_steps)
+    for stage, count in enumerate(mesh.pp_split):
+        first, begin = stage * each, sum(mesh.pp_split[:stage])
+        ranks = range(first, first + each)
+        shares = [r.wait_share for r in view.ranks if r.rank in ranks and r.wait_share is not None]
+        found.append(
+            StageView(
+                stage=stage,
+                first_rank=first,
+                last_rank=first + each - 1,
+                first_block=begin,
+                last_block=begin + count - 1,
+                peak=max(view.peak_by_rank[first : first + each], default=None),
+                wait=statistics.median(shares) if shares else None,
+                planned_wait=plan.time.waits[stage] if plan.time.waits else same,
+            )
+        )
+    return tuple(found)
 
 
 def peak_memory(view: RunView) -> MemoryBreakdown | None:

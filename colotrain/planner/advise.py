@@ -12,7 +12,7 @@ from colotrain.errors import UsageError
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, larger, predict
-from colotrain.planner.time import step_time
+from colotrain.planner.time import Part, step_time
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
 from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.plan import Prediction, Recompute
@@ -64,6 +64,10 @@ class SearchSpace:
     mesh: MeshPlan = field(default_factory=MeshPlan)
     before: Callable[[Layout], Estimate] | None = None
     """Memory of a pass over the data before the first step; None: there is none."""
+    stages: tuple[SearchSpace, ...] = ()
+    """The same of each pipeline stage, each with its part of the model; empty without stages."""
+    sends_gradients: bool = False
+    """Whether an earlier stage trains."""
 
     def need(self, layout: Layout, trace: Trace | None) -> Estimate:
         """Memory that a rank needs in training, or in the pass before it if that is more."""
@@ -76,17 +80,6 @@ class SearchSpace:
     def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
         trace = self.traces(checkpointing, layout.micro_batch)
         need = self.need(layout, trace)
-        time = Prediction()
-        if trace is not None and self.hardware is not None:
-            time = step_time(
-                layout,
-                self.survey,
-                trace,
-                self.hardware(layout),
-                tokens_per_step=self.tokens_per_step,
-                flops_per_token=self.survey.flops_per_token * self.tokens_per_count,
-                world_size=self.world_size,
-            )
         return Option(
             plugin=plugin,
             mesh=self.mesh,
@@ -94,8 +87,26 @@ class SearchSpace:
             checkpointing=checkpointing,
             memory=need.breakdown,
             peak=need.peak,
-            time=time,
+            time=self.time(layout, checkpointing=checkpointing),
             verdict=need.peak.verdict(self.capacity),
+        )
+
+    def time(self, layout: Layout, *, checkpointing: Recompute) -> Prediction:
+        """Time of a step, in which the slowest pipeline stage counts; zeros where unknown."""
+        parts: list[Part] = []
+        for stage, space in enumerate(self.stages or (self,)):
+            trace = space.traces(checkpointing, layout.micro_batch)
+            if trace is None or self.hardware is None:
+                return Prediction()
+            of_stage = replace(layout, stage=stage, sends_gradients=space.sends_gradients)
+            parts.append((of_stage, space.survey, trace))
+        assert self.hardware is not None
+        return step_time(
+            parts,
+            self.hardware(layout),
+            tokens_per_step=self.tokens_per_step,
+            flops_per_token=self.survey.flops_per_token * self.tokens_per_count,
+            world_size=self.world_size,
         )
 
     def every(

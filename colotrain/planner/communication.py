@@ -34,11 +34,13 @@ class Traffic:
     """Bytes sent inside layers, between ranks that divide samples or matrices."""
     inner_whole: float = 0.0
     """The same with the rank's own."""
+    passed_bytes: int = 0
+    """Bytes of activations and their gradients sent to neighbouring pipeline stages."""
 
     @property
     def bytes_per_step(self) -> int:
         reduced = self.reduced_bytes + self.replicated_bytes
-        return round(self.gathered_bytes + reduced + self.inner_bytes)
+        return round(self.gathered_bytes + reduced + self.inner_bytes) + self.passed_bytes
 
 
 def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traffic:
@@ -72,6 +74,7 @@ def traffic(layout: Layout, survey: Survey, trace: Trace | None = None) -> Traff
         inner_calls=steps * sum(exchange.calls for exchange in exchanges),
         inner_bytes=steps * sum(exchange.sent_bytes for exchange in exchanges),
         inner_whole=float(steps * sum(e.whole_bytes for e in exchanges)),
+        passed_bytes=sum(layout.passed_bytes),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from colotrain.spec.cpu_memory import NUM_SLOTS
 from colotrain.spec.installed_torch import torch_has_cuda
 from colotrain.spec.optimizers import optimizer_of
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
@@ -47,12 +48,31 @@ class Layout:
     """Pipeline stages of the model."""
     stage: int = 0
     """The stage of this rank."""
+    activation_bytes: int = 0
+    """Bytes of a sample's activations, which each stage passes on to the next."""
+    sends_gradients: bool = False
+    """Whether an earlier stage trains, so that the stage before gets gradients."""
+    linked_stages: int = 0
+    """Neighbouring stages with which this rank has shared memory (CPU)."""
     baseline: int = 0
 
     @property
     def in_flight(self) -> int:
         """Micro-batches whose activations a stage keeps at a time (1F1B)."""
         return min(self.accumulation_steps, self.stages - self.stage)
+
+    @property
+    def passed_bytes(self) -> tuple[int, int]:
+        """Bytes that a rank passes to the next stage, and back to the one before, in a step."""
+        whole = self.accumulation_steps * self.micro_batch * self.activation_bytes
+        on = self.stage < self.stages - 1
+        return whole * on, whole * self.sends_gradients
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes of the memory that a rank shares with neighbouring stages, as `engine.shm.link`."""
+        slots = 2 * NUM_SLOTS * self.linked_stages
+        return slots * self.micro_batch * self.activation_bytes
 
     @property
     def is_single_cpu_rank(self) -> bool:

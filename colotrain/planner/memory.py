@@ -165,15 +165,15 @@ class _StepSimulation:
 
     def shared_bytes(self) -> int:
         """Bytes of shared memory that a rank touches: its buffers, parts of others', windows."""
-        size = self.layout.shard
+        size, links = self.layout.shard, self.layout.link_bytes
         if not self.layout.shared_memory or size == 1:
-            return 0
+            return links
         gathers = [g.gathered_bytes for g in self.groups.values()]
         gather = max((n for n in gathers if n <= LARGEST_BUFFER_BYTES), default=0)
         windows = size * WINDOW_BYTES if max(gathers) > LARGEST_BUFFER_BYTES else 0
         part = max(g.reduced_bytes for g in self.groups.values()) // size
         written = min(part * (size - 1) * NUM_SLOTS, MOST_WRITTEN_BYTES)
-        return gather + windows + 2 * written  # it reads as much as it writes
+        return links + gather + windows + 2 * written  # it reads as much as it writes
 
     def _private(self, num_bytes: int) -> int:
         """Bytes of a collective's buffer that are not in shared memory."""

@@ -33,6 +33,7 @@ from colotrain.spec.offload import SAFETY
 from colotrain.spec.packing import choose_chunk_bytes, units_of
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan, RunPlan, TrainPlan
 from colotrain.spec.plugins import AUTO_ORDER, ROWS, Row, expand
+from colotrain.spec.precisions import PRECISIONS
 from colotrain.spec.quantities import format_seconds, format_size
 from colotrain.spec.survey import Survey
 
@@ -50,6 +51,8 @@ class PlanningContext:
     """The stage that memory and time are those of."""
     bytes_of_stages: tuple[int, ...] = ()
     """Planned peak of a rank of each stage; empty where there is one."""
+    sent_by_stages: tuple[int, ...] = ()
+    """Bytes of activations and gradients that a rank of each stage sends to others in a step."""
     batch: BatchPlan
     train: TrainPlan
     optim: OptimPlan
@@ -124,7 +127,18 @@ class PlanningContext:
             records_gradients=0 < every <= steps,
             uses_transformers=self.search_space.survey.uses_transformers,
         )
-        return dataclasses.replace(layout, stages=self.scale.mesh.pp, stage=self.stage)
+        mesh, sequence = self.scale.mesh, self.scale.sequence
+        precision = PRECISIONS[self.train.precision]
+        itemsize = precision.num_bytes if precision.is_cast else sequence.activation_itemsize
+        neighbours = (self.stage > 0) + (self.stage < mesh.pp - 1)
+        return dataclasses.replace(
+            layout,
+            stages=mesh.pp,
+            stage=self.stage,
+            activation_bytes=sequence.activation_numel * itemsize // mesh.cp,
+            sends_gradients=self.search_space.sends_gradients,
+            linked_stages=neighbours if self.scale.device == "cpu" else 0,
+        )
 
 
 def can_split(train: TrainPlan) -> bool:

@@ -16,15 +16,14 @@ from colotrain.spec.survey import Survey, Trace
 def of_fullest_stage(
     asked: Plugin, context: PlanningContext
 ) -> tuple[PlanningContext, PluginPlan, Option]:
-    """Decide on the plugin for the stage that needs most memory; its time is the slowest's."""
+    """Decide on the plugin for the stage that needs most memory."""
     found = [(own, *decide(asked, own)) for own in each_stage(context)]
     fullest, plugin, option = max(found, key=lambda each: each[2].memory.total)
-    options = [own.option(plugin) for own, *_ in found if own is not fullest]
-    slowest = max([option, *options], key=lambda each: each.time.step_s)
     if context.scale.mesh.pp > 1:
         by_stage = tuple(own.option(plugin).memory.total for own, *_ in found)
-        fullest = dataclasses.replace(fullest, bytes_of_stages=by_stage)
-    return fullest, plugin, dataclasses.replace(option, time=slowest.time)
+        sent = tuple(sum(own.layout(plugin).passed_bytes) for own, *_ in found)
+        fullest = dataclasses.replace(fullest, bytes_of_stages=by_stage, sent_by_stages=sent)
+    return fullest, plugin, option
 
 
 def each_stage(context: PlanningContext) -> Iterator[PlanningContext]:
@@ -33,16 +32,31 @@ def each_stage(context: PlanningContext) -> Iterator[PlanningContext]:
     if scale.mesh.pp == 1:
         yield context
         return
+    own_spaces = []
     for stage in range(scale.mesh.pp):
 
         def traces(recompute: Recompute, samples: int, stage: int = stage) -> Trace | None:
             whole = space.traces(recompute, samples)
             return None if whole is None else trace_of(whole, scale, stage)
 
-        own = dataclasses.replace(
-            space, survey=survey_of(space.survey, scale, stage), traces=traces
+        own_spaces.append(
+            dataclasses.replace(
+                space,
+                survey=survey_of(space.survey, scale, stage),
+                traces=traces,
+                sends_gradients=trains_before(space.survey, scale, stage),
+            )
         )
+    for stage, own in enumerate(own_spaces):
+        own = dataclasses.replace(own, stages=tuple(own_spaces))
         yield dataclasses.replace(context, search_space=own, stage=stage)
+
+
+def trains_before(survey: Survey, scale: Scale, stage: int) -> bool:
+    """Whether a stage before `stage` has a trained parameter, as `engine.pipeline.stage` finds."""
+    split, sequence = scale.mesh.pp_split, scale.sequence
+    trained = [p.name for p in survey.parameters if p.frozen_by is None]
+    return any(sequence.stages_of(name, split)[0] < stage for name in trained)
 
 
 def survey_of(survey: Survey, scale: Scale, stage: int) -> Survey:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from colotrain.planner.communication import Traffic, traffic
 from colotrain.planner.groups import find
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
 from colotrain.spec.plan import Prediction
+from colotrain.spec.sequence import pipeline_time
 from colotrain.spec.survey import Survey, Trace
 
 COMMUNICATION_COSTS = (
@@ -20,20 +24,45 @@ COMMUNICATION_COSTS = (
 """Fields of `Costs` for collectives."""
 
 
+Part = tuple[Layout, Survey, Trace]
+"""A pipeline stage; the whole model where there is one."""
+
+
 def step_time(
-    layout: Layout,
-    survey: Survey,
-    trace: Trace,
+    stages: Sequence[Part],
     hardware: Hardware,
     *,
     tokens_per_step: int,
     flops_per_token: float,
     world_size: int,
 ) -> Prediction:
-    """Predict a step's time: computation, collectives that it does not hide, and the optimizer.
+    """Predict a step's time, and the share of it that each pipeline stage waits for others.
 
     MFU counts the model's FLOPs without recomputation (PaLM, Chowdhery et al. 2022).
     """
+    own = [own_time(part, hardware) for part in stages]
+    one_more = [own_time(_longer(part), hardware) for part in stages]
+    each = [longer - busy for longer, busy in zip(one_more, own, strict=True)]
+    steps = stages[0][0].accumulation_steps
+    after = max(busy - steps * one for busy, one in zip(own, each, strict=True))
+    step_s = own[0] if len(stages) == 1 else pipeline_time(each, steps) + after
+    waits = [1 - busy / step_s for busy in own] if len(stages) > 1 else []
+    tokens_per_s = tokens_per_step / step_s
+    ideal = world_size * hardware.peak_flops
+    mfu = flops_per_token * tokens_per_s / ideal if ideal else 0.0
+    return Prediction(step_s=step_s, tokens_per_s=tokens_per_s, mfu=mfu, waits=tuple(waits))
+
+
+def _longer(part: Part) -> Part:
+    """Return a stage with one more micro-batch."""
+    layout, survey, trace = part
+    steps = layout.accumulation_steps + 1
+    return dataclasses.replace(layout, accumulation_steps=steps), survey, trace
+
+
+def own_time(part: Part, hardware: Hardware) -> float:
+    """Return the seconds of a stage: computation, collectives not hidden by it, the optimizer."""
+    layout, survey, trace = part
     amounts = amounts_of(layout, survey, trace)
     spent = {name: amount * getattr(hardware.costs, name) for name, amount in amounts.items()}
     communicating = sum(spent.pop(name) for name in COMMUNICATION_COSTS)
@@ -44,19 +73,13 @@ def step_time(
         host = spent.pop("op_s") + spent.pop("repeated_op_s")
         computing = max(sum(spent.values()), host)
         exposed = communicating * _exposed_share(layout, traffic(layout, survey, trace))
-        step_s = max(computing, communicating) + exposed + attention + after
-    else:
-        step_s = sum(spent.values()) + communicating + attention + after
-    tokens_per_s = tokens_per_step / step_s
-    ideal = world_size * hardware.peak_flops
-    mfu = flops_per_token * tokens_per_s / ideal if ideal else 0.0
-    return Prediction(step_s=step_s, tokens_per_s=tokens_per_s, mfu=mfu)
+        return max(computing, communicating) + exposed + attention + after
+    return sum(spent.values()) + communicating + attention + after
 
 
 def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]:
     """Amount of each kind of work in a step, by the names of `Costs`."""
-    sent = traffic(layout, survey, trace)
-    num = layout.accumulation_steps + layout.stages - 1  # a pipeline fills and drains
+    sent, num = traffic(layout, survey, trace), layout.accumulation_steps
     is_cpu = layout.device == "cpu"
     works = [segment.work for segment in trace.segments]
     groups = find(survey, trace, layout).values()
@@ -66,10 +89,11 @@ def amounts_of(layout: Layout, survey: Survey, trace: Trace) -> dict[str, float]
         "byte_s": num * sum(work.moved_bytes for work in works),
         "op_s": num * sum(work.num_ops for work in works),
         "repeated_op_s": num * sum(work.num_repeated for work in works),
-        "gathered_byte_s": sent.gathered_bytes,
+        "gathered_byte_s": sent.gathered_bytes + (0 if is_cpu else sent.passed_bytes),
         "reduced_byte_s": sent.reduced_bytes,
         "replicated_byte_s": sent.replicated_bytes,
-        "gathered_whole_s": sent.gathered_whole + (sent.inner_whole if is_cpu else 0.0),
+        "gathered_whole_s": sent.gathered_whole
+        + (sent.inner_whole + sent.passed_bytes if is_cpu else 0.0),
         "reduced_whole_s": sent.reduced_whole,
         "collective_s": (sent.calls if is_cpu else sent.gathers + sent.reductions)
         + sent.inner_calls,

@@ -30,12 +30,13 @@ _PANES: dict[str, Pane] = {
     "speed": panes.speed,
     "memory": panes.memory,
     "speed per rank": panes.ranks,
+    "pipeline stages": panes.pipeline,
     "gradient norms, layer × time": panes.heat,
     "parameters to look at": panes.worst,
     "health": panes.health,
     "worker output": panes.output,
 }
-_LOSS, _SPEED, _MEMORY, _RANKS, _HEAT, _WORST, _HEALTH, _OUTPUT = _PANES
+_LOSS, _SPEED, _MEMORY, _RANKS, _STAGES, _HEAT, _WORST, _HEALTH, _OUTPUT = _PANES
 
 _LAYOUTS: dict[Focus, dict[str, list[Row]]] = {
     "overview": {
@@ -70,6 +71,8 @@ def render(
     head = [_fitted(line, width) for line in panes.header(frame, width)]
     foot = [_fitted(Text(footer, "dim"), width)] if footer else []
     rows = _layout(focus, width, height)
+    if focus == "ranks" and frame.plan.mesh.pp > 1:
+        rows = [(1, [(1, _STAGES)]), *rows]
     room = max(3 * len(rows), height - len(head) - len(foot))
     heights = _shares(room, [share for share, _ in rows])
     body = [_row(frame, row, width, high) for (_, row), high in zip(rows, heights, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.text import Text
 
 from colotrain.events.slow_ranks import slow_ranks
-from colotrain.events.view import mfu, unit
+from colotrain.events.view import mfu, stages, unit
 from colotrain.records import to_plain
 from colotrain.show.charts import (
     GREEN,
@@ -52,7 +52,8 @@ def header(frame: FrameState, width: int) -> list[Text]:
     """Return two lines: the run's name, setup and state; its progress."""
     view, plan = frame.view, frame.plan
     world = view.world_size or plan.world_size
-    what = f"{clean(plan.name)}  {plan.plugin.name}, {world} ranks on {plan.cluster.device}"
+    where = f"in {plan.mesh.pp} stages on" if plan.mesh.pp > 1 else "on"
+    what = f"{clean(plan.name)}  {plan.plugin.name}, {world} ranks {where} {plan.cluster.device}"
     first = Text.assemble((what, "bold"), "  ", (frame.state, STATE_STYLES.get(frame.state, "")))
     if view.cause and frame.state != "running":
         first.append(f": {clean(view.cause)}")
@@ -239,16 +240,36 @@ def ranks(frame: FrameState, width: int, height: int) -> list[Text]:
     order = [rank for number in slow for rank in known if rank.rank == number]
     order += sorted((r for r in known if r.rank not in slow), key=lambda rank: -rank.busy_s)
     longest = max(rank.busy_s for rank in known)
-    bar_width = max(4, width - (44 if slow else 26))
+    staged = 9 * any(rank.stage is not None for rank in known)
+    bar_width = max(4, width - (44 if slow else 26) - staged)
     for rank in order[: max(0, height - 1)]:
         line = Text(f"{rank.rank:>4} ")
         style = VERMILLION if rank.rank in slow else SKY
         line.append_text(bar(rank.busy_s, of=longest, width=bar_width, style=style))
-        line.append(f" {short_duration_ms(rank.busy_s):>6} step {rank.step} ")
+        at = "" if rank.stage is None else f"stage {rank.stage} "
+        line.append(f" {short_duration_ms(rank.busy_s):>6} step {rank.step} {at}")
         lines.append(line.append(slow.get(rank.rank, ""), VERMILLION))
     if len(known) > height - 1:
         median = statistics.median(rank.busy_s for rank in known)
         lines[0].append(f"  ({len(known)} ranks, median {short_duration_ms(median)})", "dim")
+    return lines
+
+
+def pipeline(frame: FrameState, width: int, height: int) -> list[Text]:
+    """Draw how long each pipeline stage waits for others; say which ranks hold which blocks."""
+    found = stages(frame.view, frame.plan)
+    listed = found if len(found) <= height else found[: max(0, height - 1)]
+    lines, most = [], max((len(stage.place) for stage in listed), default=0)
+    for stage in listed:
+        line = Text(f"{stage.stage:>4} {stage.place:<{most}} ")
+        waits = " wait -" if stage.wait is None else f" wait {stage.wait:>3.0%}"
+        numbers = f"{waits} (planned {stage.planned_wait:>3.0%})" if width > 50 else waits
+        numbers += f" peak {short_size(stage.peak)}" if stage.peak else ""
+        bar_width = max(4, width - len(line) - len(numbers))
+        line.append_text(bar(stage.wait or 0.0, of=1.0, width=bar_width, style=ORANGE))
+        lines.append(line.append(numbers))
+    if len(listed) < len(found):
+        lines.append(Text(f"     {len(found) - len(listed)} more stages", "dim"))
     return lines
 
 

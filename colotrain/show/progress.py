@@ -17,7 +17,7 @@ from rich.text import Text
 from colotrain.events import kinds
 from colotrain.events.event import Event
 from colotrain.events.fold import eta_s, follow
-from colotrain.events.view import ENDED, RunView, unit
+from colotrain.events.view import ENDED, RunView, StageView, stages, unit
 from colotrain.rundir import RunDir
 from colotrain.show.formatting import clean, epoch, quoted, shown
 from colotrain.show.terminal import is_live
@@ -290,10 +290,17 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
         (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"] or None, ",.0f")),
         ("MFU", _mfu(summary["mfu"], view)),
         ("peak memory", _peaks(peaks) + _foreseen(summary["memory"])),
+        *((f"stage {stage.stage}", describe_stage(stage)) for stage in stages(view, plan)),
         ("time to first step", short_duration(summary["time_to_first_step_s"])),
         ("restarts", restarts),
         ("run directory", summary["run_dir"]),
     ]
+
+
+def describe_stage(stage: StageView) -> str:
+    """Return text like `ranks 2-3, blocks 4-7: waited for 12% of a step, predicted 11%`."""
+    waited = "" if stage.wait is None else f"waited for {stage.wait:.0%} of a step, "
+    return f"{stage.place}: {waited}predicted {stage.planned_wait:.0%}"
 
 
 def _steps(steps: int, train: TrainPlan) -> str:

@@ -294,6 +294,8 @@ class Prediction:
     step_s: float = 0.0
     tokens_per_s: float = 0.0
     mfu: float = 0.0
+    waits: tuple[float, ...] = ()
+    """Share of a step for which a rank of each pipeline stage waits for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,10 @@ class BlockSequence:
     """Parameters that are used before the first block."""
     after: tuple[str, ...] = ()
     """Parameters that are used after the last block; a tied one may be in both."""
+    activation_numel: int = 0
+    """Elements of what a block returns, for the micro-batch or sample of the trial."""
+    activation_itemsize: int = 4
+    """Bytes of each, unless a run computes in half precision."""
     against: str = ""
     """Why the model is no such sequence; empty where it is one."""
 
@@ -73,3 +78,45 @@ def bubble(stages: int, micro_batches: int) -> float:
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
     """
     return (stages - 1) / (micro_batches + stages - 1)
+
+
+FORWARD_SHARE = 1 / 3
+"""Part of a micro-batch's time that its forward takes: backward has two products for its one."""
+
+
+def pipeline_time(costs: Sequence[float], micro_batches: int) -> float:
+    """Return the seconds in which stages run a step's micro-batches by 1F1B.
+
+    `costs` are each stage's seconds per micro-batch, forward and backward. The schedule is played.
+    """
+    played = min(micro_batches, 4 * len(costs))  # afterwards each takes as long as the slowest
+    orders = [_order(len(costs) - 1 - stage, played) for stage in range(len(costs))]
+    ended: dict[tuple[bool, int, int], float] = {}
+    """(whether it is a forward, micro-batch, stage) → second at which it ends."""
+    now, left = [0.0] * len(costs), [*range(len(costs))]
+    while left:
+        for stage in [*left]:
+            while orders[stage]:
+                is_forward, index = orders[stage][0]
+                before = stage - 1 if is_forward else stage + 1
+                needs = (is_forward, index, before) if 0 <= before < len(costs) else None
+                if needs is not None and needs not in ended:
+                    break
+                orders[stage].popleft()
+                share = FORWARD_SHARE if is_forward else 1 - FORWARD_SHARE
+                begins = max(now[stage], ended[needs] if needs is not None else 0.0)
+                now[stage] = ended[is_forward, index, stage] = begins + costs[stage] * share
+            if not orders[stage]:
+                left.remove(stage)
+    return max(now) + (micro_batches - played) * max(costs)
+
+
+def _order(ahead: int, micro_batches: int) -> deque[tuple[bool, int]]:
+    """Return what a stage runs, with `ahead` forwards more than each stage behind it."""
+    order: deque[tuple[bool, int]] = deque()
+    for index in range(micro_batches + ahead):
+        if index < micro_batches:
+            order.append((True, index))
+        if index >= ahead:
+            order.append((False, index - ahead))
+    return order

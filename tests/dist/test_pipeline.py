@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from colotrain.cli.main import guarded
 from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import Passed, keep_stage_
+from colotrain.events.fold import follow
 from colotrain.models.llm import LLM
 from colotrain.rundir import RunDir
 from colotrain.spec.plugins import ROWS
@@ -113,6 +114,13 @@ def test_a_run_goes_on_without_stages_and_with_other_ones(colotrain: Colotrain) 
     assert losses(staged) == pytest.approx(losses(whole)[:2], abs=1e-6)
     assert losses(plain) == pytest.approx(losses(whole)[2:], abs=1e-6)
     assert losses(other) == pytest.approx(losses(whole)[2:], abs=1e-6)
+    held = follow(colotrain.rundir("staged")).gradients.parameters
+    of_names = {row.name: row.stages for row in held}
+    assert of_names["embed.weight"] == (0, 1)
+    assert of_names["blocks.2.mlp.up.weight"] == (1,)
+    of_stages = staged["stages"]
+    assert [stage["first_rank"] for stage in of_stages] == [0, 1]
+    assert all(0 < stage["wait"] < 1 for stage in of_stages)
     assert_equal_states(*saved)
     assert_equal_states(saved[1], RunDir(colotrain.cwd / "runs" / "other").checkpoint(2))
     seen = [
@@ -159,6 +167,12 @@ def compare_stages_with_whole(rank: int, tied: bool) -> None:
         while len(begun) > (stage.ahead if index < 3 else 0):
             stage.backward(begun.pop(0))
     stage.end_step()
+    if not stage.is_last:
+        assert begun == []
+        assert output.nbytes == stage.activation_bytes  # as planned: shared memory holds it
+    assert stage.exchange is not None
+    passed = [(link.num_sent, link.num_received) for link in stage.exchange.links.values()]
+    assert passed == [(4, 4)] * (1 if rank in (0, 2) else 2)
     own = {n: p for n, p in model.named_parameters() if stage.holds(n)}
     assert own.keys() == {n for n, p in model.named_parameters() if not p.is_meta}
     for name in stage.shared:

@@ -27,7 +27,14 @@ REASONS = {
 NAMES = list(STATUSES)
 
 
-def parameters(t: float = 100.7, *, attempt: int = 0, names: list[str] = NAMES) -> Event:
+STAGES = {"embed.weight": [0, 1], "blocks.0.attention.weight": [0], "blocks.0.mlp.weight": [0]}
+"""Stages of parameters in a pipeline of two; all others are on the last."""
+
+
+def parameters(
+    t: float = 100.7, *, attempt: int = 0, names: list[str] = NAMES, staged: bool = False
+) -> Event:
+    more = {"stages": {name: STAGES.get(name, [1]) for name in names}} if staged else {}
     return worker(
         "parameters",
         t,
@@ -36,6 +43,7 @@ def parameters(t: float = 100.7, *, attempt: int = 0, names: list[str] = NAMES) 
         shapes=[[4, 8]] * len(names),
         dtypes=["float32"] * len(names),
         aliases={"embed.weight": ["tied.weight"]},
+        **more,
     )
 
 
@@ -62,6 +70,18 @@ def gradients(
     }
     at = 100.1 + number if t is None else t
     return worker("gradients", at, attempt=attempt, step=number, **columns | changes)
+
+
+def staged_run(*, num_steps: int = 30) -> list[Event]:
+    """Four ranks in two pipeline stages, of which the first waits longer; rank 3 is slow."""
+    events = [launcher("launch", 99.0, world_size=4, pid=1, host="h"), parameters(staged=True)]
+    for rank in range(4):
+        own, wait_s = rank // 2, 0.1 if rank == 3 else (0.4, 0.2)[rank // 2]
+        events.append(worker("started", 100.5, rank=rank, world_size=4, step=0, stage=own))
+        for n in range(1, num_steps + 1):
+            first = {"step_s": 8.0, "wait_s": 7.0} if n == 1 else {"step_s": 1.0, "wait_s": wait_s}
+            events.append(step(n, rank=rank, peak=(300 - 10 * rank) * MIB, compute_s=0.9, **first))
+    return sorted(events, key=lambda event: event.t)
 
 
 def rich_run(*, num_steps: int = 40, num_ranks: int = 4) -> list[Event]:

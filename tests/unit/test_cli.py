@@ -291,7 +291,7 @@ def test_plan_prints_one_document(colotrain: Run, arguments: list[str]) -> None:
     assert document["parameters"] == {"total": 8192, "trainable": 4096, "frozen": 4096}
     assert document["freeze"] == [{"pattern": "embed*", "matched": 1}]
     assert document["communication"]["bytes_per_step"] > 0
-    assert set(document["time"]) == {"step_s", "tokens_per_s", "mfu"}
+    assert set(document["time"]) == {"step_s", "tokens_per_s", "mfu", "waits"}
     assert [line for line in document["warnings"] if "are not estimated" in line]
 
 

@@ -62,11 +62,12 @@ def picture(
     height: int,
     focus: Focus = "overview",
     footer: str = "",
+    plan: RunPlan = PLAN,
     **changes: Any,
 ) -> str:
     """The frame as text."""
     console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
-    frame = replace(at_last_event(view, PLAN), **changes)
+    frame = replace(at_last_event(view, plan), **changes)
     rendered = render(frame, width=width, height=height, focus=focus, footer=footer)
     console.print(rendered)
     assert isinstance(console.file, io.StringIO)

@@ -11,13 +11,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from generated import rich_run
+from generated import gradients, parameters, rich_run, staged_run
 from rich.console import Console
 from test_dashboard import PLAN, _outside_of_ci, picture, rundir
 
+from colotrain.cli.inspect_grads import print_table
 from colotrain.cli.main import guarded
 from colotrain.events.fold import fold, follow
 from colotrain.events.log import EventReader
@@ -28,6 +30,8 @@ from colotrain.show.console import stdout_console
 from colotrain.show.dashboard import KEYS
 from colotrain.show.live import LASTING
 from colotrain.show.progress import message_of, print_summary
+from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.plan import Prediction
 from tests.running import SMALL, Colotrain
 
 __all__ = ["PLAN", "_outside_of_ci", "rundir"]
@@ -136,6 +140,25 @@ def test_a_run_that_is_followed(columns: int) -> None:
     """The live view of `run`, and what stays on the terminal when it is closed."""
     view, footer = fold(rich_run(), max_steps=80), f"{KEYS}  Ctrl-C save and stop"
     compare(f"run-{columns}", picture(view, width=columns, height=24, footer=footer))
+
+
+STAGED = replace(
+    PLAN, mesh=MeshPlan(pp=2, pp_split=(3, 1)), time=Prediction(step_s=1.0, waits=(0.35, 0.18))
+)
+
+
+def test_the_stages_of_a_run(columns: int) -> None:
+    frame = picture(fold(staged_run()), width=columns, height=24, focus="ranks", plan=STAGED)
+    assert "wait 40% (planned 35%)" in frame
+    compare(f"stages-{columns}", frame)
+
+
+def test_gradients_say_their_stage(columns: int, capsys: pytest.CaptureFixture[str]) -> None:
+    record = fold([parameters(staged=True), gradients(3)]).gradients
+    assert record is not None
+    assert [row.stages for row in record.parameters[:3]] == [(0, 1), (0,), (0,)]
+    print_table(record, record.parameters, None)
+    compare(f"inspect-grads-stages-{columns}", capsys.readouterr().out)
 
 
 def test_the_end_of_a_run(columns: int, rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from colotrain.cli.plan import describe
 from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import keep_stage_
+from colotrain.events.view import RankView, RunView, stages
 from colotrain.models.llm import LLM
+from colotrain.runs.resolving import resolve_config
 from colotrain.spec.mesh import MeshPlan
-from colotrain.spec.sequence import BlockSequence, Costs, balance, bubble
+from colotrain.spec.sequence import BlockSequence, Costs, balance, bubble, pipeline_time
 
 IDS = torch.zeros(2, 6, dtype=torch.int64)
 
@@ -165,3 +169,88 @@ def test_ranks_of_a_stage_follow_one_another_and_stages_read_the_same_samples() 
     assert firsts == [0, 2]
     assert mesh.together == 4
     assert BlockSequence().stages_of("unused", (1, 1)) == (0,)
+
+
+def played(costs: list[float], num: int) -> float:
+    """Each stage works on the oldest backward it may, or else on a forward, as messages arrive."""
+    count = len(costs)
+    arrived = [[set(range(num)) if stage == 0 else set(), set()] for stage in range(count)]
+    done, idle, ended = [[0, 0] for _ in costs], set(range(count)), 0.0
+    events: list[tuple[float, int, int, int]] = []
+    now = 0.0
+    while True:
+        for stage in [*idle]:
+            forwards, backwards = done[stage]
+            is_full = forwards - backwards > count - 1 - stage
+            turn = 1 if is_full or forwards == num else 0
+            if done[stage][turn] < num and done[stage][turn] in arrived[stage][turn]:
+                idle.remove(stage)
+                seconds = costs[stage] * (2 / 3 if turn else 1 / 3)
+                heapq.heappush(events, (now + seconds, stage, turn, done[stage][turn]))
+        if not events:
+            return ended
+        now, stage, turn, index = heapq.heappop(events)
+        ended, done[stage][turn] = now, index + 1
+        idle.add(stage)
+        if turn == 0 and stage < count - 1:
+            arrived[stage + 1][0].add(index)
+        if turn == 0 and stage == count - 1:
+            arrived[stage][1].add(index)
+        if turn == 1 and stage:
+            arrived[stage - 1][1].add(index)
+
+
+def test_the_time_of_a_step_is_that_of_its_schedule() -> None:
+    rng = random.Random(5)
+    for _ in range(100):
+        costs = [rng.uniform(0.2, 1.0) for _ in range(rng.randrange(1, 6))]
+        num = rng.randrange(1, 30)
+        assert pipeline_time(costs, num) == pytest.approx(played(costs, num), rel=0.02)
+    assert pipeline_time([0.3] * 4, 12) == pytest.approx(15 * 0.3)
+    assert 1 - 12 * 0.3 / pipeline_time([0.3] * 4, 12) == pytest.approx(bubble(4, 12))
+
+
+STAGED = ["recipe=llm-tiny", "plugin=zero1", "cluster.procs_per_node=2", "mesh.pp=2"]
+
+
+def planned(*words: str) -> dict[str, Any]:
+    sizes = ["train.global_batch=8", "train.micro_batch=2", "data.seq_len=64", "freeze.patterns=[]"]
+    return describe(resolve_config([*STAGED, *sizes, *words], here=True, job=None))
+
+
+def test_a_plan_counts_what_stages_send_and_how_long_they_wait() -> None:
+    document = planned("model.args.d_model=64", "mesh.pp_split=[3,1]")
+    micro_batch = 2 * 64 * 64 * 4
+    assert document["pipeline"]["sent_bytes"] == [4 * micro_batch] * 2
+    assert document["communication"]["bytes_per_step"] == 4 * micro_batch
+    first, last = document["pipeline"]["waits"]
+    assert 0 < first < last < 1
+    assert document["alternatives"]
+    for option in document["alternatives"]:
+        assert option["time"]["waits"][0] < option["time"]["waits"][1]
+    half = planned("train.precision=bf16", "model.args.d_model=64", "mesh.pp_split=[3,1]")
+    assert half["pipeline"]["sent_bytes"] == [4 * micro_batch // 2] * 2
+
+
+def test_stages_whose_parameters_are_frozen_get_no_gradients() -> None:
+    document = planned("freeze.patterns=[embed*,blocks.0.*,blocks.1.*]", "mesh.pp_split=[2,2]")
+    first, last = document["pipeline"]["sent_bytes"]
+    assert first > 0
+    assert last == 0
+
+
+def test_measured_waits_of_stages_are_beside_planned_ones() -> None:
+    plan = resolve_config([*STAGED, "mesh.pp_split=[3,1]"], here=True, job=None).plan
+    about = {"step": 2, "t": 0.0, "rss": 1, "busy_s": 1.0, "data_s": 0.0, "wait_s": 0.5}
+    ranks = [
+        RankView(rank=rank, peak=rank, wait_share=share, **about)  # type: ignore[arg-type]
+        for rank, share in enumerate((0.1, 0.2, 0.5, None))
+    ]
+    view = RunView(world_size=4, ranks=tuple(ranks), peak_by_rank=(7, 9, 5, 4))
+    first, last = stages(view, plan)
+    assert (first.place, first.peak) == ("ranks 0-1, blocks 0-2", 9)
+    assert (last.place, last.peak) == ("ranks 2-3, block 3", 5)
+    assert first.wait == pytest.approx(0.15)
+    assert last.wait == 0.5
+    assert (first.planned_wait, last.planned_wait) == plan.time.waits
+    assert stages(view, resolve_config(STAGED[:3], here=True, job=None).plan) == ()

@@ -520,9 +520,7 @@ SHEET = Sheet(
 def seconds(made: Layout, procs_per_node: int) -> float:
     hardware = from_sheet(SHEET, made, procs_per_node=procs_per_node)
     found = step_time(
-        made,
-        looked_at(),
-        traced(),
+        [(made, looked_at(), traced())],
         hardware,
         tokens_per_step=1024,
         flops_per_token=1.0,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
+from generated import staged_run
 
 from colotrain.engine import pressure
 from colotrain.engine.pressure import PressureMeter
@@ -38,6 +40,16 @@ def steps(rank: int, numbers: range, *, own_s: float, data_s: float = 0.0) -> li
         )
         for n in numbers
     ]
+
+
+def test_a_rank_is_compared_with_those_of_its_own_stage() -> None:
+    """The stage with the head takes longer than the others without holding them up."""
+    view = Fold().add(staged_run()).view()
+    assert [rank.stage for rank in view.ranks] == [0, 0, 1, 1]
+    assert [rank.wait_share for rank in view.ranks] == [0.4, 0.4, 0.2, 0.1]  # not of the first step
+    assert not slow_ranks(view.ranks)
+    longer = [replace(rank, busy_s=rank.busy_s + (rank.rank == 0)) for rank in view.ranks]
+    assert [*slow_ranks(longer)] == [0]
 
 
 def pressed(rank: int, **fields: float) -> Event:

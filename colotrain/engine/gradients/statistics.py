@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -122,12 +123,16 @@ def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def describe_parameters(model: nn.Module) -> Parameters:
-    """Return the parameters in the order of the columns of `Gradients`."""
+def describe_parameters(model: nn.Module, stages_of: Mapping[str, Sequence[int]]) -> Parameters:
+    """Return the parameters in the order of the columns of `Gradients`.
+
+    `stages_of` names the pipeline stages that hold each; it is empty where there are none.
+    """
     views = list(read(model))
     return Parameters(
         names=[view.name for view in views],
         shapes=[list(view.shape) for view in views],
         dtypes=[str(view.dtype).removeprefix("torch.") for view in views],
         aliases={view.name: list(view.aliases) for view in views if view.aliases},
+        stages={name: list(stages) for name, stages in stages_of.items()} or None,
     )

@@ -176,6 +176,8 @@ class _Trial(TorchFunctionMode):
             num_returned=tuple(self.returned),
             before=tuple(self.before),
             after=tuple(self.after),
+            activation_numel=self.last.numel() if self.last is not None else 0,
+            activation_itemsize=self.last.itemsize if self.last is not None else 4,
         )
 
     def _refuse_divided_modules(self) -> None:

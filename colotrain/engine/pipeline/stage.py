@@ -9,6 +9,7 @@ sent. Forward ends with the stage's last block, unless that is the model's last.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from colotrain.engine.model_blocks import Group
-from colotrain.engine.pipeline.exchange import Exchange
+from colotrain.engine.pipeline.exchange import Exchange, make_links
+from colotrain.engine.waiting import waiting
 from colotrain.spec.mesh import PP
 from colotrain.spec.sequence import BlockSequence
 from colotrain.torch_internals import pytree, wait_as_long_as_all_
@@ -107,6 +109,13 @@ class Stage:
         return self.sequence.blocks[begin : begin + self.split[self.index]]
 
     @property
+    def activation_bytes(self) -> int:
+        """Bytes that a micro-batch, such as that of the trial, sends on to the next stage."""
+        own = self.sequence.activation_itemsize
+        itemsize = self.compute_dtype.itemsize if self.compute_dtype is not None else own
+        return self.sequence.activation_numel * itemsize
+
+    @property
     def earlier_blocks(self) -> tuple[str, ...]:
         return self.sequence.blocks[: sum(self.split[: self.index])]
 
@@ -175,8 +184,9 @@ class Stage:
         other = torch.empty_like(gradient)
         both = (dist.isend, gradient.contiguous()), (dist.irecv, other)
         ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, tensor in both]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        with waiting():
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
         gradient.add_(other)
 
     def connect_(self, mesh: DeviceMesh) -> None:
@@ -186,11 +196,15 @@ class Stage:
             group = dist.new_group(stage)
             if dist.get_rank() in stage:
                 self.group = group
-        forward = mesh.get_group(PP)
-        for line in ranks.T.tolist():
+        lines, forward, links = ranks.T.tolist(), mesh.get_group(PP), {}
+        if mesh.device_type == "cpu":
+            pairs = [pair for line in lines for pair in itertools.pairwise(line)]
+            links = make_links(pairs, self.activation_bytes)
+        for line in lines:
             group = dist.new_group(line)
             if dist.get_rank() in line:
-                self.line, self.exchange = forward, Exchange(forward, group)
+                of_stage = {line.index(rank): link for rank, link in links.items()}
+                self.line, self.exchange = forward, Exchange(forward, group, of_stage)
         for group in (self.group, forward, self.exchange.backward if self.exchange else forward):
             assert group is not None
             wait_as_long_as_all_(group)
