@@ -45,9 +45,9 @@ class RankView:
     wait_share: float | None = None
     """Median share of the last steps spent waiting for other ranks; None where it is not known."""
     pressure: Pressure | None = None
+    """What the rank lacked lately."""
     stage: int | None = None
     """Pipeline stage of the rank; None where each rank has all blocks."""
-    """What the rank lacked lately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
