@@ -101,6 +101,9 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield split, _counts(part, split)
     share = part["in_loss"] / max(part["tokens"]["train"], 1)
     yield "trained on", f"{part['in_loss']:,} tokens of train ({share:.1%})"
+    if part["without_targets"]:
+        cut = f"{part['without_targets']:,} documents are cut before their first token that is"
+        yield "of no use", f"{cut} trained on: raise data.seq_len"
     if part["bad"]["count"]:
         yield (
             "bad records",

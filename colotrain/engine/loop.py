@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colotrain.engine import generators, guard, label_shift, monitor
+from colotrain.engine import batch_dependence, generators, guard, label_shift, monitor
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.memory_state import copy_to_memory
@@ -47,6 +47,7 @@ def train(run: Run) -> str:
         _save_and_stop(run)
         return "stopped"
     label_shift.find(run)
+    batch_dependence.tell(run)
     leaves_early = plan.smoke and run.step == 0
     if (run.step == 0 and plan.train.eval_first) or was_left_before_evaluation(run):
         evaluate(run)
@@ -121,8 +122,11 @@ def train(run: Run) -> str:
 
 
 def tell_of_count(run: Run, result: StepResult) -> None:
-    """Say in the first step what a second value of forward is taken for, if it may be none."""
-    if run.rank == 0 and result.odd:
+    """Say in the first step that it has no targets, or what may be taken for their number."""
+    if run.rank == 0 and run.step == 0 and not result.tokens:
+        text = "step 1 has no target (every label is -100): nothing is learned from its samples"
+        run.events.write(Note(step=1, text=f"warning: {text}"))
+    elif run.rank == 0 and result.odd:
         text = (
             f"step 1 has {result.tokens:.4g} targets: of two values of a forward "
             "or loss the second is their number or summed weight; a metric belongs in a dict, "

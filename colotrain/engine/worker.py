@@ -144,7 +144,7 @@ def prepare(
     begin_training_(model)
     parts = divide_parameters_among_ranks_(model, plan)
     trial = first_micro_batch(train_data) if rank == 0 else None
-    nominal, sample = agree_on_targets(plan, trial, events)
+    nominal, sample, two_samples = agree_on_targets(plan, trial, events)
     groups = agree_on_groups(model, plan, trial, events)
     stage = agree_on_stage_(model, plan, trial)
     divide_among_ranks_(model, plan)
@@ -165,6 +165,7 @@ def prepare(
         gradients=gradients.watch(sharded, frozen=frozen.reasons),
         nominal_targets=nominal,
         sample=sample,
+        two_samples=two_samples,
         train_data=train_data,
         validation_data=validation_data,
         events=events,
@@ -327,11 +328,12 @@ def agree_on_stage_(model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | 
 
 def agree_on_targets(
     plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
-) -> tuple[float, dict[str, Tensor] | None]:
-    """Return a step's targets when none is masked, and a sample if a trial forward needs one.
+) -> tuple[float, dict[str, Tensor] | None, dict[str, Tensor] | None]:
+    """Return a step's targets when none is masked, and samples that trial forwards need.
 
-    Both come from rank 0's micro-batch `trial`. Raises `ColotrainError` on every rank where the
-    compute precision cannot hold its values.
+    These are one for `engine.label_shift`, and two for `engine.batch_dependence`. All come from
+    rank 0's micro-batch `trial`. Raises `ColotrainError` on every rank where the compute precision
+    cannot hold its values.
     """
     told: list[Any] = [None]
     if trial is not None:
@@ -341,12 +343,20 @@ def agree_on_targets(
         cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
         if cast:
             events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
-        told = [(nominal, None if own or not is_in_question(one) else one, problem)]
+        two = {name: tensor[:2] for name, tensor in trial.items()}
+        asked = None if own or not is_in_question(one) else one
+        told = [(nominal, asked, two if _is_loss_of_the_user(plan, own) else None, problem)]
     dist.broadcast_object_list(told)
-    nominal, sample, problem = told[0]
+    nominal, sample, two_samples, problem = told[0]
     if problem:
         raise ColotrainError(*problem)
-    return nominal, sample
+    return nominal, sample, two_samples
+
+
+def _is_loss_of_the_user(plan: RunPlan, own: bool) -> bool:
+    """Whether the user's code computes the loss, of micro-batches of several whole samples."""
+    whole = plan.mesh.cp == 1 and plan.mesh.pp == 1 and plan.batch.micro_batch > 1
+    return whole and (not own or plan.model.loss is not None)
 
 
 def announce(run: Run, attempt: int) -> None:

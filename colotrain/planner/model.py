@@ -75,7 +75,7 @@ def _wrong_model(model: ModelPlan, which: str, fix: str) -> Problem:
 
 
 def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
-    """Problems of patterns that match nothing, and of freezing everything."""
+    """Problems of patterns that match nothing, unfreeze nothing, or freeze everything."""
     written = {"freeze.patterns": freeze.patterns, "freeze.except": freeze.except_}
     written |= {f"freeze.unfreeze.{step}": globs for step, globs in freeze.unfreeze.items()}
     names = [name for p in survey.parameters for name in (p.name, *p.aliases)]
@@ -83,6 +83,13 @@ def _check_freeze(freeze: Freeze, survey: Survey) -> Iterator[Problem]:
         if not survey.matched.get(glob):
             expected, fix = "a glob that matches a parameter's name", _nearest(glob, names)
             yield Problem(key=key, value=glob, expected=expected, fix=fix)
+    frozen = [n for p in survey.parameters if p.frozen_by is not None for n in (p.name, *p.aliases)]
+    for step, globs in freeze.unfreeze.items():
+        for glob in globs:
+            if survey.matched.get(glob) and not any(fnmatchcase(name, glob) for name in frozen):
+                expected = "a glob that matches a parameter which is frozen before"
+                fix = _nearest("", frozen) if frozen else "remove it"
+                yield Problem(key=f"freeze.unfreeze.{step}", value=glob, expected=expected, fix=fix)
     if names and all(p.frozen_by is not None for p in survey.parameters):
         expected = "at least one parameter that trains from the first step (all are frozen)"
         value, fix = ", ".join(freeze.patterns) or None, "name some in freeze.except"

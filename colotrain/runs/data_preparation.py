@@ -44,7 +44,21 @@ def report_unused_data(plan: RunPlan, shards: Sequence[Prepared], console: Conso
         num_cut = sum(shard.count_longer("train", seq_len) for shard in shards)
         if num_cut:
             line = f"warning: {num_cut} documents are cut at data.seq_len={seq_len}"
+            if num_empty := _count_empty(plan, shards):
+                line += f"; {num_empty} of them end before their first token that is trained on"
             console.print(line, style="yellow", soft_wrap=True)
+
+
+def _count_empty(plan: RunPlan, shards: Sequence[Prepared]) -> int:
+    """Number of training documents without a target; raises `ConfigError` where none has one."""
+    seq_len = plan.data.seq_len
+    empty = [shard.count_cut_off("train", seq_len)[0] for shard in shards]
+    ends = [shard.document_ends("train") for shard in shards]
+    if all(found is not None and len(found) == n for found, n in zip(ends, empty, strict=True)):
+        expected = "samples with a token to train on (every answer begins behind their end)"
+        problem = Problem(key="data.seq_len", value=seq_len, expected=expected, fix="raise it")
+        raise ConfigError([problem])
+    return sum(empty)
 
 
 def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:

@@ -132,6 +132,7 @@ def test_in_the_middle_of_any_format_a_run_goes_on_bit_for_bit(
     setting = FORMATS[kind](colotrain.cwd)
     options = (*SMALL, "plugin=zero2", "data.corpus=null", setting)
     options += ("data.chat_template=chatml",) if kind in ("chat", "mixture") else ()
+    options += ("data.seq_len=96",) if kind == "chat" else ()  # the answers begin behind 32 tokens
     straight = colotrain.run(*options, "train.max_steps=8", "checkpoint.every=3", "name=straight")
     half = colotrain.rundir("straight").checkpoint(6)
     rest = colotrain.run(*options, "train.max_steps=8", f"checkpoint.resume={half}", "name=rest")
@@ -173,13 +174,31 @@ def test_bad_records_and_cut_documents_are_told_at_the_start(colotrain: Colotrai
     with (colotrain.cwd / "chat.jsonl").open("a") as file:
         file.write("nothing\n")
     settings = (*SMALL, "data.corpus=null", "data.path=chat.jsonl", "data.chat_template=chatml")
+    settings = (*settings, "data.seq_len=96")
     stopped = colotrain("run", *settings, "train.max_steps=1")
     assert stopped.code == 2
     assert "chat.jsonl:31: expected a record that can be used (not JSON" in stopped.err
     result = colotrain("run", *settings, "train.max_steps=1", "data.on_bad=skip")
     assert result.code == 0, result.err
     assert "warning: 1 bad records are left out" in result.err
-    assert "documents are cut at data.seq_len=32" in result.err
+    assert "documents are cut at data.seq_len=96" in result.err
+
+
+def test_samples_without_a_token_to_train_on_are_told_and_never_all_there_is(
+    colotrain: Colotrain,
+) -> None:
+    long, short = ({"prompt": "p" * n, "completion": "c"} for n in (90, 9))
+    path = colotrain.cwd / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [long] * 40))
+    settings = (*SMALL, "data.corpus=null", "data.path=answers.jsonl", "train.max_steps=1")
+    settings = (*settings, "data.validation_fraction=0", "train.eval_steps=0")
+    refused = colotrain("run", *settings)
+    assert refused.code == 2
+    assert "data.seq_len=32: expected samples with a token to train on" in refused.err
+    path.write_text("".join(json.dumps(row) + "\n" for row in [long, short, short] * 10))
+    result = colotrain("run", *settings)
+    assert result.code == 0, result.err
+    assert "10 of them end before their first token that is trained on" in result.err
 
 
 def test_the_python_api_trains_looks_and_draws(tmp_path: Path) -> None:

@@ -279,3 +279,41 @@ def test_what_is_kept_for_validation_is_said(colotrain: Colotrain, tmp_path: Pat
     notes = [e.fields["text"] for e in colotrain.events("kept") if e.kind == "note"]
     assert any("the last 2 of the 42 samples of data.target are for validation" in n for n in notes)
     assert json.loads(colotrain.rundir("kept").plan_file.read_text())["data"]["collate"]
+
+
+SUMMED = """
+import torch
+from torch import nn
+
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Dropout(0.5)
+
+    def forward(self, x, labels):
+        rows = self.drop(self.norm(self.layer(x)))
+        return nn.functional.cross_entropy(rows, labels, reduction="sum")
+
+def samples(target):
+    rows = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    return [{"x": row, "labels": torch.tensor(target)} for row in rows]
+"""
+
+
+def test_a_sum_for_a_loss_and_steps_without_targets_are_told(colotrain: Colotrain) -> None:
+    """The forwards that find it out leave buffers and random numbers as they were."""
+    (colotrain.cwd / "summed.py").write_text(SUMMED)
+    options = ("model.target=summed:Summed", "data.target=summed:samples", "train.max_steps=3")
+    options += ("train.global_batch=8", "train.micro_batch=2", "cluster.procs_per_node=2")
+    options += ("plugin=zero3", "data.validation_fraction=0.2", "optim.name=sgd")
+    quiet = ("train.eval_steps=0", "+data.args.target=1")
+    told = colotrain.run(*options, "+data.args.target=1", "train.eval_every=10", "name=told")
+    assert losses(told) == losses(colotrain.run(*options, *quiet, "name=quiet"))
+    colotrain.run(*options, "+data.args.target=-100", "name=none")
+    notes = {
+        name: [e.fields["text"] for e in colotrain.events(name) if e.kind == "note"]
+        for name in ("told", "quiet", "none")
+    }
+    assert [text for text in notes["told"] if "twice the mean" in text]
+    assert not [text for text in notes["quiet"] if "warning" in text]
+    assert [text for text in notes["none"] if "step 1 has no target" in text]

@@ -183,11 +183,20 @@ def test_only_a_folder_of_records_alone_is_one(tmp_path: Path) -> None:
         formats.recognise(plan_of(tmp_path))
 
 
-def test_json_files_of_lines_are_records_and_others_text(tmp_path: Path) -> None:
+def test_json_files_of_lines_are_records(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "lines.json", [{"text": "a"}, {"text": "b"}])
-    (tmp_path / "whole.json").write_text(json.dumps([{"text": "a"}], indent=1))
     assert formats.recognise(plan_of(tmp_path / "lines.json")) == "jsonl"
-    assert formats.recognise(plan_of(tmp_path / "whole.json")) == "text"
+
+
+@pytest.mark.parametrize("name", ["whole.json", "rows.csv", "rows.tsv"])
+def test_records_in_other_formats_are_no_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=1))
+    for path in (tmp_path / name, tmp_path, tmp_path / "*"):
+        with pytest.raises(ConfigError, match="convert it to JSONL or Parquet"):
+            formats.recognise(plan_of(path))
+    assert formats.recognise(plan_of(tmp_path, format="text")) == "text"
+    (tmp_path / "program.py").write_text("1")
+    assert formats.recognise(plan_of(tmp_path)) == "text"
 
 
 BAD = [

@@ -85,6 +85,21 @@ def test_both_answers_of_a_pair_are_shown(folder: Path, capsys: pytest.CaptureFi
     assert f"── rejected answer ──\n{number}+1=[[many" in printed
 
 
+def test_answers_that_a_sample_has_no_room_for_are_not_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "p" * random.randint(5, 90), "completion": "c" * 20} for _ in range(60)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("data.path=rows.jsonl", "data.seq_len=64", "data.validation_fraction=0")
+    (part,) = inspect(capsys, *settings)["parts"]
+
+    kept = [max(0, min(64 - len(row["prompt"]), 21)) for row in rows]  # 20, and the separator
+    assert part["in_loss"] == sum(kept)
+    assert part["without_targets"] == kept.count(0) > 0
+    assert guarded(["data", "inspect", *RECIPE, *settings]) == 0
+    assert f"{kept.count(0)} documents are cut before their first" in capsys.readouterr().out
+
+
 def test_documents_of_a_sample_are_shown_apart(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -283,6 +283,9 @@ class HalfLong(list):
     def __len__(self):
         return 2.5
 
+def missing():
+    raise FileNotFoundError("rows.csv")
+
 def number():
     return 3
 
@@ -379,6 +382,7 @@ def test_an_empty_stream_is_an_error(own: str) -> None:
             "data.target",
             r"a dataset that has a length \(TypeError.*of samples from its `__len__`",
         ),
+        ("missing", {}, "data.target", r"can be made \(FileNotFoundError: rows.csv \("),
         ("rows", {}, "data.args", "count"),
         ("rows", {"count": 3, "stop": 4}, "data.args", "stop"),
         ("row", {}, "data.target", "did you mean rows"),

@@ -504,6 +504,11 @@ def test_freezing_is_counted() -> None:
             {"freeze.unfreeze": {5: ["nope"]}},
             "freeze.unfreeze.5=nope: expected a glob that matches",
         ),
+        (
+            {"freeze.patterns": ["embed*"], "freeze.unfreeze": {5: ["head*"]}},
+            "freeze.unfreeze.5=head*: expected a glob that matches a parameter which is frozen "
+            "before; known: embed.*",
+        ),
         ({"freeze.unfreeze": {0: ["embed*"]}}, "freeze.unfreeze=0: expected steps from 1 on"),
         ({"freeze.patterns": ["*"]}, "freeze.patterns=*: expected at least one parameter that"),
     ],
@@ -513,7 +518,8 @@ def test_wrong_freezing_is_one_line(pairs: dict[str, Any], line: str) -> None:
 
 
 def test_a_step_of_the_schedule_after_the_run_is_announced() -> None:
-    assert "never happens" in plan(("freeze.unfreeze", {500: ["embed*"]})).warnings[0]
+    frozen = {"patterns": ["embed*"], "unfreeze": {500: ["embed*"]}}
+    assert "never happens" in plan(*((f"freeze.{k}", v) for k, v in frozen.items())).warnings[0]
 
 
 # Model and data

@@ -32,6 +32,12 @@ ENDINGS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+OTHER_RECORDS = {
+    ".json": "one JSON document",
+    ".csv": "a table of text",
+    ".tsv": "a table of text",
+}
+"""Endings of files of records that are not read, and what such a file is."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 SPLIT_WORDS = {
     "train": "train",
@@ -61,7 +67,8 @@ def recognise(plan: DataPlan) -> str:
     """One of `FORMATS`: `data.format` if set, otherwise the format that the files look like.
 
     A folder has a record format if all of its data files have it; a single `.txt` makes it text.
-    Raises `ConfigError` for a folder with files of two record formats.
+    Raises `ConfigError` for a folder with files of two record formats, and where all files are
+    records in a format that is not read, such as one JSON array.
     """
     if plan.source == "corpus":
         return "text"
@@ -84,6 +91,8 @@ def _kind_of(path: str) -> str:
     if len(found) == 1 and found[0].is_dir():
         return _kind_of_folder(found[0])
     kinds = {_kind_of_file(file) for file in found if file.is_file()} or {"text"}
+    if kinds == {"text"}:
+        _refuse_other_records(path, found)
     records = kinds & set(RECORD_FORMATS)
     if len(kinds) > 1 and records:
         raise corpora.wrong_path(path, f"one format, not {_list(kinds)}", "set data.format")
@@ -104,6 +113,8 @@ def _kind_of_folder(folder: Path) -> str:
     if records == kinds and len(kinds) > 1:
         fix = "set data.format, or name the files with a glob"
         raise corpora.wrong_path(str(folder), f"one format, not {_list(kinds)}", fix)
+    if kinds == {"text"}:
+        _refuse_other_records(str(folder), names)
     return kinds.pop() if records == kinds else "text"
 
 
@@ -120,6 +131,16 @@ def _kind_of_file(path: Path) -> str:
     if path.suffix == ".json" and not about and _holds_records(path):
         return "jsonl"
     return "text"
+
+
+def _refuse_other_records(path: str, files: Sequence[Path]) -> None:
+    """Raise `ConfigError` where every file is a JSON document or a table, not text to train on."""
+    endings = {file.suffix for file in files}
+    for ending, what in OTHER_RECORDS.items():
+        if endings == {ending}:
+            fix = "convert it to JSONL or Parquet, or set data.format=text to train on it as it is"
+            expected = f"one JSON object per line, Parquet, Arrow or text ({ending}: {what})"
+            raise corpora.wrong_path(path, expected, fix)
 
 
 def _is_aside(path: Path) -> bool:

@@ -77,6 +77,21 @@ class Prepared:
         ends = self.document_ends(split)
         return 0 if ends is None else int((np.diff(ends, prepend=0) > seq_len).sum())
 
+    def count_cut_off(self, split: Split, seq_len: int) -> tuple[int, int]:
+        """Count documents that keep no target when they are cut at `seq_len`, and lost targets."""
+        ends, targets = self.document_ends(split), self.targets(split)
+        if ends is None:
+            return 0, 0
+        lengths = np.diff(ends, prepend=0)
+        if targets is None:
+            return 0, int(np.maximum(lengths - seq_len, 0).sum())
+        empty = lost = 0
+        for end, length in zip(ends[lengths > seq_len], lengths[lengths > seq_len], strict=True):
+            start, cut = end - length, end - length + seq_len
+            empty += not targets[start + 1 : cut].any()  # the first token is no label
+            lost += int(np.count_nonzero(targets[cut:end]))
+        return empty, lost
+
     def targets(self, split: Split) -> np.ndarray[Any, Any] | None:
         """1 for every token that counts in the loss as a label, else 0; None: all count."""
         if not self.has_targets:

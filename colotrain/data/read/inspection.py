@@ -53,6 +53,9 @@ def _count_samples(plan: DataPlan) -> dict[str, int]:
 def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None) -> dict[str, Any]:
     train = [shard for shard in shards if shard.num_train]
     share = 1.0 if plan.masked is None else plan.masked.probability
+    packing = packing_of(shards, plan)
+    cut_off = [s.count_cut_off("train", plan.seq_len) for s in train if packing != "stream"]
+    in_loss = sum(_count_in_loss(shard) for shard in train) - sum(lost for _, lost in cut_off)
     return {
         "paths": list(plan.paths) or [plan.corpus],
         "format": formats.recognise(plan),
@@ -60,12 +63,13 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
         "shards": len(shards),
         "tokenizer": plan.tokenizer,
         "vocab_size": max(shard.vocab_size for shard in shards),
-        "packing": packing_of(shards, plan),
+        "packing": packing,
         "isolate": plan.isolate,
         "tokens": {split: sum(shard.count(split) for shard in shards) for split in SPLITS},
         "bytes": {split: _sum_bytes(shards, split) for split in SPLITS},
         "documents": {split: _count_documents(shards, split) for split in SPLITS},
-        "in_loss": round(share * sum(_count_in_loss(shard) for shard in train)),
+        "in_loss": round(share * in_loss),
+        "without_targets": sum(empty for empty, _ in cut_off),
         "bad": {
             "count": sum(s.num_bad for s in shards),
             "first": [b for s in shards for b in s.bad],
@@ -85,7 +89,7 @@ def _count_documents(shards: list[Prepared], split: Split) -> int | None:
 
 
 def _count_in_loss(shard: Prepared) -> int:
-    """Number of tokens of the train split that count in the loss."""
+    """Number of tokens of the train split that count in the loss, where nothing is cut."""
     targets = shard.targets("train")
     return shard.num_train if targets is None else int(np.count_nonzero(targets))
 

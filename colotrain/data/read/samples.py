@@ -156,7 +156,7 @@ def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:
         pass
     try:
         return make(**args)
-    except (OSError, ColotrainError):
+    except ColotrainError:
         raise
     except Exception as error:
         expected = f"a dataset that can be made ({described(error)})"
@@ -166,7 +166,7 @@ def _call(make: Callable[..., Any], target: str, args: dict[str, Any]) -> Any:
 def _length(dataset: Any, target: str) -> int:
     try:
         return len(dataset)
-    except (OSError, ColotrainError):
+    except ColotrainError:
         raise
     except Exception as error:
         expected = f"a dataset that has a length ({described(error)})"
