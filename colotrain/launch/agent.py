@@ -40,17 +40,18 @@ class Agent(LocalElasticAgent):
     """Records why workers died; stops restarting when another attempt cannot help."""
 
     def __init__(
-        self, launch: Launch, rendezvous: Rendezvous, logs: Path, copies: list[str]
+        self, launch: Launch, rendezvous: Rendezvous, logs: Path, files: MemoryFiles
     ) -> None:
         plan = launch.plan
         self.launch, self.rendezvous, self.logs = launch, rendezvous, logs
+        self.files = files
         self.ended: set[int] = set()
         """Local ranks of this attempt that `end_survivors` has killed."""
         spec = WorkerSpec(
             role="worker",
             local_world_size=plan.cluster.procs_per_node,
             entrypoint=work,
-            args=(launch.worker, str(launch.rundir.path), os.getpid(), copies),
+            args=(launch.worker, str(launch.rundir.path), os.getpid(), files.paths(), ""),
             rdzv_handler=rendezvous.handler(),
             max_restarts=plan.elastic.max_restarts,
             monitor_interval=0.1,
@@ -117,6 +118,12 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start workers without torch's queues for results, which ours do not send."""
         self.ended = set()
+        buddy = self.rendezvous.buddy
+        if buddy is not None and not self.files.used:
+            buddy.fetch_all(self.first_rank(), self.files.handles)
+        self.files.used = True
+        spec = worker_group.spec
+        spec.args = (*spec.args[:-1], buddy.for_ranks() if buddy is not None else "")
         with without_results():
             result: dict[int, Any] = super()._start_workers(worker_group)
             return result
@@ -153,7 +160,7 @@ def run_workers(launch: Launch) -> None:
         launch.plan, launch.rundir, launch.node, stop=launch.asked_to_stop, say=launch.say
     )
     logs, files = _log_folder(launch), MemoryFiles(launch.plan)
-    agent = Agent(launch, rendezvous, logs, files.paths())
+    agent = Agent(launch, rendezvous, logs, files)
     watch = launch.watch
     watch.pids, watch.first_rank, watch.logs = agent.pids, agent.first_rank, logs
     failed: BaseException | None = None
