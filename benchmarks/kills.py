@@ -147,8 +147,8 @@ def carry_out(case: Case, folder: Path, kills: int, chance: random.Random) -> tu
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 times.append(time.time())
-    finally:
-        process.kill()
+    finally:  # where this fails, torchrun ends its workers if it is asked to
+        process.terminate()
     assert process.wait() == 0, f"{case}: {(folder / 'log').read_text()[-2000:]}"
     running.look()
     return running, [cost(running, number, at) for number, at in enumerate(times)]
@@ -210,11 +210,13 @@ def main() -> None:
                 expected[key] = carry_out(case, straight, 0, chance)[0].losses()
             (folder := Path(name) / "hurt").mkdir()
             running, kills = carry_out(case, folder, KILLS_PER_RUN, chance)
-            assert running.losses() == expected[key], f"{case}: losses differ"
+            same = running.losses() == expected[key]
+            assert same or case.system == TORCHRUN, f"{case}: losses differ"
             left = leftovers(running, shared)
             assert not left or case.system == TORCHRUN, f"{case}: left behind: {left}"
         found[case.system] += kills
-        print(f"{case}: {', '.join(f'{k.lost} lost {k.next_s:.2f} s' for k in kills)}", flush=True)
+        each = ", ".join(f"{kill.lost} lost {kill.next_s:.2f} s" for kill in kills)
+        print(f"{case}: {each}{'' if same else '; losses differ'}", flush=True)
     print("\n| system | kills | steps lost | median s to the next step | to the next new step |")
     print("| --- | --- | --- | --- | --- |")
     for system, kills in found.items():

@@ -1,9 +1,9 @@
 """Copies in memory that this launcher keeps for the ranks of another node, and gives back.
 
-The nodes of a round form a ring: each keeps the copies of the next one's ranks, beside those of its
-own. Ranks send a copy as soon as they have made it, and go on once it is kept. A launcher that
-takes the place of a lost one fetches the copies of its ranks before it starts them. A copy that
-was not received whole fails its own checksums (`engine.checkpoint.memory_file`).
+Each node of a round keeps the copies of the next one's ranks, and the last node those of the
+first, beside its own. Ranks send a copy as soon as they have made it, and go on once it is kept. A
+launcher that takes the place of a lost one fetches the copies of its ranks before it starts them. A
+copy that was not received whole fails its own checksums (`engine.checkpoint.memory_file`).
 """
 
 from __future__ import annotations
