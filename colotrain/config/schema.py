@@ -294,8 +294,9 @@ class Elastic:
     check_every: int | None = 100
     """Steps between searches for silent data corruption; 0 or null turns them off."""
     memory_copy: Size | bool = "auto"
-    """Memory of each node for two copies of its ranks' state, from which dead workers restart: a
-    size, and each step is copied; off; auto: if there is room, in at most 1 % of the time."""
+    """Memory of each node for two copies of its ranks' state, from which dead workers restart, and
+    with several nodes for two of another node's: a size, and each step is copied; off; auto: if
+    there is room, in at most 1 % of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

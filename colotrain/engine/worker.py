@@ -9,7 +9,7 @@ import faulthandler
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.changed_inputs import CHANGES_INPUTS
 from colotrain.engine.checkpoint import checkpoint, memory_state
 from colotrain.engine.checkpoint.choosing import choose
+from colotrain.engine.checkpoint.dcp_json import read_index
 from colotrain.engine.checkpoint.manifest import complete, tidy, where_to_resume
-from colotrain.engine.checkpoint.memory_copy import MemoryCopies
+from colotrain.engine.checkpoint.memory_copy import Copied, MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.checkpoint.sources import sources_of
 from colotrain.engine.context_parallel import divide_among_ranks_
@@ -94,7 +95,7 @@ def main(path: str) -> int:
     events = EventWriter(rundir.event_file(rank=rank, attempt=attempt))
     run = None
     try:
-        if rank == 0:
+        if rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             record_peak_flops(events, plan.train.precision, device)
         run = prepare(plan, rundir, device=device, events=events, stop=stop, heartbeat=heartbeat)
         if device.type == "cpu":
@@ -150,7 +151,10 @@ def prepare(
     divide_among_ranks_(model, plan)
     prepare_blocks_(model, plan.train)
     groups = stage.own_groups(model, groups)
-    sharded, tiers, waits_counted = shard_and_fill_(model, plan, rundir, groups, parts, stage)
+    given = names_to_restore(plan, copied, resumed)
+    sharded, tiers, waits_counted = shard_and_fill_(
+        model, plan, rundir, groups, parts, stage, given=given
+    )
     optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
     optimizer.add(sharded.trained())
     run = Run(
@@ -227,6 +231,21 @@ def choose_checkpoint(
     return resumed
 
 
+def names_to_restore(plan: RunPlan, copied: Copied | None, resumed: Path | None) -> set[str]:
+    """Return the parameters and buffers that a copy or a checkpoint will give their values.
+
+    Empty where the run computes something with the initial values first (`add_references_`).
+    """
+    stored: Iterable[str] = ()
+    if copied is not None:
+        stored = copied.sizes()
+    elif resumed is not None:
+        stored = read_index(resumed).state_dict_metadata
+    if plan.data.pairs:
+        return set()
+    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
+
+
 def shard_and_fill_(
     model: nn.Module,
     plan: RunPlan,
@@ -234,9 +253,12 @@ def shard_and_fill_(
     groups: list[tuple[str, list[nn.Module]]],
     parts: TensorParts,
     stage: Stage,
+    *,
+    given: Set[str] = frozenset(),
 ) -> tuple[ShardedModel, Tiers | None, bool]:
     """Shard the model's groups, and give their parameters storage and values in their tiers.
 
+    Parameters and buffers whose names are in `given` may be left without values.
     Also returns whether `engine.waiting` counts all that a rank waits for others in a step.
     """
     mesh = make_mesh(plan.plugin, plan.cluster.device, parts, stage)
@@ -252,7 +274,7 @@ def shard_and_fill_(
     shared_params = share_parameters(sharded) if transport is not None or alone else None
     if tiers is not None:
         tiers.attach(sharded, shared_params)
-    allocate_parameters_(sharded, plan, shared_params, tiers)
+    allocate_parameters_(sharded, plan, shared_params, tiers, given)
     check_filled_alike(model)
     nobody_else = plan.cluster.device == "cpu" and mesh.size() == 1
     return sharded, tiers, transport is not None or nobody_else
@@ -263,6 +285,7 @@ def allocate_parameters_(
     plan: RunPlan,
     shared_params: SharedParameters | None,
     tiers: Tiers | None,
+    given: Set[str],
 ) -> None:
     """Give the parameters storage in their tiers, and values. All ranks must call."""
 
@@ -276,7 +299,7 @@ def allocate_parameters_(
 
     release = tiers.release if tiers is not None else lambda tensor: None
     device, seed = plan.cluster.device, plan.train.seed
-    materialise_(sharded, device=device, seed=seed, allocate=allocate, release=release)
+    materialise_(sharded, device=device, seed=seed, allocate=allocate, release=release, given=given)
 
 
 def agree_on_groups(

@@ -27,8 +27,9 @@ from colotrain.launch.node_registry import Stopped
 from colotrain.launch.rendezvous import Rendezvous
 from colotrain.launch.server.forkserver import how_server_ended, without_results, work
 from colotrain.launch.state import POLL_S, Launch
+from colotrain.launch.survivors import end_survivors
 from colotrain.launch.torch_log import torch_logs_to
-from colotrain.launch.worker_exits import clean_exits, worker_exits
+from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exits
 from colotrain.spec.exit_codes import WORKER_FINAL
 
 LOST_GRACE_S = 10.0
@@ -39,15 +40,18 @@ class Agent(LocalElasticAgent):
     """Records why workers died; stops restarting when another attempt cannot help."""
 
     def __init__(
-        self, launch: Launch, rendezvous: Rendezvous, logs: Path, copies: list[str]
+        self, launch: Launch, rendezvous: Rendezvous, logs: Path, files: MemoryFiles
     ) -> None:
         plan = launch.plan
         self.launch, self.rendezvous, self.logs = launch, rendezvous, logs
+        self.files = files
+        self.ended: set[int] = set()
+        """Local ranks of this attempt that `end_survivors` has killed."""
         spec = WorkerSpec(
             role="worker",
             local_world_size=plan.cluster.procs_per_node,
             entrypoint=work,
-            args=(launch.worker, str(launch.rundir.path), os.getpid(), copies),
+            args=(launch.worker, str(launch.rundir.path), os.getpid(), files.paths(), ""),
             rdzv_handler=rendezvous.handler(),
             max_restarts=plan.elastic.max_restarts,
             monitor_interval=0.1,
@@ -73,6 +77,8 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Notice workers that exit with code 0, which torch would wait for, and record failures."""
+        if any(p.exitcode == -signal.SIGKILL for p in processes_of(self._pcontext)):
+            self._end_survivors()
         result: RunResult = super()._monitor_workers(worker_group)
         left = result.state == WorkerState.HEALTHY and clean_exits(self._pcontext, worker_group)
         if left:
@@ -85,6 +91,15 @@ class Agent(LocalElasticAgent):
             self._record_failure(result)
         return result
 
+    def _end_survivors(self) -> None:
+        """End ranks that compute in vain, where what they have finished is in memory."""
+        if self.launch.plan.elastic.memory_copy.enabled:
+            self.ended |= end_survivors(
+                processes_of(self._pcontext),
+                self.launch.rundir.heartbeats,
+                first_rank=self.first_rank(),
+            )
+
     def _record_failure(self, result: RunResult) -> None:
         """Record the exits; allow no further restart where it cannot help."""
         launch = self.launch
@@ -92,7 +107,8 @@ class Agent(LocalElasticAgent):
         if ended:  # multiprocessing says of every worker that it ended with exit code 255
             launch.watch.end_orphans(f"the fork server, which starts this machine's ranks, {ended}")
         launch.catch_up()
-        launch.record_exits(worker_exits(self.logs, self._pcontext, result.failures))
+        exits = worker_exits(self.logs, self._pcontext, result.failures, ended=self.ended)
+        launch.record_exits(exits)
         final = any(x.exit_code == WORKER_FINAL for x in launch.exits)
         if final or not launch.may_restart() or launch.watch.is_final:
             self._remaining_restarts = 0
@@ -101,6 +117,13 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start workers without torch's queues for results, which ours do not send."""
+        self.ended = set()
+        buddy = self.rendezvous.buddy
+        if buddy is not None and not self.files.used:
+            buddy.fetch_all(self.first_rank(), self.files.handles)
+        self.files.used = True
+        spec = worker_group.spec
+        spec.args = (*spec.args[:-1], buddy.for_ranks() if buddy is not None else "")
         with without_results():
             result: dict[int, Any] = super()._start_workers(worker_group)
             return result
@@ -114,6 +137,8 @@ class Agent(LocalElasticAgent):
             time.sleep(2 * POLL_S)  # reports of the other nodes may still arrive
             remote = self.launch.remote_exits
             self.launch.begin_attempt(self.launch.cause() if remote else reason)
+            if not orderly:
+                self._end_survivors()
             self._let_save(worker_group, grace_s)
         super()._restart_workers(worker_group)
 
@@ -135,7 +160,7 @@ def run_workers(launch: Launch) -> None:
         launch.plan, launch.rundir, launch.node, stop=launch.asked_to_stop, say=launch.say
     )
     logs, files = _log_folder(launch), MemoryFiles(launch.plan)
-    agent = Agent(launch, rendezvous, logs, files.paths())
+    agent = Agent(launch, rendezvous, logs, files)
     watch = launch.watch
     watch.pids, watch.first_rank, watch.logs = agent.pids, agent.first_rank, logs
     failed: BaseException | None = None

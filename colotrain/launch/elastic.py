@@ -91,7 +91,8 @@ def launch(
                 current.say(text)
             current.acknowledge_stop()
             current.watch.check(asked_to_stop=current.asked_to_stop())
-            agent.join(POLL_S)
+            current.awake.wait(POLL_S)
+            current.awake.clear()
     memory_watch.close()
     current.watch.close()
     status = _outcome(current)
@@ -146,6 +147,8 @@ def _run_agent(current: Launch) -> None:
         run_workers(current)
     except BaseException as error:  # the main thread reports it
         current.error = error
+    finally:
+        current.awake.set()
 
 
 def _end_now(current: Launch) -> None:

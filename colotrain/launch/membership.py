@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from io import BufferedRWPair
 from typing import Any
 
+from colotrain.connections import proof, read, send
 from colotrain.launch.node_registry import (
     RETURN_S,
     SILENT_S,
@@ -22,9 +23,6 @@ from colotrain.launch.node_registry import (
     Stopped,
     is_loopback,
     plain_address,
-    proof,
-    read,
-    send,
 )
 from colotrain.launch.timeouts import POLL_S, AwakeTimeout, wait_readable
 
@@ -94,7 +92,7 @@ class Membership:
         self.error: RendezvousError | None = None
         self.trouble = ""
         """Error of the last attempt to reach the head."""
-        self.address = ""
+        self.address = self.own_address = ""
         self._cause, self._ending, self._arrived = "", False, False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._keep_connected, name="membership", daemon=True)
@@ -175,6 +173,7 @@ class Membership:
             try:
                 with socket.create_connection(self.head, timeout=SILENT_S) as connection:
                     self.address = plain_address(connection.getpeername()[0])
+                    self.own_address = plain_address(connection.getsockname()[0])
                     with connection.makefile("rwb") as stream:
                         self._introduce(stream)
                         since, self._arrived, self.trouble = None, True, ""

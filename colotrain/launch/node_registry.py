@@ -11,9 +11,6 @@ is unpickled.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
-import secrets
 import socket
 import threading
 import time
@@ -22,6 +19,7 @@ from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import Any
 
+from colotrain.connections import StrangerError, read, send, welcome
 from colotrain.launch.timeouts import wait_readable
 
 SILENT_S = 15.0
@@ -32,7 +30,6 @@ RETURN_S = 3.0
 """Seconds within which a node whose connection broke may reconnect without being lost."""
 GOODBYE_S = 10.0
 """Seconds that the head waits at the end for the other nodes to leave."""
-LINE_BYTES = 4 << 20
 
 
 class RendezvousError(RuntimeError):
@@ -113,6 +110,8 @@ class NodeRegistry:
         self.open_store = open_store
         self.members: dict[int, _Member] = {}
         self.round, self.nodes, self.port = 0, list[int](), 0
+        self.instances: dict[int, str] = {}
+        """Instance of each launcher in the round: one that takes a node's place is not in it."""
         self.lost = ""
         """Message that names the first node lost from the round; empty if none was."""
         self.closed: str | None = None
@@ -156,10 +155,9 @@ class NodeRegistry:
             self._remove(member, why)
 
     def _welcome(self, stream: BufferedRWPair, address: str) -> _Member | None:
-        nonce = secrets.token_hex(16)
-        send(stream, {"nonce": nonce})
-        hello = read(stream)
-        if not hmac.compare_digest(str(hello["proof"]), proof(self.secret, nonce)):
+        try:
+            hello = welcome(stream, self.secret)
+        except StrangerError:
             refused = "it does not see what node 0 writes: both need one shared folder ./runs"
             send(stream, {"refused": refused, "final": False})
             return None
@@ -199,7 +197,8 @@ class NodeRegistry:
             if report.get("close"):
                 self.closed = self.closed or str(report["close"])[:2000]
             known, node = int(report["round"]), member.info.node
-            learns = self.round > known and node in self.nodes
+            is_in_round = self.instances.get(node) == member.info.instance
+            learns = self.round > known and is_in_round
             member.waits = bool(report["waits"]) and not learns
             self._form_round()
             stale = not report["waits"] and known != self.round
@@ -233,6 +232,7 @@ class NodeRegistry:
             self.closed = f"node 0 cannot open a store: {error}"
             return
         self.round, self.nodes, self.lost = self.round + 1, waiting, ""
+        self.instances = {node: self.members[node].info.instance for node in waiting}
         for member in self.members.values():
             member.waits = False
 
@@ -260,11 +260,6 @@ class NodeRegistry:
         }
 
 
-def proof(secret: str, nonce: str) -> str:
-    """Return an HMAC that proves knowledge of the secret without revealing it."""
-    return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket: on loopback if `host` is loopback, otherwise on every address.
 
@@ -285,18 +280,3 @@ def is_loopback(host: str) -> bool:
 def plain_address(address: str) -> str:
     """Return `10.0.0.1` for the IPv4-mapped form of an IPv6 socket, `::ffff:10.0.0.1`."""
     return address.removeprefix("::ffff:")
-
-
-def send(stream: BufferedRWPair, document: dict[str, Any]) -> None:
-    stream.write(json.dumps(document).encode() + b"\n")
-    stream.flush()
-
-
-def read(stream: BufferedRWPair) -> dict[str, Any]:
-    line = stream.readline(LINE_BYTES)
-    if not line.endswith(b"\n"):
-        raise OSError("the connection has ended")
-    document = json.loads(line)
-    if not isinstance(document, dict):
-        raise ValueError("not a JSON object")
-    return document

@@ -16,7 +16,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import UsageError
-from colotrain.launch.membership import Membership, SingleNode
+from colotrain.launch.copy_keeper import Buddy, CopyKeeper
+from colotrain.launch.membership import Membership, Round, SingleNode
 from colotrain.launch.node_registry import NodeInfo, NodeRegistry, listen
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, write_atomically
@@ -70,12 +71,17 @@ class Rendezvous:
         self.wait_s, self.say = plan.elastic.hang_timeout_s, say
         self.stores: list[Any] = []
         self.registry: NodeRegistry | None = None
+        self.keeper: CopyKeeper | None = None
+        self.buddy: Buddy | None = None
+        """The node that keeps this one's copies in the newest round; None where there is none."""
         self.membership: SingleNode | Membership = SingleNode(self._open_store)
         if plan.elastic.max_nodes > 1:
             info = make_node_info(plan, node)
             if node.is_head:
                 self.registry = self._open_registry(info)
             where = ("127.0.0.1" if node.is_head else node.host, node.port)
+            if plan.elastic.memory_copy.enabled:
+                self.keeper = CopyKeeper(listen(node.host, 0), secret=self._secret)
             self.membership = Membership(
                 where, info, secret=self._secret, lost_s=self.wait_s, stop=stop
             )
@@ -139,10 +145,24 @@ class Rendezvous:
 
     def end(self, cause: str = "") -> None:
         """Leave; with a `cause`, the run has failed and ends on every node."""
+        if self.keeper is not None:
+            self.keeper.close()
         self.membership.end(cause)
         if self.registry is not None:
             self.registry.close()
             self.rundir.rendezvous_file.unlink(missing_ok=True)
+
+    def find_buddy(self, store: Any, rank: int, found: Round) -> None:
+        """Tell the others where this node keeps copies, and learn who keeps its own."""
+        num_nodes, self.buddy = len(found.nodes), None
+        if num_nodes == 1 or isinstance(self.membership, SingleNode):
+            return
+        address = found.address if self.node.is_head else self.membership.own_address
+        own = [address, self.keeper.port] if self.keeper is not None else []
+        store.set(str(rank), json.dumps(own))
+        theirs = json.loads(store.get(str((rank - 1) % num_nodes)))
+        if own and theirs:
+            self.buddy = Buddy(host=theirs[0], port=theirs[1], secret=self._secret())
 
     def handler(self) -> RendezvousHandler:
         """Return the rendezvous handler for torch's agent."""
@@ -171,6 +191,7 @@ class Rendezvous:
                 where = found.address, found.port
                 store = TCPStore(*where, is_master=False, timeout=ours.timeout)
                 rank = found.nodes.index(ours.node.rank)
+                ours.find_buddy(PrefixStore("copies", store), rank, found)
                 info = RendezvousStoreInfo(*where)
                 return RendezvousInfo(PrefixStore("agents", store), rank, len(found.nodes), info)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ SAVES = (kinds.Checkpoint.KIND, kinds.MemoryCopied.KIND, kinds.Resumed.KIND)
 POLL_S = 0.2
 REGROUP_S = 3.0
 """Seconds that nodes may take to learn that others join or leave: several reports."""
+CATCH_UP_POLL_S = 0.01
 CATCH_UP_S = 5.0
 """Seconds that the agent's thread waits for a blocked main thread."""
 
@@ -65,6 +67,8 @@ class Launch:
     """Whether a checkpoint was saved or loaded, or the state copied in memory."""
     num_polls: int = 0
     """Number of times that the main thread has read the events."""
+    awake: threading.Event = field(default_factory=threading.Event)
+    """Set by the agent's thread, so that the main thread reads the events at once."""
     error: BaseException | None = None
     signals: list[str] = field(default_factory=list)
     stop_acknowledged: bool = False
@@ -90,7 +94,8 @@ class Launch:
         """Wait until the main thread has read all events written so far; False on timeout."""
         wanted, deadline = self.num_polls + 2, time.monotonic() + CATCH_UP_S  # one may be under way
         while self.num_polls < wanted and time.monotonic() < deadline:
-            time.sleep(POLL_S / 4)
+            self.awake.set()
+            time.sleep(CATCH_UP_POLL_S)
         return self.num_polls >= wanted
 
     def cause(self) -> str:

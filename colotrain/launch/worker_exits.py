@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def clean_exits(processes: Any, group: Any) -> dict[int, Any]:
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    ended = _processes(processes)
+    ended = processes_of(processes)
     if any(process.exitcode != 0 for process in ended):
         return {}
     return {
@@ -25,24 +26,28 @@ def clean_exits(processes: Any, group: Any) -> dict[int, Any]:
     }
 
 
-def worker_exits(logs: Path, processes: Any, failures: dict[int, Any]) -> list[WorkerExit]:
+def worker_exits(
+    logs: Path, processes: Any, failures: dict[int, Any], *, ended: Set[int] = frozenset()
+) -> list[WorkerExit]:
     """Return the exits of this machine's workers, without those that the agent terminated.
+
+    `ended` are the local ranks that the launcher has killed itself, because of another's end.
 
     Those that made the agent end the others come first: it kills what does not end in time.
     """
     first_rank = min(rank - failure.local_rank for rank, failure in failures.items())
     codes = {rank: failure.exitcode for rank, failure in failures.items()}
-    for local, process in enumerate(_processes(processes)):
+    for local, process in enumerate(processes_of(processes)):
         codes.setdefault(first_rank + local, process.exitcode)
     exits = [
         _exit_of(logs, rank, rank - first_rank, code)
         for rank, code in codes.items()
-        if code is not None
+        if code is not None and rank - first_rank not in ended
     ]
     return [x for x in exits if x.killed_by != "SIGTERM"] or exits
 
 
-def _processes(context: Any) -> list[Any]:
+def processes_of(context: Any) -> list[Any]:
     """Return the processes of torch elastic's MultiprocessContext; none before they are started."""
     return [] if context is None or context._pc is None else list(context._pc.processes)
 

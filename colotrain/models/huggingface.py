@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,18 +91,20 @@ def fill_(
     *,
     part: Callable[[Tensor], tuple[slice, ...]],
     release: Callable[[Tensor], None] = lambda tensor: None,
+    given: Set[str] = frozenset(),
 ) -> None:
     """Read this rank's part of every parameter and persistent buffer from the directory.
 
     `part(tensor)` are the slices of the whole tensor that this rank holds; () is all.
-    `release(tensor)` is called when a tensor is not needed for the moment.
+    `release(tensor)` is called when a tensor is not needed for the moment. Tensors whose names are
+    in `given` are not read.
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
     found = sources_of(model).found
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name in found:
+            if name in found and name not in given:
                 _read_part_(tensor, stored, found[name], part(tensor))
                 release(tensor)
 

@@ -21,6 +21,7 @@ from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
 from colotrain.models.filling import Shards
 from colotrain.models.initialising import initialise_
+from colotrain.models.llm import LLM
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import ModelPlan
 
@@ -171,19 +172,28 @@ def fill_(
     seed: int,
     shards: Shards | None = None,
     part: Callable[[Tensor], tuple[slice, ...]] = lambda tensor: (),
+    given: Set[str] = frozenset(),
 ) -> None:
     """Give values to a model that `build` left on the meta device and `allocate_` gave storage.
 
     `shards` stores this rank's rows (default: all). `part(tensor)` are its slices of the
-    whole tensor (() is all), so that only these are read from a model directory.
+    whole tensor (() is all), so that only these are read from a model directory. Tensors whose
+    names are in `given` get their values later: reading or computing them here is left out, but
+    a user's `init_weights()` is called, as it may set anything else.
     """
     shards = shards or WHOLE
     if plan.hf is not None:
-        huggingface.fill_(model, plan, part=part, release=shards.release)
-    elif fills_itself(model):
+        huggingface.fill_(model, plan, part=part, release=shards.release, given=given)
+    elif fills_itself(model) and not _is_given(model, given):
         initialise_(model, seed=seed, shards=shards)
     if plan.adapter is not None:
         adapters.fill_(model, plan.adapter, seed=seed, shards=shards)
+
+
+def _is_given(model: nn.Module, given: Set[str]) -> bool:
+    """Whether all that `init_weights()` sets gets its value later: LLM's sets parameters alone."""
+    here = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    return getattr(type(model), "init_weights", None) is LLM.init_weights and here <= given
 
 
 def fills_itself(model: nn.Module) -> bool:

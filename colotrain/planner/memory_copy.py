@@ -16,6 +16,7 @@ from colotrain.spec.quantities import format_size
 KEY = "elastic.memory_copy"
 AUTOMATIC_SHARE = 0.01
 """Largest share of the time that copying takes by default."""
+OF_ANOTHER = ", and of as many of another node,"
 BESIDE_BYTES = 1 << 20
 """Bytes of a copy beside the model's state: generators, and the description."""
 
@@ -29,9 +30,10 @@ def plan_memory_copy(
     capacity = host_bytes(scale, context.machine) if is_here else 0
     on_host = plugin.budget.host_bytes if plugin.budget is not None else 0
     used = peak.high if scale.device == "cpu" else on_host
-    num_bytes = 2 * copy_bytes(context, plugin)
+    several = (elastic.max_nodes or scale.nodes) > 1
+    num_bytes = (4 if several else 2) * copy_bytes(context, plugin)
     node_bytes, room = num_bytes * scale.procs_per_node, capacity - used
-    what = f"two copies of the state of {scale.procs_per_node} ranks"
+    what = f"two copies of the state of {scale.procs_per_node} ranks" + several * OF_ANOTHER
     sized = f"{format_size(node_bytes)} on each node"
     if asked in ("off", False, 0):
         return MemoryCopyPlan(bytes=num_bytes, reason=f"off ({KEY}={asked})"), []

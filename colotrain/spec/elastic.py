@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 MEMORY_FILES = "COLOTRAIN_MEMORY_FILES"
 """Environment variable of a worker: paths of its two files in its launcher's memory."""
 
+COPY_KEEPER = "COLOTRAIN_COPY_KEEPER"
+"""Environment variable of a worker: where another node's launcher keeps its copies, too."""
+COPY_STALL_S = 30.0
+"""Seconds without progress after which a copy is no longer sent to another node, or fetched."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCopyPlan:
@@ -14,7 +19,8 @@ class MemoryCopyPlan:
 
     enabled: bool = False
     bytes: int = 0
-    """Bytes of one rank's two copies, whether they are made or not."""
+    """Bytes for each rank of a node, whether copies are made or not: two copies, and with several
+    nodes two of a rank of another one."""
     share: float = 0.0
     """Largest share of the time that copying may take; 0: every step is copied."""
     reason: str = ""

@@ -25,10 +25,10 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 seen = 0
 
 
-def once() -> bool:
+def once(marker: str = ORDER.get("marker", "planted")) -> bool:
     """Whether it is to happen now, for the first time."""
     try:
-        os.close(os.open(ORDER.get("marker", "planted"), os.O_CREAT | os.O_EXCL))
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return ORDER.get("always", False)
     return True

@@ -146,6 +146,32 @@ def test_a_host_is_killed_and_the_other_goes_on(
     assert again[0].t - killed_at < 30
 
 
+@pytest.mark.slow
+def test_a_lost_host_goes_on_from_the_copies_of_the_other_one(
+    two_hosts: list[Host], tmp_path: Path
+) -> None:
+    """Without any checkpoint; no step that all ranks had finished is made again."""
+    settings = ("elastic.memory_copy=1GiB", "checkpoint.every=0", "plugin=zero3", RANKS)
+    settings += ("train.max_steps=40", "train.eval_every=0")
+    undisturbed = [end(process) for process in begin(two_hosts, tmp_path, "calm", *settings)]
+    assert [code for code, _, _ in undisturbed] == [0, 0], undisturbed
+    first, _ = begin(two_hosts, tmp_path, "hurt", *settings)
+    wait_for_step(Colotrain(tmp_path), "hurt", 4)
+    two_hosts[1].kill()
+    killed_at = time.time()
+    head = f"cluster.rdzv_endpoint={two_hosts[0].address}:{PORT}"
+    shared = (*PLAN, *settings, "name=hurt", "cluster.nodes=2", head, "--json")
+    replacement = two_hosts[1].colotrain("run", *shared, "cluster.node_rank=1", cwd=tmp_path)
+    code, out, err = end(first)
+    assert (code, end(replacement)[0]) == (0, 0), err
+    steps = [e for e in events(tmp_path, "hurt", "step") if e.attempt == 0 and e.t < killed_at]
+    newest = [max(e.fields["step"] for e in steps if e.rank == rank) for rank in range(4)]
+    resumed = [e.fields for e in events(tmp_path, "hurt", "resumed")]
+    assert [fields["in_memory"] for fields in resumed] == [True]
+    assert resumed[0]["step"] >= min(newest) >= 4
+    assert losses(json.loads(out)) == losses(json.loads(undisturbed[0][1]))
+
+
 WAITING = """\
 import os, time
 def wait(model, step):

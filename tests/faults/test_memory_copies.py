@@ -143,3 +143,65 @@ def test_a_checkpoint_in_which_a_rank_died_is_made_up_for(
     assert losses(result.json) == straight
     saved = {path.name for path in (colotrain.cwd / "runs/hurt/checkpoints").iterdir()}
     assert {"step-00000008", "step-00000009"} <= saved
+
+
+LONG_STEP = """
+import os, time
+from colotrain.engine import loop
+from tests.faults import plant
+
+fetch = loop.Fetch.__iter__
+
+def slowly(self):
+    for batch in fetch(self):
+        if self.run.step + 1 == 6 and self.run.rank == 0 and not os.path.exists("slow"):
+            open("slow", "w").close()
+            time.sleep(600)
+        elif self.run.step + 1 == 6 and self.run.rank == 1 and plant.once():
+            while not os.path.exists("slow"):
+                time.sleep(0.01)
+            plant.kill(None)
+        yield batch
+
+loop.Fetch.__iter__ = slowly
+
+def planted(model, step):
+    pass
+"""
+
+
+def test_a_rank_in_a_long_step_is_not_waited_for(
+    colotrain: Colotrain, straight: list[float]
+) -> None:
+    """Its step cannot end without the killed rank, which alone is named."""
+    (colotrain.cwd / "long_step.py").write_text(LONG_STEP)
+    result = run(colotrain, "plugin=zero2", "train.on_gradients=long_step:planted")
+    assert resumed(colotrain) == [(5, True)]
+    assert losses(result.json) == straight
+    found = colotrain.events("hurt")
+    restart = next(event for event in found if event.kind == "restart")
+    assert "rank 1 was killed by SIGKILL" in restart.fields["cause"]
+    last = max(e.t for e in found if e.kind == "step" and e.t < restart.t)
+    assert restart.t - last < 15  # the agent alone would wait for 30 s
+
+
+def test_a_rank_that_finishes_a_step_is_waited_for(
+    colotrain: Colotrain, straight: list[float]
+) -> None:
+    """Rank 1 is killed as soon as it has copied step 6, which rank 0 copies two seconds later."""
+    (colotrain.cwd / "late_copy.py").write_text(
+        "import time\n"
+        "from colotrain.engine import loop\n"
+        "from tests.faults import plant\n"
+        "copy = loop.copy_to_memory\n"
+        "def planted(model, step):\n    pass\n"
+        "def late(run, **again):\n"
+        "    if run.step == 6 and run.rank == 0 and plant.once():\n        time.sleep(2)\n"
+        "    copy(run, **again)\n"
+        "    if run.step == 6 and run.rank == 1 and plant.once('killed'):\n"
+        "        plant.kill(None)\n"
+        "loop.copy_to_memory = late\n"
+    )
+    result = run(colotrain, "plugin=zero2", "train.on_gradients=late_copy:planted")
+    assert resumed(colotrain) == [(6, True)]
+    assert losses(result.json) == straight

@@ -99,13 +99,15 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.other: list[int] = []
+        """Numbers of the other rank's copies, each of the step of that number plus `shift`."""
+        self.shift = 0
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
         monkeypatch.setattr(dist, "all_gather_object", self.gather)
 
     def gather(self, everyone: list[Any], mine: Any) -> None:
-        everyone[:] = [mine, self.other]
+        everyone[:] = [mine, [(number, number + self.shift) for number in self.other]]
 
 
 @pytest.fixture
@@ -170,6 +172,21 @@ def test_a_rank_without_the_copy_sends_all_to_the_checkpoint(
     for step in (1, 2, 3):
         take(copies, step)
     ranks.other = other
+    assert reopened().choose() is None
+
+
+def test_copies_of_two_steps_are_not_taken_for_one(
+    copies: MemoryCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a host's whose launcher began to count anew."""
+    ranks = Ranks(monkeypatch)
+    for step in (11, 12, 13):
+        take(copies, step)
+    ranks.other, ranks.shift = [2, 3], 10
+    found = reopened().choose()
+    assert found is not None
+    assert found.step == 13
+    ranks.shift = 9
     assert reopened().choose() is None
 
 

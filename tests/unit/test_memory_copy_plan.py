@@ -28,6 +28,15 @@ def test_copies_are_made_where_two_of_them_fit() -> None:
     assert plan(*RANKS, (KEY, "1GiB"), machine=SERVER).elastic.memory_copy.enabled
 
 
+def test_a_node_keeps_the_copies_of_another_one_too() -> None:
+    own = plan(*RANKS).elastic.memory_copy.bytes
+    two = (("cluster.procs_per_node", 1), ("plugin.name", "zero3"))
+    several = plan(*two, ("cluster.nodes", 2)).elastic.memory_copy.bytes
+    assert several == 2 * own
+    later = plan(*RANKS, ("elastic.max_nodes", 2)).elastic.memory_copy.bytes
+    assert later == 2 * own
+
+
 @pytest.mark.parametrize("value", ["off", False, 0])
 def test_they_can_be_turned_off(value: Any) -> None:
     assert not plan(*RANKS, (KEY, value)).elastic.memory_copy.enabled

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_resolve import lines, plan, with_values
 
+from colotrain import connections
 from colotrain.errors import ColotrainError
 from colotrain.launch import membership, node_registry
 from colotrain.launch.membership import Membership, Round
@@ -244,6 +245,21 @@ def test_one_node_can_end_the_run_for_all(launchers: Launchers) -> None:
         first.next_round(timeout_s=20)
 
 
+def test_a_launcher_that_takes_a_lost_ones_place_waits_for_the_next_round(
+    launchers: Launchers,
+) -> None:
+    """It must not be told of the round in which the lost one was, whose store is used up."""
+    launchers.open()
+    head, lost = launchers.join(0), launchers.join(1)
+    assert [found.number for found in launchers.rounds(head, lost)] == [1, 1]
+    launchers.vanish(lost)
+    deadline = time.monotonic() + 5
+    while not head.regroup() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    replacement = launchers.join(1, instance="another")
+    assert [found.number for found in launchers.rounds(replacement, head)] == [2, 2]
+
+
 def test_a_head_that_has_gone_is_named(launchers: Launchers) -> None:
     launchers.open()
     first, second = launchers.join(0), launchers.join(1)
@@ -275,11 +291,11 @@ def test_a_member_that_sends_garbage_is_only_lost_itself(launchers: Launchers) -
         nonce = json.loads(stream.readline())["nonce"]
         from dataclasses import asdict
 
-        node_registry.send(
-            stream, asdict(node_info(1)) | {"proof": node_registry.proof("secret", nonce)}
+        connections.send(
+            stream, asdict(node_info(1)) | {"proof": connections.proof("secret", nonce)}
         )
         assert json.loads(stream.readline())["refused"] == ""
-        node_registry.send(stream, {"round": "seven", "waits": []})
+        connections.send(stream, {"round": "seven", "waits": []})
     assert launchers.rounds(launchers.join(0))[0].nodes == (0,)
 
 

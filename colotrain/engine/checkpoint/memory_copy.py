@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
+from colotrain.engine.checkpoint.buddy import Buddy
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_file import FIRST, MemoryFile
 from colotrain.errors import ConfigError
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.elastic import MEMORY_FILES
+from colotrain.spec.elastic import COPY_KEEPER, MEMORY_FILES
 from colotrain.spec.plan import RunPlan
 
 ABOUT_BYTES = 1 << 20
@@ -61,8 +62,12 @@ class MemoryCopies:
     plan: RunPlan
     events: EventWriter
     files: list[MemoryFile]
+    buddy: Buddy | None = None
+    """Where copies are also sent, on another node; None where there is no other node."""
     number: int = 0
     """Number of the newest copy."""
+    valid: int = 0
+    """Number of the newest copy that is not void; 0 where there is none."""
     step: int = 0
     """Step of the newest copy, or from which this attempt began."""
     every: int = 1
@@ -90,19 +95,26 @@ class MemoryCopies:
         dist.all_reduce(missing)
         if missing.item():
             return None
-        return MemoryCopies(plan=plan, events=events, files=files)
+        copies = MemoryCopies(plan=plan, events=events, files=files)
+        if keeper := os.environ.get(COPY_KEEPER):
+            try:
+                copies.buddy = Buddy(keeper, dist.get_rank())
+            except (OSError, ValueError) as error:
+                copies.lose_buddy(error)
+        return copies
 
     def choose(self) -> Copied | None:
         """Return the newest copy that every rank has whole. All ranks must call."""
-        mine = {found.number: found for file in self.files if (found := self._read(file))}
+        read = [found for file in self.files if (found := self._read(file))]
+        mine = {(found.number, found.step): found for found in read}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine))
-        self.number = max((number for numbers in everyone for number in numbers), default=0)
-        for number in sorted(set.intersection(*map(set, everyone)), reverse=True):
-            bad = torch.tensor(float(not mine[number].file.is_intact()))
+        self.number = max((number for keys in everyone for number, _ in keys), default=0)
+        for key in sorted(set.intersection(*map(set, everyone)), reverse=True):
+            bad = torch.tensor(float(not mine[key].file.is_intact()))
             dist.all_reduce(bad)
             if bad.item() == 0:
-                return mine[number]
+                return mine[key]
         return None
 
     def _read(self, file: MemoryFile) -> Copied | None:
@@ -118,6 +130,7 @@ class MemoryCopies:
     def begin(self, copied: Copied | None, step: int) -> None:
         """Begin an attempt after `step` steps: every copy but the one it resumed from is void."""
         self.step, self.resumed = step, copied is not None
+        self.valid = copied.number if copied is not None else 0
         for file in self.files:
             if copied is None or file is not copied.file:
                 file.clear()
@@ -128,7 +141,7 @@ class MemoryCopies:
         """Make all copies void, because the state that they hold must not come back."""
         for file in self.files:
             file.clear()
-        self.step = -1
+        self.step, self.valid = -1, 0
 
     def is_due(self, step: int) -> bool:
         return self.step < 0 or step - self.step >= self.every
@@ -154,10 +167,22 @@ class MemoryCopies:
             "manifest": to_plain(manifest),
         }
         self.files[0].write(tensors, about)
+        if self.buddy is not None:
+            try:
+                self.buddy.send(self.files[0], self.number + 1, beside=self.valid)
+            except (OSError, ValueError) as error:
+                self.lose_buddy(error)
         self.files.reverse()
+        self.valid = self.number + 1
         self.number, self.step = self.number + 1, manifest.step
         self.seconds = time.perf_counter() - started
         self._tell(num_bytes)
+
+    def lose_buddy(self, error: Exception) -> None:
+        """Go on with copies on this node alone, and say so."""
+        self.buddy = None
+        text = f"warning: rank {dist.get_rank()}: no other node keeps copies of its state: {error}"
+        self.events.write(Note(text=text))
 
     def end(self, why: str) -> None:
         """Make no more copies, and say why."""

@@ -76,6 +76,11 @@ class MemoryFile:
         """Return the names of the tensors, and their bytes."""
         return {name: size for name, (_, size) in self._places().items()}
 
+    def end(self) -> int:
+        """Return the bytes of the file that the content takes; 0 where there is none."""
+        magic, at, length, _ = SEAL.unpack(os.pread(self.handle, SEAL.size, 0) or NO_SEAL)
+        return int(at + length) if magic == MAGIC else 0
+
     def is_intact(self) -> bool:
         """Whether the tensors are what was written, by their checksum."""
         document = self._document()

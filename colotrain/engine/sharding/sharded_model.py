@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -331,9 +331,11 @@ def materialise_(
     seed: int,
     allocate: Callable[[bool], None] = lambda fresh: None,
     release: Callable[[Tensor], None] = lambda tensor: None,
+    given: Set[str] = frozenset(),
 ) -> None:
     """Give a model on the meta device its storage and initial weights. All ranks must call.
 
+    Tensors whose names are in `given` may be left without values, as a checkpoint overwrites them.
     `allocate(fresh)` may move the parameters' storage, before it is filled (`fresh`) or after;
     `release(parameter)` is called whenever a parameter was filled or read.
     """
@@ -347,7 +349,8 @@ def materialise_(
         allocate_(model, device=device, on_host=on_host, elsewhere=elsewhere)
         allocate(True)
         shards = shards_of(model, sharded.parts, sharded.stage, release)
-        fill_(model, sharded.source, seed=seed, shards=shards, part=slices_of(model, sharded.parts))
+        part = slices_of(model, sharded.parts)
+        fill_(model, sharded.source, seed=seed, shards=shards, part=part, given=given)
         _move_buffers_(model, device)
     else:
         allocate(False)
