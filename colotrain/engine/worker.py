@@ -9,8 +9,7 @@ import faulthandler
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Set
-from pathlib import Path
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -26,10 +25,8 @@ from colotrain.engine.allocator import configure_malloc_for_build, configure_mal
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.changed_inputs import CHANGES_INPUTS
 from colotrain.engine.checkpoint import checkpoint, memory_state
-from colotrain.engine.checkpoint.choosing import choose
-from colotrain.engine.checkpoint.dcp_json import read_index
-from colotrain.engine.checkpoint.manifest import complete, tidy, where_to_resume
-from colotrain.engine.checkpoint.memory_copy import Copied, MemoryCopies
+from colotrain.engine.checkpoint.choosing import choose_checkpoint, names_to_restore
+from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
 from colotrain.engine.checkpoint.sources import sources_of
 from colotrain.engine.context_parallel import divide_among_ranks_
@@ -202,48 +199,6 @@ def prepare(
         optimizer.prepare_state_()
     configure_malloc_for_steps()
     return run
-
-
-def choose_checkpoint(
-    plan: RunPlan, rundir: RunDir, events: EventWriter, *, unless_before: int = 0
-) -> Path | None:
-    """Return the checkpoint to resume from, or None. All ranks must call.
-
-    None, too, if the newest checkpoint is not after step `unless_before`, of which there is a copy
-    in memory.
-    """
-    newer = [True]
-    if dist.get_rank() == 0:
-        tidy(rundir.checkpoints)
-        if unless_before:
-            newest = complete(rundir.checkpoints)[:1]
-            newer = [any(path.name > rundir.checkpoint(unless_before).name for path in newest)]
-    dist.broadcast_object_list(newer)
-    if not newer[0]:
-        return None
-    where = where_to_resume(plan, rundir)
-    resumed = choose(where, events)
-    if resumed is None and where != rundir.checkpoints:
-        raise ColotrainError(
-            f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
-            "give a run or a checkpoint folder that does",
-        )
-    return resumed
-
-
-def names_to_restore(plan: RunPlan, copied: Copied | None, resumed: Path | None) -> set[str]:
-    """Return the parameters and buffers that a copy or a checkpoint will give their values.
-
-    Empty where the run computes something with the initial values first (`add_references_`).
-    """
-    stored: Iterable[str] = ()
-    if copied is not None:
-        stored = copied.sizes()
-    elif resumed is not None:
-        stored = read_index(resumed).state_dict_metadata
-    if plan.data.pairs:
-        return set()
-    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
 
 
 def shard_and_fill_(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from colotrain.engine.checkpoint.manifest import MANIFEST, complete, damage
+from colotrain.engine.checkpoint.dcp_json import read_index
+from colotrain.engine.checkpoint.manifest import MANIFEST, complete, damage, tidy, where_to_resume
+from colotrain.engine.checkpoint.memory_copy import Copied
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
+from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 
 
 def choose(folder: Path, events: EventWriter) -> Path | None:
@@ -45,3 +50,45 @@ def _candidates(folder: Path) -> list[Path]:
         names = [[str(folder)] if is_one else [str(path) for path in complete(folder)]]
     dist.broadcast_object_list(names)
     return [Path(name) for name in names[0]]
+
+
+def choose_checkpoint(
+    plan: RunPlan, rundir: RunDir, events: EventWriter, *, unless_before: int = 0
+) -> Path | None:
+    """Return the checkpoint to resume from, or None. All ranks must call.
+
+    None, too, if the newest checkpoint is not after step `unless_before`, of which there is a copy
+    in memory.
+    """
+    newer = [True]
+    if dist.get_rank() == 0:
+        tidy(rundir.checkpoints)
+        if unless_before:
+            newest = complete(rundir.checkpoints)[:1]
+            newer = [any(path.name > rundir.checkpoint(unless_before).name for path in newest)]
+    dist.broadcast_object_list(newer)
+    if not newer[0]:
+        return None
+    where = where_to_resume(plan, rundir)
+    resumed = choose(where, events)
+    if resumed is None and where != rundir.checkpoints:
+        raise ColotrainError(
+            f"checkpoint.resume={plan.checkpoint.resume}: holds no complete checkpoint",
+            "give a run or a checkpoint folder that does",
+        )
+    return resumed
+
+
+def names_to_restore(plan: RunPlan, copied: Copied | None, resumed: Path | None) -> set[str]:
+    """Return the parameters and buffers that a copy or a checkpoint will give their values.
+
+    Empty where the run computes something with the initial values first (`add_references_`).
+    """
+    stored: Iterable[str] = ()
+    if copied is not None:
+        stored = copied.sizes()
+    elif resumed is not None:
+        stored = read_index(resumed).state_dict_metadata
+    if plan.data.pairs:
+        return set()
+    return {name.removeprefix("model.") for name in stored if name.startswith("model.")}
