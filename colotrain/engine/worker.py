@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain.data.read.loader import targets_per_sample
-from colotrain.data.read.samples import StreamSamples, describe_cut
+from colotrain.data.read.samples import StreamSamples, notes_of
 from colotrain.dotted import import_target
 from colotrain.engine import monitor
 from colotrain.engine.agreement import check_alike, check_filled_alike
@@ -132,9 +132,11 @@ def prepare(
     attach_(model, plan.model)
     if rank == 0 and hasattr(model, KEEPS_VALUES):
         events.write(Note(text=UNCALLED))
-    evaluates = bool(plan.train.eval_steps)
-    if rank == 0 and (cut := describe_cut(train_data.samples, plan.data, evaluates=evaluates)):
-        events.write(Note(text=cut))
+    if rank == 0:
+        size, evaluates = plan.batch.global_batch, bool(plan.train.eval_steps)
+        told = notes_of(train_data.samples, plan.data, global_batch=size, evaluates=evaluates)
+        for text in told:
+            events.write(Note(text=text))
     check_alike(model, {"train": train_data, "validation": validation_data}, seed=seed)
     frozen = freeze_(
         model, plan.freeze, step=copied.step if copied else checkpoint.step_of(resumed)

@@ -309,7 +309,8 @@ def test_a_sum_for_a_loss_and_steps_without_targets_are_told(colotrain: Colotrai
     quiet = ("train.eval_steps=0", "+data.args.target=1")
     told = colotrain.run(*options, "+data.args.target=1", "train.eval_every=10", "name=told")
     assert losses(told) == losses(colotrain.run(*options, *quiet, "name=quiet"))
-    colotrain.run(*options, "+data.args.target=-100", "name=none")
+    few = [word for word in options if not word.startswith("train.global_batch")]
+    colotrain.run(*few, "train.global_batch=48", "+data.args.target=-100", "name=none")
     notes = {
         name: [e.fields["text"] for e in colotrain.events(name) if e.kind == "note"]
         for name in ("told", "quiet", "none")
@@ -317,3 +318,5 @@ def test_a_sum_for_a_loss_and_steps_without_targets_are_told(colotrain: Colotrai
     assert [text for text in notes["told"] if "twice the mean" in text]
     assert not [text for text in notes["quiet"] if "warning" in text]
     assert [text for text in notes["none"] if "step 1 has no target" in text]
+    twice = "there are 32 samples to train on, fewer than train.global_batch=48"
+    assert [twice in text for text in notes["none"]].count(True) == 1

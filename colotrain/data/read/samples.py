@@ -64,20 +64,23 @@ def rest_of(samples: Any) -> Subset[Any] | None:
     return Subset(samples.dataset, range(len(samples), total))
 
 
-def describe_cut(samples: Any, plan: DataPlan, *, evaluates: bool) -> str:
-    """What is kept of a dataset for validation without its doing; empty where nothing is."""
-    if not isinstance(samples, WithoutValidation):
-        return ""
-    total: int = len(samples.dataset)  # type: ignore[arg-type]
-    held = total - len(samples)
-    if not held:
-        return ""
-    unused = "" if evaluates else ", which train.eval_steps=0 leaves out"
-    return (
-        f"the last {held} of the {total} samples of data.target are for validation{unused}, not "
-        f"training (data.validation_fraction={plan.validation_fraction:g}; 0: none; a parameter "
-        "`split` of your function: samples of its own)"
-    )
+def notes_of(samples: Any, plan: DataPlan, *, global_batch: int, evaluates: bool) -> Iterator[str]:
+    """Yield what happens to the samples of training without the user's doing, a line each."""
+    if isinstance(samples, WithoutValidation):
+        total: int = len(samples.dataset)  # type: ignore[arg-type]
+        held = total - len(samples)
+        unused = "" if evaluates else ", which train.eval_steps=0 leaves out"
+        if held:
+            yield (
+                f"the last {held} of the {total} samples of data.target are for validation"
+                f"{unused}, not training (data.validation_fraction={plan.validation_fraction:g}; "
+                "0: none; a parameter `split` of your function: samples of its own)"
+            )
+    if len(samples) < global_batch:
+        yield (
+            f"warning: there are {len(samples)} samples to train on, fewer than "
+            f"train.global_batch={global_batch}: a step has some of them several times"
+        )
 
 
 BEAT_EVERY = 64
