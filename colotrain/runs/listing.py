@@ -26,7 +26,7 @@ from colotrain.runs.row import Row
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import OVER, JobState, Submitted, recall
 from colotrain.show.console import print_json, stderr_console, stdout_console
-from colotrain.show.formatting import clean, shown
+from colotrain.show.formatting import clean, shown, shown_loss
 from colotrain.show.progress import print_plain
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan
@@ -248,8 +248,8 @@ def cells(row: Row) -> list[Text]:
         row.plugin or "-",
         shown(row.world_size, "d"),
         steps if row.max_steps is not None else "-",
-        shown(row.loss, ".4f"),
-        shown(row.validation_loss, ".4f"),
+        shown_loss(row.loss),
+        shown_loss(row.validation_loss),
         speed(row.tokens_per_s, row.unit),
         short_duration(row.age_s),
     ]

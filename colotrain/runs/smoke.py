@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from colotrain.rundir import RunDir
-from colotrain.show.formatting import shown
+from colotrain.show.formatting import shown_loss
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.quantities import short_duration, short_size
 
@@ -55,7 +55,7 @@ def close(document: dict[str, Any], plan: RunPlan, rundir: RunDir) -> str:
     )
     predicted = short_size(memory["predicted_peak"])
     peak = short_size(max(memory["peak_by_rank"], default=0))
-    loss = shown(document["loss"]["last"], ".4f")
+    loss = shown_loss(document["loss"]["last"])
     return (
         f"smoke run passed in {short_duration(found['seconds'])}: {plan.plugin.name} on "
         f"{plan.world_size} {plan.cluster.device} rank{'s' * (plan.world_size > 1)}, "

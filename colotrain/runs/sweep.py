@@ -162,7 +162,7 @@ def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
 
     from colotrain.runs.listing import speed
     from colotrain.show.console import print_json, stdout_console
-    from colotrain.show.formatting import clean, shown
+    from colotrain.show.formatting import clean, shown, shown_loss
 
     rows = table(find_sweep(name, root=root), root=root)
     if as_json:
@@ -178,8 +178,8 @@ def print_sweep(name: str, *, as_json: bool, root: Path = RUNS) -> int:
             _state(row),
             *(clean(row["chosen"].get(key, "-")) for key in keys),
             f"{shown(row['steps'], 'd')}/{shown(row['max_steps'], 'd')}",
-            shown(row["loss"], ".4f"),
-            shown(row["validation_loss"], ".4f"),
+            shown_loss(row["loss"]),
+            shown_loss(row["validation_loss"]),
             speed(row["tokens_per_s"], row["unit"]),
         )
     stdout_console().print(grid)

@@ -16,6 +16,12 @@ def shown(value: Any, form: str) -> str:
     return "-" if value is None else clean(str(value))
 
 
+def shown_loss(value: Any) -> str:
+    """Format a loss as `shown` does, with four decimals; one that has diverged, as a power of 10."""
+    diverged = isinstance(value, int | float) and abs(value) >= 1e6
+    return shown(value, ".4g" if diverged else ".4f")
+
+
 def epoch(step: int, train: TrainPlan) -> str:
     """Format the number of trained epochs as `2.31/3`; `train.epoch_steps` must be known."""
     return (

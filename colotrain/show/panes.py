@@ -27,7 +27,7 @@ from colotrain.show.charts import (
     stacked,
     stacked_bar,
 )
-from colotrain.show.formatting import clean, epoch, shortened, shown
+from colotrain.show.formatting import clean, epoch, shortened, shown, shown_loss
 from colotrain.show.frame import FrameState, stragglers, worst_parameters
 from colotrain.spec.memory import MemoryBreakdown
 from colotrain.spec.quantities import short_duration, short_size
@@ -83,11 +83,11 @@ def _within(frame: FrameState) -> str:
 
 def loss(frame: FrameState, width: int, height: int) -> list[Text]:
     view = frame.view
-    now = shown(view.loss[-1][1] if view.loss else None, ".4f")
+    now = shown_loss(view.loss[-1][1] if view.loss else None)
     title = Text(f"train {now}")
     if view.evals:
         title.append(f"  {MARK} ", f"bold {ORANGE}")
-        title.append(f"validation {view.evals[-1][1]:.4f}")
+        title.append(f"validation {shown_loss(view.evals[-1][1])}")
         title.append("".join(f"  {name} {value:.4g}" for name, value in view.metrics.items()))
     title.append(f"  log scale  lr {shown(view.lr, '.2g')}", "dim")
     return [title, *chart(view.loss, view.evals, width=width, height=height - 1, log=True)]

@@ -19,7 +19,7 @@ from colotrain.events.event import Event
 from colotrain.events.fold import eta_s, follow
 from colotrain.events.view import ENDED, RunView, StageView, stages, unit
 from colotrain.rundir import RunDir
-from colotrain.show.formatting import clean, epoch, quoted, shown
+from colotrain.show.formatting import clean, epoch, quoted, shown, shown_loss
 from colotrain.show.terminal import is_live
 from colotrain.spec.plan import RunPlan, TrainPlan
 from colotrain.spec.quantities import short_duration, short_size
@@ -184,8 +184,8 @@ def step_line(step: kinds.Step, view: RunView, plan: RunPlan) -> str:
     fields = {
         "step": f"{step.step}/{plan.train.max_steps}",
         **({"epoch": epoch(step.step, plan.train)} if plan.train.epoch_steps else {}),
-        "loss": shown(step.loss, ".4f"),
-        "val": shown(_validation_loss(view, step.step), ".4f"),
+        "loss": shown_loss(step.loss),
+        "val": shown_loss(_validation_loss(view, step.step)),
         f"{unit(view, plan)}_per_s": shown(step.tokens_per_s, ".0f"),
         "eta": _eta(view, plan),
         "mem": short_size(max(view.peak_by_rank, default=0)),
@@ -233,7 +233,7 @@ def message_of(event: Event) -> Text | None:
             line = f"resumed from step {resumed.step}: {where}"
         case kinds.Evaluation.KIND:
             found = kinds.Evaluation.of(event)
-            line = f"step {found.step}: validation loss {shown(found.loss, '.4f')}"
+            line = f"step {found.step}: validation loss {shown_loss(found.loss)}"
             line += "".join(f", {name} {v:.4g}" for name, v in (found.metrics or {}).items())
         case kinds.Checkpoint.KIND:
             saved = kinds.Checkpoint.of(event)
@@ -284,8 +284,8 @@ def summary_rows(summary: dict[str, Any], plan: RunPlan, view: RunView) -> list[
     return [
         ("status", status),
         ("steps", _steps(summary["steps"], plan.train)),
-        ("loss", f"{shown(loss['first'], '.4f')} → {shown(loss['last'], '.4f')}"),
-        ("validation loss", shown(_validation_loss(view), ".4f")),
+        ("loss", f"{shown_loss(loss['first'])} → {shown_loss(loss['last'])}"),
+        ("validation loss", shown_loss(_validation_loss(view))),
         *((f"validation {name}", f"{value:.4g}") for name, value in view.metrics.items()),
         (f"{unit(view, plan)}/s", shown(summary["tokens_per_s"] or None, ",.0f")),
         ("MFU", _mfu(summary["mfu"], view)),

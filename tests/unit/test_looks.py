@@ -18,7 +18,7 @@ from colotrain.cli.main import guarded
 from colotrain.events.gradients import GradientRecord, ParameterGradient
 from colotrain.launch.server.process_titles import name_process
 from colotrain.show.charts import scale_of
-from colotrain.show.formatting import shortened
+from colotrain.show.formatting import shortened, shown_loss
 from colotrain.spec.plan import ModelPlan
 from tests.running import SMALL
 
@@ -121,3 +121,11 @@ def test_a_model_is_exported_in_the_dtype_that_it_came_in(tmp_path: Path) -> Non
     assert own_dtype(ModelPlan(target="", hf=str(tmp_path), args={})) == "bfloat16"
     assert own_dtype(ModelPlan(target="", hf=str(tmp_path), args={"dtype": "float32"})) == ""
     assert own_dtype(plan_of().model) == ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [(2.34567, "2.3457"), (1.2e33, "1.2e+33"), (None, "-"), ("nan", "nan"), (float("inf"), "inf")],
+)
+def test_a_loss_stays_short_also_where_it_diverged(loss: float | str | None, text: str) -> None:
+    assert shown_loss(loss) == text
