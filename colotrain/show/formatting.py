@@ -17,7 +17,7 @@ def shown(value: Any, form: str) -> str:
 
 
 def shown_loss(value: Any) -> str:
-    """Format a loss as `shown` does, with four decimals; one that has diverged, as a power of 10."""
+    """Format a loss as `shown` does, with four decimals; as a power of ten where it diverged."""
     diverged = isinstance(value, int | float) and abs(value) >= 1e6
     return shown(value, ".4g" if diverged else ".4f")
 
