@@ -52,9 +52,8 @@ class CopyKeeper:
         self.listener.close()
         with self._lock:
             for kept in self.kept.values():
-                if kept.lock.acquire(
-                    blocking=False
-                ):  # and never released: nothing is kept any more
+                # never released, so that nothing more is kept
+                if kept.lock.acquire(blocking=False):
                     for handle in kept.handles:
                         os.close(handle)
 
