@@ -10,6 +10,8 @@ import json
 import os
 import secrets
 import socket
+import threading
+from collections.abc import Callable
 from io import BufferedRWPair
 from typing import Any
 
@@ -36,6 +38,22 @@ def read(stream: BufferedRWPair) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     return document
+
+
+def accept_all(
+    listener: socket.socket, serve: Callable[[socket.socket], None], *, name: str
+) -> None:
+    """Serve each connection in a thread of its own until the listener is closed; does not wait."""
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # the listener was closed
+                return
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, name=name, daemon=True).start()
 
 
 class StrangerError(ValueError):

@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colotrain import host
-from colotrain.connections import Connection, read, receive_file, send, send_file, welcome
+from colotrain.connections import (
+    Connection,
+    accept_all,
+    read,
+    receive_file,
+    send,
+    send_file,
+    welcome,
+)
 from colotrain.launch.memory_files import COPIES
 from colotrain.spec.elastic import COPY_STALL_S
 
@@ -45,7 +53,7 @@ class CopyKeeper:
         self.port: int = listener.getsockname()[1]
         self.kept: dict[int, _Kept] = {}
         self._lock = threading.Lock()
-        threading.Thread(target=self._accept, name="copy-keeper", daemon=True).start()
+        accept_all(self.listener, self._serve, name="copy-keeper")
 
     def close(self) -> None:
         """Stop listening, and free the files into which nothing is being received."""
@@ -56,14 +64,6 @@ class CopyKeeper:
                 if kept.lock.acquire(blocking=False):
                     for handle in kept.handles:
                         os.close(handle)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:  # the listener was closed
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         gone = (OSError, ValueError, LookupError, TypeError, RecursionError)

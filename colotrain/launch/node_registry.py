@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from io import BufferedRWPair
 from typing import Any
 
-from colotrain.connections import StrangerError, read, send, welcome
+from colotrain.connections import StrangerError, accept_all, read, send, welcome
 from colotrain.launch.timeouts import wait_readable
 
 SILENT_S = 15.0
@@ -118,7 +118,7 @@ class NodeRegistry:
         self.refusals: list[str] = []
         self._enough_since: float | None = None
         self._changed = threading.Condition()
-        threading.Thread(target=self._accept, name="node-registry", daemon=True).start()
+        accept_all(self.listener, self._receive, name="node-registry")
 
     def close(self) -> None:
         """Wait up to `GOODBYE_S` until all other nodes have left, then stop listening."""
@@ -127,14 +127,6 @@ class NodeRegistry:
             alone = lambda: set(self.members) <= {self.info.node}  # noqa: E731
             self._changed.wait_for(alone, timeout=GOODBYE_S)
         self.listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:  # the listener was closed
-                return
-            threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
 
     def _receive(self, connection: socket.socket) -> None:
         """Serve one node's connection from its first line to its end."""
