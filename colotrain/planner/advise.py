@@ -69,17 +69,40 @@ class SearchSpace:
     sends_gradients: bool = False
     """Whether an earlier stage trains."""
 
-    def need(self, layout: Layout, trace: Trace | None) -> Estimate:
-        """Memory that a rank needs in training, or in the pass before it if that is more."""
+    def need(self, layout: Layout, *, checkpointing: Recompute) -> Estimate:
+        """Memory that a rank needs in training, or in the pass before it if that is more.
+
+        Of pipeline stages the fullest counts.
+        """
+        needs = [space.own_need(own, checkpointing) for space, own in self.parts(layout)]
+        return max(needs, key=lambda need: need.breakdown.total)
+
+    def own_need(self, layout: Layout, checkpointing: Recompute) -> Estimate:
+        """Memory that a rank of the stage in `layout` needs."""
+        trace = self.traces(checkpointing, layout.micro_batch)
         return self.with_pass(layout, predict(layout, self.survey, trace))
+
+    def parts(self, layout: Layout) -> Iterator[tuple[SearchSpace, Layout]]:
+        """Yield each pipeline stage's part of the model with its layout; or all of it."""
+        if not self.stages:
+            yield self, layout
+        for stage, space in enumerate(self.stages):
+            yield space, replace(layout, stage=stage, sends_gradients=space.sends_gradients)
 
     def with_pass(self, layout: Layout, training: Estimate) -> Estimate:
         """`training`, or the memory of the pass before it if that is more."""
         return training if self.before is None else larger(training, self.before(layout))
 
-    def option(self, plugin: str, layout: Layout, *, checkpointing: Recompute) -> Option:
-        trace = self.traces(checkpointing, layout.micro_batch)
-        need = self.need(layout, trace)
+    def option(
+        self,
+        plugin: str,
+        layout: Layout,
+        *,
+        checkpointing: Recompute,
+        need: Estimate | None = None,
+    ) -> Option:
+        """Memory, unless it is given as `need`, and time of a plugin."""
+        need = need or self.need(layout, checkpointing=checkpointing)
         return Option(
             plugin=plugin,
             mesh=self.mesh,
@@ -94,12 +117,11 @@ class SearchSpace:
     def time(self, layout: Layout, *, checkpointing: Recompute) -> Prediction:
         """Time of a step, in which the slowest pipeline stage counts; zeros where unknown."""
         parts: list[Part] = []
-        for stage, space in enumerate(self.stages or (self,)):
+        for space, own in self.parts(layout):
             trace = space.traces(checkpointing, layout.micro_batch)
             if trace is None or self.hardware is None:
                 return Prediction()
-            of_stage = replace(layout, stage=stage, sends_gradients=space.sends_gradients)
-            parts.append((of_stage, space.survey, trace))
+            parts.append((own, space.survey, trace))
         assert self.hardware is not None
         return step_time(
             parts,
@@ -158,8 +180,7 @@ def largest_micro_batch(
     """The largest power of two that fits as micro-batch, for any global batch; 0 if none."""
 
     def has_room(size: int) -> bool:
-        trace = search_space.traces(checkpointing, size)
-        need = search_space.need(replace(layout, micro_batch=size), trace)
+        need = search_space.need(replace(layout, micro_batch=size), checkpointing=checkpointing)
         return need.peak.verdict(search_space.capacity) == "yes"
 
     if search_space.traces(checkpointing, 1) is None or not has_room(1):

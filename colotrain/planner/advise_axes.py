@@ -6,6 +6,7 @@ smallest micro-batch alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,9 @@ def other_meshes(context: PlanningContext, plan: RunPlan) -> Iterator[Option]:
     sizes, own = sizes_of_axes(context.search_space.survey, plan), plan.mesh
     products = [(cp, tp) for cp in sizes["mesh.cp"] for tp in sizes["mesh.tp"]]
     for cp, tp in products:
-        if (cp, tp) == (own.cp, own.tp) or plan.cluster.procs_per_node % (cp * tp * own.pp):
+        other = dataclasses.replace(own, cp=cp, tp=tp)
+        unit = other.unit(plan.cluster.nodes)
+        if other == own or plan.cluster.procs_per_node % unit:
             continue
         changes = SMALL | {"mesh.cp": cp, "mesh.tp": tp}
         if own.sequence_parallel and tp == 1:

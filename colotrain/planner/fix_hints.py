@@ -166,10 +166,14 @@ def _larger_groups(context: PlanningContext, plan: RunPlan) -> Iterator[Changes]
     group does not fit, the others are not traced.
     """
     sizes, mesh = sizes_of_axes(context.search_space.survey, plan), plan.mesh
-    for key, own in (("mesh.cp", mesh.cp), ("mesh.tp", mesh.tp)):
-        others = plan.cluster.procs_per_node * own // mesh.together
-        larger = [size for size in sizes[key] if size > own and others % size == 0]
-        groups = [LEAST | {key: size} for size in larger]
+    procs, nodes = plan.cluster.procs_per_node, plan.cluster.nodes
+    larger = {
+        "mesh.cp": {n: dataclasses.replace(mesh, cp=n) for n in sizes["mesh.cp"] if n > mesh.cp},
+        "mesh.tp": {n: dataclasses.replace(mesh, tp=n) for n in sizes["mesh.tp"] if n > mesh.tp},
+    }
+    for key, meshes in larger.items():
+        fitting = [n for n, other in meshes.items() if procs % other.unit(nodes) == 0]
+        groups = [LEAST | {key: n} for n in fitting]
         if groups and context.verdict(groups[-1]) == "yes":
             yield next(changes for changes in groups if context.verdict(changes) == "yes")
 

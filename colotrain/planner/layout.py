@@ -52,8 +52,8 @@ class Layout:
     """Bytes of a sample's activations, which each stage passes on to the next."""
     sends_gradients: bool = False
     """Whether an earlier stage trains, so that the stage before gets gradients."""
-    linked_stages: int = 0
-    """Neighbouring stages with which this rank has shared memory (CPU)."""
+    links_stages: bool = False
+    """Whether a rank has shared memory with those of neighbouring stages (CPU, one host)."""
     baseline: int = 0
 
     @property
@@ -71,7 +71,8 @@ class Layout:
     @property
     def link_bytes(self) -> int:
         """Bytes of the memory that a rank shares with neighbouring stages, as `engine.shm.link`."""
-        slots = 2 * NUM_SLOTS * self.linked_stages
+        neighbours = (self.stage > 0) + (self.stage < self.stages - 1)
+        slots = 2 * NUM_SLOTS * neighbours * self.links_stages
         return slots * self.micro_batch * self.activation_bytes
 
     @property

@@ -24,7 +24,7 @@ from colotrain.planner.budget import (
 )
 from colotrain.planner.layout import Layout, layout_of
 from colotrain.planner.machine import Machine
-from colotrain.planner.memory import Estimate, non_model_bytes
+from colotrain.planner.memory import non_model_bytes
 from colotrain.planner.offload import least_bytes, offloaded_estimate, predict
 from colotrain.planner.scale import Scale
 from colotrain.spec.memory import Verdict
@@ -61,23 +61,33 @@ class PlanningContext:
     changed_plan: Callable[[dict[str, Any]], RunPlan | None] = lambda changes: None
     """The plan with changed settings (dotted key → value); None where they are refused."""
 
+    def stages(self) -> list[PlanningContext]:
+        """Return the context of each pipeline stage; this one where there are none."""
+        spaces = self.search_space.stages
+        own = [dataclasses.replace(space, stages=spaces) for space in spaces]
+        found = [dataclasses.replace(self, search_space=s, stage=n) for n, s in enumerate(own)]
+        return found or [self]
+
     def option(self, plugin: PluginPlan) -> Option:
+        """Memory, on the fullest stage, and time of `plugin`; see `own_option`."""
+        options = [own.own_option(plugin) for own in self.stages()]
+        return max(options, key=lambda option: option.memory.total)
+
+    def own_option(self, plugin: PluginPlan) -> Option:
         """Memory and time of `plugin`, without the memory that it offloads to lower tiers."""
         layout = self.layout(plugin)
         recompute = self.train.activation_checkpointing
-        option = self.search_space.option(plugin.name, layout, checkpointing=recompute)
         survey, device = self.search_space.survey, self.scale.device
-        trace = self.search_space.traces(recompute, layout.micro_batch)
-        need = Estimate(breakdown=option.memory, peak=option.peak)
+        need = self.search_space.own_need(layout, recompute)
         if plugin.budget is not None:
+            trace = self.search_space.traces(recompute, layout.micro_batch)
             transient = non_model_bytes(layout, survey, trace)
             lowered = offloaded_estimate(plugin, survey, self.optim, device, transient=transient)
             need = self.search_space.with_pass(layout, lowered) if lowered else need
         measured = measured_peaks.recall(self.shape(plugin))
         if measured is not None:
             need = measured_peaks.corrected(need, measured)
-        verdict = need.peak.verdict(self.search_space.capacity)
-        return dataclasses.replace(option, memory=need.breakdown, peak=need.peak, verdict=verdict)
+        return self.search_space.option(plugin.name, layout, checkpointing=recompute, need=need)
 
     def verdict(self, changes: dict[str, Any]) -> Verdict | None:
         """Whether the plan fits with changed settings; None where they are refused."""
@@ -100,7 +110,7 @@ class PlanningContext:
         has room for everything that memory cannot hold.
         """
         asked = asked or Plugin()
-        survey, split = self.search_space.survey, can_split(self.train)
+        survey, split = self._largest_survey(), can_split(self.train)
         plan = _plan_plugin(
             name, asked, self.scale, survey, self.machine, reason=reason, split=split
         )
@@ -114,6 +124,11 @@ class PlanningContext:
         _, placement, _ = predict(lowered, survey, self.optim, self.scale.device)
         has_room = budget is None or placement.need["disk"] <= budget.disk_bytes
         return lowered if has_room else plan
+
+    def _largest_survey(self) -> Survey:
+        """Return the model, or the part of the stage with most parameters, for all stages alike."""
+        surveys = [space.survey for space in self.search_space.stages or (self.search_space,)]
+        return max(surveys, key=lambda survey: sum(p.numel for p in survey.parameters))
 
     def layout(self, plugin: PluginPlan) -> Layout:
         every, steps = self.observe.grads_every, self.train.max_steps
@@ -130,14 +145,14 @@ class PlanningContext:
         mesh, sequence = self.scale.mesh, self.scale.sequence
         precision = PRECISIONS[self.train.precision]
         itemsize = precision.num_bytes if precision.is_cast else sequence.activation_itemsize
-        neighbours = (self.stage > 0) + (self.stage < mesh.pp - 1)
+        on_one_host = self.scale.world // mesh.pp < self.scale.procs_per_node
         return dataclasses.replace(
             layout,
             stages=mesh.pp,
             stage=self.stage,
             activation_bytes=sequence.activation_numel * itemsize // mesh.cp,
             sends_gradients=self.search_space.sends_gradients,
-            linked_stages=neighbours if self.scale.device == "cpu" else 0,
+            links_stages=on_one_host and self.scale.device == "cpu",
         )
 
 

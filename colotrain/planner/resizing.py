@@ -15,11 +15,12 @@ def check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Proble
     """Problem of numbers of nodes, from min_nodes to max_nodes, that do not divide the batch."""
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
     wanted = range(least, most + 1)
-    groups = scale.procs_per_node // scale.mesh.together
-    found = reachable(batch.global_batch, batch.micro_batch * groups, wanted)
+    procs, together = scale.procs_per_node, scale.mesh.together
+    found = reachable(batch.global_batch, batch.micro_batch, wanted, procs, together)
     missing = [str(nodes) for nodes in wanted if nodes not in found]
     if missing and (least, most) != (scale.nodes, scale.nodes):
         key, fix = "train.global_batch", "change one of these, or elastic.min_nodes and max_nodes"
+        groups = f"{procs // together}" if procs % together == 0 else f"{procs} / {together}"
         expected = (
             f"a multiple of {batch.micro_batch} × {groups} × nodes for every number "
             f"of nodes from {least} to {most}, which it is not for {', '.join(missing)} "
@@ -31,13 +32,14 @@ def check_sizes(elastic: Elastic, scale: Scale, batch: Batch) -> Iterator[Proble
 def check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
     """Problem of numbers of nodes, other than the planned one, that do not fit the shard size."""
     shard, elastic = settings.plugin.shard_size, settings.elastic
-    procs = scale.procs_per_node // (scale.mesh.tp * scale.mesh.pp)
+    procs, parts = scale.procs_per_node, scale.mesh.tp * scale.mesh.pp
     least, most = elastic.min_nodes or scale.nodes, elastic.max_nodes or scale.nodes
-    wanted = [nodes for nodes in range(least, most + 1) if nodes != scale.nodes]
-    missing = [str(nodes) for nodes in wanted if shard and shard > 0 and nodes * procs % shard]
+    ranks = {n: n * procs // parts for n in range(least, most + 1) if n != scale.nodes}
+    missing = [str(n) for n, num in ranks.items() if shard and shard > 0 and num % shard]
     if missing:
+        each = procs if parts == 1 else f"{procs} / {parts}"
         expected = (
-            f"a divisor of {procs} × nodes for every number of nodes from {least} to {most}, which "
+            f"a divisor of {each} × nodes for every number of nodes from {least} to {most}, which "
             f"it is not for {', '.join(missing)}"
         )
         fix = "change it, or elastic.min_nodes and max_nodes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -112,20 +113,40 @@ def _check_hardware(settings: Config) -> Iterator[Problem]:
 
 
 def _check_mesh(settings: Config, *, most_procs: int) -> Iterator[Problem]:
-    """Problem of ranks per node that cannot be divided into groups with the same samples."""
-    procs, mesh = settings.cluster.procs_per_node, mesh_of(settings)
+    """Problem of ranks that cannot be divided into groups with the same samples.
+
+    The stages of a group may be on different nodes; what else divides samples may not.
+    """
+    procs, mesh, nodes = settings.cluster.procs_per_node, mesh_of(settings), settings.cluster.nodes
     axes = mesh.above_one or {"mesh.tp": 1}
-    key, product, size = next(iter(axes)), "", mesh.together
+    inside = dataclasses.replace(mesh, pp=1)
+    if nodes > 1 and not _holds_groups(procs, most_procs, inside.unit(nodes)):
+        nodes, mesh, axes = 1, inside, inside.above_one
+    if _holds_groups(procs, most_procs, mesh.unit(max(1, nodes))):
+        return
+    size = mesh.together
+    key, product = next(iter(axes)), ""
     if len(axes) > 1:
         key, product = "mesh", f"{' × '.join(axes)} = {' × '.join(map(str, axes.values()))} as "
-    if procs == "auto" and size > most_procs:
+    if procs == "auto":
         expected = f"{product}at most {most_procs}, the ranks of a node, where each group is"
+        if nodes > 1:
+            expected = f"{product}what {nodes} nodes of at most {most_procs} ranks share evenly"
         fix = "lower it, or set cluster.procs_per_node"
         yield Problem(key=key, value=size, expected=expected, fix=fix)
-    if procs != "auto" and procs >= 1 and size > 1 and procs % size:
-        expected = f"{product}a divisor of cluster.procs_per_node={procs}"
-        sizes = ", ".join(str(n) for n in range(1, procs + 1) if procs % n == 0)
-        yield Problem(key=key, value=size, expected=expected, fix=f"one of {sizes}")
+        return
+    whole = max(1, nodes) * procs
+    ranks = (
+        f"{whole}, the ranks of {nodes} nodes" if nodes > 1 else f"cluster.procs_per_node={procs}"
+    )
+    expected = f"{product}a divisor of {ranks}"
+    sizes = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+    yield Problem(key=key, value=size, expected=expected, fix=f"one of {sizes}")
+
+
+def _holds_groups(procs: int | str, most_procs: int, unit: int) -> bool:
+    """Whether each node's ranks are a multiple of `unit`, or can be."""
+    return procs < 1 or procs % unit == 0 if isinstance(procs, int) else unit <= most_procs
 
 
 def mesh_of(settings: Config) -> MeshPlan:
@@ -153,17 +174,20 @@ def _solve(settings: Config, ranks: tuple[int, int], problems: list[Problem]) ->
     if touches(problems, sized):
         return None
     mesh, procs = mesh_of(settings), cluster.procs_per_node
-    size = mesh.together
     found = solve(
         Sizes(
             global_batch=train.global_batch,
             micro_batch=train.micro_batch,
             accumulation=None if steps == "auto" else steps,
-            procs_per_node=None if procs == "auto" else procs // size,
+            procs_per_node=None if procs == "auto" else procs,
             nodes=cluster.nodes,
-            default_procs=max(1, ranks[0] // size),
-            most_procs=max(1, ranks[1] // size),
-            ranks="world size" if size == 1 else f"number of groups of {_unit(mesh)} ranks",
+            together=mesh.together,
+            unit=mesh.unit(cluster.nodes),
+            default_procs=ranks[0],
+            most_procs=ranks[1],
+            ranks="world size"
+            if mesh.together == 1
+            else f"number of groups of {_unit(mesh)} ranks",
         )
     )
     if isinstance(found, Problem):

@@ -16,14 +16,17 @@ from colotrain.spec.survey import Survey, Trace
 def of_fullest_stage(
     asked: Plugin, context: PlanningContext
 ) -> tuple[PlanningContext, PluginPlan, Option]:
-    """Decide on the plugin for the stage that needs most memory."""
-    found = [(own, *decide(asked, own)) for own in each_stage(context)]
-    fullest, plugin, option = max(found, key=lambda each: each[2].memory.total)
-    if context.scale.mesh.pp > 1:
-        by_stage = tuple(own.option(plugin).memory.total for own, *_ in found)
-        sent = tuple(sum(own.layout(plugin).passed_bytes) for own, *_ in found)
-        fullest = dataclasses.replace(fullest, bytes_of_stages=by_stage, sent_by_stages=sent)
-    return fullest, plugin, option
+    """Decide on the plugin; return the stage that needs most memory under it, and that memory."""
+    contexts = [*each_stage(context)]
+    plugin, option = decide(asked, contexts[0])
+    if context.scale.mesh.pp == 1:
+        return context, plugin, option
+    options = [own.own_option(plugin) for own in contexts]
+    by_stage = tuple(option.memory.total for option in options)
+    sent = tuple(sum(own.layout(plugin).passed_bytes) for own in contexts)
+    index = by_stage.index(max(by_stage))
+    fullest = dataclasses.replace(contexts[index], bytes_of_stages=by_stage, sent_by_stages=sent)
+    return fullest, plugin, options[index]
 
 
 def each_stage(context: PlanningContext) -> Iterator[PlanningContext]:

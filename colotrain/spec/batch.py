@@ -24,6 +24,10 @@ class Sizes:
     accumulation: int | None
     procs_per_node: int | None
     nodes: int = 1
+    together: int = 1
+    """Ranks that work on the same samples. A node need not hold all stages of such a group."""
+    unit: int = 1
+    """What the number of ranks of a node must be a multiple of."""
     default_procs: int
     """Ranks per node, as far as the other sizes allow it."""
     most_procs: int
@@ -40,6 +44,7 @@ class Batch:
     micro_batch: int
     accumulation: int
     world: int
+    """Groups of ranks that work on the same samples."""
 
 
 def solve(sizes: Sizes) -> Batch | Problem:
@@ -50,10 +55,14 @@ def solve(sizes: Sizes) -> Batch | Problem:
     """
     g, m, a = sizes.global_batch, sizes.micro_batch, sizes.accumulation
     if sizes.procs_per_node is not None:
-        return _solve_at(sizes, sizes.nodes * sizes.procs_per_node)
+        return _solve_at(sizes, sizes.nodes * sizes.procs_per_node // sizes.together)
     if g is not None and m is not None and a is not None:
         return _solve_world(sizes, g, m, a)
-    tried = [_solve_at(sizes, sizes.nodes * p) for p in range(sizes.default_procs, 0, -1)]
+    largest = max(1, sizes.default_procs // sizes.unit) * sizes.unit
+    tried = [
+        _solve_at(sizes, sizes.nodes * procs // sizes.together)
+        for procs in range(largest, 0, -sizes.unit)
+    ]
     return next((found for found in tried if isinstance(found, Batch)), tried[0])
 
 
@@ -81,12 +90,13 @@ def _solve_world(sizes: Sizes, g: int, m: int, a: int) -> Batch | Problem:
         return _indivisible(g, {"micro_batch": m, "accumulation": a})
     world = g // (m * a)
     factors = f"global_batch {g} / (micro_batch {m} × accumulation {a})"
-    if world % sizes.nodes:
+    procs, rest = divmod(world * sizes.together, sizes.nodes)
+    if rest or procs % sizes.unit:
         expected = f"a {sizes.ranks} that {sizes.nodes} nodes share evenly, not {world} = {factors}"
         fix = "change one of these, or cluster.nodes"
         return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)
-    most = sizes.nodes * sizes.most_procs
-    if world > most:
+    if procs > sizes.most_procs:
+        most = sizes.nodes * sizes.most_procs // sizes.together
         expected = f"a {sizes.ranks} of at most {most} here, not {world} = {factors}"
         fix = "leave accumulate.steps out, or set cluster.procs_per_node"
         return Problem(key="train.global_batch", value=g, expected=expected, fix=fix)

@@ -42,6 +42,13 @@ class MeshPlan:
         """Ranks that work on the same samples."""
         return self.pp * self.cp * self.tp
 
+    def unit(self, nodes: int) -> int:
+        """What the number of ranks of each of `nodes` nodes must be a multiple of.
+
+        Ranks that exchange inside every layer are on one node; stages may be on several.
+        """
+        return math.lcm(self.cp * self.tp, self.together // math.gcd(self.together, nodes))
+
     def data_rank(self, rank: int, *, world: int) -> int:
         """Number of the group that `rank` belongs to, which reads its own samples."""
         return rank % (world // self.pp) // (self.cp * self.tp)

@@ -18,18 +18,19 @@ def resize(plan: RunPlan, nodes: int) -> RunPlan:
         return plan
     procs, batch = plan.cluster.procs_per_node, plan.batch
     world = nodes * procs
-    groups = world // plan.mesh.together
-    steps, rest = divmod(batch.global_batch, batch.micro_batch * groups)
-    if rest:
+    together = plan.mesh.together
+    if nodes not in reachable(batch.global_batch, batch.micro_batch, [nodes], procs, together):
         least, most = plan.elastic.min_nodes, max(plan.elastic.max_nodes, nodes)
-        who = _named(groups, plan.mesh.together)
-        per_node = batch.micro_batch * procs // plan.mesh.together
-        sizes = reachable(batch.global_batch, per_node, range(least, most + 1))
+        who = _named(world // together, together) if world % together == 0 else f"{world} ranks"
+        wanted = range(least, most + 1)
+        sizes = reachable(batch.global_batch, batch.micro_batch, wanted, procs, together)
         raise ColotrainError(
             f"{nodes} nodes: a global batch of {batch.global_batch} cannot be shared out among "
             f"{who} in micro-batches of {batch.micro_batch}",
             f"numbers of nodes that can: {', '.join(map(str, sizes)) or 'none'}",
         )
+    groups = world // together
+    steps = batch.global_batch // (batch.micro_batch * groups)
     parts = world // (plan.mesh.tp * plan.mesh.pp)
     shard = plan.plugin.dp_shard if plan.plugin.is_hybrid else parts
     if parts % shard:
@@ -52,9 +53,12 @@ def _named(groups: int, ranks: int) -> str:
     return f"{groups} ranks" if ranks == 1 else f"{groups} groups of {ranks} ranks"
 
 
-def reachable(global_batch: int, per_node: int, candidates: Iterable[int]) -> list[int]:
+def reachable(
+    global_batch: int, micro_batch: int, candidates: Iterable[int], procs: int, together: int
+) -> list[int]:
     """The numbers of nodes among `candidates` that divide the global batch evenly.
 
-    `per_node` is the number of samples in one micro-batch of each of a node's ranks.
+    Each node has `procs` ranks, and `together` ranks work on the same samples.
     """
-    return [nodes for nodes in candidates if global_batch % (per_node * nodes) == 0]
+    whole = [nodes for nodes in candidates if nodes * procs % together == 0]
+    return [n for n in whole if global_batch % (micro_batch * (n * procs // together)) == 0]

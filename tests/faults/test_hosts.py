@@ -147,11 +147,15 @@ def test_a_host_is_killed_and_the_other_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [(RANKS,), ("cluster.procs_per_node=1", "mesh.pp=2")])
 def test_a_lost_host_goes_on_from_the_copies_of_the_other_one(
-    two_hosts: list[Host], tmp_path: Path
+    two_hosts: list[Host], tmp_path: Path, size: tuple[str, ...]
 ) -> None:
-    """Without any checkpoint; no step that all ranks had finished is made again."""
-    settings = ("elastic.memory_copy=1GiB", "checkpoint.every=0", "plugin=zero3", RANKS)
+    """Without any checkpoint; no step that all ranks had finished is made again.
+
+    Also where each host has one stage of the model; with the losses of one rank.
+    """
+    settings = ("elastic.memory_copy=1GiB", "checkpoint.every=0", "plugin=zero3", *size)
     settings += ("train.max_steps=40", "train.eval_every=0")
     undisturbed = [end(process) for process in begin(two_hosts, tmp_path, "calm", *settings)]
     assert [code for code, _, _ in undisturbed] == [0, 0], undisturbed
@@ -165,11 +169,16 @@ def test_a_lost_host_goes_on_from_the_copies_of_the_other_one(
     code, out, err = end(first)
     assert (code, end(replacement)[0]) == (0, 0), err
     steps = [e for e in events(tmp_path, "hurt", "step") if e.attempt == 0 and e.t < killed_at]
-    newest = [max(e.fields["step"] for e in steps if e.rank == rank) for rank in range(4)]
+    ranks = {e.rank for e in steps}
+    newest = [max(e.fields["step"] for e in steps if e.rank == rank) for rank in ranks]
+    assert len(ranks) == (4 if RANKS in size else 2)
     resumed = [e.fields for e in events(tmp_path, "hurt", "resumed")]
     assert [fields["in_memory"] for fields in resumed] == [True]
     assert resumed[0]["step"] >= min(newest) >= 4
     assert losses(json.loads(out)) == losses(json.loads(undisturbed[0][1]))
+    alone = (*settings, "mesh.pp=1", "cluster.procs_per_node=1", "name=alone")
+    one = Colotrain(tmp_path).run(*PLAN, *alone)
+    assert losses(json.loads(out)) == pytest.approx(losses(one), abs=SAME)
 
 
 WAITING = """\

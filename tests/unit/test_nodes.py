@@ -45,7 +45,8 @@ def test_a_number_of_nodes_that_cannot_share_the_batch_is_refused() -> None:
     two = plan(*ELASTIC[:2], *BATCH)
     with pytest.raises(ColotrainError, match="numbers of nodes that can: 1, 2"):
         resize(two, 3)
-    assert reachable(12, 2, range(1, 5)) == [1, 2, 3]
+    assert reachable(12, 1, range(1, 5), 2, 1) == [1, 2, 3]
+    assert reachable(12, 1, range(1, 7), 2, 4) == [2, 4, 6]
 
 
 def test_a_number_of_nodes_that_replicas_do_not_fit_on_is_refused() -> None:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from colotrain.cli.plan import describe
 from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import keep_stage_
+from colotrain.errors import ColotrainError, ConfigError
 from colotrain.events.view import RankView, RunView, stages
 from colotrain.models.llm import LLM
-from colotrain.runs.resolving import resolve_config
+from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.plan import RunPlan
+from colotrain.spec.resizing import resize
 from colotrain.spec.sequence import BlockSequence, Costs, balance, bubble, pipeline_time
 
 IDS = torch.zeros(2, 6, dtype=torch.int64)
@@ -232,6 +235,40 @@ def test_a_plan_counts_what_stages_send_and_how_long_they_wait() -> None:
     assert half["pipeline"]["sent_bytes"] == [4 * micro_batch // 2] * 2
 
 
+def on_gpus(*words: str) -> ResolvedConfig:
+    """A plan under which the last stage is the fullest with whole parameters, else the first."""
+    model = {"d_model": 1024, "num_heads": 8, "d_hidden": 4096, "num_layers": 5}
+    sizes = ["recipe=llm-tiny", "hardware=a100-80g", "cluster.procs_per_node=8", "mesh.pp=2"]
+    sizes += ["mesh.pp_split=[2,3]", "train.global_batch=64", "data.seq_len=512"]
+    sizes += ["train.micro_batch=2", *(f"model.args.{key}={n}" for key, n in model.items())]
+    return resolve_config([*sizes, *words], here=False, job=None)
+
+
+def test_alternatives_need_the_memory_of_their_own_fullest_stage() -> None:
+    fullest = set()
+    alternatives = describe(on_gpus("plugin=zero1"))["alternatives"]
+    assert len(alternatives) >= 3
+    for option in alternatives:
+        axes = (f"mesh.tp={option['tensor_parallel']}", f"mesh.cp={option['context_parallel']}")
+        own = on_gpus(f"plugin={option['plugin']}", *axes)
+        assert option["memory"]["peak"] == own.plan.memory.total
+        fullest.add(own.context.bytes_of_stages.index(own.plan.memory.total))
+    assert fullest == {0, 1}
+
+
+def test_auto_takes_what_every_stage_has_room_for() -> None:
+    names = ("zero1", "zero2", "zero3")
+    highest = [on_gpus(f"plugin={name}").plan.peak.high for name in names]
+    first, second, third = sorted(highest)
+    taken = set()
+    for room in (first, (first + second) // 2, second, (second + third) // 2, third, 2 * third):
+        chosen = on_gpus("plugin=auto", f"cluster.memory={room}").plan
+        need = on_gpus(f"plugin={chosen.plugin.name}").plan.peak
+        assert chosen.peak.verdict(room) == need.verdict(room) == "yes"
+        taken.add(chosen.plugin.name)
+    assert len(taken) > 1
+
+
 def test_stages_whose_parameters_are_frozen_get_no_gradients() -> None:
     document = planned("freeze.patterns=[embed*,blocks.0.*,blocks.1.*]", "mesh.pp_split=[2,2]")
     first, last = document["pipeline"]["sent_bytes"]
@@ -254,3 +291,60 @@ def test_measured_waits_of_stages_are_beside_planned_ones() -> None:
     assert last.wait == 0.5
     assert (first.planned_wait, last.planned_wait) == plan.time.waits
     assert stages(view, resolve_config(STAGED[:3], here=True, job=None).plan) == ()
+
+
+SIZES = ("recipe=llm-tiny", "train.global_batch=48", "train.micro_batch=2")
+
+
+def on_nodes(nodes: int, procs: int | str, *more: str, **mesh: int) -> RunPlan:
+    size = (f"cluster.nodes={nodes}", f"cluster.procs_per_node={procs}")
+    axes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    return resolve_config([*SIZES, *size, *axes, *more], here=False, job=None).plan
+
+
+@pytest.mark.parametrize(
+    ("nodes", "procs", "mesh", "groups"),
+    [
+        (2, 1, {"pp": 2}, 1),
+        (2, 2, {"pp": 4}, 1),
+        (2, 2, {"pp": 2, "tp": 2}, 1),
+        (4, 2, {"pp": 2, "cp": 2}, 2),
+        (3, 2, {"pp": 2}, 3),
+    ],
+)
+def test_stages_may_be_on_several_nodes(
+    nodes: int, procs: int, mesh: dict[str, int], groups: int
+) -> None:
+    found = on_nodes(nodes, procs, **mesh)
+    assert (found.world_size, found.batch.data_parallel) == (nodes * procs, groups)
+    assert found.batch.accumulation_steps * groups * 2 == 48
+
+
+@pytest.mark.parametrize(
+    ("nodes", "procs", "mesh", "says"),
+    [
+        (2, 1, {"tp": 2}, "mesh.tp=2: expected a divisor of cluster.procs_per_node=1; one of 1"),
+        (2, 1, {"tp": 2, "pp": 2}, "mesh.tp=2: expected a divisor of cluster.procs_per_node=1"),
+        (2, 2, {"pp": 3}, "mesh.pp=3: expected a divisor of 4, the ranks of 2 nodes; one of 1, 2"),
+        (2, 2, {"pp": 4, "cp": 2}, "mesh.pp × mesh.cp = 4 × 2 as a divisor of 4, the ranks of 2"),
+        (2, "auto", {"pp": 512}, "mesh.pp=512: expected what 2 nodes of at most "),
+    ],
+)
+def test_groups_that_the_ranks_cannot_be_divided_into_are_refused(
+    nodes: int, procs: int | str, mesh: dict[str, int], says: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        on_nodes(nodes, procs, **mesh)
+    (line,) = error.value.lines()
+    assert says in line
+
+
+def test_numbers_of_nodes_that_stages_cannot_share_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        on_nodes(4, 1, "elastic.min_nodes=2", pp=2)
+    (line,) = error.value.lines()
+    assert "which it is not for 3 (reachable: 2, 4)" in line
+    four = on_nodes(4, 1, pp=2)
+    assert resize(four, 2).batch.accumulation_steps == 2 * four.batch.accumulation_steps
+    with pytest.raises(ColotrainError, match=r"3 nodes: .* cannot be shared out among 3 ranks"):
+        resize(four, 3)
