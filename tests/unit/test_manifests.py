@@ -101,6 +101,24 @@ def test_the_text_of_a_job(name: str) -> None:
     assert render(name) == (GOLDEN / f"{name}.job").read_text("utf-8")
 
 
+def test_skypilot_itself_reads_the_task() -> None:
+    """Where SkyPilot is installed: against its published schemas, and with its own parser."""
+    sky = pytest.importorskip("sky")
+    jsonschema = pytest.importorskip("jsonschema")
+    from sky.utils import schemas
+
+    (task,) = yaml.safe_load_all(render("skypilot"))
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**task, "nodes": 2}, schemas.get_task_schema())
+    read = sky.Task.from_yaml_config(task, secrets_overrides=[("HF_TOKEN", "a value")])
+    assert read.num_nodes == 2
+    (resources,) = read.resources
+    assert resources.accelerators == {"H100": 8}
+    assert resources.use_spot
+
+
 def test_the_objects_of_a_job_name_one_another() -> None:
     plan, service, job = yaml.safe_load_all(render("kubernetes"))
     name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
