@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,7 @@ class Ranks:
         tensor.copy_(torch.stack(self.exchange(tensor.clone())).sum(0))
 
     def all_gather(self, everyone: list[Any], mine: Any) -> None:
-        everyone[:] = self.exchange(mine)
+        everyone[:] = pickle.loads(pickle.dumps(self.exchange(mine)))
 
     def broadcast(self, objects: list[Any]) -> None:
         objects[:] = self.exchange(list(objects))[0]

@@ -49,8 +49,9 @@ def check(colotrain: Colotrain, *settings: str) -> None:
     assert [(f["step"], f.get("in_memory")) for f in resumed] == [(LOST_IN - 1, True)]
     saved = colotrain.rundir("calm").checkpoint(LOST_IN - 1)
     one = (*PLAN, *settings, "cluster.nodes=1", f"checkpoint.resume={saved}", "name=disk")
-    from_disk = losses(colotrain.run(*one, "checkpoint.every=0"))
-    assert hurt == [*calm[: LOST_IN - 1], *from_disk]
+    from_disk = colotrain("run", *one, "checkpoint.every=0", "--json", env=environment())
+    assert from_disk.code == 0, from_disk.err
+    assert hurt == [*calm[: LOST_IN - 1], *losses(from_disk.json)]
 
 
 def test_one_host_goes_on_from_the_copies_of_two(colotrain: Colotrain) -> None:

@@ -45,8 +45,10 @@ def attempt(
     def one(rank: int) -> WholeCopy | Copied | None:
         copies = opened(launchers, rank, name)
         found = copies.choose()
+        if isinstance(found, WholeCopy):
+            check_whole(found)
+        dist.all_reduce(torch.zeros(1))  # nobody begins before all have read
         copies.begin(found, found.step if found else 0)
-        dist.all_reduce(torch.zeros(1))
         for step in steps:
             take(copies, step)
             dist.all_reduce(torch.zeros(1))  # as in every step
@@ -58,16 +60,21 @@ def attempt(
     return ranks.run(len(launchers) * launchers[0].procs, one)
 
 
+def check_whole(whole: WholeCopy) -> None:
+    """What is read is the whole state of that step, be it read from here or from other hosts."""
+    step, world_size = whole.step, whole.manifest.world_size
+    own = {f"rng.{rank}": torch.tensor([rank, step]) for rank in range(world_size)}
+    expected, read = whole_state(step) | own, read_all(whole.index)
+    assert read.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(read[name], expected[name])] == []
+
+
 def assert_whole(found: Sequence[WholeCopy | Copied | None], step: int, *, ranks_then: int) -> None:
-    expected = whole_state(step) | {
-        f"rng.{rank}": torch.tensor([rank, step]) for rank in range(ranks_then)
-    }
-    for whole in found:
-        assert isinstance(whole, WholeCopy)
-        assert (whole.step, whole.manifest.world_size) == (step, ranks_then)
-        read = read_all(whole.index)
-        assert read.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(read[name], expected[name])] == []
+    told = [
+        (whole.step, whole.manifest.world_size) if isinstance(whole, WholeCopy) else None
+        for whole in found
+    ]
+    assert told == [(step, ranks_then)] * len(found)
 
 
 def damage(handle: int) -> None:

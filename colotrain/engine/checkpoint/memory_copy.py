@@ -153,9 +153,15 @@ class MemoryCopies:
                 break
             if all(key in own for own, *_ in everyone) and self._all_intact(mine[key].file):
                 return mine[key]
-            if ranks_of[key] == set(range(key.world_size)) and (whole := join_copies(key, memory)):
-                return whole
+            if ranks_of[key] == set(range(key.world_size)):
+                whole = join_copies(key, memory, lambda why, key=key: self._pass_over(key, why))
+                if whole is not None:
+                    return whole
         return None
+
+    def _pass_over(self, key: Key, why: str) -> None:
+        text = f"warning: rank {dist.get_rank()}: copies of step {key.step} cannot be read: {why}"
+        self.events.write(Note(text=text))
 
     def _all_intact(self, file: MemoryFile) -> bool:
         bad = torch.tensor(float(not file.is_intact()))

@@ -6,7 +6,7 @@ copies in its own launcher's memory; those of other launchers it reads over a co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +167,11 @@ class _Holder:
     manifest: dict[str, Any]
 
 
-def join_copies(key: Key, memory: Memory) -> WholeCopy | None:
+def join_copies(key: Key, memory: Memory, tell: Callable[[str], None]) -> WholeCopy | None:
     """Return the whole that the copies with this key are, if every one is somewhere and intact.
 
-    All ranks must call, each with its share of its launcher's files.
+    All ranks must call, each with its share of its launcher's files. `tell` is called with why
+    copies that are there cannot be read.
     """
     mine = [
         _Holder(
@@ -189,7 +190,7 @@ def join_copies(key: Key, memory: Memory) -> WholeCopy | None:
     holders = choose_holders(memory.places.own, (h for told in everyone for h in told))
     whole = None
     if len(holders) == key.world_size:
-        with suppress(ConfigError, *INVALID):
+        try:
             sources = open_sources(memory.places, holders)
             parts = [holder.index for holder in holders]
             whole = WholeCopy(
@@ -197,6 +198,8 @@ def join_copies(key: Key, memory: Memory) -> WholeCopy | None:
                 manifest=from_plain(Manifest, holders[0].manifest),
                 index=index_of(join(parts)["tensors"], sources.__getitem__),
             )
+        except (ConfigError, *INVALID) as error:
+            tell(f"{type(error).__name__}: {error}")
     unread = torch.tensor(float(whole is None))
     dist.all_reduce(unread)
     return whole if unread.item() == 0 else None
