@@ -39,11 +39,14 @@ def on_two(cwd: Path, name: str, *settings: str, **order: object) -> list[float]
     return losses(json.loads(out))
 
 
-def check(colotrain: Colotrain, *settings: str) -> None:
-    """Nothing that was finished is lost, and all goes on as from a checkpoint of that step."""
+def check(colotrain: Colotrain, *settings: str, lost: int = 1) -> None:
+    """Nothing that was finished is lost, and all goes on as from a checkpoint of that step.
+
+    `lost` is a rank of the host that is lost.
+    """
     saved_all = ("checkpoint.every=1", f"checkpoint.keep={STEPS}")
     calm = on_two(colotrain.cwd, "calm", *settings, *saved_all)
-    order = {"what": "kill_host", "rank": 1, "step": LOST_IN}
+    order = {"what": "kill_host", "rank": lost, "step": LOST_IN}
     hurt = on_two(colotrain.cwd, "hurt", *settings, "checkpoint.every=0", **order)
     resumed = [e.fields for e in colotrain.events("hurt") if e.kind == "resumed"]
     assert [(f["step"], f.get("in_memory")) for f in resumed] == [(LOST_IN - 1, True)]
@@ -70,10 +73,16 @@ def test_every_plugin_goes_on_as_from_a_checkpoint(colotrain: Colotrain, plugin:
     [
         ("plugin=zero2", "train.precision=fp16"),
         ("plugin=zero3", "optim.name=adafactor"),
-        ("plugin=zero3", "freeze.patterns=['embedding*']", "freeze.unfreeze={7: ['embedding*']}"),
+        ("plugin=zero3", "freeze.patterns=['embed.*']", "freeze.unfreeze={7: ['embed.*']}"),
     ],
     ids=["fp16", "adafactor", "frozen"],
 )
 def test_what_else_is_kept(colotrain: Colotrain, settings: tuple[str, ...]) -> None:
     """The loss scale, state of other shapes, and parameters that do not train yet."""
     check(colotrain, *settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["mesh.tp", "mesh.pp"])
+def test_parts_of_matrices_and_stages_are_kept(colotrain: Colotrain, axis: str) -> None:
+    check(colotrain, "plugin=zero2", "cluster.procs_per_node=2", f"{axis}=2", lost=2)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class MemoryCopies:
             if all(key in own for own, *_ in everyone) and self._all_intact(mine[key].file):
                 return mine[key]
             if ranks_of[key] == set(range(key.world_size)):
-                whole = join_copies(key, memory, lambda why, key=key: self._pass_over(key, why))
+                whole = join_copies(key, memory, partial(self._pass_over, key))
                 if whole is not None:
                     return whole
         return None
