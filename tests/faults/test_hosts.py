@@ -217,7 +217,7 @@ def test_a_host_that_joins_reads_the_copies_of_the_first(
     two_hosts: list[Host], tmp_path: Path
 ) -> None:
     """Nothing is saved on disk."""
-    elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=12")
+    elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=30")
     elastic += ("elastic.memory_copy=1GiB", "checkpoint.every=0", "train.eval_every=0")
     alone = losses(Colotrain(tmp_path).run(*PLAN, *elastic[1:], "name=alone"))
     (tmp_path / "hook.py").write_text(WAITING)
@@ -236,7 +236,8 @@ def test_a_host_that_joins_reads_the_copies_of_the_first(
     assert code == 0, err
     assert end(second)[0] == 0
     resumed = [e.fields for e in events(tmp_path, "joined", "resumed")]
-    assert [(fields["in_memory"], fields["step"] >= 2) for fields in resumed] == [(True, True)]
+    assert [fields["in_memory"] for fields in resumed] == [True]
+    assert 2 <= resumed[0]["step"] < 30
     assert losses(json.loads(out)) == pytest.approx(alone, abs=SAME)
 
 
