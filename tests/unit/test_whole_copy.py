@@ -205,7 +205,10 @@ def test_the_memory_of_ranks_that_are_no_more_is_freed(
     kept = [handle for rank in (2, 3) for handle in first.keeper.kept[rank].handles]
     attempt(ranks, [first], 3, name="b")
     assert all(os.fstat(handle).st_size for handle in kept)  # they may be needed yet
-    attempt(ranks, [first], 4, 5, name="c")
+    first, second = hosts(2)
+    attempt(ranks, [first, second], 1, 2)
+    kept = [handle for rank in (2, 3) for handle in first.keeper.kept[rank].handles]
+    attempt(ranks, [first], 3, 4, name="b")
     assert not any(os.fstat(handle).st_size for handle in kept)
 
 
