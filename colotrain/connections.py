@@ -64,10 +64,12 @@ class Connection:
     """A connection to a process that asks for the secret first. Raises `OSError`, `ValueError`."""
 
     def __init__(
-        self, host: str, port: int, *, secret: str, hello: dict[str, Any], timeout_s: float
+        self, address: str, *, secret: str, hello: dict[str, Any], timeout_s: float
     ) -> None:
-        """`hello` tells what is wanted; `timeout_s` bounds each wait for the other side."""
-        self.socket = socket.create_connection((host, port), timeout=timeout_s)
+        """`address` is HOST:PORT, `hello` tells what is wanted; `timeout_s` bounds each wait for
+        the other side."""
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=timeout_s)
         self.stream = self.socket.makefile("rwb")
         nonce = str(read(self.stream).get("nonce"))
         send(self.stream, hello | {"proof": proof(secret, nonce)})
@@ -86,11 +88,11 @@ def welcome(stream: BufferedRWPair, secret: str) -> dict[str, Any]:
     return hello
 
 
-def send_file(stream: BufferedRWPair, handle: int, num_bytes: int) -> None:
-    """Send the first bytes of a file; `OSError` if it is shorter."""
-    at = 0
-    while at < num_bytes:
-        data = os.pread(handle, min(WINDOW_BYTES, num_bytes - at), at)
+def send_file(stream: BufferedRWPair, handle: int, num_bytes: int, *, start: int = 0) -> None:
+    """Send bytes of a file from `start` on; `OSError` if it is shorter."""
+    at, end = start, start + num_bytes
+    while at < end:
+        data = os.pread(handle, min(WINDOW_BYTES, end - at), at)
         if not data:
             raise OSError(f"the file ends at byte {at}")
         stream.write(data)

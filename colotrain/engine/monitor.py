@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.manifest import Manifest
+from colotrain.engine.checkpoint.pieces import pieces_of
 from colotrain.engine.checkpoint.shard_file import Piece
 from colotrain.engine.recording import record_failure
 from colotrain.engine.run_state import LastStep, Run
@@ -232,7 +233,7 @@ def unsaved_state(run: Run) -> tuple[list[Piece] | None, Manifest | None]:
     """
     if not run.plan.checkpoint.enabled or run.step == 0 or run.saved_step == run.step:
         return None, None
-    pieces = checkpoint.pieces(run)
+    pieces = pieces_of(run)
     kept = [p if p.lasts else replace(p, local=p.local.clone(), is_copy=True) for p in pieces]
     return kept, checkpoint.manifest_of(run)
 

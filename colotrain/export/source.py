@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from colotrain.engine.checkpoint.checkpoint import step_of
 from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
@@ -28,7 +27,7 @@ class CheckpointTensors:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index = read_index(folder)
-        self._reader = _KnownIndex(folder, self.index)
+        self._reader = JsonIndexReader(self.index)
         self.left_out: tuple[str, ...] = read_manifest(folder).left_out
         """Names of the parameters that are not in the checkpoint, since they were never trained."""
         self.entries = {entry.name: entry for entry in self._entries()}
@@ -52,17 +51,6 @@ class CheckpointTensors:
             return whole
 
         return read
-
-
-class _KnownIndex(JsonIndexReader):
-    """Reader whose index is given, so that it is not read again for every tensor."""
-
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self.index = index
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.index
 
 
 def choose(rundir: RunDir, step: int | None) -> Path:

@@ -6,6 +6,7 @@ This module imports torch, so `launch.elastic` imports it on the agent's thread 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import signal
 import time
@@ -30,6 +31,7 @@ from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.survivors import end_survivors
 from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exits
+from colotrain.records import to_plain
 from colotrain.spec.exit_codes import WORKER_FINAL
 
 LOST_GRACE_S = 10.0
@@ -39,12 +41,9 @@ LOST_GRACE_S = 10.0
 class Agent(LocalElasticAgent):
     """Records why workers died; stops restarting when another attempt cannot help."""
 
-    def __init__(
-        self, launch: Launch, rendezvous: Rendezvous, logs: Path, files: MemoryFiles
-    ) -> None:
-        plan = launch.plan
+    def __init__(self, launch: Launch, rendezvous: Rendezvous, logs: Path) -> None:
+        plan, files = launch.plan, rendezvous.files
         self.launch, self.rendezvous, self.logs = launch, rendezvous, logs
-        self.files = files
         self.ended: set[int] = set()
         """Local ranks of this attempt that `end_survivors` has killed."""
         spec = WorkerSpec(
@@ -118,12 +117,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start workers without torch's queues for results, which ours do not send."""
         self.ended = set()
-        buddy = self.rendezvous.buddy
-        if buddy is not None and not self.files.used:
-            buddy.fetch_all(self.first_rank(), self.files.handles)
-        self.files.used = True
-        spec = worker_group.spec
-        spec.args = (*spec.args[:-1], buddy.for_ranks() if buddy is not None else "")
+        spec, places = worker_group.spec, self.rendezvous.copy_places()
+        spec.args = (*spec.args[:-1], json.dumps(to_plain(places)))
         with without_results():
             result: dict[int, Any] = super()._start_workers(worker_group)
             return result
@@ -156,11 +151,17 @@ class Agent(LocalElasticAgent):
 
 def run_workers(launch: Launch) -> None:
     """Run the launch's workers until they end; raises if they fail."""
+    files = MemoryFiles(launch.plan)
     rendezvous = Rendezvous(
-        launch.plan, launch.rundir, launch.node, stop=launch.asked_to_stop, say=launch.say
+        launch.plan,
+        launch.rundir,
+        launch.node,
+        files=files,
+        stop=launch.asked_to_stop,
+        say=launch.say,
     )
-    logs, files = _log_folder(launch), MemoryFiles(launch.plan)
-    agent = Agent(launch, rendezvous, logs, files)
+    logs = _log_folder(launch)
+    agent = Agent(launch, rendezvous, logs)
     watch = launch.watch
     watch.pids, watch.first_rank, watch.logs = agent.pids, agent.first_rank, logs
     failed: BaseException | None = None

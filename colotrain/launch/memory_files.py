@@ -20,8 +20,6 @@ class MemoryFiles:
     def __init__(self, plan: RunPlan) -> None:
         wanted = plan.elastic.memory_copy.enabled and hasattr(os, "memfd_create")
         num = COPIES * plan.cluster.procs_per_node if wanted else 0
-        self.used = False
-        """Whether workers of this launch have been started with them."""
         self.handles = [os.memfd_create("colotrain-copy", os.MFD_CLOEXEC) for _ in range(num)]
 
     def paths(self) -> list[str]:
@@ -33,7 +31,7 @@ class MemoryFiles:
 
     def close(self) -> None:
         """Free the memory, unless workers still run."""
-        for handle in self.handles:
+        handles, self.handles = self.handles, []
+        for handle in handles:
             with suppress(OSError):
                 os.close(handle)
-        self.handles = []

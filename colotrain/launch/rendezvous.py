@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import UsageError
-from colotrain.launch.copy_keeper import Buddy, CopyKeeper
+from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.membership import Membership, Round, SingleNode
+from colotrain.launch.memory_files import MemoryFiles
 from colotrain.launch.node_registry import NodeInfo, NodeRegistry, listen
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, write_atomically
+from colotrain.spec.elastic import CopyPlaces
 from colotrain.spec.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -59,11 +62,12 @@ class Rendezvous:
         rundir: RunDir,
         node: Node,
         *,
+        files: MemoryFiles,
         stop: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        """`stop` is polled while waiting for other nodes: True ends the wait. `say` is called with
-        the names of the missing nodes.
+        """`files` hold the copies of this node's ranks. `stop` is polled while waiting for other
+        nodes: True ends the wait. `say` is called with the names of the missing nodes.
 
         Raises `UsageError` if node 0 cannot listen.
         """
@@ -72,8 +76,8 @@ class Rendezvous:
         self.stores: list[Any] = []
         self.registry: NodeRegistry | None = None
         self.keeper: CopyKeeper | None = None
-        self.buddy: Buddy | None = None
-        """The node that keeps this one's copies in the newest round; None where there is none."""
+        self.files, self.own, self.buddy = files, "", ""
+        """Addresses of this keeper and of the one that keeps this node's copies, in this round."""
         self.membership: SingleNode | Membership = SingleNode(self._open_store)
         if plan.elastic.max_nodes > 1:
             info = make_node_info(plan, node)
@@ -81,7 +85,7 @@ class Rendezvous:
                 self.registry = self._open_registry(info)
             where = ("127.0.0.1" if node.is_head else node.host, node.port)
             if plan.elastic.memory_copy.enabled:
-                self.keeper = CopyKeeper(listen(node.host, 0), secret=self._secret)
+                self.keeper = CopyKeeper(listen(node.host, 0), secret=self._secret, files=files)
             self.membership = Membership(
                 where, info, secret=self._secret, lost_s=self.wait_s, stop=stop
             )
@@ -154,15 +158,27 @@ class Rendezvous:
 
     def find_buddy(self, store: Any, rank: int, found: Round) -> None:
         """Tell the others where this node keeps copies, and learn who keeps its own."""
-        num_nodes, self.buddy = len(found.nodes), None
-        if num_nodes == 1 or isinstance(self.membership, SingleNode):
+        num_nodes, self.own, self.buddy = len(found.nodes), "", ""
+        if isinstance(self.membership, SingleNode):
             return
-        address = found.address if self.node.is_head else self.membership.own_address
-        own = [address, self.keeper.port] if self.keeper is not None else []
-        store.set(str(rank), json.dumps(own))
-        theirs = json.loads(store.get(str((rank - 1) % num_nodes)))
-        if own and theirs:
-            self.buddy = Buddy(host=theirs[0], port=theirs[1], secret=self._secret())
+        if self.keeper is not None:
+            self.keeper.end_senders()
+            address = found.address if self.node.is_head else self.membership.own_address
+            self.own = f"{address}:{self.keeper.port}"
+        store.set(str(rank), self.own)
+        theirs = store.get(str((rank - 1) % num_nodes)).decode()
+        self.buddy = theirs if self.own and theirs != self.own else ""
+
+    def copy_places(self) -> CopyPlaces:
+        """Return where this node's ranks of the newest round find copies and send theirs."""
+        kept = self.keeper.handles() if self.keeper is not None else ()
+        return CopyPlaces(
+            launcher=os.getpid(),
+            files=(*self.files.handles, *kept),
+            own=self.own,
+            buddy=self.buddy,
+            secret=self._secret() if self.own else "",
+        )
 
     def handler(self) -> RendezvousHandler:
         """Return the rendezvous handler for torch's agent."""

@@ -7,10 +7,28 @@ from dataclasses import dataclass, field
 MEMORY_FILES = "COLOTRAIN_MEMORY_FILES"
 """Environment variable of a worker: paths of its two files in its launcher's memory."""
 
-COPY_KEEPER = "COLOTRAIN_COPY_KEEPER"
-"""Environment variable of a worker: where another node's launcher keeps its copies, too."""
+COPY_PLACES = "COLOTRAIN_COPY_PLACES"
+"""Environment variable of a worker: its `CopyPlaces`, as JSON."""
 COPY_STALL_S = 30.0
-"""Seconds without progress after which a copy is no longer sent to another node, or fetched."""
+"""Seconds without progress after which a copy is no longer sent to another node, or read there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlaces:
+    """Where a rank finds the copies of an earlier attempt, and where it sends its own.
+
+    Addresses are HOST:PORT of a launcher's `CopyKeeper`.
+    """
+
+    launcher: int
+    """Process id of the rank's launcher."""
+    files: tuple[int, ...] = ()
+    """Handles of the files in that process's memory which may hold copies."""
+    own: str = ""
+    """Address of that launcher; empty in a run that is on one node for good."""
+    buddy: str = ""
+    """Address of the launcher that keeps this node's copies, too; empty where there is none."""
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

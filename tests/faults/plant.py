@@ -102,7 +102,14 @@ def kill_parent(model: Any) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
 
 
-PLANTS = (kill, kill_parent, hang, stop, leave, refuse, terminate, allocate, flip)
+def kill_host(model: Any) -> None:
+    """Its launcher, with which all its ranks go: the launcher of another node learns of it last."""
+    places = json.loads(os.environ["COLOTRAIN_COPY_PLACES"])
+    os.kill(places["launcher"], signal.SIGKILL)
+    time.sleep(60)
+
+
+PLANTS = (kill, kill_parent, kill_host, hang, stop, leave, refuse, terminate, allocate, flip)
 FAULTS = {fault.__name__: fault for fault in PLANTS}
 
 

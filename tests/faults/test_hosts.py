@@ -181,6 +181,66 @@ def test_a_lost_host_goes_on_from_the_copies_of_the_other_one(
     assert losses(json.loads(out)) == pytest.approx(losses(one), abs=SAME)
 
 
+@pytest.mark.slow
+def test_one_host_goes_on_alone_from_the_copies_of_both(
+    two_hosts: list[Host], tmp_path: Path
+) -> None:
+    """As from a checkpoint of that very step, but there is none."""
+    settings = ("elastic.min_nodes=1", "plugin=zero3", RANKS, "train.max_steps=40")
+    settings += ("elastic.memory_copy=1GiB", "train.eval_every=0")
+    saving = (*settings, "checkpoint.every=1", "checkpoint.keep=40")
+    undisturbed = [end(process) for process in begin(two_hosts, tmp_path, "calm", *saving)]
+    assert [code for code, _, _ in undisturbed] == [0, 0], undisturbed
+    first, _ = begin(two_hosts, tmp_path, "hurt", *settings, "checkpoint.every=0")
+    wait_for_step(Colotrain(tmp_path), "hurt", 4)
+    two_hosts[1].kill()
+    killed_at = time.time()
+    code, out, err = end(first)
+    assert code == 0, err
+    steps = [e for e in events(tmp_path, "hurt", "step") if e.attempt == 0 and e.t < killed_at]
+    newest = [max(e.fields["step"] for e in steps if e.rank == rank) for rank in range(4)]
+    resumed = [e.fields for e in events(tmp_path, "hurt", "resumed")]
+    assert [fields["in_memory"] for fields in resumed] == [True]
+    step = resumed[0]["step"]
+    assert step >= min(newest) >= 4
+    saved = Colotrain(tmp_path).rundir("calm").checkpoint(step)
+    one = (*PLAN, *settings[1:], "cluster.nodes=1", f"checkpoint.resume={saved}", "name=disk")
+    from_disk = losses(Colotrain(tmp_path).run(*one))
+    found = losses(json.loads(out))
+    assert {k: v for k, v in found.items() if k > step} == from_disk
+    before = losses(json.loads(undisturbed[0][1]))
+    assert [found[k] for k in range(1, step + 1)] == [before[k] for k in range(1, step + 1)]
+
+
+@pytest.mark.slow
+def test_a_host_that_joins_reads_the_copies_of_the_first(
+    two_hosts: list[Host], tmp_path: Path
+) -> None:
+    """Nothing is saved on disk."""
+    elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=30")
+    elastic += ("elastic.memory_copy=1GiB", "checkpoint.every=0", "train.eval_every=0")
+    alone = losses(Colotrain(tmp_path).run(*PLAN, *elastic[1:], "name=alone"))
+    (tmp_path / "hook.py").write_text(WAITING)
+    same = ("name=joined", "train.on_gradients=hook:wait", *elastic)
+    head = f"cluster.rdzv_endpoint={two_hosts[0].address}:{PORT}"
+    shared = (*PLAN, *same, "cluster.nodes=1", head, "--json")
+    first = two_hosts[0].colotrain("run", *shared, "cluster.node_rank=0", cwd=tmp_path)
+    wait_for_step(Colotrain(tmp_path), "joined", 2)
+    second = two_hosts[1].colotrain("run", *shared, "cluster.node_rank=1", cwd=tmp_path)
+    deadline = time.monotonic() + 100
+    while len(events(tmp_path, "joined", "started")) < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    (tmp_path / "go").touch()
+    code, out, err = end(first)
+    assert code == 0, err
+    assert end(second)[0] == 0
+    resumed = [e.fields for e in events(tmp_path, "joined", "resumed")]
+    assert [fields["in_memory"] for fields in resumed] == [True]
+    assert 2 <= resumed[0]["step"] < 30
+    assert losses(json.loads(out)) == pytest.approx(alone, abs=SAME)
+
+
 WAITING = """\
 import os, time
 def wait(model, step):

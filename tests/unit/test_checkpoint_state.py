@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from colotrain.engine.checkpoint import checkpoint
+from colotrain.engine.checkpoint.pieces import model_state
 from colotrain.records import to_plain
 from colotrain.runs.resolving import plan_from
 
@@ -33,7 +34,7 @@ def test_a_state_dict_of_ones_own_leaves_nothing_out_of_a_checkpoint() -> None:
     sharded: Any = SimpleNamespace(
         module=module, groups=(), named_parameters=module.named_parameters
     )
-    assert dict(checkpoint.model_state(sharded)).keys() == {"linear.weight", "linear.bias", "seen"}
+    assert dict(model_state(sharded)).keys() == {"linear.weight", "linear.bias", "seen"}
 
 
 def test_another_order_of_samples_is_announced() -> None:

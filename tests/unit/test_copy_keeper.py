@@ -1,34 +1,39 @@
-"""Copies that another node's launcher keeps: whole or not given back, and for those who may."""
+"""Copies that another node's launcher keeps: whole or not read, and by those who may."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from colotrain.connections import send
 from colotrain.engine.checkpoint import buddy as sending
+from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
 from colotrain.engine.checkpoint.memory_file import MemoryFile
+from colotrain.engine.raw_bytes import bytes_of
 from colotrain.launch import copy_keeper
-from colotrain.launch.copy_keeper import Buddy, CopyKeeper
+from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.node_registry import listen
 
 RANK = 5
 
 
 @pytest.fixture
-def keeper() -> Iterator[CopyKeeper]:
-    made = CopyKeeper(listen("127.0.0.1", 0), secret=lambda: "secret")
+def keeper(handles: list[int]) -> Iterator[CopyKeeper]:
+    files = SimpleNamespace(handles=handles[1:])
+    made = CopyKeeper(listen("127.0.0.1", 0), secret=lambda: "secret", files=files)  # type: ignore[arg-type]
     yield made
     made.close()
 
 
 @pytest.fixture
 def handles() -> Iterator[list[int]]:
-    made = [os.memfd_create(f"test{n}") for n in range(4)]
+    """A rank's file, and one of the keeper's own ranks."""
+    made = [os.memfd_create(f"test{n}") for n in range(2)]
     yield made
     for handle in made:
         os.close(handle)
@@ -38,8 +43,12 @@ def file_of(handle: int) -> MemoryFile:
     return MemoryFile(f"/proc/{os.getpid()}/fd/{handle}")
 
 
-def reached(keeper: CopyKeeper, secret: str = "secret") -> Buddy:
-    return Buddy(host="127.0.0.1", port=keeper.port, secret=secret)
+def address(keeper: CopyKeeper) -> str:
+    return f"127.0.0.1:{keeper.port}"
+
+
+def link_to(keeper: CopyKeeper, secret: str = "secret", rank: int = RANK) -> Buddy:
+    return Buddy(address(keeper), rank, secret=secret)
 
 
 def write(handle: int, number: int) -> MemoryFile:
@@ -49,44 +58,56 @@ def write(handle: int, number: int) -> MemoryFile:
     return file
 
 
-def found(keeper: CopyKeeper, handles: list[int], rank: int = RANK) -> dict[int, bool]:
-    """Number of each copy that a launcher gets back → whether it is what was written."""
-    for handle in handles:
-        os.ftruncate(handle, 0)
-    reached(keeper).fetch(rank, handles)
-    files = [file for file in map(file_of, handles) if file.read() is not None]
-    return {file.read()["number"]: file.is_intact() for file in files}  # type: ignore[index]
+def found(keeper: CopyKeeper) -> dict[int, bool]:
+    """Number of each copy that is kept of the rank → whether it is what was written."""
+    handles = keeper.kept[RANK].handles if RANK in keeper.kept else []
+    assert set(keeper.handles()) == set(handles)
+    abouts = [(file, file.read()) for file in map(file_of, handles)]
+    return {about["number"]: file.is_intact() for file, about in abouts if about is not None}
 
 
-def test_the_two_newest_copies_come_back(keeper: CopyKeeper, handles: list[int]) -> None:
-    assert found(keeper, handles[2:]) == {}
-    link = sending.Buddy(reached(keeper).for_ranks(), RANK)
+def test_the_two_newest_copies_are_kept_and_read_from_anywhere(
+    keeper: CopyKeeper, handles: list[int]
+) -> None:
+    link = link_to(keeper)
     for number in (1, 2, 3):
         link.send(write(handles[0], number), number, beside=number - 1)
-    assert found(keeper, handles[2:]) == {2: True, 3: True}
-    tensor = torch.zeros(700_001)
-    newest = next(f for f in map(file_of, handles[2:]) if f.read() == {"number": 3})
-    newest.read_into({"t": tensor})
-    assert tensor.eq(3.0).all()
-    assert found(keeper, handles[2:], rank=RANK + 1) == {}
+    assert found(keeper) == {2: True, 3: True}
+    write(handles[1], 7)
+    reader = RemoteLauncher(address(keeper), secret="secret")
+    for handle in (*keeper.handles(), handles[1]):
+        start, length = file_of(handle).places()["t"]
+        tensor = torch.zeros(700_001)
+        middle = bytes_of(tensor)[1000 : length - 1000]
+        reader.read_into(handle, start + 1000, middle)
+        assert tensor[250:-250].eq(file_of(handle).read()["number"]).all()  # type: ignore[index]
+        assert tensor[:250].eq(0).all()
+        assert tensor[-250:].eq(0).all()
+
+
+def test_no_other_file_of_the_launcher_is_read(keeper: CopyKeeper, handles: list[int]) -> None:
+    write(handles[0], 1)
+    reader = RemoteLauncher(address(keeper), secret="secret")
+    with pytest.raises(OSError, match=r"ended|reset"):
+        reader.read_into(handles[0], 0, memoryview(bytearray(8)))
 
 
 def test_the_copy_that_a_run_went_on_from_is_not_replaced(
     keeper: CopyKeeper, handles: list[int]
 ) -> None:
     """Another rank died within its third copy, so that all went on from the second."""
-    link = sending.Buddy(reached(keeper).for_ranks(), RANK)
+    link = link_to(keeper)
     for number in (1, 2, 3):
         link.send(write(handles[0], number), number, beside=number - 1)
     link.send(write(handles[0], 4), 4, beside=2)
-    assert found(keeper, handles[2:]) == {2: True, 4: True}
+    assert found(keeper) == {2: True, 4: True}
 
 
 def test_a_torn_copy_is_not_given_back(
     keeper: CopyKeeper, handles: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its host dies while it sends: the copy before is still there."""
-    link = sending.Buddy(reached(keeper).for_ranks(), RANK)
+    link = link_to(keeper)
     for number in (1, 2):
         link.send(write(handles[0], number), number, beside=number - 1)
 
@@ -99,56 +120,80 @@ def test_a_torn_copy_is_not_given_back(
     with pytest.raises(OSError, match=r"connection|closed|shut"):
         link.send(write(handles[0], 3), 3, beside=2)
     deadline = time.monotonic() + 5
-    while found(keeper, handles[2:]) != {2: True} and time.monotonic() < deadline:
+    while found(keeper) != {2: True} and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert found(keeper, handles[2:]) == {2: True}
+    assert found(keeper) == {2: True}
 
 
-def test_a_copy_whose_fetching_is_cut_off_is_not_read(
+def test_reading_that_is_cut_off_is_an_error(
     keeper: CopyKeeper, handles: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sending.Buddy(reached(keeper).for_ranks(), RANK).send(write(handles[0], 1), 1, beside=0)
+    write(handles[1], 1)
 
-    def half(stream: object, handle: int, num_bytes: int) -> None:
-        stream.write(os.pread(handle, num_bytes // 2, 0))  # type: ignore[attr-defined]
+    def half(stream: object, handle: int, num_bytes: int, *, start: int) -> None:
+        stream.write(os.pread(handle, num_bytes // 2, start))  # type: ignore[attr-defined]
         raise OSError("gone")
 
     monkeypatch.setattr(copy_keeper, "send_file", half)
-    write(handles[2], 7)  # what was in the file does not stay either
-    assert not reached(keeper).fetch(RANK, handles[2:])
-    assert file_of(handles[2]).read() is None
+    reader = RemoteLauncher(address(keeper), secret="secret")
+    with pytest.raises(OSError, match=r"ended|reset"):
+        reader.read_into(handles[1], 0, memoryview(bytearray(5000)))
+
+
+def test_nothing_of_an_earlier_round_is_received(keeper: CopyKeeper, handles: list[int]) -> None:
+    """As from a rank whose cable is in again, after others went on without it."""
+    link = link_to(keeper)
+    link.send(write(handles[0], 1), 1, beside=0)
+    keeper.end_senders()
+    with pytest.raises(OSError, match=r"ended|reset|pipe"):
+        link.send(write(handles[0], 2), 2, beside=1)
+    assert found(keeper) == {1: True}
+    link_to(keeper).send(write(handles[0], 3), 3, beside=1)
+    assert found(keeper) == {1: True, 3: True}
+
+
+def test_what_no_rank_sends_any_more_is_freed(keeper: CopyKeeper, handles: list[int]) -> None:
+    for rank, numbers in ((RANK, (1, 2)), (RANK + 1, (1, 2, 3))):
+        link = link_to(keeper, rank=rank)
+        for number in numbers:
+            link.send(write(handles[0], number), number, beside=number - 1)
+    RemoteLauncher(address(keeper), secret="secret").free_before(3)
+    sizes = {r: [os.fstat(h).st_size for h in kept.handles] for r, kept in keeper.kept.items()}
+    assert sizes[RANK] == [0, 0]
+    assert all(sizes[RANK + 1])
 
 
 def test_a_byte_that_changed_on_the_way_is_found(keeper: CopyKeeper, handles: list[int]) -> None:
-    link = sending.Buddy(reached(keeper).for_ranks(), RANK)
+    link = link_to(keeper)
     link.send(write(handles[0], 1), 1, beside=0)
     os.pwrite(keeper.kept[RANK].handles[0], b"\1", 6000)
-    assert found(keeper, handles[2:]) == {1: False}
+    assert found(keeper) == {1: False}
 
 
 def test_strangers_can_neither_read_nor_write(keeper: CopyKeeper, handles: list[int]) -> None:
-    sending.Buddy(reached(keeper).for_ranks(), RANK).send(write(handles[0], 1), 1, beside=0)
-    stranger = reached(keeper, secret="guess")
-    assert not stranger.fetch(RANK, handles[2:])
+    link_to(keeper).send(write(handles[0], 1), 1, beside=0)
+    stranger = RemoteLauncher(address(keeper), secret="guess")
     with pytest.raises(OSError, match=r"ended|reset|pipe"):
-        sending.Buddy(stranger.for_ranks(), RANK).send(write(handles[0], 9), 9, beside=1)
-    assert found(keeper, handles[2:]) == {1: True}
+        stranger.read_into(keeper.handles()[0], 0, memoryview(bytearray(8)))
+    with pytest.raises(OSError, match=r"ended|reset|pipe"):
+        link_to(keeper, "guess").send(write(handles[0], 9), 9, beside=1)
+    assert found(keeper) == {1: True}
 
 
 def test_a_node_without_memory_refuses_and_keeps_what_it_has(
     keeper: CopyKeeper, handles: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = sending.Buddy(reached(keeper).for_ranks(), RANK)
+    link = link_to(keeper)
     link.send(write(handles[0], 1), 1, beside=0)
     monkeypatch.setattr(copy_keeper.host, "free_bytes", lambda: 1 << 20)
     with pytest.raises(OSError, match="no 2 MiB free"):
         link.send(write(handles[0], 2), 2, beside=1)
-    assert found(keeper, handles[2:]) == {1: True}
+    assert found(keeper) == {1: True}
 
 
 def test_nonsense_ends_only_its_own_connection(keeper: CopyKeeper, handles: list[int]) -> None:
-    link = sending.Buddy(reached(keeper).for_ranks(), RANK)
+    link = link_to(keeper)
     send(link.connection.stream, {"number": "x"})
-    other = sending.Buddy(reached(keeper).for_ranks(), RANK)
+    other = link_to(keeper)
     other.send(write(handles[0], 1), 1, beside=0)
-    assert found(keeper, handles[2:]) == {1: True}
+    assert found(keeper) == {1: True}

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -14,22 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain.engine.checkpoint import memory_file
-from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.memory_file import MemoryFile
 from colotrain.spec.elastic import MEMORY_FILES, MemoryCopyPlan
-
-MANIFEST = Manifest(
-    step=3,
-    optimizer_steps=3,
-    micro_batches=12,
-    loss_scale=None,
-    clean_steps=0,
-    world_size=2,
-    plugin="zero3",
-    global_batch=8,
-    written_at=1.0,
-)
+from tests.copies import Launcher, Ranks, opened, take
 
 
 @pytest.fixture
@@ -94,118 +79,75 @@ def test_a_changed_byte_is_found(path: str) -> None:
     assert not file.is_intact()
 
 
-class Ranks:
-    """Stands in for the other ranks of a group of two; this is rank 0."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.other: list[int] = []
-        """Numbers of the other rank's copies, each of the step of that number plus `shift`."""
-        self.shift = 0
-        monkeypatch.setattr(dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-        monkeypatch.setattr(dist, "all_gather_object", self.gather)
-
-    def gather(self, everyone: list[Any], mine: Any) -> None:
-        everyone[:] = [mine, [(number, number + self.shift) for number in self.other]]
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryCopies]:
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    handles = [os.memfd_create(f"test{n}") for n in range(2)]
-    paths = os.pathsep.join(f"/proc/{os.getpid()}/fd/{handle}" for handle in handles)
-    monkeypatch.setenv(MEMORY_FILES, paths)
-    yield reopened()
-    for handle in handles:
-        os.close(handle)
+def launcher() -> Iterator[Launcher]:
+    made = Launcher(2)
+    yield made
+    made.end()
 
 
-def reopened() -> MemoryCopies:
-    """As the next attempt's worker has it."""
-    memory_copy = MemoryCopyPlan(enabled=True, share=0.05)
-    cluster = SimpleNamespace(procs_per_node=2)
-    plan: Any = SimpleNamespace(elastic=SimpleNamespace(memory_copy=memory_copy), cluster=cluster)
-    events: Any = SimpleNamespace(write=lambda event: None)
-    found = MemoryCopies.open(plan, events)
-    assert found is not None
-    return found
+def begin(ranks: Ranks, launcher: Launcher, *steps: Sequence[int]) -> list[int]:
+    """Begin an attempt of two ranks, each of which copies after its `steps`; where they began."""
+
+    def one(rank: int) -> int:
+        copies = opened([launcher], rank)
+        found = copies.choose()
+        begun = found.step if found is not None else 0
+        copies.begin(found, begun)
+        dist.all_reduce(torch.zeros(1))
+        for step in steps[rank] if steps else ():
+            take(copies, step)
+        return begun
+
+    return ranks.run(2, one)
 
 
-def take(copies: MemoryCopies, step: int) -> None:
-    copies.take({"t": torch.full((3,), float(step))}, replace(MANIFEST, step=step), 0.0)
+def test_the_newest_copy_that_all_ranks_have_is_taken(ranks: Ranks, launcher: Launcher) -> None:
+    assert begin(ranks, launcher, (1, 2, 3), (1, 2, 3)) == [0, 0]
+    assert begin(ranks, launcher, (4, 5), (4,)) == [3, 3]
+    assert begin(ranks, launcher, (5,), ()) == [4, 4]  # one died within its fifth
+    # the new fifth has not replaced the copy that it went on from
+    assert begin(ranks, launcher) == [4, 4]
 
 
-def test_the_newest_copy_that_all_ranks_have_is_taken(
-    copies: MemoryCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(monkeypatch)
-    assert reopened().choose() is None
-    for step in (1, 2, 3):
-        take(copies, step)
-    ranks.other = [2, 3]
-    found = reopened().choose()
-    assert found is not None
-    assert found.step == 3
-    ranks.other = [1, 2]  # it died within its third
-    again = reopened()
-    found = again.choose()
-    assert found is not None
-    assert found.step == 2
-    tensor = torch.zeros(3)
-    found.file.read_into({"t": tensor})
-    assert tensor.tolist() == [2.0, 2.0, 2.0]
-    again.begin(found, 2)
-    take(again, 3)  # must not replace the copy that it went on from
-    ranks.other = [2]
-    found = reopened().choose()
-    assert found is not None
-    assert found.step == 2
-
-
-@pytest.mark.parametrize("other", [[], [1], [7]], ids=["none", "older", "foreign"])
+@pytest.mark.parametrize("other", [(), (1,)], ids=["none", "older"])
 def test_a_rank_without_the_copy_sends_all_to_the_checkpoint(
-    copies: MemoryCopies, monkeypatch: pytest.MonkeyPatch, other: list[int]
+    ranks: Ranks, launcher: Launcher, other: Sequence[int]
 ) -> None:
-    """As the ranks of a host that took a lost one's place."""
-    ranks = Ranks(monkeypatch)
-    for step in (1, 2, 3):
-        take(copies, step)
-    ranks.other = other
-    assert reopened().choose() is None
+    begin(ranks, launcher, (1, 2, 3), other)
+    assert begin(ranks, launcher) == [0, 0]
 
 
-def test_copies_of_two_steps_are_not_taken_for_one(
-    copies: MemoryCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a host's whose launcher began to count anew."""
-    ranks = Ranks(monkeypatch)
-    for step in (11, 12, 13):
-        take(copies, step)
-    ranks.other, ranks.shift = [2, 3], 10
-    found = reopened().choose()
-    assert found is not None
-    assert found.step == 13
-    ranks.shift = 9
-    assert reopened().choose() is None
+def test_copies_of_two_steps_are_not_taken_for_one(ranks: Ranks, launcher: Launcher) -> None:
+    begin(ranks, launcher, (11, 12, 13), (1, 2, 3))
+    assert begin(ranks, launcher) == [0, 0]
 
 
-def test_other_numbers_of_ranks_and_void_copies_do_not_count(
-    copies: MemoryCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(monkeypatch)
-    take(copies, 1)
-    ranks.other = [1]
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    assert reopened().choose() is None
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    assert reopened().choose() is not None
-    copies.clear()
-    assert reopened().choose() is None
-    assert copies.is_due(1)
+def test_void_copies_do_not_count(ranks: Ranks, launcher: Launcher) -> None:
+    begin(ranks, launcher, (1,), (1,))
+
+    def void(rank: int) -> bool:
+        copies = opened([launcher], rank)
+        copies.clear()
+        return copies.is_due(1)
+
+    assert ranks.run(2, void) == [True, True]
+    assert begin(ranks, launcher) == [0, 0]
+
+
+@pytest.fixture
+def copies(ranks: Ranks, launcher: Launcher) -> MemoryCopies:
+    ranks.here.rank = 0
+    return opened([launcher], 0)
 
 
 def test_copies_become_rarer_until_they_cost_what_the_plan_allows(copies: MemoryCopies) -> None:
+    copies.plan.elastic.memory_copy = MemoryCopyPlan(enabled=True, share=0.05)  # type: ignore[misc]
     copies.begin(None, 0)
     assert copies.is_due(1)
     for _ in range(50):
@@ -221,7 +163,6 @@ def test_copies_become_rarer_until_they_cost_what_the_plan_allows(copies: Memory
 def test_no_rank_makes_copies_where_one_cannot_reach_its_launcher(
     copies: MemoryCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Ranks(monkeypatch)
+    monkeypatch.setenv(MEMORY_FILES, f"/proc/{os.getpid()}/fd/{copies.places.files[0]}")
     monkeypatch.setattr(dist, "all_reduce", lambda missing: missing.add_(1))
-    plan: Any = copies.plan
-    assert MemoryCopies.open(plan, copies.events) is None
+    assert MemoryCopies.open(copies.plan, copies.events) is None

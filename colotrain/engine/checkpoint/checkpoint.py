@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,33 +15,26 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from colotrain.engine import generators
 from colotrain.engine.checkpoint import plain_state, sources
-from colotrain.engine.checkpoint.dcp_json import JsonIndexReader, read_index
+from colotrain.engine.checkpoint.dcp_json import load, read_index
 from colotrain.engine.checkpoint.manifest import (
     Manifest,
     check_batch,
     check_steps,
     read_manifest,
 )
-from colotrain.engine.checkpoint.parts import as_parts, named_in, parameter_of
+from colotrain.engine.checkpoint.parts import as_parts
+from colotrain.engine.checkpoint.pieces import own_name, pieces_of, tensors_of, unchanged
 from colotrain.engine.checkpoint.plain_state import PLAIN
-from colotrain.engine.checkpoint.shard_file import Piece
-from colotrain.engine.freezing import unfrozen_later
-from colotrain.engine.guard import checksum
 from colotrain.engine.optim.schedule import rate_warning
 from colotrain.engine.run_state import Run
-from colotrain.engine.sharding.sharded_model import ShardedModel, reshard
-from colotrain.engine.sharding.shards import begin_of, local_shard, replica_of
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note, Resumed
 from colotrain.models import huggingface
 from colotrain.records import to_plain
-from colotrain.torch_internals import is_persistent
 
 HOW_IT_IS_READ = ("workers", "num_workers")
 """Settings of the data on which no sample depends."""
@@ -61,7 +52,7 @@ def save(run: Run) -> None:
     run.at("checkpoint")
     # tensors on disk are not copied to memory but written before training continues
     background = run.tiers is None or not run.tiers.placement.streams
-    run.saver.begin(pieces(run), manifest_of(run), background=background)
+    run.saver.begin(pieces_of(run), manifest_of(run), background=background)
     run.saved_step = run.step
 
 
@@ -73,7 +64,7 @@ def try_saving(run: Run) -> None:
     if not run.plan.checkpoint.enabled or run.can_be_saved:
         return
     run.optimizer.refuse_other_state()
-    _tensors(run)
+    tensors_of(run)
     run.can_be_saved = True
 
 
@@ -95,66 +86,6 @@ def unsaved(run: Run, step: int, problem: str) -> ColotrainError:
         f"checkpoint of step {step}: {problem}",
         f"make room in {run.rundir.checkpoints}, then resume from the checkpoint before",
     )
-
-
-def pieces(run: Run) -> list[Piece]:
-    """Return this rank's part of the state after `run.step` steps; all ranks' parts are the whole.
-
-    One rank, chosen by name, writes what several ranks hold alike. All ranks must call.
-    """
-    trained = {f"model.{name}" for name in run.optimizer.shards}
-    tensors = _tensors(run, unchanged(run))
-    found = [
-        Piece(name=own_name(run, name), local=tensors[name], shape=tuple(tensors[name].shape))
-        for name in _differing_buffers(run, tensors)
-    ]
-    buffers, parts, stage = _buffers(run, tensors), run.sharded.parts, run.sharded.stage
-    for name, tensor in tensors.items():
-        if not stage.counts(named_in(name)):
-            continue
-        owner = parameter_of(name, parts)
-        piece = Piece(
-            name=name,
-            local=tensor,
-            shape=tuple(tensor.shape) if owner is None else parts.whole_shape(owner, tensor.shape),
-            must_be_finite=name in trained or name.startswith("optim."),
-            lasts=name not in buffers and not name.startswith("rng."),
-        )
-        if not isinstance(tensor, DTensor):
-            if name.startswith("rng.") or stage.writes(named_in(name)):
-                found.append(piece)
-            continue
-        local = local_shard(tensor)
-        replica, num_replicas = replica_of(tensor)
-        if owner is None:  # all ranks of a tensor-parallel group hold it
-            replica = replica * parts.shard.size + parts.shard.rank
-            num_replicas *= parts.shard.size
-        if local.numel() and zlib.crc32(name.encode()) % num_replicas == replica:
-            begin = begin_of(owner or name, tensor, parts)
-            found.append(replace(piece, local=local, begin=begin))
-    return found
-
-
-def own_name(run: Run, name: str) -> str:
-    """Return the name of a tensor of this rank that differs from rank 0's (the plain name)."""
-    return f"rank.{run.rank}.{name}"
-
-
-def _buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
-    parameters = {f"model.{name}" for name, _ in run.sharded.module.named_parameters()}
-    kept = ("model.", f"{PLAIN}model.")
-    return [n for n in tensors if n.startswith(kept) and n not in parameters]
-
-
-def _differing_buffers(run: Run, tensors: dict[str, Tensor]) -> list[str]:
-    """Return buffers that differ from rank 0's, such as running means over a rank's batches."""
-    names = _buffers(run, tensors)
-    if not names:
-        return []
-    mine = torch.tensor([checksum(tensors[name]) for name in names])
-    of_first = mine.clone()
-    dist.broadcast(of_first, 0)
-    return [n for n, a, b in zip(names, mine.tolist(), of_first.tolist(), strict=True) if a != b]
 
 
 def manifest_of(run: Run, *, progress_only: bool = False) -> Manifest:
@@ -215,8 +146,17 @@ def restore(run: Run, path: Path) -> None:
         rate = rate_warning(run.plan, manifest.plan, manifest.optimizer_steps)
         for text in told if rate is None else [*told, rate]:
             run.events.write(Note(text=f"warning: {path.name} {text}"))
-    parts, stored = run.sharded.parts, read_index(path).state_dict_metadata
-    fill(run, path, manifest, stored, lambda wanted: _load(as_parts(wanted, parts), path))
+    parts, index = run.sharded.parts, read_index(path)
+    try:
+        fill(
+            run,
+            path,
+            manifest,
+            index.state_dict_metadata,
+            lambda wanted: load(as_parts(wanted, parts), index),
+        )
+    except OSError as error:
+        raise ColotrainError(f"{path}: {error}", "see the run's logs") from error
     if path.parent == run.rundir.checkpoints:  # not a checkpoint of another run
         run.saved_step = run.step
     if run.rank == 0:
@@ -235,7 +175,7 @@ def fill(
     All ranks must call. `path` stands in messages.
     """
     _prepare_optimizer_(run, stored)
-    wanted = _tensors(run) | plain_state.as_stored(stored)
+    wanted = tensors_of(run) | plain_state.as_stored(stored)
     wanted = _without_skipped(run, path, manifest, wanted)
     missing = [
         name.removeprefix(PLAIN).removeprefix("model.")
@@ -306,17 +246,6 @@ def _prepare_optimizer_(run: Run, stored: Mapping[str, Any]) -> None:
         run.events.write(Note(text=text))
 
 
-def unchanged(run: Run) -> set[str]:
-    """Return the parameters that the plan leaves out of checkpoints: those that never train.
-
-    A parameter from an earlier checkpoint is kept, as it may have trained before it was frozen.
-    """
-    if run.plan.checkpoint.content == "all":
-        return set()
-    later = unfrozen_later(run.sharded.module, run.plan.freeze)
-    return set(run.gradients.frozen) - set(run.optimizer.parameters) - run.restored - later
-
-
 def began_with(run: Run) -> dict[str, Any]:
     """Return the settings that decide the values of parameters that never trained."""
     model = run.plan.model
@@ -336,34 +265,6 @@ def _without_skipped(
             "resume with the model, its arguments and the seed that it was made from",
         )
     return {name: tensor for name, tensor in wanted.items() if name not in spared}
-
-
-def _load(state: dict[str, Any], path: Path) -> None:
-    try:
-        dcp.load(state, storage_reader=JsonIndexReader(path))
-    except dcp.api.CheckpointException as error:  # a BaseException, which would look like a kill
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise ColotrainError(f"{path}: rank {rank}: {cause}", "see the run's logs") from error
-
-
-def _tensors(run: Run, skipped: Set[str] = frozenset()) -> dict[str, Tensor]:
-    """Return flat name → tensor: parameters, persistent buffers, optimizer and generator states."""
-    state = {f"model.{n}": t for n, t in model_state(run.sharded) if n not in skipped}
-    for name, values in run.optimizer.state().items():
-        state |= {f"optim.{name}.{key}": value for key, value in values.items()}
-    state |= plain_state.encoded(run)
-    return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
-
-
-def model_state(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers. A user's own `state_dict()` may leave some out."""
-    reshard(sharded)
-    for name, parameter in sharded.named_parameters():
-        yield name, parameter.detach()
-    for path, module in sharded.module.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if is_persistent(module, name):
-                yield f"{path}.{name}" if path else name, buffer
 
 
 def _restore_progress(run: Run, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from colotrain.engine.checkpoint.dcp_json import read_index
 from colotrain.engine.checkpoint.manifest import MANIFEST, complete, damage, tidy, where_to_resume
 from colotrain.engine.checkpoint.memory_copy import Copied
+from colotrain.engine.checkpoint.whole_copy import WholeCopy
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Note
 from colotrain.events.log import EventWriter
@@ -79,7 +80,9 @@ def choose_checkpoint(
     return resumed
 
 
-def names_to_restore(plan: RunPlan, copied: Copied | None, resumed: Path | None) -> set[str]:
+def names_to_restore(
+    plan: RunPlan, copied: Copied | WholeCopy | None, resumed: Path | None
+) -> set[str]:
     """Return the parameters and buffers that a copy or a checkpoint will give their values.
 
     Empty where the run computes something with the initial values first (`add_references_`).

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import (
@@ -30,6 +33,36 @@ from colotrain.errors import ColotrainError
 
 INDEX = "index.json"
 SCHEMA = 2
+INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of an index that is not valid."""
+
+
+class Source(Protocol):
+    """A file of a checkpoint, or what stands for one. Reading raises `OSError`."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read_into(self, start: int, data: memoryview) -> None:
+        """Fill `data` with the bytes from `start` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def read_into(self, start: int, data: memoryview) -> None:
+        done = 0
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(data) and (got := file.readinto(data[done:])):
+                done += got
+        if done != len(data):
+            raise OSError(f"{self.path}: ended after {done} of {len(data)} bytes")
 
 
 def describe(pieces: list[Piece], written: Written, file: str) -> dict[str, Any]:
@@ -62,20 +95,31 @@ def read_index(folder: Path) -> Metadata:
         document = json.loads(path.read_text("utf-8"))
         if document["schema"] != SCHEMA:
             raise ValueError(f"its schema is {document['schema']!r}, not {SCHEMA}")
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        stored: dict[MetadataIndex, Any] = {}
-        for name, entry in document["tensors"].items():
-            tensors[name] = _read_entry(folder, name, entry, stored)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return index_of(document["tensors"], lambda file: FileSource(folder / Path(file).name))
+    except INVALID as error:
         what = f"{type(error).__name__}: {error}"
         raise ColotrainError(
             f"{path}: not an index of a checkpoint ({what})", "use another checkpoint"
         ) from error
-    return Metadata(state_dict_metadata=tensors, storage_data=stored)
+
+
+def index_of(tensors: dict[str, Any], source_of: Callable[[str], Source]) -> Metadata:
+    """Return the index of the tensors that `join` described; `source_of` finds a file by its name.
+
+    Raises one of `INVALID` where a part is missing, or cannot be so.
+    """
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[MetadataIndex, Any] = {}
+    for name, entry in tensors.items():
+        found[name] = _read_entry(source_of, name, entry, stored)
+    return Metadata(state_dict_metadata=found, storage_data=stored)
 
 
 def _read_entry(
-    folder: Path, name: str, entry: dict[str, Any], stored: dict[MetadataIndex, Any]
+    source_of: Callable[[str], Source],
+    name: str,
+    entry: dict[str, Any],
+    stored: dict[MetadataIndex, Any],
 ) -> TensorStorageMetadata:
     dtype, shape = getattr(torch, entry["dtype"]), _sizes(entry["shape"])
     if not isinstance(dtype, torch.dtype):
@@ -87,17 +131,17 @@ def _read_entry(
         inside = len(offsets) == len(sizes) == len(shape) and all(
             first + size <= whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
         )
-        path = folder / Path(chunk["file"]).name
+        source = source_of(chunk["file"])
         if not inside or length != math.prod(sizes) * dtype.itemsize:
             raise ValueError(f"{name}: a part of it cannot be so")
-        if start + length > path.stat().st_size:
-            raise ValueError(f"{name}: it lies beyond the end of {path.name}")
+        if start + length > source.num_bytes:
+            raise ValueError(f"{name}: it lies beyond the end of {chunk['file']}")
         covered += math.prod(sizes)
         chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
         index = MetadataIndex(name, torch.Size(offsets))
         if index in stored:
             raise ValueError(f"{name}: a part of it is there twice")
-        stored[index] = (path, start, tuple(sizes), dtype)
+        stored[index] = (source, start, tuple(sizes), dtype)
     if covered != math.prod(shape):
         raise ValueError(f"{name}: {covered} of its {math.prod(shape)} values are there")
     return TensorStorageMetadata(
@@ -114,8 +158,8 @@ def _sizes(values: Any) -> list[int]:
 class JsonIndexReader(StorageReader):
     """Reads a checkpoint for `torch.distributed.checkpoint.load`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, index: Metadata) -> None:
+        self.index = index
         self.stored: dict[MetadataIndex, Any] = {}
 
     @classmethod
@@ -126,7 +170,7 @@ class JsonIndexReader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_index(self.path)
+        return self.index
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -150,26 +194,27 @@ class JsonIndexReader(StorageReader):
 
     def _read(self, item: ReadItem) -> Tensor:
         """Read the box that `item` asks for; in dimension 0 only its rows are read."""
-        path, start, sizes, dtype = self.stored[item.storage_index]
+        source, start, sizes, dtype = self.stored[item.storage_index]
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         row = math.prod(sizes[1:]) * dtype.itemsize
         first, rows = (offsets[0], lengths[0]) if sizes else (0, 1)
         data = bytearray(rows * row)
-        with path.open("rb", buffering=0) as file:
-            file.seek(start + first * row)
-            got = _read_fully(file, memoryview(data))
-        if got != len(data):
-            raise OSError(f"{path}: ended after {got} of {len(data)} bytes")
         if not data:
             return torch.empty(lengths, dtype=dtype)
+        source.read_into(start + first * row, memoryview(data))
         read = torch.frombuffer(data, dtype=dtype).view((rows, *sizes[1:]) if sizes else ())
         for axis in range(1, len(sizes)):
             read = read.narrow(axis, offsets[axis], lengths[axis])
         return read
 
 
-def _read_fully(file: Any, into: memoryview) -> int:
-    done = 0
-    while done < len(into) and (got := file.readinto(into[done:])):
-        done += got
-    return done
+def load(state: dict[str, Any], index: Metadata) -> None:
+    """Fill the tensors of `state` (or parts of them) from a checkpoint with this index.
+
+    All ranks must call. `OSError` on all of them where one cannot read.
+    """
+    try:
+        dcp.load(state, storage_reader=JsonIndexReader(index))
+    except dcp.api.CheckpointException as error:  # a BaseException, which would look like a kill
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank}: {cause}") from error

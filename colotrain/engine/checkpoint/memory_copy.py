@@ -3,17 +3,22 @@
 After a step each rank copies what it holds of the state into one of its two files, in turn, so
 that one whole copy exists at any moment. A rank begins a copy only after all ranks have finished
 the one before: between two copies the ranks meet in a step's all-reduce. So the newest copy that
-all ranks have is at most one step old. A copy can be read only by the rank that made it, in a run
-of as many ranks; otherwise the run goes on from its last checkpoint.
+all ranks have is at most one step old. A rank reads its own copy where there are as many ranks as
+there were, and each has its own; otherwise all read the copies of all ranks as a whole
+(`whole_copy`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +26,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
-from colotrain.engine.checkpoint.buddy import Buddy
+from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_file import FIRST, MemoryFile
+from colotrain.engine.checkpoint.whole_copy import (
+    Key,
+    Place,
+    WholeCopy,
+    describe,
+    join_copies,
+    key_of,
+    look,
+)
 from colotrain.errors import ConfigError
 from colotrain.events.kinds import MemoryCopied, Note
 from colotrain.events.log import EventWriter
 from colotrain.records import from_plain, to_plain
-from colotrain.spec.elastic import COPY_KEEPER, MEMORY_FILES
+from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
 from colotrain.spec.plan import RunPlan
 
 ABOUT_BYTES = 1 << 20
@@ -40,10 +54,9 @@ SMOOTHING = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A copy that every rank has."""
+    """This rank's own copy, of a moment of which every rank has its own."""
 
-    number: int
-    """Number of the copy in this launch."""
+    key: Key
     file: MemoryFile
     manifest: Manifest
 
@@ -62,12 +75,22 @@ class MemoryCopies:
     plan: RunPlan
     events: EventWriter
     files: list[MemoryFile]
+    attempt: str
+    """Random text, the same on every rank and different in each attempt."""
+    places: CopyPlaces
+    local_rank: int
     buddy: Buddy | None = None
     """Where copies are also sent, on another node; None where there is no other node."""
     number: int = 0
     """Number of the newest copy."""
     valid: int = 0
     """Number of the newest copy that is not void; 0 where there is none."""
+    valid_from: int = 0
+    """Copies with smaller numbers are void: those that other launchers have, too."""
+    taken: int = 0
+    """Number of copies that this attempt has made."""
+    parts: dict[str, Place | None] = field(default_factory=dict)
+    """Which part of the whole each tensor of the newest copy is."""
     step: int = 0
     """Step of the newest copy, or from which this attempt began."""
     every: int = 1
@@ -95,53 +118,99 @@ class MemoryCopies:
         dist.all_reduce(missing)
         if missing.item():
             return None
-        copies = MemoryCopies(plan=plan, events=events, files=files)
-        if keeper := os.environ.get(COPY_KEEPER):
+        attempt = [secrets.token_hex(4)]
+        dist.broadcast_object_list(attempt)
+        places = from_plain(CopyPlaces, json.loads(os.environ[COPY_PLACES]))
+        copies = MemoryCopies(
+            plan=plan,
+            events=events,
+            files=files,
+            attempt=attempt[0],
+            places=places,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+        )
+        if places.buddy:
             try:
-                copies.buddy = Buddy(keeper, dist.get_rank())
+                copies.buddy = Buddy(places.buddy, dist.get_rank(), secret=places.secret)
             except (OSError, ValueError) as error:
                 copies.lose_buddy(error)
         return copies
 
-    def choose(self) -> Copied | None:
+    def choose(self) -> Copied | WholeCopy | None:
         """Return the newest copy that every rank has whole. All ranks must call."""
-        read = [found for file in self.files if (found := self._read(file))]
-        mine = {(found.number, found.step): found for found in read}
+        memory = look(self.places, self.local_rank, self._ranks_here)
+        mine = {found.key: found for file in self.files if (found := self._read(file))}
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, list(mine))
-        self.number = max((number for keys in everyone for number, _ in keys), default=0)
-        for key in sorted(set.intersection(*map(set, everyone)), reverse=True):
-            bad = torch.tensor(float(not mine[key].file.is_intact()))
-            dist.all_reduce(bad)
-            if bad.item() == 0:
+        held = [(copy.key, copy.rank) for copy in memory.copies]
+        dist.all_gather_object(everyone, (list(mine), held, memory.newest, memory.valid_from))
+        self.number = max(newest for _, _, newest, _ in everyone)
+        self.valid_from = max(valid_from for *_, valid_from in everyone)
+        ranks_of: dict[Key, set[int]] = {}
+        for _, found_there, _, _ in everyone:
+            for key, rank in found_there:
+                ranks_of.setdefault(key, set()).add(rank)
+        for key in sorted(ranks_of, reverse=True):
+            if key.number < self.valid_from:
+                break
+            if all(key in own for own, *_ in everyone) and self._all_intact(mine[key].file):
                 return mine[key]
+            if ranks_of[key] == set(range(key.world_size)):
+                whole = join_copies(key, memory, partial(self._pass_over, key))
+                if whole is not None:
+                    return whole
         return None
 
+    def _pass_over(self, key: Key, why: str) -> None:
+        text = f"warning: rank {dist.get_rank()}: copies of step {key.step} cannot be read: {why}"
+        self.events.write(Note(text=text))
+
+    def _all_intact(self, file: MemoryFile) -> bool:
+        bad = torch.tensor(float(not file.is_intact()))
+        dist.all_reduce(bad)
+        return bad.item() == 0
+
+    @property
+    def _ranks_here(self) -> int:
+        return self.plan.cluster.procs_per_node
+
     def _read(self, file: MemoryFile) -> Copied | None:
+        """Return what is in one of this rank's files, if this rank made it."""
         about = file.read()
-        if about is None or about["rank"] != [dist.get_rank(), dist.get_world_size()]:
+        if about is None or about.get("rank") != [dist.get_rank(), dist.get_world_size()]:
             return None
+        key = key_of(about)
         try:
             manifest = from_plain(Manifest, about["manifest"])
         except ConfigError:
             return None
-        return Copied(number=about["number"], file=file, manifest=manifest)
+        return Copied(key=key, file=file, manifest=manifest) if key is not None else None
 
-    def begin(self, copied: Copied | None, step: int) -> None:
+    def begin(self, copied: Copied | WholeCopy | None, step: int) -> None:
         """Begin an attempt after `step` steps: every copy but the one it resumed from is void."""
+        if copied is None:
+            self.clear()
         self.step, self.resumed = step, copied is not None
-        self.valid = copied.number if copied is not None else 0
+        if copied is None:
+            return
+        self.valid = self.valid_from = copied.key.number
+        kept = [file for file in self.files if (a := file.read()) and key_of(a) == copied.key]
         for file in self.files:
-            if copied is None or file is not copied.file:
+            if file not in kept:
                 file.clear()
-        if copied is not None and copied.file is self.files[0]:
+        if self.files[0] in kept:
             self.files.reverse()  # the other one is overwritten first
 
     def clear(self) -> None:
-        """Make all copies void, because the state that they hold must not come back."""
+        """Make all copies void, because the state that they hold must not come back.
+
+        What says so stands in this rank's files until copies that say so, too, replace it: other
+        launchers may have copies that are void.
+        """
+        self.step, self.valid, self.valid_from = -1, 0, self.number + 1
         for file in self.files:
             file.clear()
-        self.step, self.valid = -1, 0
+            with suppress(OSError):  # memory is short
+                file.write({}, {"number": self.number, "valid_from": self.valid_from})
 
     def is_due(self, step: int) -> bool:
         return self.step < 0 or step - self.step >= self.every
@@ -155,7 +224,7 @@ class MemoryCopies:
             self.every = max(1, math.ceil(self.cost / share))
 
     def take(self, tensors: Mapping[str, Tensor], manifest: Manifest, started: float) -> None:
-        """Copy the state; `OSError` where memory is short.
+        """Copy the state, of which `parts` tells the places; `OSError` where memory is short.
 
         `started` is when this copy began, by the performance counter.
         """
@@ -163,8 +232,11 @@ class MemoryCopies:
         started += self._reserve(FIRST + num_bytes + ABOUT_BYTES)
         about = {
             "number": self.number + 1,
+            "valid_from": self.valid_from,
+            "attempt": self.attempt,
             "rank": [dist.get_rank(), dist.get_world_size()],
             "manifest": to_plain(manifest),
+            "parts": describe(self.parts, tensors),
         }
         self.files[0].write(tensors, about)
         if self.buddy is not None:
@@ -174,9 +246,18 @@ class MemoryCopies:
                 self.lose_buddy(error)
         self.files.reverse()
         self.valid = self.number + 1
-        self.number, self.step = self.number + 1, manifest.step
+        self.number, self.step, self.taken = self.number + 1, manifest.step, self.taken + 1
+        if self.taken == 2 and self.local_rank == 0:
+            self._free_before(self.number - 1)
         self.seconds = time.perf_counter() - started
         self._tell(num_bytes)
+
+    def _free_before(self, number: int) -> None:
+        """Free copies of ranks of earlier attempts, now that all ranks have a later one."""
+        if self.places.own:
+            here = "127.0.0.1:" + self.places.own.rpartition(":")[2]
+            with suppress(OSError, ValueError):
+                RemoteLauncher(here, secret=self.places.secret).free_before(number)
 
     def lose_buddy(self, error: Exception) -> None:
         """Go on with copies on this node alone, and say so."""
@@ -198,7 +279,7 @@ class MemoryCopies:
         missing = sum(max(0, num_bytes - file.num_bytes) for file in self.files)
         if not missing:
             return 0.0
-        ranks = self.plan.cluster.procs_per_node
+        ranks = self._ranks_here
         if missing * ranks > SHARE_OF_FREE_MEMORY * host.free_bytes():
             raise OSError(f"{missing * ranks >> 20} MiB more are needed, and not free")
         for file in self.files:

@@ -74,7 +74,7 @@ class MemoryFile:
 
     def sizes(self) -> dict[str, int]:
         """Return the names of the tensors, and their bytes."""
-        return {name: size for name, (_, size) in self._places().items()}
+        return {name: size for name, (_, size) in self.places().items()}
 
     def end(self) -> int:
         """Return the bytes of the file that the content takes; 0 where there is none."""
@@ -93,7 +93,7 @@ class MemoryFile:
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors with the bytes of their names, all of which the content must have."""
-        places = self._places()
+        places = self.places()
         for name, tensor in tensors.items():
             start, num_bytes = places[name]
             if num_bytes != tensor.nbytes:
@@ -104,7 +104,8 @@ class MemoryFile:
             if not direct:
                 tensor.copy_(filled)
 
-    def _places(self) -> dict[str, tuple[int, int]]:
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Return the names of the tensors, and where each begins and its bytes."""
         document = self._document()
         return document["tensors"] if document else {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +12,19 @@ from torch import Tensor
 
 from colotrain.engine import generators
 from colotrain.engine.checkpoint import plain_state
-from colotrain.engine.checkpoint.checkpoint import (
-    began_with,
-    fill,
-    manifest_of,
-    model_state,
-    unchanged,
-)
+from colotrain.engine.checkpoint.checkpoint import began_with, fill, manifest_of
+from colotrain.engine.checkpoint.dcp_json import load
 from colotrain.engine.checkpoint.memory_copy import Copied
+from colotrain.engine.checkpoint.parts import as_parts
+from colotrain.engine.checkpoint.pieces import (
+    buffers_of,
+    model_state,
+    own_name,
+    tensors_of,
+    unchanged,
+    written_here,
+)
+from colotrain.engine.checkpoint.whole_copy import Place, WholeCopy
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.shards import local_shard
 from colotrain.errors import ColotrainError
@@ -39,7 +45,12 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
     try:
         if run.tiers is not None and run.tiers.placement.streams:
             raise OSError("the state is on disk (plugin=gemini)")
-        copies.take(held(run), manifest_of(run, progress_only=True), started)
+        state = held(run)
+        if copies.parts.keys() != state.keys():
+            began = time.perf_counter()
+            copies.parts = parts_of(run, state)
+            started += time.perf_counter() - began  # later copies take as long as one another
+        copies.take(state, manifest_of(run, progress_only=True), started)
     except (ColotrainError, OSError) as error:  # state that is no plain data, or too little memory
         copies.end(str(error))
         run.copies = None
@@ -59,15 +70,39 @@ def held(run: Run) -> dict[str, Tensor]:
     return state | {f"rng.{run.rank}{n}": t for n, t in generators.states(run.device).items()}
 
 
-def restore(run: Run, copied: Copied) -> None:
-    """Read a copy of this rank's state into `run`. All ranks must call."""
+def parts_of(run: Run, state: Mapping[str, Tensor]) -> dict[str, Place | None]:
+    """Return which part of the whole each tensor of `held` is; None where another rank tells it.
 
-    def load(wanted: dict[str, Tensor]) -> None:
+    Buffers are told by every rank, as this rank's own.
+    """
+    tensors = tensors_of(run, unchanged(run))
+    places: dict[str, Place | None] = dict.fromkeys(state)
+    places |= {name: Place(name=own_name(run, name)) for name in buffers_of(run, tensors)}
+    for piece in written_here(run, tensors):
+        is_whole = piece.begin is None and piece.shape == tuple(piece.local.shape)
+        shape = None if is_whole else piece.shape
+        places[piece.name] = Place(name=piece.name, shape=shape, offsets=tuple(piece.offsets))
+    return places
+
+
+def restore(run: Run, copied: Copied | WholeCopy) -> None:
+    """Read a copy of the state into `run`: this rank's own, or its parts of a whole.
+
+    All ranks must call.
+    """
+
+    def load_own(wanted: dict[str, Tensor]) -> None:
+        assert isinstance(copied, Copied)
         copied.file.read_into({name: local_shard(tensor) for name, tensor in wanted.items()})
+
+    def load_parts(wanted: dict[str, Tensor]) -> None:
+        assert isinstance(copied, WholeCopy)
+        load(as_parts(wanted, run.sharded.parts), copied.index)
 
     whole = replace(copied.manifest, plan=to_plain(run.plan))
     whole = replace(whole, began_with=began_with(run) if whole.left_out else {})
-    fill(run, Path("memory"), whole, copied.file.sizes(), load)
+    how = load_own if isinstance(copied, Copied) else load_parts
+    fill(run, Path("memory"), whole, copied.sizes(), how)
     dist.barrier()  # ranks may read one another's part of shared parameters
     if run.rank == 0:
         run.events.write(Resumed(step=run.step, path="", in_memory=True))

@@ -26,7 +26,7 @@ from typing import Any
 from colotrain import host
 from colotrain.launch.server.process_titles import name_process
 from colotrain.parent_process import die_with
-from colotrain.spec.elastic import COPY_KEEPER, MEMORY_FILES
+from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES
 
 FIRST, LAST = "colotrain.launch.server.forkserver_first", "colotrain.launch.server.forkserver_last"
 ENTRY = "colotrain.engine.worker"
@@ -186,12 +186,11 @@ def without_results() -> Iterator[None]:
         contexts["forkserver"] = before
 
 
-def work(module: str, rundir: str, launcher: int, copies: list[str], keeper: str) -> None:
+def work(module: str, rundir: str, launcher: int, copies: list[str], places: str) -> None:
     """Body of a worker process: `module.main(rundir)`, whose result is the exit code.
 
     An exception is printed to the worker's log. `launcher` is the launcher's process id, `copies`
-    are the paths of its `MemoryFiles`, by local rank, and `keeper` is where the copies are sent to
-    (`launch.copy_keeper`; empty: nowhere).
+    are the paths of its `MemoryFiles`, by local rank, and `places` are its `CopyPlaces`, as JSON.
 
     It exits without returning: torch's agent would receive the result over a queue, whose locks a
     worker that is killed at that moment never releases. Destructors are skipped too: those of a
@@ -201,8 +200,7 @@ def work(module: str, rundir: str, launcher: int, copies: list[str], keeper: str
     die_with(os.getppid())  # without the server, nobody learns how this process ends
     if copies:
         os.environ[MEMORY_FILES] = copies[int(os.environ["LOCAL_RANK"])]
-    if keeper:
-        os.environ[COPY_KEEPER] = keeper
+        os.environ[COPY_PLACES] = places
     name_process(f"colotrain: {Path(rundir).name} rank {os.environ.get('RANK', '?')}")
     try:
         code = importlib.import_module(module).main(rundir)
