@@ -131,6 +131,7 @@ class Attempt:
             wait_share=self._wait_share(step, rank),
             pressure=self.pressures.get(rank),
             stage=self.started[rank].stage if rank in self.started else None,
+            attempt=self.number,
         )
         if rank == 0 and step.step > 0:
             self.steps[step.step] = step

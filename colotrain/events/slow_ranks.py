@@ -16,6 +16,7 @@ MOST_OF = 0.5
 """Share of what a rank takes longer that a cause must explain."""
 SWAPPING_PER_S = 100.0
 """Page faults per second, each a read from a disk, that slow a rank down."""
+DATA = "its data comes late"
 FOR_STEPS, FOR_S = 20, 10.0
 """Steps in a row, and seconds, for which a rank must be slow before it is told."""
 
@@ -26,6 +27,10 @@ class Slowness:
 
     times: str
     cause: str
+    factor: float = 1.0
+    """Its time divided by the others'."""
+    is_data: bool = False
+    """Whether its data explains it, which it would take along to another machine."""
 
     def __str__(self) -> str:
         return f"{self.times}{self.cause and ', '}{self.cause}"
@@ -54,7 +59,8 @@ def _slow_among(ranks: Sequence[RankView]) -> dict[int, Slowness]:
         if longer_s > SLOW_S and longer_s > (SLOW - 1) * usual_s:
             times = f"{rank.busy_s / usual_s:.1f}× the median" if usual_s > 0 else "slow"
             cause = _cause(rank, longer_s / rank.busy_s, (rank.data_s - data_s) / longer_s)
-            found[rank.rank] = Slowness(times, cause)
+            factor = rank.busy_s / max(usual_s, SLOW_S)
+            found[rank.rank] = Slowness(times, cause, factor, is_data=cause == DATA)
     return found
 
 
@@ -62,7 +68,7 @@ def _cause(rank: RankView, share_longer: float, share_of_data: float) -> str:
     """Return what explains most of the time that a rank takes longer; empty if nothing does."""
     pressure = rank.pressure
     if share_of_data >= MOST_OF:
-        return "its data comes late"
+        return DATA
     if pressure is None:
         return ""
     if pressure.waiting_threads is not None and pressure.waiting_threads >= MOST_OF * share_longer:

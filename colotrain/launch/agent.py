@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from colotrain.launch.memory_files import MemoryFiles
-from colotrain.launch.node_registry import Stopped
+from colotrain.launch.node_registry import Left, NotNeeded, Stopped
 from colotrain.launch.rendezvous import Rendezvous
 from colotrain.launch.server.forkserver import how_server_ended, without_results, work
 from colotrain.launch.state import POLL_S, Launch
@@ -159,6 +159,7 @@ def run_workers(launch: Launch) -> None:
     rendezvous = Rendezvous(
         launch.plan, launch.rundir, launch.node, stop=launch.asked_to_stop, say=launch.say
     )
+    launch.rendezvous = rendezvous
     logs, files = _log_folder(launch), MemoryFiles(launch.plan)
     agent = Agent(launch, rendezvous, logs, files)
     watch = launch.watch
@@ -174,7 +175,7 @@ def run_workers(launch: Launch) -> None:
         raise
     finally:
         files.close()
-        ends_all = failed is not None and not isinstance(failed, Stopped)
+        ends_all = failed is not None and not isinstance(failed, Stopped | Left | NotNeeded)
         rendezvous.end(launch.full_cause() if ends_all else "")
 
 

@@ -17,7 +17,9 @@ from colotrain.connections import proof, read, send
 from colotrain.launch.node_registry import (
     RETURN_S,
     SILENT_S,
+    Left,
     NodeInfo,
+    NotNeeded,
     Refused,
     RendezvousError,
     Stopped,
@@ -107,6 +109,8 @@ class Membership:
             self._changed.notify_all()
             while self.waits:
                 self._check_end()
+                if self.state.get("spare"):  # for as long as the run goes on
+                    timeout = AwakeTimeout(timeout_s)
                 if timeout.is_over():
                     raise RendezvousError(self._describe_missing(timeout_s))
                 self._changed.wait(POLL_S)
@@ -126,12 +130,18 @@ class Membership:
             raise Stopped("asked to stop while waiting for other nodes")
         if self.error is not None:
             raise self.error
+        if self.state.get("left"):
+            raise Left(str(self.state["left"]))
         closed = self.state.get("closed")
+        if closed == "" and self.state.get("spare"):
+            raise NotNeeded("the run has ended without this spare node")
         if closed is not None:
             kind = Refused if self.state.get("refused") else RendezvousError
             raise kind(closed or "the run has ended on the other nodes")
 
     def _name_awaited(self) -> str:
+        if self.state.get("spare"):
+            return "a place: the run has all its nodes, and this one is spare"
         if not self.state:
             return f"node 0 at {self.head[0]}:{self.head[1]} ({self.trouble or 'no answer yet'})"
         return f"node {self.state.get('missing') or 'of the last round, which ends'}"
@@ -213,6 +223,8 @@ class Membership:
         nonce = str(read(stream)["nonce"])
         send(stream, asdict(self.info) | {"proof": proof(self.secret(), nonce)})
         answer = read(stream)
+        if answer.get("left"):
+            raise Left(str(answer["refused"]))
         if answer["refused"] and answer["final"]:
             raise Refused(str(answer["refused"]))
         if answer["refused"]:
