@@ -103,6 +103,7 @@ def main(path: str) -> int:
         train(run)
     except Exception as error:
         phase, step = (run.phase, run.phase_step) if run else ("start", 0)
+        heartbeat.beat(step, "ending")  # the launcher ends ranks that compute in vain
         exit_code = record_failure(events, error, phase=phase, step=step)
         if run is not None and isinstance(error, ColotrainError):
             run.saver.linger()  # every rank raised it and can finish its save
