@@ -286,7 +286,7 @@ class Elastic:
     max_nodes: int | None = None
     """Maximum number of nodes in the run; null: `cluster.nodes`."""
     spare_nodes: int = 0
-    """Nodes that are started beside those and wait to take the place of one that is lost or left."""
+    """Nodes started beside those, which wait to take the place of one that is lost or left."""
     replace_slow: bool = False
     """Whether the run leaves a node whose rank holds the others up for long, from a cause that lies
     in the machine, at most `elastic.max_restarts` times: a spare node takes its place, or the run

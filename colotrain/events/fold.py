@@ -18,7 +18,7 @@ from colotrain.events.event import Event, Kind
 from colotrain.events.goodput import Goodput, wall_s
 from colotrain.events.gradients import GradientRecord
 from colotrain.events.log import EventReader
-from colotrain.events.node_left import NodeLeft
+from colotrain.events.machines import NodeLeft
 from colotrain.events.recovery import recoveries
 from colotrain.events.view import ENDED, RunView
 from colotrain.rundir import RunDir

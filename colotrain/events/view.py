@@ -8,9 +8,9 @@ from typing import Any
 
 from colotrain.events.goodput import Goodput
 from colotrain.events.gradients import GradientRecord, Heat
-from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, Pressure, StepProgress
+from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, StepProgress
 from colotrain.events.log import json_safe
-from colotrain.events.node_left import NodeLeft
+from colotrain.events.machines import NodeLeft, Pressure
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.batch import tokens_per_count

@@ -4,8 +4,8 @@ Every node's launcher, node 0's own included, keeps one TCP connection to the he
 second in lines of JSON; the answer is the state of the rendezvous. The head measures silence by its
 own clock, so clocks may differ; time in which the head itself was suspended (by SLURM) does not
 count as silence. A round is one attempt: the nodes in it, in the order of their ranks
-(`launch.places`). Nodes beyond the most that a round has are spare: they wait until a place is free.
-A node proves that it sees the run's folder by a secret stored there, which also keeps strangers out.
+(`launch.places`). Nodes for which a round has no place are spare: they wait until one is free. A
+node proves that it sees the run's folder by a secret stored there, which also keeps strangers out.
 Nothing received is unpickled.
 """
 
@@ -243,7 +243,9 @@ class NodeRegistry:
                 return Leaving(refusal=f"{who} is not left: {needs}")
             self.left[machine] = why
             self.leaving = dict.fromkeys(on_it, why)
-            return Leaving(host=member.info.host, successor=spare[0] if spare else None, nodes=after)
+            return Leaving(
+                host=member.info.host, successor=spare[0] if spare else None, nodes=after
+            )
 
     def _is_changing(self) -> bool:
         """Whether the next round is under way."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from colotrain.events.node_left import NodeLeft
+from colotrain.events.machines import NodeLeft
 from colotrain.events.slow_ranks import FOR_STEPS, Slowness, slow_ranks
 from colotrain.events.view import RankView, RunView
 from colotrain.launch.node_registry import Leaving
@@ -17,7 +17,7 @@ from colotrain.spec.plan import RunPlan
 
 RECOVERY = 4.0
 """Seconds of slowness that a second without it makes up for."""
-UNKNOWN = "from no cause that its events show, such as a throttled clock"
+UNKNOWN = "from no cause that its events show"
 
 Leave = Callable[[int, str], tuple[int, Leaving]]
 """Asks to leave the node of a rank, for a reason; returns the node and the answer."""

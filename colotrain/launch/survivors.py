@@ -29,8 +29,8 @@ REDUCE_S = 1.0
 FINISH_S = 10.0
 """Most seconds that ranks may take to finish a step or a save."""
 RAISE_S = 2.0
-"""Seconds that ranks have to fail by themselves after another one raised an error, so that each says
-why: an error of the plan or of the data is raised by all."""
+"""Seconds that ranks have to fail by themselves after another one raised an error: all of them may
+raise it, and say so."""
 POLL_S = 0.02
 
 
@@ -50,7 +50,8 @@ def end_survivors(
     """Kill this machine's ranks that compute or wait in vain; return their local ranks.
 
     `processes` are the workers by local rank. Ranks that finish a step, and copy its state, may do
-    so; without copies in memory (`has_copies`) a save to which the failed ranks have added their part may end.
+    so. Without copies in memory (`has_copies`) a save may end if the failed ranks have added their
+    parts.
     """
     dead, ended = failed(processes), set[int]()
     killed = any(processes[local].exitcode == -signal.SIGKILL for local in dead) or not dead

@@ -65,7 +65,9 @@ def test_a_spare_host_takes_the_place_of_a_slow_one(tmp_path: Path) -> None:
     assert resumed.fields["in_memory"] is True
     before = [e for e in events(tmp_path, "slow", "step") if e.attempt == 0]
     assert resumed.fields["step"] == max(e.fields["step"] for e in before)
-    after = {e.rank: e.fields["host"] for e in events(tmp_path, "slow", "started") if e.attempt == 1}
+    after = {
+        e.rank: e.fields["host"] for e in events(tmp_path, "slow", "started") if e.attempt == 1
+    }
     assert after == {0: hosts[0].name, 1: hosts[0].name, 2: hosts[2].name, 3: hosts[2].name}
     summary = json.loads(out)
     assert losses(summary) == losses(json.loads(undisturbed[0][1]))
@@ -85,7 +87,12 @@ def test_the_run_goes_on_alone_from_the_last_step(tmp_path: Path) -> None:
     """Ranks save at the end of the step at which their host is left."""
     (tmp_path / "go").touch()
     (tmp_path / "hook.py").write_text(SLOW)
-    settings = (*SETTINGS, "elastic.min_nodes=1", "elastic.memory_copy=off", "checkpoint.every=1000")
+    settings = (
+        *SETTINGS,
+        "elastic.min_nodes=1",
+        "elastic.memory_copy=off",
+        "checkpoint.every=1000",
+    )
     with network(2, tmp_path) as hosts:
         first, slow = begin(hosts, tmp_path, "slow", *settings)
         code, _, said = end(slow)

@@ -12,7 +12,7 @@ import os, signal, time
 import torch
 from torch import nn
 
-RANK = os.environ["RANK"]
+RANK, AT = os.environ.get("RANK"), os.environ.get("AT")
 LONG_S = 90.0
 
 def once(name):
@@ -39,14 +39,14 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.count = 0
-        if os.environ.get("AT") == "start" or os.environ.get("AT") == "again" and os.path.exists("kill"):
+        if AT == "start" or (AT == "again" and os.path.exists("kill")):
             fail("begin")
 
     def forward(self, x):
         self.count += self.training
-        if self.count == 5 and os.environ["AT"] == "again":
+        if self.count == 5 and AT == "again":
             fail("kill")
-        if self.count == 5 and os.environ["AT"] == "step":
+        if self.count == 5 and AT == "step":
             fail("raise")
         for block in self.blocks:
             x = block(x)

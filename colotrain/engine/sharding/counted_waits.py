@@ -1,7 +1,7 @@
 """Counts for how long a rank on a CPU waits for others in the process group's collectives.
 
-Sending and receiving is counted, too: it takes all ranks of a group about as long, so that ranks can
-be compared with one another by what is left of a step.
+Sending and receiving is counted, too: it takes all ranks of a group about as long, so that what is
+left of a step tells ranks apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,26 @@
-"""The event of a node without which a run goes on, because it held the others up."""
+"""Events about the machines of a run: what a rank lacks there, and nodes that were left."""
 
 from __future__ import annotations
 
 from colotrain.events.event import EventKind, event_kind
+
+
+@event_kind("pressure")
+class Pressure(EventKind):
+    """What a rank lacked since its last event of this kind, by the kernel's counts."""
+
+    step: int
+    waiting_threads: float | None
+    """Mean number of the rank's threads that were ready to run and had no core."""
+    major_faults_per_s: float
+    """Page faults per second for which the kernel read from a disk or from swap."""
+    nice: int
+    """The scheduler's priority of the process: above 0, others go first."""
+    held_back: float | None = None
+    """Mean number of CPUs that the quota of the process's control group held back; None where there
+    is no quota."""
+    clock_mhz: float | None = None
+    """Clock of the CPU on which the rank ran last; None where the kernel does not tell."""
 
 
 @event_kind("node_left")
