@@ -104,6 +104,7 @@ class Membership:
         """Wait until a new round with this node begins; `say` names the nodes that are missing."""
         timeout = AwakeTimeout(timeout_s)
         say_at: float | None = time.monotonic() + SAY_S
+        told = False
         with self._changed:
             self.waits = True
             self._changed.notify_all()
@@ -111,6 +112,9 @@ class Membership:
                 self._check_end()
                 if self.state.get("spare"):  # for as long as the run goes on
                     timeout = AwakeTimeout(timeout_s)
+                    if not told:
+                        told, say_at = True, None
+                        say("spare: waits for a place in the run, which has all its nodes")
                 if timeout.is_over():
                     raise RendezvousError(self._describe_missing(timeout_s))
                 self._changed.wait(POLL_S)
@@ -140,8 +144,6 @@ class Membership:
             raise kind(closed or "the run has ended on the other nodes")
 
     def _name_awaited(self) -> str:
-        if self.state.get("spare"):
-            return "a place: the run has all its nodes, and this one is spare"
         if not self.state:
             return f"node 0 at {self.head[0]}:{self.head[1]} ({self.trouble or 'no answer yet'})"
         return f"node {self.state.get('missing') or 'of the last round, which ends'}"

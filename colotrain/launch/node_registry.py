@@ -226,8 +226,12 @@ class NodeRegistry:
         """Whether the node of this launcher is being left, and its ranks may still save."""
         return bool(self.leaving) and self.instances.get(info.node) == info.instance
 
-    def leave(self, node: int, why: str) -> Leaving:
-        """Let the run go on without the machine of a node of its round, whose ranks save first."""
+    def leave(self, node: int, why: str, *, saves: bool = True) -> Leaving:
+        """Let the run go on without the machine of a node of its round, whose ranks save first.
+
+        Unless the run `saves` checkpoints another node must take the place: copies in memory are
+        read by as many ranks.
+        """
         with self._changed:
             member, head = self.members.get(node), self.members.get(self.info.node)
             if member is None or head is None or node not in self.nodes or self._is_changing():
@@ -238,8 +242,9 @@ class NodeRegistry:
             on_it = [n for n in self.nodes if self.members[n].info.machine == machine]
             spare = [n for n in self._spare() if self.members[n].info.machine != machine]
             after = len(self.nodes) - len(on_it) + min(len(spare), len(on_it))
-            if after < self.min_nodes:
-                needs = f"the run needs {self.min_nodes} nodes, and no spare one waits"
+            least = self.min_nodes if saves else len(self.nodes)
+            if after < least:
+                needs = f"the run needs {least} nodes, and no spare one waits"
                 return Leaving(refusal=f"{who} is not left: {needs}")
             self.left[machine] = why
             self.leaving = dict.fromkeys(on_it, why)

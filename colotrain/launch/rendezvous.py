@@ -118,7 +118,8 @@ class Rendezvous:
         nodes = self.registry.nodes
         if place >= len(nodes):
             return place, Leaving(later=True)
-        return nodes[place], self.registry.leave(nodes[place], why)
+        saves = self.plan.checkpoint.enabled
+        return nodes[place], self.registry.leave(nodes[place], why, saves=saves)
 
     def _secret(self) -> str:
         try:

@@ -42,6 +42,7 @@ from colotrain.planner.plugin import (
     check_room,
 )
 from colotrain.planner.resizing import (
+    check_kept,
     check_meshes,
     check_replace_slow,
     check_sizes,
@@ -146,6 +147,7 @@ def resolve(
     at_most = context.search_space.survey
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)
     copies, unfit = plan_memory_copy(settings.elastic, context, plugin, option.peak)
+    unfit += check_kept(settings, has_copies=copies.enabled)
     problems += unfit
     if problems:
         raise ConfigError(problems)

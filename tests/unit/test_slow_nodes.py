@@ -136,6 +136,18 @@ def test_no_node_is_left_that_the_run_needs(launchers: Launchers) -> None:
     assert launchers.registry.left == {}
 
 
+def test_without_checkpoints_only_a_spare_node_lets_another_go(launchers: Launchers) -> None:
+    with_spare(launchers, least=1)
+    assert launchers.registry.leave(2, WHY, saves=False).successor == 3
+    other = Launchers()
+    other.open(min_nodes=1)
+    other.rounds(other.join(0), other.join(1))
+    assert "the run needs 2 nodes" in other.registry.leave(1, WHY, saves=False).refusal
+    for member in other.members:
+        member.end()
+    other.listener.close()
+
+
 def test_nodes_of_one_machine_are_left_together(launchers: Launchers) -> None:
     launchers.open(min_nodes=2, max_nodes=3, expected_nodes=3)
     members = launchers.join(0), launchers.join(1, host="b"), launchers.join(2, host="b")
@@ -269,6 +281,10 @@ def test_what_forbids_it_is_said_once() -> None:
         ({"elastic.spare_nodes": 0}, "needs all its 2 nodes and has no spare ones"),
         ({"elastic.max_restarts": 0}, "which bounds how many nodes are left"),
         ({"elastic.spare_nodes": -1}, "elastic.spare_nodes=-1"),
+        (
+            {"checkpoint.every": 0, "elastic.memory_copy": "off"},
+            "all steps would be lost with a node that is left",
+        ),
         ({"elastic.replace_slow_after_s": 0.0}, "elastic.replace_slow_after_s=0"),
     ],
 )
