@@ -72,7 +72,7 @@ def test_a_spare_host_takes_the_place_of_a_slow_one(tmp_path: Path) -> None:
     summary = json.loads(out)
     assert losses(summary) == losses(json.loads(undisturbed[0][1]))
     assert (summary["nodes_left"][0]["node"], summary["goodput"]["lost_steps"]) == (1, 0)
-    listed = Colotrain(tmp_path)("runs").stdout
+    listed = Colotrain(tmp_path)("runs").out
     assert "1, 1 node left" in listed
 
 

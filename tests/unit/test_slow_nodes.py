@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from test_nodes import Launchers, launchers, until
@@ -186,8 +187,7 @@ class Run:
             one = range(self.step, self.step + 1)
             events = [*steps(0, one, own_s=0.4), *steps(1, one, own_s=own_s, data_s=data_s)]
             for event in (*events, pressed(1, waiting_threads=busy)):
-                event.attempt = self.attempt
-                self.fold.add([event])
+                self.fold.add([replace(event, attempt=self.attempt)])
             self.slow.look(self.fold.view())
             event, texts = self.slow.decide(self.leave)
             self.events += [event] if event else []
@@ -247,7 +247,7 @@ def test_what_no_cause_explains_is_left_once_and_known_causes_again() -> None:
         "rank 1 holds the others up on its new machine, too, and no cause is known: its node is "
         "not left"
     ]
-    run.make(40, own_s=0.9, busy=0.8)
+    run.make(20, own_s=0.9, busy=0.8)
     assert len(run.events) == 2
 
 
