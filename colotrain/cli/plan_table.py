@@ -15,6 +15,7 @@ from colotrain.errors import UsageError
 from colotrain.planner.durations import evaluation_s
 from colotrain.runs.resolving import ResolvedConfig
 from colotrain.show.charts import GREEN, ORANGE, SERIES, VERMILLION, scale_of
+from colotrain.spec.elastic import ElasticPlan
 from colotrain.spec.plan import CheckpointPlan, RunPlan, TrainPlan
 from colotrain.spec.quantities import format_seconds, format_size
 
@@ -115,6 +116,27 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     yield "evaluations", _evaluations(plan)
     yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
     yield "copies", _memory_copies(plan)
+    if changes := _changes_of_nodes(plan.elastic):
+        yield "nodes", changes
+
+
+def _changes_of_nodes(elastic: ElasticPlan) -> str:
+    """Return who takes the place of a node, and whether slow ones are left; empty for neither."""
+    spare, least, most = elastic.spare_nodes, elastic.min_nodes, elastic.max_nodes
+    said = []
+    if least < most:
+        said.append(f"from {least} to {most}")
+    if spare:
+        what = "nodes take the places" if spare > 1 else "node takes the place"
+        said.append(f"{spare} spare {what} of those that are lost or left")
+    if elastic.replace_slow:
+        times = elastic.max_restarts
+        said.append(
+            "one that holds the others up for "
+            f"{format_seconds(elastic.replace_slow_after_s)} is left, at most {times} in all, "
+            "node 0 never"
+        )
+    return "; ".join(said)
 
 
 def _memory_copies(plan: RunPlan) -> str:

@@ -52,6 +52,7 @@ AT_LEAST: dict[str, float] = {
     **slurm_settings.AT_LEAST,
     "elastic.max_restarts": 0,
     "elastic.check_every": 0,
+    "elastic.spare_nodes": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "observe.log_every": 0,
@@ -70,6 +71,7 @@ ABOVE_ZERO = (
     "checkpoint.minutes",
     "elastic.hang_timeout_s",
     "elastic.grace_s",
+    "elastic.replace_slow_after_s",
 )
 SHARES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "data.validation_fraction": ("a number from 0 up to, but not, 1", lambda x: 0 <= x < 1),
@@ -246,6 +248,15 @@ def _check_nodes(settings: Config) -> Iterator[Problem]:
         expected = f"at least cluster.nodes, {nodes}"
         yield Problem(key="elastic.max_nodes", value=most, expected=expected, fix="or remove it")
     most = max(nodes, most or 0)
+    if elastic.spare_nodes > 0 and most == 1:
+        yield Problem(
+            key="elastic.spare_nodes",
+            value=elastic.spare_nodes,
+            expected="0 in a run on one node: node 0 leads the run and cannot be replaced",
+            fix="set cluster.nodes or elastic.max_nodes to 2 or more",
+        )
+    yield from _check_replace_slow(settings)
+    most += max(0, elastic.spare_nodes)
     if cluster.node_rank is not None and not 0 <= cluster.node_rank < most:
         expected = f"from 0 to {most - 1}, one of {most} nodes"
         yield Problem(
@@ -255,6 +266,25 @@ def _check_nodes(settings: Config) -> Iterator[Problem]:
             fix="give each node a number of its own",
         )
     yield from check_head(cluster.rdzv_endpoint)
+
+
+def _check_replace_slow(settings: Config) -> Iterator[Problem]:
+    """Yield a problem if no node of the run could ever be left."""
+    nodes, elastic = settings.cluster.nodes, settings.elastic
+    most, least = max(nodes, elastic.max_nodes or 0), elastic.min_nodes or nodes
+    if not elastic.replace_slow:
+        return
+    expected, fix = "", "remove it"
+    if most == 1:
+        expected = "false in a run on one node: there is no other to go on with"
+    elif most == least and elastic.spare_nodes < 1:
+        expected = f"false in a run that needs all its {nodes} nodes and has no spare ones"
+        fix = f"set elastic.spare_nodes=1 and start one node more, or elastic.min_nodes={nodes - 1}"
+    elif elastic.max_restarts == 0:
+        expected = "false with elastic.max_restarts=0, which bounds how many nodes are left"
+        fix = "raise elastic.max_restarts"
+    if expected:
+        yield Problem(key="elastic.replace_slow", value=True, expected=expected, fix=fix)
 
 
 def check_head(head: str | None) -> Iterator[Problem]:

@@ -285,6 +285,14 @@ class Elastic:
     """Minimum number of nodes with which the run continues; null: `cluster.nodes`."""
     max_nodes: int | None = None
     """Maximum number of nodes in the run; null: `cluster.nodes`."""
+    spare_nodes: int = 0
+    """Nodes started beside those, which wait to take the place of one that is lost or left."""
+    replace_slow: bool = False
+    """Whether the run leaves a node whose rank holds the others up for long, from a cause that lies
+    in the machine, at most `elastic.max_restarts` times: a spare node takes its place, or the run
+    goes on with fewer (`elastic.min_nodes`)."""
+    replace_slow_after_s: float = 600.0
+    """Seconds for which a rank must hold the others up before its node is left."""
     hang_timeout_s: float = 600.0
     """Seconds without a heartbeat from a rank after which the run is restarted; until the end of
     the first step at least 600 (1800 with `train.compile`)."""

@@ -149,6 +149,9 @@ def _save_and_stop(run: Run) -> None:
     """Save, and record why the ranks stop. Raises the error because of which they do, if any."""
     checkpoint.save(run)
     checkpoint.finish_saving(run)
+    if run.copies is not None and not run.plan.checkpoint.enabled:
+        run.copies.every = 1  # nothing else keeps the steps since the last copy
+        copy_to_memory(run)
     if run.stop_error is not None:
         raise run.stop_error
     run.events.write(WorkerStopped(step=run.step, reason=run.stop_reason or "another rank"))

@@ -48,6 +48,7 @@ from colotrain.engine.process import StopRequest, agree_on_attempt, connect, sta
 from colotrain.engine.recording import lasting_bytes, record_failure, record_peak_flops
 from colotrain.engine.references import add_references_
 from colotrain.engine.run_state import Run
+from colotrain.engine.sharding.counted_waits import count_waits_
 from colotrain.engine.sharding.fsdp_internals import HAS_SEVERAL_MODULES
 from colotrain.engine.sharding.grouping import UNPACKED, find_groups, is_gathered
 from colotrain.engine.sharding.sharded_model import (
@@ -102,6 +103,7 @@ def main(path: str) -> int:
         train(run)
     except Exception as error:
         phase, step = (run.phase, run.phase_step) if run else ("start", 0)
+        heartbeat.beat(step, "ending")  # the launcher ends ranks that compute in vain
         exit_code = record_failure(events, error, phase=phase, step=step)
         if run is not None and isinstance(error, ColotrainError):
             run.saver.linger()  # every rank raised it and can finish its save
@@ -233,8 +235,10 @@ def shard_and_fill_(
         tiers.attach(sharded, shared_params)
     allocate_parameters_(sharded, plan, shared_params, tiers, given)
     check_filled_alike(model)
-    nobody_else = plan.cluster.device == "cpu" and mesh.size() == 1
-    return sharded, tiers, transport is not None or nobody_else
+    is_cpu = plan.cluster.device == "cpu"
+    if is_cpu and transport is None and mesh.size() > 1:
+        count_waits_(sharded)
+    return sharded, tiers, is_cpu
 
 
 def allocate_parameters_(

@@ -12,6 +12,7 @@ from typing import TypeVar
 from colotrain.events import kinds
 from colotrain.events.event import Event, Kind
 from colotrain.events.gradients import Cell, GradientHistory, Gradients, Heat, Parameters
+from colotrain.events.machines import Pressure
 from colotrain.events.view import SMOOTHING_STEPS, RankView
 from colotrain.spec.memory import MemoryBreakdown
 
@@ -34,7 +35,7 @@ class Attempt:
     memory_by_rank: dict[int, MemoryBreakdown] = field(default_factory=dict)
     """Memory breakdown of each rank at its peak."""
     ranks: dict[int, RankView] = field(default_factory=dict)
-    pressures: dict[int, kinds.Pressure] = field(default_factory=dict)
+    pressures: dict[int, Pressure] = field(default_factory=dict)
     wait_shares: dict[int, deque[float]] = field(default_factory=dict)
     """Rank → shares of its last steps for which it waited for others."""
     failures: list[kinds.Failure] = field(default_factory=list)
@@ -61,8 +62,8 @@ class Attempt:
                 self.failures.append(kinds.Failure.of(event))
             case kinds.Step.KIND:
                 self._add_step(kinds.Step.of(event), rank)
-            case kinds.Pressure.KIND:
-                self.pressures[rank] = kinds.Pressure.of(event)
+            case Pressure.KIND:
+                self.pressures[rank] = Pressure.of(event)
             case kinds.PeakMemory.KIND:
                 self.memory_by_rank[rank] = kinds.PeakMemory.of(event).breakdown()
             case _ if rank == 0:
@@ -131,6 +132,7 @@ class Attempt:
             wait_share=self._wait_share(step, rank),
             pressure=self.pressures.get(rank),
             stage=self.started[rank].stage if rank in self.started else None,
+            attempt=self.number,
         )
         if rank == 0 and step.step > 0:
             self.steps[step.step] = step

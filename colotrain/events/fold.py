@@ -18,6 +18,7 @@ from colotrain.events.event import Event, Kind
 from colotrain.events.goodput import Goodput, wall_s
 from colotrain.events.gradients import GradientRecord
 from colotrain.events.log import EventReader
+from colotrain.events.machines import NodeLeft
 from colotrain.events.recovery import recoveries
 from colotrain.events.view import ENDED, RunView
 from colotrain.rundir import RunDir
@@ -32,6 +33,7 @@ class Fold:
         self._attempts: dict[int, Attempt] = {}
         self._launches: list[kinds.LaunchStarted] = []
         self._restarts: list[kinds.Restart] = []
+        self._nodes_left: list[NodeLeft] = []
         self._done: kinds.LaunchEnded | None = None
         self._ends: list[float] = []
         """Unix times at which launches were over."""
@@ -56,6 +58,8 @@ class Fold:
             self._done = None
         elif event.kind == kinds.Restart.KIND:
             self._restarts.append(kinds.Restart.of(event))
+        elif event.kind == NodeLeft.KIND:
+            self._nodes_left.append(NodeLeft.of(event))
         elif event.kind == kinds.LaunchEnded.KIND:
             self._done = kinds.LaunchEnded.of(event)
             self._ends.append(event.t)
@@ -108,6 +112,7 @@ class Fold:
             max_steps=self._max_steps,
             restarts=len(self._restarts),
             restart_causes=tuple(restart.cause for restart in self._restarts),
+            nodes_left=tuple(self._nodes_left),
             launched_at=_finite(self._launches[0].t) if self._launches else None,
             first_step_at=min(self._first_steps.values(), default=None),
             last_event_at=_finite(self._last_event_at),

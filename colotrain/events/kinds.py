@@ -192,19 +192,6 @@ class Step(EventKind):
         return self.compute_s + (self.data_s or 0.0)
 
 
-@event_kind("pressure")
-class Pressure(EventKind):
-    """What a rank lacked since its last event of this kind, by the kernel's counts."""
-
-    step: int
-    waiting_threads: float | None
-    """Mean number of the rank's threads that were ready to run and had no core."""
-    major_faults_per_s: float
-    """Page faults per second for which the kernel read from a disk or from swap."""
-    nice: int
-    """The scheduler's priority of the process: above 0, others go first."""
-
-
 @event_kind("traced")
 class Traced(EventKind):
     """A rank wrote a trace of some of its steps."""

@@ -16,6 +16,7 @@ MOST_OF = 0.5
 """Share of what a rank takes longer that a cause must explain."""
 SWAPPING_PER_S = 100.0
 """Page faults per second, each a read from a disk, that slow a rank down."""
+DATA = "its data comes late"
 FOR_STEPS, FOR_S = 20, 10.0
 """Steps in a row, and seconds, for which a rank must be slow before it is told."""
 
@@ -26,6 +27,10 @@ class Slowness:
 
     times: str
     cause: str
+    factor: float = 1.0
+    """Its time divided by the others'."""
+    is_data: bool = False
+    """Whether its data explains it, which it would take along to another machine."""
 
     def __str__(self) -> str:
         return f"{self.times}{self.cause and ', '}{self.cause}"
@@ -48,28 +53,42 @@ def _slow_among(ranks: Sequence[RankView]) -> dict[int, Slowness]:
         return {}
     usual_s = statistics.median_low(rank.busy_s for rank in ranks)
     data_s = statistics.median_low(rank.data_s for rank in ranks)
-    found = {}
+    usual_mhz, found = _usual_clock_mhz(ranks), {}
     for rank in ranks:
         longer_s = rank.busy_s - usual_s
         if longer_s > SLOW_S and longer_s > (SLOW - 1) * usual_s:
             times = f"{rank.busy_s / usual_s:.1f}× the median" if usual_s > 0 else "slow"
-            cause = _cause(rank, longer_s / rank.busy_s, (rank.data_s - data_s) / longer_s)
-            found[rank.rank] = Slowness(times, cause)
+            share_of_data = (rank.data_s - data_s) / longer_s
+            cause = _cause(rank, longer_s / rank.busy_s, share_of_data, usual_mhz)
+            factor = rank.busy_s / max(usual_s, SLOW_S)
+            found[rank.rank] = Slowness(times, cause, factor, is_data=cause == DATA)
     return found
 
 
-def _cause(rank: RankView, share_longer: float, share_of_data: float) -> str:
+def _usual_clock_mhz(ranks: Sequence[RankView]) -> float | None:
+    clocks = [r.pressure.clock_mhz for r in ranks if r.pressure and r.pressure.clock_mhz]
+    return statistics.median_high(clocks) if clocks else None
+
+
+def _cause(
+    rank: RankView, share_longer: float, share_of_data: float, usual_mhz: float | None
+) -> str:
     """Return what explains most of the time that a rank takes longer; empty if nothing does."""
     pressure = rank.pressure
     if share_of_data >= MOST_OF:
-        return "its data comes late"
+        return DATA
     if pressure is None:
         return ""
+    if pressure.held_back is not None and pressure.held_back >= MOST_OF * share_longer:
+        return "its container has used up its CPU quota"
     if pressure.waiting_threads is not None and pressure.waiting_threads >= MOST_OF * share_longer:
         nice = f" (it has nice {pressure.nice})" if pressure.nice > 0 else ""
         return f"other processes have its cores{nice}"
     if pressure.major_faults_per_s >= SWAPPING_PER_S:
         return "its memory is read back from swap or disk"
+    clock = pressure.clock_mhz
+    if usual_mhz and clock and clock <= (1 - MOST_OF * share_longer) * usual_mhz:
+        return f"its clock is low ({clock / 1000:.1f} GHz, others have {usual_mhz / 1000:.1f})"
     return ""
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from colotrain.events.goodput import Goodput
 from colotrain.events.gradients import GradientRecord, Heat
-from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, Pressure, StepProgress
+from colotrain.events.kinds import Checkpoint, Failure, Nonfinite, StepProgress
 from colotrain.events.log import json_safe
+from colotrain.events.machines import NodeLeft, Pressure
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.batch import tokens_per_count
@@ -48,6 +49,7 @@ class RankView:
     """What the rank lacked lately."""
     stage: int | None = None
     """Pipeline stage of the rank; None where each rank has all blocks."""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,8 @@ class RunView:
     """Origin of the first non-finite number in the latest attempt."""
     restarts: int = 0
     restart_causes: tuple[str, ...] = ()
+    nodes_left: tuple[NodeLeft, ...] = ()
+    """Nodes that held the others up, and without which the run went on."""
     resumed: tuple[int, ...] = ()
     """Steps from which attempts resumed."""
     checkpoint: Checkpoint | None = None
@@ -198,6 +202,7 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
         },
         **({"stages": [to_plain(stage) for stage in of_stages]} if of_stages else {}),
         "restarts": view.restarts,
+        **({"nodes_left": [left.fields() for left in view.nodes_left]} if view.nodes_left else {}),
         "goodput": {
             "share": view.goodput.goodput,
             "useful_s": view.goodput.useful_s,

@@ -24,11 +24,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from colotrain.launch.memory_files import MemoryFiles
-from colotrain.launch.node_registry import Stopped
+from colotrain.launch.node_registry import Left, NotNeeded, Stopped
 from colotrain.launch.rendezvous import Rendezvous
 from colotrain.launch.server.forkserver import how_server_ended, without_results, work
 from colotrain.launch.state import POLL_S, Launch
-from colotrain.launch.survivors import end_survivors
+from colotrain.launch.survivors import end_survivors, failed
 from colotrain.launch.torch_log import torch_logs_to
 from colotrain.launch.worker_exits import clean_exits, processes_of, worker_exits
 from colotrain.records import to_plain
@@ -76,7 +76,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Notice workers that exit with code 0, which torch would wait for, and record failures."""
-        if any(p.exitcode == -signal.SIGKILL for p in processes_of(self._pcontext)):
+        if failed(processes_of(self._pcontext), self.launch.plan.cluster.device):
             self._end_survivors()
         result: RunResult = super()._monitor_workers(worker_group)
         left = result.state == WorkerState.HEALTHY and clean_exits(self._pcontext, worker_group)
@@ -91,13 +91,13 @@ class Agent(LocalElasticAgent):
         return result
 
     def _end_survivors(self) -> None:
-        """End ranks that compute in vain, where what they have finished is in memory."""
-        if self.launch.plan.elastic.memory_copy.enabled:
-            self.ended |= end_survivors(
-                processes_of(self._pcontext),
-                self.launch.rundir.heartbeats,
-                first_rank=self.first_rank(),
-            )
+        """End ranks that compute in vain, or wait for a failed one to begin."""
+        self.ended |= end_survivors(
+            processes_of(self._pcontext),
+            self.launch.rundir,
+            first_rank=self.first_rank(),
+            has_copies=self.launch.plan.elastic.memory_copy.enabled,
+        )
 
     def _record_failure(self, result: RunResult) -> None:
         """Record the exits; allow no further restart where it cannot help."""
@@ -160,6 +160,7 @@ def run_workers(launch: Launch) -> None:
         stop=launch.asked_to_stop,
         say=launch.say,
     )
+    launch.rendezvous = rendezvous
     logs = _log_folder(launch)
     agent = Agent(launch, rendezvous, logs)
     watch = launch.watch
@@ -175,7 +176,7 @@ def run_workers(launch: Launch) -> None:
         raise
     finally:
         files.close()
-        ends_all = failed is not None and not isinstance(failed, Stopped)
+        ends_all = failed is not None and not isinstance(failed, Stopped | Left | NotNeeded)
         rendezvous.end(launch.full_cause() if ends_all else "")
 
 

@@ -20,9 +20,10 @@ from colotrain.events.event import Event
 from colotrain.events.kinds import LaunchEnded, LaunchStarted, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.launch.memory_watch import MemoryWatch
-from colotrain.launch.node_registry import Refused, Stopped
+from colotrain.launch.node_registry import Left, NotNeeded, Refused, Stopped
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forkserver import ENTRY, import_agent, warm_up
+from colotrain.launch.slow_nodes import SlowNodes
 from colotrain.launch.state import POLL_S, Launch
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
@@ -40,6 +41,7 @@ def launch(
     worker: str = ENTRY,
     node: Node | None = None,
     began_at: float | None = None,
+    slow_nodes: SlowNodes | None = None,
 ) -> tuple[int, str]:
     """Run the plan's workers until they end; return the exit code and the cause of a failure.
 
@@ -51,6 +53,7 @@ def launch(
     SIGUSR1 ask the workers to save and stop; a second SIGINT ends everything at once. `worker` is
     the module that the processes run. `began_at` is the Unix time at which the launching command
     began, by default now.
+    `slow_nodes`, which `follow` keeps up to date, tells without which nodes the run should go on.
     """
     warm_up()
     node = node or Node()
@@ -89,6 +92,8 @@ def launch(
             current.take(fresh)
             for text in follow(fresh):
                 current.say(text)
+            if slow_nodes is not None and not current.asked_to_stop():
+                current.leave_slow_nodes(slow_nodes)
             current.acknowledge_stop()
             current.watch.check(asked_to_stop=current.asked_to_stop())
             current.awake.wait(POLL_S)
@@ -97,6 +102,8 @@ def launch(
     current.watch.close()
     status = _outcome(current)
     cause = current.full_cause() if status == "failed" else ""
+    if isinstance(current.error, Left | NotNeeded):
+        cause = str(current.error)
     if node.is_head:
         exit_code = EXIT_CODE_BY_STATUS[status]
         current.events.write(LaunchEnded(status=status, exit_code=exit_code, cause=cause))
@@ -126,6 +133,10 @@ def shielded(follow: Follow) -> Follow:
 
 
 def _outcome(current: Launch) -> str:
+    if isinstance(current.error, Left):
+        return "left"
+    if isinstance(current.error, NotNeeded):
+        return "finished"
     if current.error is not None and not isinstance(current.error, Stopped):
         return "failed"
     if current.error is not None:

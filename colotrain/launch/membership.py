@@ -17,7 +17,9 @@ from colotrain.connections import proof, read, send
 from colotrain.launch.node_registry import (
     RETURN_S,
     SILENT_S,
+    Left,
     NodeInfo,
+    NotNeeded,
     Refused,
     RendezvousError,
     Stopped,
@@ -102,11 +104,17 @@ class Membership:
         """Wait until a new round with this node begins; `say` names the nodes that are missing."""
         timeout = AwakeTimeout(timeout_s)
         say_at: float | None = time.monotonic() + SAY_S
+        told = False
         with self._changed:
             self.waits = True
             self._changed.notify_all()
             while self.waits:
                 self._check_end()
+                if self.state.get("spare"):  # for as long as the run goes on
+                    timeout = AwakeTimeout(timeout_s)
+                    if not told:
+                        told, say_at = True, None
+                        say("spare: waits for a place in the run, which has all its nodes")
                 if timeout.is_over():
                     raise RendezvousError(self._describe_missing(timeout_s))
                 self._changed.wait(POLL_S)
@@ -126,7 +134,11 @@ class Membership:
             raise Stopped("asked to stop while waiting for other nodes")
         if self.error is not None:
             raise self.error
+        if self.state.get("left"):
+            raise Left(str(self.state["left"]))
         closed = self.state.get("closed")
+        if closed == "" and self.state.get("spare"):
+            raise NotNeeded("the run has ended without this spare node")
         if closed is not None:
             kind = Refused if self.state.get("refused") else RendezvousError
             raise kind(closed or "the run has ended on the other nodes")
@@ -213,6 +225,8 @@ class Membership:
         nonce = str(read(stream)["nonce"])
         send(stream, asdict(self.info) | {"proof": proof(self.secret(), nonce)})
         answer = read(stream)
+        if answer.get("left"):
+            raise Left(str(answer["refused"]))
         if answer["refused"] and answer["final"]:
             raise Refused(str(answer["refused"]))
         if answer["refused"]:

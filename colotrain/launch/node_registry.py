@@ -3,9 +3,10 @@
 Every node's launcher, node 0's own included, keeps one TCP connection to the head and reports every
 second in lines of JSON; the answer is the state of the rendezvous. The head measures silence by its
 own clock, so clocks may differ; time in which the head itself was suspended (by SLURM) does not
-count as silence. A round is one attempt: the nodes in it, ordered by node rank. A node proves that
-it sees the run's folder by a secret stored there, which also keeps strangers out. Nothing received
-is unpickled.
+count as silence. A round is one attempt: the nodes in it, in the order of their ranks
+(`launch.places`). Nodes for which a round has no place are spare: they wait until one is free. A
+node proves that it sees the run's folder by a secret stored there, which also keeps strangers out.
+Nothing received is unpickled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from io import BufferedRWPair
 from typing import Any
 
 from colotrain.connections import StrangerError, accept_all, read, send, welcome
+from colotrain.launch.places import next_nodes
 from colotrain.launch.timeouts import wait_readable
 
 SILENT_S = 15.0
@@ -44,9 +46,17 @@ class Stopped(RendezvousError):
     """The node was asked to stop while it waited for a round."""
 
 
+class Left(RendezvousError):
+    """The run goes on without this node, which held the others up."""
+
+
+class NotNeeded(RendezvousError):
+    """The run has ended while this node was a spare one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """Node properties: all except `node`, `host` and `instance` must be the same on all nodes."""
+    """Node properties: `versions` and `plan` must be the same on all nodes."""
 
     node: int
     host: str
@@ -55,6 +65,29 @@ class NodeInfo:
     versions: dict[str, str]
     plan: dict[str, Any]
     """Run plan as plain data, without fields that may differ between machines."""
+    boot: str = ""
+    """The kernel's id of the machine's last start; empty where it is not known."""
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """What tells two machines apart: containers of one machine have one kernel, but may have
+        host names of their own, and those of two machines may have the same name."""
+        return self.host, self.boot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Answer to the wish to leave a node."""
+
+    later: bool = False
+    """Whether the nodes are changing anyway, so that it must be asked again."""
+    refusal: str = ""
+    """Why it is not left; empty where it is."""
+    host: str = ""
+    successor: int | None = None
+    """Spare node that takes its place; None where the run goes on with fewer."""
+    nodes: int = 0
+    """Nodes with which the run goes on."""
 
 
 @dataclass(slots=True)
@@ -103,17 +136,23 @@ class NodeRegistry:
         max_nodes: int,
         expected_nodes: int,
         open_store: Callable[[], int],
+        spare_nodes: int = 0,
     ) -> None:
-        """`expected_nodes` are awaited at first; `open_store` opens a store, returns its port."""
+        """`expected_nodes` are awaited at first, and there may be `spare_nodes` beside `max_nodes`;
+        `open_store` opens a store, returns its port."""
         self.listener, self.secret, self.info = listener, secret, info
         self.min_nodes, self.max_nodes, self.expected_nodes = min_nodes, max_nodes, expected_nodes
-        self.open_store = open_store
+        self.open_store, self.spare_nodes = open_store, spare_nodes
         self.members: dict[int, _Member] = {}
         self.round, self.nodes, self.port = 0, list[int](), 0
         self.instances: dict[int, str] = {}
         """Instance of each launcher in the round: one that takes a node's place is not in it."""
         self.lost = ""
         """Message that names the first node lost from the round; empty if none was."""
+        self.left: dict[tuple[str, str], str] = {}
+        """Machine that was left → why. It is not let in again."""
+        self.leaving: dict[int, str] = {}
+        """Nodes of the round that are left, until the next round begins → why."""
         self.closed: str | None = None
         self.refusals: list[str] = []
         self._enough_since: float | None = None
@@ -154,6 +193,9 @@ class NodeRegistry:
             send(stream, {"refused": refused, "final": False})
             return None
         info = NodeInfo(**{name: hello[name] for name in NodeInfo.__slots__})
+        if (why := self.left.get(info.machine)) is not None and not self._is_saving(info):
+            send(stream, {"refused": why, "final": True, "left": True})
+            return None
         refusal, final = self._admit(info, address)
         send(stream, {"refused": refusal, "final": final})
         return None if refusal else self.members[info.node]
@@ -161,8 +203,9 @@ class NodeRegistry:
     def _admit(self, info: NodeInfo, address: str) -> tuple[str, bool]:
         """Return (why the node is refused or "", whether retrying is useless)."""
         node, who = info.node, f"node {info.node} ({info.host})"
-        if not 0 <= node < self.max_nodes:
-            return f"{who}: this run has nodes 0 to {self.max_nodes - 1}", True
+        most = self.max_nodes + self.spare_nodes
+        if not 0 <= node < most:
+            return f"{who}: this run has nodes 0 to {most - 1}", True
         wrong = differences(self.info, info)
         if wrong:
             shown = "; ".join(wrong[:5])
@@ -178,6 +221,51 @@ class NodeRegistry:
                 return f"{who}: another launcher ({other.info.host}) is node {node}", False
             self.members[node] = _Member(info, address, waits=other is not None and other.waits)
         return "", False
+
+    def _is_saving(self, info: NodeInfo) -> bool:
+        """Whether the node of this launcher is being left, and its ranks may still save."""
+        return bool(self.leaving) and self.instances.get(info.node) == info.instance
+
+    def leave(self, node: int, why: str, *, saves: bool = True) -> Leaving:
+        """Let the run go on without the machine of a node of its round, whose ranks save first.
+
+        Unless the run `saves` checkpoints another node must take the place: copies in memory are
+        read by as many ranks.
+        """
+        with self._changed:
+            member, head = self.members.get(node), self.members.get(self.info.node)
+            if member is None or head is None or node not in self.nodes or self._is_changing():
+                return Leaving(later=True)
+            machine, who = member.info.machine, f"node {node} ({member.info.host})"
+            if machine == head.info.machine:
+                return Leaving(refusal=f"{who} leads the run, so it cannot be left")
+            on_it = [n for n in self.nodes if self.members[n].info.machine == machine]
+            spare = [n for n in self._spare() if self.members[n].info.machine != machine]
+            after = len(self.nodes) - len(on_it) + min(len(spare), len(on_it))
+            least = self.min_nodes if saves else len(self.nodes)
+            if after < least:
+                needs = f"the run needs {least} nodes, and no spare one waits"
+                return Leaving(refusal=f"{who} is not left: {needs}")
+            self.left[machine] = why
+            self.leaving = dict.fromkeys(on_it, why)
+            return Leaving(
+                host=member.info.host, successor=spare[0] if spare else None, nodes=after
+            )
+
+    def _is_changing(self) -> bool:
+        """Whether the next round is under way."""
+        gone = any(n not in self.members for n in self.nodes)
+        return bool(gone or self.lost or self.closed or self.leaving or self._newcomers())
+
+    def _spare(self) -> list[int]:
+        """Return the nodes outside the round that wait for a place."""
+        return sorted(n for n, m in self.members.items() if m.waits and n not in self.nodes)
+
+    def _newcomers(self) -> list[int]:
+        """Return the waiting nodes for which the round must end."""
+        room = self.max_nodes - sum(node in self.members for node in self.nodes)
+        again = [n for n in self.nodes if n in self.members and self.members[n].waits]
+        return [*again, *self._spare()[: max(0, room)]]
 
     def _answer(self, stream: BufferedRWPair, member: _Member) -> bool:
         """Answer one report; return whether the node is still a member."""
@@ -208,10 +296,14 @@ class NodeRegistry:
             self._changed.notify_all()
 
     def _form_round(self) -> None:
-        """Begin the next round if all present nodes wait for it and their number suffices."""
+        """Begin the next round if all present nodes wait for it and their number suffices.
+
+        A node that is left must have gone before: it may still save.
+        """
         waiting = sorted(node for node, member in self.members.items() if member.waits)
         enough = self.min_nodes <= len(waiting) == len(self.members)
-        if not enough or self.info.node not in waiting or self.closed is not None:
+        saving = any(member.info.machine in self.left for member in self.members.values())
+        if not enough or saving or self.info.node not in waiting or self.closed is not None:
             self._enough_since = None
             return
         self._enough_since = self._enough_since or time.monotonic()
@@ -223,29 +315,36 @@ class NodeRegistry:
         except (OSError, RuntimeError) as error:
             self.closed = f"node 0 cannot open a store: {error}"
             return
-        self.round, self.nodes, self.lost = self.round + 1, waiting, ""
-        self.instances = {node: self.members[node].info.instance for node in waiting}
-        for member in self.members.values():
-            member.waits = False
+        chosen = next_nodes(self.nodes, waiting, most=self.max_nodes)
+        self.round, self.nodes, self.lost, self.leaving = self.round + 1, chosen, "", {}
+        self.instances = {node: self.members[node].info.instance for node in chosen}
+        for node in chosen:
+            self.members[node].waits = False
 
     def _state(self, member: _Member, *, stale: bool) -> dict[str, Any]:
         node, head = member.info.node, self.info.node
-        waiting = [n for n, m in self.members.items() if m.waits and n != node]
+        waiting = [n for n in self._newcomers() if n != node]
         fresh = [n for n in waiting if n not in self.nodes]
         addresses = [m.address for n, m in self.members.items() if n != head]
         missing = [str(n) for n in range(self.max_nodes) if n not in self.members]
         why = "the others went on without this node"
-        if waiting:
+        if self.leaving:
+            first = min(self.leaving)
+            why = f"node {first} is left: {self.leaving[first]}"
+        elif waiting:
             why = f"node {fresh[0]} joins" if fresh else f"node {waiting[0]} begins again"
+        expected = bool(self.leaving) or (bool(fresh) and fresh == waiting)
         return {
             "round": 0 if member.waits or node not in self.nodes else self.round,
             "nodes": self.nodes,
             "port": self.port,
             # the head uses the address by which the other nodes reach it
             "address": addresses[0] if node == head and addresses else "",
-            "regroup": bool(stale or waiting or self.lost),
+            "regroup": bool(stale or waiting or self.leaving or self.lost),
             "why": self.lost or why,
-            "orderly": bool(fresh) and fresh == waiting and not self.lost and not stale,
+            "orderly": expected and not self.lost and not stale,
+            "left": self.left.get(member.info.machine, ""),
+            "spare": self.round > 0 and member.waits and node not in self.nodes,
             "missing": ", ".join(missing),
             "closed": self.closed,
             "refused": self.closed in self.refusals,

@@ -14,13 +14,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colotrain.errors import UsageError
 from colotrain.launch.copy_keeper import CopyKeeper
 from colotrain.launch.membership import Membership, Round, SingleNode
 from colotrain.launch.memory_files import MemoryFiles
-from colotrain.launch.node_registry import NodeInfo, NodeRegistry, listen
+from colotrain.launch.node_registry import Leaving, NodeInfo, NodeRegistry, listen
 from colotrain.records import to_plain
 from colotrain.rundir import RunDir, write_atomically
 from colotrain.spec.elastic import CopyPlaces
@@ -29,6 +30,7 @@ from colotrain.spec.plan import RunPlan
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STORES_KEPT = 2
 """Number of stores kept: the newest round's, and the previous one for workers still exiting."""
 OF_ONE_MACHINE = {
@@ -110,7 +112,18 @@ class Rendezvous:
             max_nodes=elastic.max_nodes,
             expected_nodes=self.plan.cluster.nodes,
             open_store=self._open_store,
+            spare_nodes=elastic.spare_nodes,
         )
+
+    def leave(self, rank: int, why: str) -> tuple[int, Leaving]:
+        """Let the run go on without the node of a rank; return the node and the answer. Node 0."""
+        assert self.registry is not None
+        place = rank // self.plan.cluster.procs_per_node
+        nodes = self.registry.nodes
+        if place >= len(nodes):
+            return place, Leaving(later=True)
+        saves = self.plan.checkpoint.enabled
+        return nodes[place], self.registry.leave(nodes[place], why, saves=saves)
 
     def _secret(self) -> str:
         try:
@@ -225,6 +238,14 @@ class Rendezvous:
         return Handler()
 
 
+def boot_id() -> str:
+    """Return what identifies this start of the kernel; empty where it is not known."""
+    try:
+        return BOOT_ID.read_text("ascii").strip()
+    except OSError:  # not Linux
+        return ""
+
+
 def make_node_info(plan: RunPlan, node: Node) -> NodeInfo:
     plain = to_plain(plan)
     for section, names in OF_ONE_MACHINE.items():
@@ -235,6 +256,7 @@ def make_node_info(plan: RunPlan, node: Node) -> NodeInfo:
         node=node.rank,
         host=socket.gethostname(),
         instance=secrets.token_hex(8),
+        boot=boot_id(),
         versions={name: metadata.version(name) for name in ("colotrain", "torch")},
         plan=plain,
     )

@@ -18,6 +18,7 @@ from colotrain.launch.causes import describe, num_killed_for_memory, raised_erro
 from colotrain.launch.gpu_errors import gpu_errors
 from colotrain.launch.node_registry import RendezvousError
 from colotrain.launch.rendezvous import Node, Rendezvous
+from colotrain.launch.slow_nodes import SlowNodes
 from colotrain.launch.watch import Watch
 from colotrain.rundir import RunDir
 from colotrain.spec.plan import RunPlan
@@ -45,6 +46,8 @@ class Launch:
     """Module that each worker process runs."""
     node: Node
     watch: Watch
+    rendezvous: Rendezvous | None = None
+    """Set by the agent's thread."""
     killed_for_memory: int = field(default_factory=num_killed_for_memory)
     """Processes that the kernel had killed for lack of memory before this launch."""
     attempt_before: int = -1
@@ -176,6 +179,16 @@ class Launch:
         again = "" if same else f", in the end: {last}"
         num = len(self.causes)
         return f"{self.causes[0]}; {num} restart{'s' * (num > 1)} did not help{again}"
+
+    def leave_slow_nodes(self, slow_nodes: SlowNodes) -> None:
+        """Go on without a node that has held the others up for long, if there is one. Node 0."""
+        if self.rendezvous is None or self.rendezvous.registry is None:
+            return
+        event, texts = slow_nodes.decide(self.rendezvous.leave)
+        if event is not None:
+            self.events.write(event)
+        for text in texts:
+            self.say(text)
 
     def say(self, text: str) -> None:
         """Record a note for whoever follows the run; on nodes other than 0, print it to stderr."""

@@ -1,7 +1,7 @@
-"""Ends ranks whose step cannot be finished, because another rank of the run was killed.
+"""Ends ranks whose step cannot be finished, because another rank of the run has failed.
 
-Left alone they would compute until they wait for the killed one, which may take minutes. What they
-have finished is in the launcher's memory.
+Left alone they would compute until they wait for the failed one, or wait for it to begin, which may
+take minutes; torch ends them after half a minute.
 """
 
 from __future__ import annotations
@@ -15,43 +15,86 @@ from pathlib import Path
 from typing import Any
 
 from colotrain.events.heartbeats import Heartbeat, read_heartbeats
+from colotrain.rundir import RunDir
 
-COMPUTING = ("data", "forward or backward", "evaluation")
-"""Phases before an all-reduce in which the killed rank is missing."""
-FINISHING = ("reduce", "optimizer", "memory copy")
-"""Phases of a rank that finishes a step, which the killed rank may have finished."""
+START = "start"
+FINISHING = ("reduce", "optimizer", "record", "memory copy")
+"""Phases of a rank that finishes a step, which the failed rank may have finished."""
+ENDING = "ending"
+"""Phase of a rank that has failed itself: it says why, and lets a save end."""
+LEFT_ALONE = ("checkpoint", "rollback")
+"""Phases in which a rank may do more than the failed one is missing for."""
 REDUCE_S = 1.0
-"""Seconds in which a step's all-reduce ends, if the killed rank has still taken part in it."""
+"""Seconds in which a step's all-reduce ends, if the failed rank has still taken part in it."""
 FINISH_S = 10.0
-"""Most seconds that ranks may take to finish a step."""
+"""Most seconds that ranks may take to finish a step or a save."""
+RAISE_S = 2.0
+"""Seconds that ranks have to fail by themselves after another one raised an error: all of them may
+raise it, and say so."""
 POLL_S = 0.02
 
 
-def end_survivors(processes: Sequence[Any], heartbeats: Path, *, first_rank: int) -> set[int]:
-    """Kill this machine's ranks that compute in vain; return their local ranks.
+def failed(processes: Sequence[Any], device: str = "cpu") -> list[int]:
+    """Return the local ranks of workers that have ended with an error or by a signal.
 
-    `processes` are the workers by local rank. Ranks that finish a step first copy its state.
+    On a GPU ranks that NCCL's watchdog aborts do not count: the others may be about to write what
+    they know of the collective for which they wait.
     """
-    ended: set[int] = set()
-    deadline = time.monotonic() + FINISH_S
-    while time.monotonic() < deadline:
-        running = {
-            (first_rank + local, process.pid): local
-            for local, process in enumerate(processes)
-            if process.exitcode is None and local not in ended
-        }
-        beats = [b for b in read_heartbeats(heartbeats) if (b.rank, b.pid) in running]
-        for beat in filter(is_in_vain, beats):
-            ended.add(running[beat.rank, beat.pid])
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beat.pid, signal.SIGKILL)
-        if not any(beat.phase.startswith(FINISHING) and not is_in_vain(beat) for beat in beats):
+    spared = (0, None) if device == "cpu" else (0, None, -signal.SIGABRT)
+    return [local for local, process in enumerate(processes) if process.exitcode not in spared]
+
+
+def end_survivors(
+    processes: Sequence[Any], rundir: RunDir, *, first_rank: int, has_copies: bool
+) -> set[int]:
+    """Kill this machine's ranks that compute or wait in vain; return their local ranks.
+
+    `processes` are the workers by local rank. Ranks that finish a step, and copy its state, may do
+    so. Without copies in memory (`has_copies`) a save may end if the failed ranks have added their
+    parts.
+    """
+    dead, ended = failed(processes), set[int]()
+    killed = any(processes[local].exitcode == -signal.SIGKILL for local in dead) or not dead
+    began = time.monotonic()
+    saves = [] if has_copies else saves_without(rundir.checkpoints, [first_rank + d for d in dead])
+    while time.monotonic() < began + FINISH_S:
+        beats = {(b.rank, b.pid): b for b in read_heartbeats(rundir.heartbeats)}
+        waited_for = False
+        for local, process in enumerate(processes):
+            if process.exitcode is not None or local in ended:
+                continue
+            beat = beats.get((first_rank + local, process.pid))
+            if not is_in_vain(beat):
+                waited_for |= beat is not None and not beat.phase.startswith(LEFT_ALONE)
+            elif may_end(beat, saves) and (killed or time.monotonic() > began + RAISE_S):
+                ended.add(local)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            else:
+                waited_for = True
+        if not waited_for:
             break
         time.sleep(POLL_S)
     return ended
 
 
-def is_in_vain(beat: Heartbeat) -> bool:
-    """Whether what the rank computes needs the killed one, too."""
-    waits = beat.phase.startswith("reduce") and time.monotonic() - beat.t > REDUCE_S
-    return waits or beat.phase.startswith(COMPUTING)
+def saves_without(checkpoints: Path, dead: Sequence[int]) -> list[Path]:
+    """Return the folders of unfinished saves for which the failed ranks are not needed any more."""
+    with contextlib.suppress(OSError):
+        parts = {path.parent for path in checkpoints.glob("*/__*.json")}
+        return [p for p in parts if all((p / f"__{rank}.json").exists() for rank in dead)]
+    return []
+
+
+def may_end(beat: Heartbeat | None, saves: Sequence[Path]) -> bool:
+    """Whether the rank is not needed for a save either."""
+    return beat is None or beat.phase == START or not any(save.exists() for save in saves)
+
+
+def is_in_vain(beat: Heartbeat | None) -> bool:
+    """Whether what the rank does needs the failed one, too; one without a heartbeat begins."""
+    if beat is None:
+        return True
+    if beat.phase.startswith("reduce"):
+        return time.monotonic() - beat.t > REDUCE_S
+    return not beat.phase.startswith((*FINISHING, ENDING, *LEFT_ALONE))

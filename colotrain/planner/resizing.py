@@ -44,3 +44,35 @@ def check_meshes(settings: Config, scale: Scale) -> Iterator[Problem]:
         )
         fix = "change it, or elastic.min_nodes and max_nodes"
         yield Problem(key="plugin.shard_size", value=shard, expected=expected, fix=fix)
+
+
+def check_replace_slow(elastic: Elastic, scale: Scale) -> Iterator[Problem]:
+    """Problem of leaving slow nodes on devices whose ranks do not know for how long they wait."""
+    if elastic.replace_slow and scale.device != "cpu":
+        expected = (
+            f"false on {scale.device}: how long its ranks wait for others is not known there, so "
+            "that a slow node cannot be told from those that wait for it"
+        )
+        key, fix = "elastic.replace_slow", "remove it; what is known is shown by the dashboard"
+        yield Problem(key=key, value=True, expected=expected, fix=fix)
+
+
+def check_kept(settings: Config, *, has_copies: bool) -> Iterator[Problem]:
+    """Problem of leaving slow nodes where nothing keeps the steps that were made."""
+    elastic, every = settings.elastic, settings.checkpoint.every
+    if elastic.replace_slow and every == 0 and not (has_copies and elastic.spare_nodes):
+        expected = (
+            "checkpoints, or copies in memory (elastic.memory_copy) and a spare node, with "
+            "elastic.replace_slow: all steps would be lost with a node that is left"
+        )
+        fix = "set checkpoint.every, null for one when a node is left and at the end"
+        yield Problem(key="checkpoint.every", value=every, expected=expected, fix=fix)
+
+
+def warn_of_first_node(elastic: Elastic, scale: Scale) -> Iterator[str]:
+    """Warning of a run that begins on the one node that is never left."""
+    if elastic.replace_slow and scale.nodes == 1:
+        yield (
+            "elastic.replace_slow: node 0 leads the run and is never left, so nothing can replace "
+            "a slow machine before another node joins"
+        )

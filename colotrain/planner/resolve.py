@@ -41,7 +41,13 @@ from colotrain.planner.plugin import (
     check_plugin,
     check_room,
 )
-from colotrain.planner.resizing import check_meshes, check_sizes
+from colotrain.planner.resizing import (
+    check_kept,
+    check_meshes,
+    check_replace_slow,
+    check_sizes,
+    warn_of_first_node,
+)
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
 from colotrain.planner.schedules import check_own_functions
 from colotrain.planner.stages import of_fullest_stage
@@ -93,6 +99,7 @@ def resolve(
     if batch is not None:
         problems += check_sizes(settings.elastic, scale, batch)
     problems += check_meshes(settings, scale)
+    problems += check_replace_slow(settings.elastic, scale)
     problems += check_traced_ranks(settings.train.profile, scale.world)
     plugin_problems = list(check_plugin(settings.plugin, scale, machine))
     problems += plugin_problems
@@ -140,6 +147,7 @@ def resolve(
     at_most = context.search_space.survey
     problems += check_room(settings.plugin, plugin, at_most, optim, scale)
     copies, unfit = plan_memory_copy(settings.elastic, context, plugin, option.peak)
+    unfit += check_kept(settings, has_copies=copies.enabled)
     problems += unfit
     if problems:
         raise ConfigError(problems)
@@ -298,6 +306,9 @@ def _elastic(elastic: Elastic, nodes: int, copies: MemoryCopyPlan) -> ElasticPla
         check_every=elastic.check_every or 0,
         min_nodes=elastic.min_nodes or nodes,
         max_nodes=elastic.max_nodes or nodes,
+        spare_nodes=elastic.spare_nodes,
+        replace_slow=elastic.replace_slow,
+        replace_slow_after_s=elastic.replace_slow_after_s,
         memory_copy=copies,
     )
 
@@ -347,6 +358,7 @@ def _warnings(settings: Config, scale: Scale, machine: Machine) -> Iterator[str]
             "cluster.memory: not known of these GPUs, so nothing tells whether the plan fits: "
             "set hardware=NAME or cluster.memory"
         )
+    yield from warn_of_first_node(settings.elastic, scale)
     procs, (default, _) = scale.procs_per_node, ranks_here(scale.device, machine)
     if settings.cluster.procs_per_node == "auto" and procs < default:
         yield f"cluster.procs_per_node={procs}: {default} are there, but do not divide the batch"

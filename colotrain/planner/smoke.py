@@ -31,6 +31,7 @@ def shrink(config: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     small["plugin"]["name"] = plan.plugin.name
     small["cluster"]["procs_per_node"] = plan.cluster.procs_per_node
     small["elastic"] |= {"max_restarts": 0, "min_nodes": None, "max_nodes": None}
+    small["elastic"] |= {"replace_slow": False, "spare_nodes": 0}
     unit = plan.mesh.token_unit
     small["data"]["seq_len"] = min(plan.data.seq_len, max(SEQ_LEN // unit, 1) * unit)
     small["accumulate"]["steps"] = steps

@@ -22,7 +22,7 @@ from colotrain.events.view import ENDED, RunView, overall_tokens_per_s, unit
 from colotrain.records import to_plain
 from colotrain.rundir import RUNS, RunDir, write_atomically
 from colotrain.runs import naming
-from colotrain.runs.row import Row
+from colotrain.runs.row import Row, cost_cells, job_text
 from colotrain.schedulers import registry
 from colotrain.schedulers.job import OVER, JobState, Submitted, recall
 from colotrain.show.console import print_json, stderr_console, stdout_console
@@ -154,6 +154,7 @@ def _from_summary(row: Row, rundir: RunDir, outline: RunView) -> Row | None:
             tokens_per_s=float(summary["tokens_per_s"]) or None,
             unit=str(summary.get("unit", row.unit)),
             restarts=summary.get("restarts"),
+            nodes_left=len(summary.get("nodes_left", ())),
             lost_steps=summary.get("goodput", {}).get("lost_steps"),
             goodput=summary.get("goodput", {}).get("share"),
         )
@@ -173,6 +174,7 @@ def _from_events(row: Row, rundir: RunDir, plan: RunPlan) -> Row:
         tokens_per_s=overall_tokens_per_s(view) or None,
         unit=unit(view, plan),
         restarts=view.restarts,
+        nodes_left=len(view.nodes_left),
         lost_steps=view.goodput.lost_steps,
         goodput=view.goodput.goodput,
     )
@@ -222,19 +224,6 @@ def print_table(rows: list[Row]) -> None:
         cost = [Text(text) for text in cost_cells(row)] if restarted else []
         table.add_row(*cells(row), *own, *cost, *([Text(clean(job_text(row)))] if has_jobs else []))
     console.print(table)
-
-
-def cost_cells(row: Row) -> list[str]:
-    """Return what restarts cost a run."""
-    return [shown(row.restarts, "d"), shown(row.lost_steps, "d"), shown(row.goodput, ".0%")]
-
-
-def job_text(row: Row) -> str:
-    """Return text like `123 PENDING (Resources)`."""
-    if row.job is None:
-        return "-"
-    reason = f" ({row.job_reason})" if row.job_reason else ""
-    return f"{row.job} {row.job_state or 'unknown'}{reason}"
 
 
 def speed(per_s: float | None, unit: str) -> str:

@@ -15,6 +15,7 @@ from colotrain.launch.server.forkserver import warm_up
 from colotrain.rundir import RunDir
 from colotrain.runs import fetching, naming, trust
 from colotrain.runs.start import train
+from colotrain.spec.exit_codes import DONE, LEFT
 from colotrain.spec.schedulers import DEFAULT, SCHEDULERS, job_here
 
 POLL_S = 1.0
@@ -56,7 +57,9 @@ def node(
     if not place.is_head:
         wait_for_name(place.host, timeout_s=plan.elastic.hang_timeout_s)
     config = json.loads(source.config_file.read_text("utf-8")) if carried else None
-    return train(plan, rundir, config, node=place, as_json=False)
+    exit_code = train(plan, rundir, config, node=place, as_json=False)
+    # this host's part of the job is over, and has not failed
+    return DONE if exit_code == LEFT else exit_code
 
 
 def wait_for_name(host: str, *, timeout_s: float) -> None:

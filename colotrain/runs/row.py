@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from colotrain.show.formatting import shown
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -22,6 +24,8 @@ class Row:
     unit: str = "tokens"
     """Unit of `tokens_per_s`."""
     restarts: int | None = None
+    nodes_left: int | None = None
+    """Nodes that held the others up, and without which the run went on."""
     lost_steps: int | None = None
     """Finished steps that restarts made again."""
     goodput: float | None = None
@@ -37,3 +41,18 @@ class Row:
     """Id of the run's job."""
     job_state: str | None = None
     job_reason: str | None = None
+
+
+def cost_cells(row: Row) -> list[str]:
+    """Return what restarts cost a run."""
+    left = f", {row.nodes_left} node{'s' * (row.nodes_left > 1)} left" if row.nodes_left else ""
+    restarts = shown(row.restarts, "d") + left
+    return [restarts, shown(row.lost_steps, "d"), shown(row.goodput, ".0%")]
+
+
+def job_text(row: Row) -> str:
+    """Return text like `123 PENDING (Resources)`."""
+    if row.job is None:
+        return "-"
+    reason = f" ({row.job_reason})" if row.job_reason else ""
+    return f"{row.job} {row.job_state or 'unknown'}{reason}"

@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from colotrain.errors import ColotrainError, UsageError
+from colotrain.events.fold import follow as view_of
 from colotrain.events.liveness import find
 from colotrain.launch.rendezvous import Node
 from colotrain.launch.server.forkserver import warm_up
@@ -35,7 +37,9 @@ from colotrain.schedulers.job import recall
 from colotrain.schedulers.registry import scheduler_of_job
 from colotrain.show.console import print_json, stderr_console
 from colotrain.show.notify import check_notify
+from colotrain.spec.exit_codes import DONE, LEFT
 from colotrain.spec.plan import RunPlan
+from colotrain.spec.schedulers import job_here
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -170,6 +174,8 @@ def resume(
         problem = f"{rundir.name}: another program's training, which `colotrain audit` observed"
         raise UsageError(problem, "start that program again")
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
+    for left in view_of(rundir, ranks=()).nodes_left:
+        print(f"note: {left}; it is let in again", file=sys.stderr, flush=True)
     if job and not any(key.startswith("cluster") for key in given):
         check_devices(own, this_machine(), several=True, submit=submit)
     if not overrides and own.elastic.max_nodes == 1:
@@ -304,7 +310,12 @@ def run_helper_node(plan: RunPlan, rundir: RunDir, node: Node, *, console: Conso
     exit_code, cause = (launch_and_resume if plan.smoke else launch)(plan, rundir, node=node)
     if exit_code == ColotrainError.exit_code:
         raise ColotrainError(f"node {node.rank}: {cause}", "see what node 0 says")
-    return exit_code
+    if exit_code == LEFT:
+        cause = f"was left, and the run goes on without this machine: {cause}"
+    if cause:
+        print(f"node {node.rank}: {cause}", file=sys.stderr, flush=True)
+    # a scheduler may end a whole job because of one node's exit code
+    return DONE if exit_code == LEFT and job_here() else exit_code
 
 
 def execute(
@@ -325,6 +336,7 @@ def execute(
     from colotrain.events.fold import Fold
     from colotrain.events.slow_ranks import SlowRankWatch
     from colotrain.launch.elastic import launch, shielded
+    from colotrain.launch.slow_nodes import SlowNodes
     from colotrain.launch.smoke import launch_and_resume
     from colotrain.launch.startup import end_recorded, ended_by_signals
     from colotrain.show.live import progress_for
@@ -343,6 +355,9 @@ def execute(
         with ended_by_signals():
             prepare_data(plan, console)
         fold, slow_ranks = Fold(max_steps=plan.train.max_steps), SlowRankWatch()
+        slow_nodes = None
+        if plan.elastic.replace_slow:
+            slow_nodes = SlowNodes(plan=plan, num_left=len(view_of(rundir, ranks=()).nodes_left))
         with progress_for(console, plan, rundir) as shown, Trackers(plan, rundir) as trackers:
 
             def update(events: list[Event]) -> Sequence[str]:
@@ -355,9 +370,11 @@ def execute(
                 view = fold.add(events).view()
                 notes = [*notifier.take(events, view), *metrics.take(events, view)]
                 display([*events, *notes, *trackers.take(events)])
+                if slow_nodes is not None:
+                    slow_nodes.look(view)
                 return slow_ranks.look(view)
 
-            start = launch_and_resume if plan.smoke else launch
+            start = launch_and_resume if plan.smoke else partial(launch, slow_nodes=slow_nodes)
             ended = start(plan, rundir, follow=show, node=node, began_at=began_at)
             display([*trackers.close(), *notifier.close()])
     return ended

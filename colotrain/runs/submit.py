@@ -83,7 +83,7 @@ def submit_sweep(
         problem = f"--sweep: {scheduler.label} has no job arrays"
         raise UsageError(problem, "submit the runs one by one")
     plans = [resolved.plan for resolved in configs]
-    if len({(plan.cluster.nodes, plan.elastic.max_nodes) for plan in plans}) > 1:
+    if len({(plan.cluster.nodes, plan.elastic.launchers) for plan in plans}) > 1:
         raise UsageError("--sweep: an array has one number of nodes", "sweep over something else")
     check_one_section(configs)
     print_notes(*configs, warnings=True)
@@ -212,7 +212,7 @@ def job_of(runs: Iterable[RunDir], resolved: ResolvedConfig, *, name: str, logs:
     settings, known = scheduler.section(resolved.config), list(runs)
     job = Job(
         name=name,
-        nodes=resolved.plan.cluster.nodes,
+        nodes=resolved.plan.cluster.nodes + resolved.plan.elastic.spare_nodes,
         runs=tuple(str(rundir.path) for rundir in known),
         logs=str(logs),
         cwd=str(Path.cwd()),

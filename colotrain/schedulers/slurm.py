@@ -120,8 +120,8 @@ warn() {{ warned=$1; say "$1: asking the run to save and stop"; : >"$run/control
 rm -f "$run/control/stop"  # of the run before it was queued again
 trap 'warn USR1' USR1
 trap 'warn TERM' TERM
-srun --kill-on-bad-exit=1 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${{step[@]}}" \\
-  "${{command[@]}}" "$run" --head "$head:$port" &
+srun --kill-on-bad-exit=1 --wait=0 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
+  "${{step[@]}}" "${{command[@]}}" "$run" --head "$head:$port" &
 until wait $!; rc=$?; [ $rc -eq 0 ] || ! kill -0 $! 2>/dev/null; do :; done
 wait $!; rc=$?
 say "ended with $rc"

@@ -55,4 +55,15 @@ class ElasticPlan:
     min_nodes: int = 1
     max_nodes: int = 1
     """Most nodes; where it or `min_nodes` is not `cluster.nodes`, nodes may join and leave."""
+    spare_nodes: int = 0
+    """Nodes beside `max_nodes` that wait to take the place of one that is lost or left."""
+    replace_slow: bool = False
+    """Whether the run goes on without a node that holds the others up for long."""
+    replace_slow_after_s: float = 600.0
+    """Seconds for which a rank holds the others up before its node is left."""
     memory_copy: MemoryCopyPlan = field(default_factory=MemoryCopyPlan)
+
+    @property
+    def launchers(self) -> int:
+        """Most nodes whose launchers may be there at once, spare ones included."""
+        return self.max_nodes + self.spare_nodes

@@ -11,6 +11,8 @@ DOES_NOT_FIT = 3
 UNVERIFIED = 4
 PREEMPTED = 75
 """Preempted or stopped on request; `resume` continues the run."""
+LEFT = 76
+"""The run goes on without this node, which held the others up."""
 INTERRUPTED = 130
 
 EXIT_CODE_BY_STATUS = {
@@ -18,6 +20,7 @@ EXIT_CODE_BY_STATUS = {
     "failed": FAILED,
     "preempted": PREEMPTED,
     "interrupted": INTERRUPTED,
+    "left": LEFT,
 }
 """Status with which a launch ended → exit code."""
 STOPPED = (PREEMPTED, INTERRUPTED)

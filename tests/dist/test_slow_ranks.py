@@ -40,12 +40,22 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.blocks(x), y)
 
 
-@pytest.mark.parametrize("plugin", ["zero1", "zero3"])
-def test_other_ranks_wait_for_the_slow_one(colotrain: Colotrain, plugin: str) -> None:
+@pytest.mark.parametrize(
+    ("plugin", "more"),
+    [
+        ("zero1", ()),
+        ("zero3", ()),
+        ("fsdp-hybrid", ("plugin.shard_size=1",)),  # through the process group
+    ],
+)
+def test_other_ranks_wait_for_the_slow_one(
+    colotrain: Colotrain, plugin: str, more: tuple[str, ...]
+) -> None:
     colotrain.run(
         *(f"model.target={__name__}:Net", f"data.target={__name__}:Numbers", f"plugin={plugin}"),
         *("cluster.procs_per_node=2", f"train.global_batch={2 * SAMPLES}", "name=slow"),
         *("train.micro_batch=2", "train.max_steps=8", "train.eval_every=0", "optim.lr=0.01"),
+        *more,
     )
     steps = [(e.rank, Step.of(e)) for e in colotrain.events("slow") if e.kind == Step.KIND]
 

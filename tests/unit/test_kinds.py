@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from colotrain.events import gradients, kinds
+from colotrain.events import gradients, kinds, machines
 from colotrain.events.event import Event, EventKind
 from colotrain.events.kinds import Checkpoint, Evaluation, PeakMemory, Step, TierBytes
 from colotrain.events.log import EventWriter, decode
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parent / "golden" / "events" / "each_kind.jsonl"
 LINES = GOLDEN.read_bytes().splitlines(keepends=True)
 KINDS = {
     cls.KIND: cls
-    for module in (kinds, gradients)
+    for module in (kinds, gradients, machines)
     for cls in vars(module).values()
     if isinstance(cls, type) and issubclass(cls, EventKind) and cls is not EventKind
 }

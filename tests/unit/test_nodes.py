@@ -87,7 +87,13 @@ class Launchers:
         member.info = node_info(1, plan={"other": 1})  # and it would not be let in again
         self.sockets[member._thread].shutdown(socket.SHUT_RDWR)
 
-    def open(self, min_nodes: int = 2, max_nodes: int = 2, expected_nodes: int = 2) -> NodeRegistry:
+    def open(
+        self,
+        min_nodes: int = 2,
+        max_nodes: int = 2,
+        expected_nodes: int = 2,
+        spare_nodes: int = 0,
+    ) -> NodeRegistry:
         self.registry = NodeRegistry(
             self.listener,
             secret="secret",
@@ -96,6 +102,7 @@ class Launchers:
             max_nodes=max_nodes,
             expected_nodes=expected_nodes,
             open_store=self.open_store,
+            spare_nodes=spare_nodes,
         )
         return self.registry
 

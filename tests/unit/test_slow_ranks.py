@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from generated import staged_run
@@ -14,7 +16,8 @@ from colotrain.engine.pressure import PressureMeter
 from colotrain.engine.waiting import waited_s, waiting
 from colotrain.events.event import Event
 from colotrain.events.fold import Fold
-from colotrain.events.kinds import Pressure, Step
+from colotrain.events.kinds import Step
+from colotrain.events.machines import Pressure
 from colotrain.events.slow_ranks import FOR_S, FOR_STEPS, SlowRankWatch, slow_ranks
 from colotrain.events.view import RunView
 
@@ -85,6 +88,14 @@ def test_ranks_that_are_alike_or_differ_little_are_not() -> None:
         ({"waiting_threads": 0.4}, 0.0, BUSY),
         ({"waiting_threads": 0.4, "nice": 5}, 0.0, f"{BUSY} (it has nice 5)"),
         ({"waiting_threads": 0.1, "nice": 5}, 0.0, ""),
+        (
+            {"held_back": 0.4, "waiting_threads": 0.4},
+            0.0,
+            "its container has used up its CPU quota",
+        ),
+        ({"held_back": 0.1}, 0.0, ""),
+        ({"clock_mhz": 1800.0}, 0.0, "its clock is low (1.8 GHz, others have 3.2)"),
+        ({"clock_mhz": 2900.0}, 0.0, ""),
         ({"major_faults_per_s": 500.0}, 0.0, "its memory is read back from swap or disk"),
     ],
 )
@@ -93,7 +104,7 @@ def test_the_cause_is_what_explains_most_of_it(
 ) -> None:
     usual = steps(0, range(9), own_s=0.4)
     slow = steps(1, range(9), own_s=0.8, data_s=data_s)
-    found = told(*usual, *slow, pressed(0), pressed(1, **lacking))
+    found = told(*usual, *slow, pressed(0, clock_mhz=3200.0), pressed(1, **lacking))
     assert found == {1: f"2.0× the median{', ' if cause else ''}{cause}"}
 
 
@@ -156,3 +167,23 @@ def test_the_kernels_counts_can_be_read() -> None:
     queued, faults = pressure._counts()
     assert queued is None or queued >= 0.0
     assert faults >= 0
+
+
+def test_a_quota_and_a_clock_are_read_where_the_kernel_tells(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pressure.host, "cgroups", lambda _: [tmp_path / "own", tmp_path])
+    assert pressure._held_back_s() is None
+    (tmp_path / "cpu.stat").write_text("usage_usec 9\nnr_periods 0\nthrottled_usec 5000000\n")
+    assert pressure._held_back_s() is None, "the root has no quota"
+    (tmp_path / "cpu.stat").write_text("nr_periods 40\nnr_throttled 3\nthrottled_usec 2500000\n")
+    assert pressure._held_back_s() == 2.5
+    (tmp_path / "cpu.stat").write_text("nr_periods 40\nthrottled_time 1500000000\n")
+    assert pressure._held_back_s() == 1.5
+    monkeypatch.setattr(pressure, "CPUS", tmp_path)
+    assert pressure._clock_mhz() is None
+    for cpu in range(os.cpu_count() or 1):
+        folder = tmp_path / f"cpu{cpu}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text("2345678\n")
+    assert pressure._clock_mhz() == 2345.678

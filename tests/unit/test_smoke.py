@@ -71,10 +71,11 @@ def test_settings_that_stop_a_short_run_do_not_stop_this_one() -> None:
     wsd = ("optim.schedule.name=wsd", "optim.schedule.decay_steps=50")
     assert smoke_plan(*SMALL, *wsd).train.max_steps == 2
     nodes = ("cluster.nodes=2", "elastic.min_nodes=1", "elastic.max_nodes=4")
+    nodes += ("elastic.spare_nodes=1", "elastic.replace_slow=true")
     elastic = resolve_config(
         [*SMALL, *nodes, "train.global_batch=48"], here=False, smoke=True
     ).plan.elastic
-    assert (elastic.min_nodes, elastic.max_nodes) == (2, 2)
+    assert (elastic.min_nodes, elastic.launchers, elastic.replace_slow) == (2, 2, False)
 
 
 def test_its_name_is_its_own_and_never_the_real_runs() -> None:

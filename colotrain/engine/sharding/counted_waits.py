@@ -1,0 +1,45 @@
+"""Counts for how long a rank on a CPU waits for others in the process group's collectives.
+
+Sending and receiving is counted, too: it takes all ranks of a group about as long, so that what is
+left of a step tells ranks apart.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.engine.sharding.fsdp_internals import DefaultAllGather
+from colotrain.engine.sharding.sharded_model import ShardedModel
+from colotrain.engine.waiting import waiting
+
+
+class CountedAllGather(DefaultAllGather):
+    """`fully_shard`'s own all-gather."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with waiting():
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+def count_waits_(sharded: ShardedModel) -> None:
+    """Count all-gathers and reductions of a model whose ranks are not all of one host."""
+    for group in sharded.groups:
+        group.handle.set_custom_all_gather(CountedAllGather())
+        for params in group.fsdp_groups:
+            params.post_backward = partial(_post_backward, params)
+
+
+def _post_backward(params: Any, *unused: Any) -> None:
+    """Reduce a group's gradients; copying them together, which belongs to it, takes far less."""
+    with waiting():
+        type(params).post_backward(params, *unused)

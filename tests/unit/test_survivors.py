@@ -1,0 +1,153 @@
+"""Which ranks are ended when another one has failed, and which may still do something useful."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from colotrain.events.heartbeats import HeartbeatWriter
+from colotrain.launch import survivors
+from colotrain.launch.survivors import end_survivors, failed
+from colotrain.rundir import RunDir
+
+
+@dataclass
+class Process:
+    """What multiprocessing shows of a worker."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.poll()
+
+
+@dataclass
+class Workers:
+    rundir: RunDir
+    processes: list[Process]
+
+    def in_phase(self, phase: str, *, local: int = 1) -> None:
+        rank = 4 + local
+        writer = HeartbeatWriter(self.rundir.heartbeat_file(rank), rank=rank, patience_s=60)
+        pid = self.processes[local].pid
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.getpid", lambda: pid)
+            writer.beat(3, phase)
+
+    def die(self, code: int = -signal.SIGKILL, *, local: int = 0) -> None:
+        process = self.processes[local].process
+        if code < 0:
+            process.send_signal(-code)
+        else:
+            process.kill()
+            process.wait()
+            process.returncode = code
+        process.wait()
+
+    def end(self, *, has_copies: bool = False) -> tuple[set[int], float]:
+        began = time.monotonic()
+        ended = end_survivors(self.processes, self.rundir, first_rank=4, has_copies=has_copies)
+        return ended, time.monotonic() - began
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
+    """Two processes, ranks 4 and 5, that would take very long."""
+    monkeypatch.setattr(survivors, "FINISH_S", 1.5)
+    monkeypatch.setattr(survivors, "RAISE_S", 0.4)
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    made = [Process(subprocess.Popen(command)) for _ in range(2)]
+    yield Workers(RunDir(tmp_path), made)
+    for process in made:
+        process.process.kill()
+        process.process.wait()
+
+
+@pytest.mark.parametrize(
+    "phase", ["start", "data", "forward or backward (stage 1)", "evaluation", "teacher", None]
+)
+def test_what_computes_or_begins_in_vain_is_ended_at_once(
+    workers: Workers, phase: str | None
+) -> None:
+    if phase:
+        workers.in_phase(phase)
+    workers.die()
+    ended, took_s = workers.end()
+    assert ended == {1}
+    assert took_s < 1.0
+    assert workers.processes[1].process.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "rollback"])
+def test_a_rank_that_saves_is_left_alone(workers: Workers, phase: str) -> None:
+    workers.in_phase(phase)
+    workers.die()
+    assert workers.end()[0] == set()
+    assert workers.processes[1].exitcode is None
+
+
+@pytest.mark.parametrize("phase", ["optimizer", "record", "memory copy", "ending"])
+def test_a_rank_that_finishes_has_time_for_it(workers: Workers, phase: str) -> None:
+    workers.in_phase(phase)
+    workers.die()
+    threading.Timer(0.5, workers.in_phase, ["forward or backward"]).start()
+    ended, took_s = workers.end(has_copies=True)
+    assert ended == {1}
+    assert took_s >= 0.4
+
+
+def test_after_an_error_the_others_have_a_moment_to_raise_theirs(workers: Workers) -> None:
+    workers.in_phase("forward or backward")
+    workers.die(1)
+    threading.Timer(0.2, workers.die, [1], {"local": 1}).start()
+    assert workers.end()[0] == set()
+    assert failed(workers.processes) == [0, 1]
+
+
+def test_after_an_error_what_goes_on_is_ended(workers: Workers) -> None:
+    workers.in_phase("forward or backward")
+    workers.die(1)
+    ended, took_s = workers.end()
+    assert ended == {1}
+    assert 0.4 <= took_s < 1.4
+
+
+@pytest.mark.parametrize("has_part", [True, False])
+@pytest.mark.parametrize("has_copies", [True, False])
+def test_a_save_that_needs_the_failed_rank_no_more_may_end(
+    workers: Workers, has_part: bool, has_copies: bool
+) -> None:
+    folder = workers.rundir.checkpoints / ".step-00000002.x-0.tmp"
+    folder.mkdir(parents=True)
+    (folder / f"__{4 if has_part else 5}.json").touch()
+    workers.in_phase("forward or backward")
+    workers.die()
+    threading.Timer(0.6, lambda: folder.rename(folder.with_name("step-00000002"))).start()
+    ended, took_s = workers.end(has_copies=has_copies)
+    assert ended == {1}
+    waits = has_part and not has_copies
+    assert (took_s >= 0.5) == waits
+    time.sleep(0 if waits else 0.7)  # until the timer has run
+
+
+def test_who_has_failed() -> None:
+    class Ended:
+        def __init__(self, exitcode: int | None) -> None:
+            self.exitcode = exitcode
+
+    codes = [Ended(code) for code in (None, 0, 1, 3, -9, -6)]
+    assert failed(codes) == [2, 3, 4, 5]
+    assert failed(codes, "cuda") == [2, 3, 4]
