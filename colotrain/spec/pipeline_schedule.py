@@ -84,10 +84,10 @@ def _rounds(stages: int, micro_batches: int) -> list[range]:
 def slots_around(stages: int) -> int:
     """Return how many tensors may be on the way from the last stage to the first one, or back.
 
-    Between other neighbours `NUM_SLOTS` are enough. What goes around waits for the rest of its
-    round, and a step would be longer if its sender waited, too.
+    Between other neighbours `NUM_SLOTS` are enough, so that no rank waits to send. What goes around
+    waits for the rest of its round.
     """
-    return stages + 1
+    return stages
 
 
 def needs(action: Action, stage: int, *, stages: int, chunks: int) -> tuple[int, Action] | None:

@@ -406,19 +406,19 @@ def test_chunks_shorten_the_wait_and_pass_on_more() -> None:
     [
         (
             ("mesh.pp_chunks=2",),
-            "mesh.pp_chunks: 2: expected 1 under mesh.pp_schedule=1f1b",
+            "mesh.pp_chunks=2: expected 1 under mesh.pp_schedule=1f1b",
         ),
         (
             (*INTERLEAVED, "mesh.pp_chunks=1"),
-            "mesh.pp_chunks: 1: expected 2 or more under mesh.pp_schedule=interleaved",
+            "mesh.pp_chunks=1: expected 2 or more under mesh.pp_schedule=interleaved",
         ),
         (
             (*INTERLEAVED, "mesh.pp_chunks=5"),
-            "mesh.pp_chunks: 5: expected at most 4, as 2 stages share out 8 blocks",
+            "mesh.pp_chunks=5: expected at most 4, as 2 stages share out 8 blocks",
         ),
         (
             (*INTERLEAVED, "mesh.pp_split=[4,4]"),
-            "mesh.pp_split: [4, 4]: expected 4 numbers of 1 or more, whose sum is 8",
+            "mesh.pp_split=[4, 4]: expected 4 numbers of 1 or more, whose sum is 8",
         ),
     ],
 )

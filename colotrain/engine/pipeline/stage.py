@@ -332,6 +332,8 @@ def keep_stage_(
         split=split,
         chunks=chunks,
         compute_dtype=compute_dtype,
+        trains_before=(False,) * chunks,
+        trains=(True,) * chunks,
     )
     stage.holders = {n: sequence.stages_of(n, split, chunks) for n, _ in model.named_parameters()}
     _to_meta_(model, stage)
