@@ -1,8 +1,9 @@
 """colotrain's pipeline stages beside torch's own 1F1B over `fully_shard`, in turns.
 
-With `--schedules 1f1b interleaved` both of colotrain's take turns with it. Prints the ratio of step times in turns, and the share of a step for which each stage waits,
-measured and planned. A turn has several steps: the one in which a system is halted lasts as long as
-the others' turns, so that shares are medians over steps.
+With `--schedules 1f1b interleaved` both of colotrain's take turns with it. Prints the ratio of step
+times in turns, and the share of a step for which each stage waits, measured and planned. A turn has
+several steps: the one in which a system is halted lasts as long as the others' turns, so that
+shares are medians over steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ def report(cell: Cell, found: list[Contestant]) -> None:
     for mine in ours:
         ratios = [a / b for a, b in zip(mine.turns_s, torch.turns_s, strict=True)]
         low, _, high = quantiles(ratios, n=4)
-        print(f"{cell}, {mine.system.label}: step time {median(ratios):.2f} ({low:.2f} to {high:.2f}) of")
+        print(
+            f"{cell}, {mine.system.label}:\n  step time {median(ratios):.2f} "
+            f"({low:.2f} to {high:.2f}) of"
+        )
         print(f"  {torch.system.label}'s, {median(mine.turns_s):.2f} s a turn")
         for stage in mine.stages:
             planned, waited = stage.planned_wait, stage.wait or 0.0

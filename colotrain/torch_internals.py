@@ -88,7 +88,7 @@ def call_instead_(module: nn.Module, act: Callable[..., Any] | None) -> None:
 
     torch calls `act` in place of hooks and forward where `nn.Module.compile` has made it.
     """
-    module._compiled_call_impl = act  # type: ignore[assignment]
+    module._compiled_call_impl = act
 
 
 def hooks_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:

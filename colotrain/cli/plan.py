@@ -23,9 +23,9 @@ from colotrain.rundir import RunDir
 from colotrain.runs.resolving import ResolvedConfig, print_notes, resolve_config
 from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
+from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan
 from colotrain.spec.plugins import ROWS
-from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.survey import Trace
 
 NOT_TRACED = (

@@ -14,8 +14,8 @@ from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown
-from colotrain.spec.plan import RunPlan
 from colotrain.spec.pipeline_schedule import bubble
+from colotrain.spec.plan import RunPlan
 
 ENDED = ("finished", "failed", "preempted", "interrupted")
 SMOOTHING_STEPS = 20

@@ -9,8 +9,8 @@ from colotrain.planner.communication import Traffic, traffic
 from colotrain.planner.groups import find
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
-from colotrain.spec.plan import Prediction
 from colotrain.spec.pipeline_schedule import pipeline_time
+from colotrain.spec.plan import Prediction
 from colotrain.spec.survey import Survey, Trace
 
 COMMUNICATION_COSTS = (

@@ -6,6 +6,7 @@ the model. A micro-batch goes through the ranks once per chunk, and back as ofte
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def _rounds(stages: int, micro_batches: int) -> list[range]:
     """Divide the micro-batches into rounds of at least `stages`, if there are as many."""
     num = max(1, micro_batches // stages)
     ends = [micro_batches * index // num for index in range(num + 1)]
-    return [range(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
 def slots_around(stages: int) -> int:

@@ -245,7 +245,13 @@ def compare_stages_with_whole(
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_schedule(colotrain: Colotrain) -> None:
     options = (*SMALL, "model.args.num_layers=4", "model.args.tie_embeddings=true")
-    steady = (*options, "optim.schedule.name=constant", "checkpoint.every=2", "checkpoint.keep=9")
+    steady = (
+        *options,
+        "optim.schedule.name=constant",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        "observe.grads_every=1",
+    )
     interleaved = ("mesh.pp=2", "mesh.pp_schedule=interleaved", "train.global_batch=12")
     usual = ("mesh.pp=2", "train.global_batch=12")
     alone = ("train.global_batch=12", "train.micro_batch=1")
@@ -273,7 +279,9 @@ def test_a_run_goes_on_under_another_schedule(colotrain: Colotrain) -> None:
     assert found[-1]["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-6)
     assert [stage["blocks"] for stage in found[0]["stages"]] == [[[0, 0], [2, 2]], [[1, 1], [3, 3]]]
     assert all(0 < stage["wait"] < 1 for each in found for stage in each["stages"])
-    held = {row.name: row.stages for row in follow(colotrain.rundir("until-2")).gradients.parameters}
+    held = {
+        row.name: row.stages for row in follow(colotrain.rundir("until-2")).gradients.parameters
+    }
     assert held["blocks.2.mlp.up.weight"] == (0,)
     assert held["blocks.1.mlp.up.weight"] == (1,)
     one = RunDir(colotrain.cwd / "runs" / "until-2").checkpoint(2)

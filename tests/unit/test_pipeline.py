@@ -145,10 +145,13 @@ def test_a_stage_with_chunks_has_blocks_between_those_of_others(index: int) -> N
     sequence = find_sequence(model, {"input_ids": IDS})
     stage = keep_stage_(model, sequence, (2, 1, 1, 2), index, chunks=2, compute_dtype=None)
     own = [stage.blocks_of(0), stage.blocks_of(1)]
-    assert own == [
-        [("layers.0", "layers.1"), ("layers.3",)],
-        [("layers.2",), ("layers.4", "layers.5")],
-    ][index]
+    assert (
+        own
+        == [
+            [("layers.0", "layers.1"), ("layers.3",)],
+            [("layers.2",), ("layers.4", "layers.5")],
+        ][index]
+    )
     held = {name for name, p in model.named_parameters() if not p.is_meta}
     ends = [{"embed.weight", "scale"}, {"head.weight", "head.bias"}][index]
     blocks = {f"{block}.{kind}" for each in own for block in each for kind in ("weight", "bias")}
@@ -157,10 +160,13 @@ def test_a_stage_with_chunks_has_blocks_between_those_of_others(index: int) -> N
     names = ["embed", *parts, "head"]
     groups = stage.own_groups(model, [("embed", [model.get_submodule(name) for name in names])])
     kept = [[name for name in names if model.get_submodule(name) in own] for _, own in groups]
-    assert kept == [
-        [["embed"], ["layers.0", "layers.1"], ["layers.3"]],
-        [["layers.2"], ["layers.4", "layers.5"], ["head"]],
-    ][index]
+    assert (
+        kept
+        == [
+            [["embed"], ["layers.0", "layers.1"], ["layers.3"]],
+            [["layers.2"], ["layers.4", "layers.5"], ["head"]],
+        ][index]
+    )
     assert [stage.chunk_of(each[0]) for each in kept] == [[0, 0, 1], [0, 1, 1]][index]
     assert [stage.place_of(name, index) for name in ("layers.0", "layers.4")] == [
         [0, 0],

@@ -43,8 +43,8 @@ def simulate(
     """Return the time in which ranks run their orders; a forward takes 1 and a backward 2.
 
     A rank sends after each action, and waits while the receiver has not taken what it sent
-    `window` tensors before, or `around` between the last and the first stage. Each rank takes what arrives on a way in its order, and checks that it
-    is what the action needs.
+    `window` tensors before, or `around` between the last and the first stage. Each rank takes what
+    arrives on a way in its order, and checks that it is what the action needs.
     """
     stages = len(orders)
     ways: dict[tuple[int, bool], list[tuple[Action, int, float]]] = defaultdict(list)
@@ -137,7 +137,7 @@ def faulty(stages: int, chunks: int, num: int, fault: str) -> list[list[Action]]
         swapped = [replace(a, micro_batch=a.micro_batch ^ 1) if a.chunk else a for a in orders[0]]
         return [swapped, *orders[1:]]
     assert fault == "no forward is ahead"
-    return [in_turn(chunks=chunks, micro_batches=num)] + orders[1:]
+    return [in_turn(chunks=chunks, micro_batches=num), *orders[1:]]
 
 
 @pytest.mark.parametrize(

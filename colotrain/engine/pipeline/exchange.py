@@ -35,7 +35,9 @@ class Way:
     """
 
     def link_for(self, tensor: Tensor) -> Link | None:
-        return self.link if self.link is not None and tensor.nbytes <= self.link.most_bytes else None
+        return (
+            self.link if self.link is not None and tensor.nbytes <= self.link.most_bytes else None
+        )
 
 
 class Exchange:
@@ -58,15 +60,14 @@ class Exchange:
         self.forward, self.backward, self.links = forward, backward, links or {}
         stage, last = forward.rank(), forward.size() - 1
         after, before = (stage + 1) % (last + 1), (stage - 1) % (last + 1)
-        groups = (forward, backward)
         self.ways: dict[str, Way] = {}
         """The ways `on` to the stage that gets this one's activations, and `back` to the other."""
         if stage < last or around:
-            own = groups if stage < last else around
-            self.ways["on"] = Way(after, *own, self.links.get(stage))
+            own, other = (forward, backward) if stage < last else around
+            self.ways["on"] = Way(after, own, other, self.links.get(stage))
         if stage or around:
-            own = groups if stage else around
-            self.ways["back"] = Way(before, *own, self.links.get(before))
+            own, other = (forward, backward) if stage else around
+            self.ways["back"] = Way(before, own, other, self.links.get(before))
         self.sent: list[tuple[Any, Tensor]] = []
 
     def send_activations(self, tensor: Tensor) -> None:

@@ -300,7 +300,7 @@ def begin_backward(
     reduce_now = last or sharded.plugin.gradients == "sharded"
     for group in sharded.groups:
         own = group.chunk == chunk
-        free = own and last or not group.stays_gathered
+        free = (own and last) or not group.stays_gathered
         group.handle.set_requires_gradient_sync(own and reduce_now, recurse=False)
         group.handle.set_requires_all_reduce(own and last, recurse=False)
         group.handle.set_reshard_after_backward(free, recurse=False)
