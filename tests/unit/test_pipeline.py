@@ -393,6 +393,8 @@ def test_numbers_of_nodes_that_stages_cannot_share_are_refused() -> None:
     assert resize(four, 2).batch.accumulation_steps == 2 * four.batch.accumulation_steps
     with pytest.raises(ColotrainError, match=r"3 nodes: .* cannot be shared out among 3 ranks"):
         resize(four, 3)
+
+
 INTERLEAVED = ("mesh.pp_schedule=interleaved", "model.args.num_layers=8", "data.seq_len=64")
 
 
