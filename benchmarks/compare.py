@@ -68,10 +68,12 @@ class System:
     variant: str
     stage: int
     script: str = ""
+    settings: tuple[str, ...] = ()
+    """colotrain: further settings."""
 
     @property
     def label(self) -> str:
-        return f"{self.name} {self.variant}"
+        return " ".join((self.name, self.variant, *self.settings))
 
 
 DDP = System("torch", "ddp", 0, "plain.py")
@@ -156,7 +158,7 @@ class Contestant:
 
 def command(system: System, cell: Cell, steps: int, out: Path) -> list[str]:
     if system.name == "colotrain":
-        return colotrain(system.variant, cell, steps)
+        return [*colotrain(system.variant, cell, steps), *system.settings]
     settings = ["--variant", system.variant, "--out", str(out), "--steps", str(steps)]
     settings += ["--micro-batch", str(cell.micro_batch), "--accumulation", str(cell.accumulation)]
     settings += ["--tp", str(cell.tp), "--pp", str(cell.pp)]

@@ -57,7 +57,7 @@ try:
             "_backward_hooks _post_accumulate_grad_hooks _version _base",
         ),
         (torch.empty(0).untyped_storage(), "_cdata"),
-        (nn.Module(), "_buffers _non_persistent_buffers_set _parameters"),
+        (nn.Module(), "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
         (torch.ops.aten.add.Tensor, "_schema"),
         (pytree, "tree_flatten tree_leaves tree_map tree_unflatten"),
     ):
@@ -81,6 +81,14 @@ __all__ = [
     "pytree",
     "tree_leaves",
 ]
+
+
+def call_instead_(module: nn.Module, act: Callable[..., Any] | None) -> None:
+    """Let a call of `module` be one of `act`, without its hooks; None: the module's own again.
+
+    torch calls `act` in place of hooks and forward where `nn.Module.compile` has made it.
+    """
+    module._compiled_call_impl = act
 
 
 def hooks_of(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:

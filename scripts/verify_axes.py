@@ -7,7 +7,7 @@ A parameter may also be what the reference's optimizer makes, in float64, of the
 gradients, which are within the limit of gradients: such cases are counted apart.
 Prints a row per model and product, and ends with 1 if a case differs.
 All 720 cases take an hour on two busy cores. With `--pp` models have four blocks, and mesh.pp
-is one more axis.
+is one more axis; `--set mesh.pp_schedule=interleaved` gives each stage two chunks of them.
 """
 
 from __future__ import annotations

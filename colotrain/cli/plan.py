@@ -23,9 +23,9 @@ from colotrain.rundir import RunDir
 from colotrain.runs.resolving import ResolvedConfig, print_notes, resolve_config
 from colotrain.show.console import print_json, stdout_console
 from colotrain.spec.memory import MemoryBreakdown, PeakRange
+from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.plan import RECOMPUTE, ClusterPlan, RunPlan
 from colotrain.spec.plugins import ROWS
-from colotrain.spec.sequence import bubble
 from colotrain.spec.survey import Trace
 
 NOT_TRACED = (
@@ -302,10 +302,13 @@ def beside(plan: RunPlan, measured: dict[str, Any], *, name: str) -> dict[str, A
 def stages_of(resolved: ResolvedConfig) -> dict[str, Any]:
     """Return the stages of the plan: blocks, memory, bytes sent, the part of a step they wait."""
     plan, context = resolved.plan, resolved.context
+    mesh = plan.mesh
+    chunks = [[last + 1 - first for first, last in mesh.blocks_of(s)] for s in range(mesh.pp)]
     return {
-        "blocks": list(plan.mesh.pp_split),
+        "blocks": [sum(each) for each in chunks],
+        **({"chunks": chunks} if mesh.pp_chunks > 1 else {}),
         "peaks": list(context.bytes_of_stages),
         "sent_bytes": list(context.sent_by_stages),
         "waits": list(plan.time.waits),
-        "bubble": bubble(plan.mesh.pp, plan.batch.accumulation_steps),
+        "bubble": bubble(mesh.pp, plan.batch.accumulation_steps, mesh.pp_chunks),
     }

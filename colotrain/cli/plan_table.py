@@ -76,7 +76,8 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
     together = "".join(f", {size} to a {what}" for what, size in divided.items() if size > 1)
     yield "ranks", f"{ranks}, {cluster.device}, mesh {mesh}{together}"
     if stages := document.get("pipeline"):
-        blocks = " + ".join(map(str, stages["blocks"]))
+        each = stages.get("chunks") or [[count] for count in stages["blocks"]]
+        blocks = " | ".join(" + ".join(map(str, chunk)) for chunk in zip(*each, strict=True))
         peaks = ", ".join(map(format_size, stages["peaks"]))
         yield "stages", f"{blocks} blocks, {peaks} per rank"
         shares = ", ".join(f"{share:.0%}" for share in stages["waits"])

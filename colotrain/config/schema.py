@@ -54,8 +54,14 @@ class Mesh:
     pp: int = 1
     """Pipeline parallelism: stages that each hold some consecutive blocks of the model, for models
     that no plugin's shards make small enough, or ranks with slow links between them."""
+    pp_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """Order in which stages run micro-batches, 1f1b or interleaved: under the latter each has
+    several chunks of blocks, waits less, and passes on more."""
+    pp_chunks: int | None = None
+    """interleaved: chunks of consecutive blocks that each stage has; by default 2."""
     pp_split: list[int] = field(default_factory=list)
-    """Number of blocks of each stage; empty: stages that take about as long."""
+    """Number of blocks of each stage, or of each of the `mesh.pp` × `mesh.pp_chunks` chunks, which
+    stages take in turn; empty: stages that take about as long."""
     cp: int = 1
     """Context parallelism: ranks that divide each sample's tokens among themselves, for samples too
     long for one rank's memory. Model states are sharded over them, too."""

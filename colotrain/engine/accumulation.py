@@ -8,7 +8,6 @@ uses a fixed nominal number, and `StepTotals.gradient_factor` corrects for it on
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.documents import DOCUMENT_IDS, ON_HOST
 from colotrain.models.objective import inputs_of, objective_of, output_of
 from colotrain.models.outputs import count_in, loss_in, pair_in
+from colotrain.spec.pipeline_schedule import in_turn
 
 Batch = dict[str, Tensor]
 SHIFTS = "_colotrain_shifts_labels"
@@ -75,33 +75,42 @@ def accumulate(
     A pipeline stage runs some forwards ahead of its backwards, unless `one_by_one`.
     """
     sharded, stage = state.sharded, state.sharded.stage
-    ahead = 0 if one_by_one else stage.ahead
     stage.begin_step(state.frozen)
-    begun: deque[Passed] = deque()
-    left = num
-    for batch in batches:
-        begin_forward(sharded)
-        begun.append(_forward(state, batch, totals))
-        note_use(state)
-        while len(begun) > (ahead if totals.micro_batches < num else 0):
-            left -= 1
-            begin_backward(sharded, last=left == 0)
-            stage.backward(begun.popleft())
+    order = in_turn(chunks=stage.chunks, micro_batches=num) if one_by_one else stage.order(num)
+    backwards = [a for a in order if not a.is_forward and stage.trains[a.chunk]]
+    taken, source = dict[int, Batch](), iter(batches)
+    begun: dict[tuple[int, int], Passed] = {}
+    for action in order:
+        chunk, index = action.chunk, action.micro_batch
+        if action.is_forward:
+            batch = taken.pop(index) if chunk else next(source)
+            if chunk < stage.chunks - 1:
+                taken[index] = batch
+            begin_forward(sharded)
+            begun[chunk, index] = _forward(state, batch, totals, chunk)
+            note_use(state)
+        else:
+            is_end, last = bool(backwards) and action == backwards[-1], index == num - 1
+            begin_backward(sharded, last=last, chunk=chunk, ends_step=is_end)
+            stage.backward(begun.pop((chunk, index)), chunk)
+    left = next(source, None)  # what counts micro-batches goes on after the last one, too
+    assert left is None, f"there are more than {num} micro-batches"
     stage.end_step()
-    if not (stage.trains_before or stage.trains_here):
-        reshard(sharded)  # no backward has freed the whole parameters
+    if stage.chunks > 1 or not stage.trains[0]:
+        reshard(sharded)  # not every chunk's last backward has freed all whole parameters
     reduce_replicated_(sharded)
     sum_partial_(sharded)
     sum_tied_(sharded)
     return totals
 
 
-def _forward(state: GradientState, batch: Batch, totals: StepTotals) -> Passed:
-    """Run a micro-batch's forward on this rank's stage; the last stage computes the loss."""
+def _forward(state: GradientState, batch: Batch, totals: StepTotals, chunk: int) -> Passed:
+    """Run a micro-batch's forward on a chunk of this rank; the model's last one gives the loss."""
     model, stage = state.sharded.module, state.sharded.stage
-    if not stage.is_last:
-        totals.micro_batches += 1
-        return Passed(stage.forward(model, inputs_of(model, batch)), stage.received)
+    if not stage.gives_loss(chunk):
+        totals.micro_batches += not stage.is_last and chunk == stage.chunks - 1
+        return Passed(stage.forward(model, inputs_of(model, batch), chunk), stage.received)
+    stage.begin_forward(chunk)
     loss_sum, count = weighted_loss(model, batch)
     totals.add(loss_sum, count)
     return Passed(loss_sum * (totals.loss_scale / totals.nominal), stage.received)

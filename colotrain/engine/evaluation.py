@@ -118,9 +118,10 @@ def _with_metrics(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Any, Any] | N
     A Hugging Face model that computes its loss runs once more, without labels, for its outputs.
     """
     model, function, stage = run.sharded.module, run.metrics, run.sharded.stage
-    if not stage.is_last:
-        stage.forward(model, inputs_of(model, batch))
+    if stage.count > 1:
+        stage.forward_until_loss(model, inputs_of(model, batch))
         stage.end_step()
+    if not stage.is_last:
         return None
     seen: list[Any] = []
     loss, count, output = weighted_output(model, batch, seen=seen)

@@ -75,8 +75,9 @@ def shifts_labels(model: nn.Module, sample: Batch, stage: Stage | None = None) -
         masked = torch.full_like(labels, IGNORE_INDEX)
         masked[:, list(chosen)] = target
         batch = {**sample, "labels": masked}
+        if stage.count > 1:
+            stage.forward_until_loss(model, inputs_of(model, batch))
         if not stage.is_last:
-            stage.forward(model, inputs_of(model, batch))
             return None
         output = output_of(model, batch)
         if isinstance(output, tuple) or pair_in(output) or count_in(output) is not None:

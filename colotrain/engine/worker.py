@@ -307,7 +307,9 @@ def agree_on_stage_(model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | 
         raise ColotrainError(f"mesh.pp={mesh.pp}: {plan.model.value}: {problem}", "set mesh.pp=1")
     index = dist.get_rank() // (dist.get_world_size() // mesh.pp)
     dtype = cast_dtype(plan.train.precision)
-    return keep_stage_(model, sequence, mesh.pp_split, index, compute_dtype=dtype)
+    return keep_stage_(
+        model, sequence, mesh.pp_split, index, chunks=mesh.pp_chunks, compute_dtype=dtype
+    )
 
 
 def agree_on_targets(

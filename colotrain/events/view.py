@@ -15,8 +15,8 @@ from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.spec.batch import tokens_per_count
 from colotrain.spec.memory import MemoryBreakdown
+from colotrain.spec.pipeline_schedule import bubble
 from colotrain.spec.plan import RunPlan
-from colotrain.spec.sequence import bubble
 
 ENDED = ("finished", "failed", "preempted", "interrupted")
 SMOOTHING_STEPS = 20
@@ -60,9 +60,8 @@ class StageView:
     first_rank: int
     last_rank: int
     """Its ranks follow one another."""
-    first_block: int
-    last_block: int
-    """Positions among the model's blocks, from 0."""
+    blocks: tuple[tuple[int, int], ...]
+    """First and last position, from 0, of each of its chunks among the model's blocks."""
     peak: int | None
     """Peak bytes of its fullest rank; None before a step."""
     wait: float | None
@@ -74,7 +73,10 @@ class StageView:
     def place(self) -> str:
         """Text like `ranks 2-3, block 4`."""
         ranks = _named("rank", self.first_rank, self.last_rank)
-        return f"{ranks}, {_named('block', self.first_block, self.last_block)}"
+        (first, last), *others = self.blocks
+        if not others:
+            return f"{ranks}, {_named('block', first, last)}"
+        return f"{ranks}, blocks {', '.join(_range(*chunk) for chunk in self.blocks)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,11 @@ def summary(view: RunView, plan: RunPlan, rundir: RunDir) -> dict[str, Any]:
 
 def _named(what: str, first: int, last: int) -> str:
     """Return `rank 3` or `ranks 3-5`."""
-    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+    return f"{what}{'s' if last > first else ''} {_range(first, last)}"
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def stages(view: RunView, plan: RunPlan) -> tuple[StageView, ...]:
@@ -230,9 +236,9 @@ def stages(view: RunView, plan: RunPlan) -> tuple[StageView, ...]:
     if mesh.pp == 1:
         return ()
     each = (view.world_size or plan.world_size) // mesh.pp
-    same = bubble(mesh.pp, plan.batch.accumulation_steps)
-    for stage, count in enumerate(mesh.pp_split):
-        first, begin = stage * each, sum(mesh.pp_split[:stage])
+    same = bubble(mesh.pp, plan.batch.accumulation_steps, mesh.pp_chunks)
+    for stage in range(mesh.pp):
+        first = stage * each
         ranks = range(first, first + each)
         shares = [r.wait_share for r in view.ranks if r.rank in ranks and r.wait_share is not None]
         found.append(
@@ -240,8 +246,7 @@ def stages(view: RunView, plan: RunPlan) -> tuple[StageView, ...]:
                 stage=stage,
                 first_rank=first,
                 last_rank=first + each - 1,
-                first_block=begin,
-                last_block=begin + count - 1,
+                blocks=mesh.blocks_of(stage),
                 peak=max(view.peak_by_rank[first : first + each], default=None),
                 wait=statistics.median(shares) if shares else None,
                 planned_wait=plan.time.waits[stage] if plan.time.waits else same,

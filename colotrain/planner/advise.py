@@ -12,7 +12,7 @@ from colotrain.errors import UsageError
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
 from colotrain.planner.memory import Estimate, larger, predict
-from colotrain.planner.time import Part, step_time
+from colotrain.planner.time import Part, chunk_shares, step_time
 from colotrain.spec.memory import MemoryBreakdown, PeakRange, Verdict
 from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.plan import Prediction, Recompute
@@ -66,8 +66,10 @@ class SearchSpace:
     """Memory of a pass over the data before the first step; None: there is none."""
     stages: tuple[SearchSpace, ...] = ()
     """The same of each pipeline stage, each with its part of the model; empty without stages."""
-    sends_gradients: bool = False
-    """Whether an earlier stage trains."""
+    gradients_sent: int = 0
+    """Chunks of the stage that send gradients back."""
+    chunk_of: dict[str, int] = field(default_factory=dict)
+    """Block → position of its chunk among the stage's; "" → that of what is in no block."""
 
     def need(self, layout: Layout, *, checkpointing: Recompute) -> Estimate:
         """Memory that a rank needs in training, or in the pass before it if that is more.
@@ -87,7 +89,7 @@ class SearchSpace:
         if not self.stages:
             yield self, layout
         for stage, space in enumerate(self.stages):
-            yield space, replace(layout, stage=stage, sends_gradients=space.sends_gradients)
+            yield space, replace(layout, stage=stage, gradients_sent=space.gradients_sent)
 
     def with_pass(self, layout: Layout, training: Estimate) -> Estimate:
         """`training`, or the memory of the pass before it if that is more."""
@@ -117,15 +119,18 @@ class SearchSpace:
     def time(self, layout: Layout, *, checkpointing: Recompute) -> Prediction:
         """Time of a step, in which the slowest pipeline stage counts; zeros where unknown."""
         parts: list[Part] = []
+        shares: list[list[float]] = []
         for space, own in self.parts(layout):
             trace = space.traces(checkpointing, layout.micro_batch)
             if trace is None or self.hardware is None:
                 return Prediction()
             parts.append((own, space.survey, trace))
+            shares.append(chunk_shares(trace, space.chunk_of, layout.stage_chunks))
         assert self.hardware is not None
         return step_time(
             parts,
             self.hardware(layout),
+            shares=shares,
             tokens_per_step=self.tokens_per_step,
             flops_per_token=self.survey.flops_per_token * self.tokens_per_count,
             world_size=self.world_size,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from colotrain.spec.cpu_memory import NUM_SLOTS
 from colotrain.spec.installed_torch import torch_has_cuda
 from colotrain.spec.optimizers import optimizer_of
+from colotrain.spec.pipeline_schedule import in_flight, slots_around
 from colotrain.spec.plan import BatchPlan, OptimPlan, PluginPlan
 from colotrain.spec.plugins import Gradients, ParametersLive
 
@@ -48,32 +49,41 @@ class Layout:
     """Pipeline stages of the model."""
     stage: int = 0
     """The stage of this rank."""
+    stage_chunks: int = 1
+    """Chunks of consecutive blocks that each stage has."""
     activation_bytes: int = 0
     """Bytes of a sample's activations, which each stage passes on to the next."""
-    sends_gradients: bool = False
-    """Whether an earlier stage trains, so that the stage before gets gradients."""
+    gradients_sent: int = 0
+    """Chunks of this stage that send gradients back, because something before them trains."""
     links_stages: bool = False
     """Whether a rank has shared memory with those of neighbouring stages (CPU, one host)."""
     baseline: int = 0
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations a stage keeps at a time (1F1B)."""
-        return min(self.accumulation_steps, self.stages - self.stage)
+        """Micro-batches whose activations a stage keeps at a time."""
+        return in_flight(
+            self.stage,
+            stages=self.stages,
+            chunks=self.stage_chunks,
+            micro_batches=self.accumulation_steps,
+        )
 
     @property
     def passed_bytes(self) -> tuple[int, int]:
         """Bytes that a rank passes to the next stage, and back to the one before, in a step."""
         whole = self.accumulation_steps * self.micro_batch * self.activation_bytes
-        on = self.stage < self.stages - 1
-        return whole * on, whole * self.sends_gradients
+        on = self.stage_chunks - (self.stage == self.stages - 1)
+        return whole * on, whole * self.gradients_sent
 
     @property
     def link_bytes(self) -> int:
         """Bytes of the memory that a rank shares with neighbouring stages, as `engine.shm.link`."""
-        neighbours = (self.stage > 0) + (self.stage < self.stages - 1)
-        slots = 2 * NUM_SLOTS * neighbours * self.links_stages
-        return slots * self.micro_batch * self.activation_bytes
+        ends = (self.stage == 0) + (self.stage == self.stages - 1)
+        slots = NUM_SLOTS * (2 - ends)
+        if ends == 1 and self.stage_chunks > 1:
+            slots += slots_around(self.stages)
+        return 2 * slots * self.links_stages * self.micro_batch * self.activation_bytes
 
     @property
     def is_single_cpu_rank(self) -> bool:

@@ -9,8 +9,10 @@ from colotrain.config.schema import Config
 from colotrain.errors import Problem
 from colotrain.planner.scale import Scale
 from colotrain.spec.batch import Batch
+from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.optimizers import OPTIMIZERS
-from colotrain.spec.sequence import BlockSequence, Costs, balance, bubble
+from colotrain.spec.pipeline_schedule import bubble
+from colotrain.spec.sequence import BlockSequence, Costs, balance
 from colotrain.spec.survey import Survey
 
 EXCLUDED: dict[str, tuple[object, str]] = {
@@ -44,7 +46,7 @@ def plan_stages(
     if survey is None or find is None or problems:
         return scale
     sequence = find()
-    split = _split(settings, survey, sequence, problems)
+    split = _split(settings, scale.mesh, survey, sequence, problems)
     if problems:
         return scale
     mesh = dataclasses.replace(scale.mesh, pp_split=split)
@@ -57,8 +59,21 @@ def _check_needless(settings: Config) -> Iterator[Problem]:
         yield Problem(key="mesh.pp_split", value=value, expected=expected, fix="set mesh.pp")
 
 
+def _check_chunks(settings: Config) -> Iterator[Problem]:
+    """Problem of a number of chunks that the schedule cannot have."""
+    schedule, chunks = settings.mesh.pp_schedule, settings.mesh.pp_chunks
+    if schedule == "1f1b" and chunks not in (None, 1):
+        expected, fix = "1 under mesh.pp_schedule=1f1b", "set mesh.pp_schedule=interleaved"
+        yield Problem(key="mesh.pp_chunks", value=chunks, expected=expected, fix=fix)
+    if schedule == "interleaved" and chunks is not None and chunks < 2:
+        expected = "2 or more under mesh.pp_schedule=interleaved"
+        fix = "remove it, or set mesh.pp_schedule=1f1b"
+        yield Problem(key="mesh.pp_chunks", value=chunks, expected=expected, fix=fix)
+
+
 def _check_settings(settings: Config, pp: int) -> Iterator[Problem]:
     """Problems of settings that stages exclude."""
+    yield from _check_chunks(settings)
     for key, (only, why) in EXCLUDED.items():
         value = settings
         for part in key.split("."):
@@ -82,11 +97,15 @@ def _shown(value: object) -> str:
 
 
 def _split(
-    settings: Config, survey: Survey, sequence: BlockSequence, problems: list[Problem]
+    settings: Config,
+    mesh: MeshPlan,
+    survey: Survey,
+    sequence: BlockSequence,
+    problems: list[Problem],
 ) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, or append the problem with it."""
-    mesh, num = settings.mesh, len(sequence.blocks)
-    asked = tuple(mesh.pp_split)
+    """Return the number of blocks of each stage or chunk, or append the problem with it."""
+    num, parts = len(sequence.blocks), mesh.pp * mesh.pp_chunks
+    asked = tuple(settings.mesh.pp_split)
     if sequence.against:
         expected, fix = (
             f"1: this model is no sequence of blocks: {sequence.against}",
@@ -96,12 +115,19 @@ def _split(
     elif num < mesh.pp:
         expected, fix = f"at most {num}, the number of the model's blocks", f"set mesh.pp={num}"
         problems.append(Problem(key="mesh.pp", value=mesh.pp, expected=expected, fix=fix))
-    elif asked and (len(asked) != mesh.pp or sum(asked) != num or min(asked) < 1):
-        expected = f"{mesh.pp} numbers of 1 or more, whose sum is {num}, the number of blocks"
-        fix = f"for example mesh.pp_split={_listed(balance(costs(survey, sequence), mesh.pp))}"
+    elif num < parts:
+        expected = f"at most {num // mesh.pp}, as {mesh.pp} stages share out {num} blocks"
+        can = num // mesh.pp >= 2
+        fix = f"set mesh.pp_chunks={num // mesh.pp}" if can else "set mesh.pp_schedule=1f1b"
+        problems.append(
+            Problem(key="mesh.pp_chunks", value=mesh.pp_chunks, expected=expected, fix=fix)
+        )
+    elif asked and (len(asked) != parts or sum(asked) != num or min(asked) < 1):
+        expected = f"{parts} numbers of 1 or more, whose sum is {num}, the number of blocks"
+        fix = f"for example mesh.pp_split={_listed(balance(costs(survey, sequence), parts))}"
         problems.append(Problem(key="mesh.pp_split", value=list(asked), expected=expected, fix=fix))
     else:
-        return asked or balance(costs(survey, sequence), mesh.pp)
+        return asked or balance(costs(survey, sequence), parts)
     return ()
 
 
@@ -128,7 +154,7 @@ def bubble_warning(scale: Scale, batch: Batch) -> Iterator[str]:
     """Warning of fewer micro-batches than stages, of which some then wait most of the time."""
     pp, steps = scale.mesh.pp, batch.accumulation
     if steps < pp:
-        share = bubble(pp, steps)
+        share = bubble(pp, steps, scale.mesh.pp_chunks)
         yield (
             f"mesh.pp={pp}: with accumulation {steps} each stage waits for {share:.0%} of a step; "
             f"a smaller train.micro_batch, or a larger train.global_batch, gives {pp} or more"

@@ -151,7 +151,8 @@ class PlanningContext:
             stages=mesh.pp,
             stage=self.stage,
             activation_bytes=sequence.activation_numel * itemsize // mesh.cp,
-            sends_gradients=self.search_space.sends_gradients,
+            stage_chunks=mesh.pp_chunks,
+            gradients_sent=self.search_space.gradients_sent,
             links_stages=on_one_host and self.scale.device == "cpu",
         )
 

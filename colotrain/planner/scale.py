@@ -15,6 +15,7 @@ from colotrain.planner.machine import Machine
 from colotrain.planner.rates import hardware_of, known
 from colotrain.spec.batch import Batch, Sizes, solve
 from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
 from colotrain.spec.sequence import BlockSequence
 
 MOST_CPU_RANKS = 8
@@ -154,7 +155,9 @@ def mesh_of(settings: Config) -> MeshPlan:
     mesh = settings.mesh
     divides_tokens = mesh.sequence_parallel and mesh.tp > 1
     pp, cp, tp = (max(1, size) for size in (mesh.pp, mesh.cp, mesh.tp))
-    return MeshPlan(pp=pp, cp=cp, tp=tp, sequence_parallel=divides_tokens)
+    interleaved = pp > 1 and mesh.pp_schedule == "interleaved"
+    chunks = max(1, mesh.pp_chunks or DEFAULT_CHUNKS) if interleaved else 1
+    return MeshPlan(pp=pp, pp_chunks=chunks, cp=cp, tp=tp, sequence_parallel=divides_tokens)
 
 
 def ranks_here(device: str, machine: Machine) -> tuple[int, int]:

@@ -47,7 +47,8 @@ def each_stage(context: PlanningContext) -> Iterator[PlanningContext]:
                 space,
                 survey=survey_of(space.survey, scale, stage),
                 traces=traces,
-                sends_gradients=trains_before(space.survey, scale, stage),
+                chunk_of=chunk_of(scale, stage),
+                gradients_sent=gradients_sent(space.survey, scale, stage),
             )
         )
     for stage, own in enumerate(own_spaces):
@@ -55,33 +56,47 @@ def each_stage(context: PlanningContext) -> Iterator[PlanningContext]:
         yield dataclasses.replace(context, search_space=own, stage=stage)
 
 
-def trains_before(survey: Survey, scale: Scale, stage: int) -> bool:
-    """Whether a stage before `stage` has a trained parameter, as `engine.pipeline.stage` finds."""
+def gradients_sent(survey: Survey, scale: Scale, stage: int) -> int:
+    """Return how many chunks of a stage send gradients back: those after a trained parameter."""
     split, sequence = scale.mesh.pp_split, scale.sequence
     trained = [p.name for p in survey.parameters if p.frozen_by is None]
-    return any(sequence.stages_of(name, split)[0] < stage for name in trained)
+    first = min((sequence.chunks_of(name, split)[0] for name in trained), default=len(split))
+    return sum(first < chunk for chunk in range(stage, len(split), scale.mesh.pp))
+
+
+def chunk_of(scale: Scale, stage: int) -> dict[str, int]:
+    """Return block → position of its chunk among those of a stage; "" → that beside the blocks."""
+    mesh, sequence = scale.mesh, scale.sequence
+    found = {
+        block: position
+        for position, chunk in enumerate(range(stage, len(mesh.pp_split), mesh.pp))
+        for block in sequence.blocks_of(chunk, mesh.pp_split)
+    }
+    return {**found, "": 0 if stage == 0 else mesh.pp_chunks - 1}
 
 
 def survey_of(survey: Survey, scale: Scale, stage: int) -> Survey:
     """Return the model with the parameters that one stage holds."""
-    split, sequence = scale.mesh.pp_split, scale.sequence
-    held = tuple(p for p in survey.parameters if stage in sequence.stages_of(p.name, split))
+    mesh, sequence = scale.mesh, scale.sequence
+    held = tuple(
+        p
+        for p in survey.parameters
+        if stage in sequence.stages_of(p.name, mesh.pp_split, mesh.pp_chunks)
+    )
     return dataclasses.replace(survey, parameters=held)
 
 
 def trace_of(trace: Trace, scale: Scale, stage: int) -> Trace:
-    """Return what one stage computes of a micro-batch: its blocks, and what is at its end.
+    """Return what one stage computes of a micro-batch: its blocks, and what is beside them.
 
     What another stage would free of this stage's is freed with the last segment.
     """
-    split, blocks = scale.mesh.pp_split, scale.sequence.blocks
-    begin = sum(split[:stage])
-    own = set(blocks[begin : begin + split[stage]])
+    blocks, own = scale.sequence.blocks, chunk_of(scale, stage)
     at_blocks = [i for i, s in enumerate(trace.segments) if s.block == blocks[0]]
     first, last = at_blocks[0], at_blocks[-1]  # its first forward, and its last backward
     kept = []
     for index, segment in enumerate(trace.segments):
-        around = 0 if index < first or index > last else len(split) - 1
+        around = 0 if index < first or index > last else scale.mesh.pp - 1
         if segment.block in own if segment.block else around == stage:
             kept.append(segment)
     alive: dict[int, None] = {}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from colotrain.planner.communication import Traffic, traffic
 from colotrain.planner.groups import find
 from colotrain.planner.hardware import Hardware
 from colotrain.planner.layout import Layout
+from colotrain.spec.pipeline_schedule import pipeline_time
 from colotrain.spec.plan import Prediction
-from colotrain.spec.sequence import pipeline_time
 from colotrain.spec.survey import Survey, Trace
 
 COMMUNICATION_COSTS = (
@@ -32,25 +32,42 @@ def step_time(
     stages: Sequence[Part],
     hardware: Hardware,
     *,
+    shares: Sequence[Sequence[float]] = (),
     tokens_per_step: int,
     flops_per_token: float,
     world_size: int,
 ) -> Prediction:
     """Predict a step's time, and the share of it that each pipeline stage waits for others.
 
-    MFU counts the model's FLOPs without recomputation (PaLM, Chowdhery et al. 2022).
+    `shares` are the parts of a stage's time that its chunks take. MFU counts the model's FLOPs
+    without recomputation (PaLM, Chowdhery et al. 2022).
     """
     own = [own_time(part, hardware) for part in stages]
     one_more = [own_time(_longer(part), hardware) for part in stages]
     each = [longer - busy for longer, busy in zip(one_more, own, strict=True)]
     steps = stages[0][0].accumulation_steps
     after = max(busy - steps * one for busy, one in zip(own, each, strict=True))
-    step_s = own[0] if len(stages) == 1 else pipeline_time(each, steps) + after
+    of_chunks = [
+        [one * share for share in of_stage]
+        for one, of_stage in zip(each, shares or [[1.0]] * len(stages), strict=True)
+    ]
+    step_s = own[0] if len(stages) == 1 else pipeline_time(of_chunks, steps) + after
     waits = [1 - busy / step_s for busy in own] if len(stages) > 1 else []
     tokens_per_s = tokens_per_step / step_s
     ideal = world_size * hardware.peak_flops
     mfu = flops_per_token * tokens_per_s / ideal if ideal else 0.0
     return Prediction(step_s=step_s, tokens_per_s=tokens_per_s, mfu=mfu, waits=tuple(waits))
+
+
+def chunk_shares(trace: Trace, chunk_of: Mapping[str, int], chunks: int) -> list[float]:
+    """Return the part of a stage's FLOPs that is in each of its chunks."""
+    flops = [0.0] * chunks
+    for segment in trace.segments if chunks > 1 else ():
+        work = segment.work
+        at = chunk_of.get(segment.block or "", 0)
+        flops[at] += work.matmul_flops + work.attention_flops
+    whole = sum(flops)
+    return [one / whole for one in flops] if whole else [1 / chunks] * chunks
 
 
 def _longer(part: Part) -> Part:

@@ -22,14 +22,23 @@ class MeshPlan:
 
     pp: int = 1
     """Stages, each with some consecutive blocks of the model."""
+    pp_chunks: int = 1
+    """Chunks of consecutive blocks that each stage has: 1 under 1F1B, several if interleaved."""
     pp_split: tuple[int, ...] = ()
-    """Number of blocks of each stage; empty where there is one stage."""
+    """Number of blocks of each of the pp · pp_chunks chunks, which stages take in turn; empty where
+    there is one stage."""
     cp: int = 1
     """Ranks, or tensor-parallel groups, that divide each sample's tokens among themselves."""
     tp: int = 1
     """Ranks that divide the model's matrices among themselves."""
     sequence_parallel: bool = False
     """Whether these ranks divide tokens among themselves outside of attention and MLP, too."""
+
+    def blocks_of(self, stage: int) -> tuple[tuple[int, int], ...]:
+        """Return the positions of the first and the last block of each chunk of a stage."""
+        ends = [sum(self.pp_split[:end]) for end in range(len(self.pp_split) + 1)]
+        chunks = range(stage, len(self.pp_split), self.pp)
+        return tuple((ends[chunk], ends[chunk + 1] - 1) for chunk in chunks)
 
     @property
     def token_unit(self) -> int:

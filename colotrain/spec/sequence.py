@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,16 +25,29 @@ class BlockSequence:
     against: str = ""
     """Why the model is no such sequence; empty where it is one."""
 
-    def stages_of(self, name: str, split: Sequence[int]) -> tuple[int, ...]:
-        """Return the stages, in ascending order, that need the parameter `name`."""
+    def chunks_of(self, name: str, split: Sequence[int]) -> tuple[int, ...]:
+        """Return the chunks of the model, in ascending order, that need the parameter `name`.
+
+        `split` are the chunks' numbers of blocks.
+        """
         found = {0} if name in self.before else set()
         found |= {len(split) - 1} if name in self.after else set()
         begin = 0
-        for stage, count in enumerate(split):
+        for chunk, count in enumerate(split):
             own = self.blocks[begin : begin + count]
-            found |= {stage} if any(name.startswith(f"{block}.") for block in own) else set()
+            found |= {chunk} if any(name.startswith(f"{block}.") for block in own) else set()
             begin += count
         return tuple(sorted(found)) or (0,)
+
+    def stages_of(self, name: str, split: Sequence[int], chunks: int = 1) -> tuple[int, ...]:
+        """Return the stages that need a parameter, where each has every N-th of N · `chunks`."""
+        stages = len(split) // chunks
+        return tuple(sorted({chunk % stages for chunk in self.chunks_of(name, split)}))
+
+    def blocks_of(self, chunk: int, split: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the blocks of one chunk of the model."""
+        begin = sum(split[:chunk])
+        return self.blocks[begin : begin + split[chunk]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,53 +82,3 @@ def balance(costs: Costs, stages: int) -> tuple[int, ...]:
                 options, key=lambda option: (option[0], [-n for n in option[1]])
             )
     return best[stages, 0][1]
-
-
-def bubble(stages: int, micro_batches: int) -> float:
-    """Return the part of a step for which a rank waits, with equal stages under 1F1B.
-
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
-    """
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
-FORWARD_SHARE = 1 / 3
-"""Part of a micro-batch's time that its forward takes: backward has two products for its one."""
-
-
-def pipeline_time(costs: Sequence[float], micro_batches: int) -> float:
-    """Return the seconds in which stages run a step's micro-batches by 1F1B.
-
-    `costs` are each stage's seconds per micro-batch, forward and backward. The schedule is played.
-    """
-    played = min(micro_batches, 4 * len(costs))  # afterwards each takes as long as the slowest
-    orders = [_order(len(costs) - 1 - stage, played) for stage in range(len(costs))]
-    ended: dict[tuple[bool, int, int], float] = {}
-    """(whether it is a forward, micro-batch, stage) → second at which it ends."""
-    now, left = [0.0] * len(costs), [*range(len(costs))]
-    while left:
-        for stage in [*left]:
-            while orders[stage]:
-                is_forward, index = orders[stage][0]
-                before = stage - 1 if is_forward else stage + 1
-                needs = (is_forward, index, before) if 0 <= before < len(costs) else None
-                if needs is not None and needs not in ended:
-                    break
-                orders[stage].popleft()
-                share = FORWARD_SHARE if is_forward else 1 - FORWARD_SHARE
-                begins = max(now[stage], ended[needs] if needs is not None else 0.0)
-                now[stage] = ended[is_forward, index, stage] = begins + costs[stage] * share
-            if not orders[stage]:
-                left.remove(stage)
-    return max(now) + (micro_batches - played) * max(costs)
-
-
-def _order(ahead: int, micro_batches: int) -> deque[tuple[bool, int]]:
-    """Return what a stage runs, with `ahead` forwards more than each stage behind it."""
-    order: deque[tuple[bool, int]] = deque()
-    for index in range(micro_batches + ahead):
-        if index < micro_batches:
-            order.append((True, index))
-        if index >= ahead:
-            order.append((False, index - ahead))
-    return order

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colotrain.spec.pipeline_schedule import DEFAULT_CHUNKS
 from colotrain.spec.survey import ParameterInfo
 
 
@@ -38,15 +39,18 @@ class Variant:
         groups = self.world_size // (self.pp * self.cp * self.tp)
         micro_batch = global_batch // (self.accumulation_steps * groups)
         axes = f"{self.world_size}-{self.pp}-{self.cp}-{self.tp}"
-        split = (config.get("mesh") or {}).get("pp_split") or []
+        mesh = config.get("mesh") or {}
+        split, parts = mesh.get("pp_split") or [], self.pp
+        if mesh.get("pp_schedule") == "interleaved":
+            parts *= mesh.get("pp_chunks") or DEFAULT_CHUNKS
         sizes = {"pp": self.pp, "cp": self.cp, "tp": self.tp}
         changed = {
             "name": f"verify-{self.plugin}-{axes}-{self.accumulation_steps}",
             "plugin": own or {"name": self.plugin},
             "mesh": {
-                **(config.get("mesh") or {}),
+                **mesh,
                 **sizes,
-                "pp_split": split if len(split) == self.pp else [],
+                "pp_split": split if len(split) == parts and self.pp > 1 else [],
             },
             "train": {
                 **train,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from json import loads
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ from tests.running import SMALL, Colotrain
 OWN = ("freeze.patterns=[blocks.0.*]", "train.grad_clip=0.1", "model.args.tie_embeddings=true")
 PREFIX = ("freeze.patterns=[embed*,blocks.0.*,blocks.1.*]", "mesh.pp_split=[2,1]", "mesh.pp=2")
 
+CHUNKS = ("mesh.pp_schedule=interleaved", "model.args.num_layers=4")
+HALF = (
+    "freeze.patterns=[embed*,blocks.0.*,blocks.1.*,blocks.2.*]",
+    "mesh.pp=2",
+    "mesh.pp_split=[1,1,1,1]",
+)
+
 
 def verified(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
     guarded(["verify", *SMALL, *options, "--steps", "2", "--json"])
@@ -34,7 +42,11 @@ def verified(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str
     return cases
 
 
-@pytest.mark.parametrize("options", [OWN, PREFIX], ids=["tied", "a frozen stage"])
+@pytest.mark.parametrize(
+    "options",
+    [OWN, PREFIX, (*OWN, *CHUNKS), (*HALF, *CHUNKS)],
+    ids=["tied", "a frozen stage", "tied, interleaved", "frozen chunks, interleaved"],
+)
 def test_two_stages_equal_one_process(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,8 +66,18 @@ def test_two_stages_equal_one_process(
         ("--pp", "2,4", "model.args.num_layers=4", "train.grad_clip=0.1"),
         ("--pp", "2", "--tp", "2", *OWN, "train.activation_checkpointing=full"),
         ("--pp", "2", "--cp", "2", *OWN, "train.precision=bf16"),
+        ("--pp", "2", *OWN, *CHUNKS, "train.activation_checkpointing=full"),
+        ("--pp", "4", *OWN, CHUNKS[0], "model.args.num_layers=9"),
+        ("--pp", "2", "--tp", "2", *OWN, *CHUNKS, "train.precision=bf16"),
     ],
-    ids=["2 and 4 stages", "divided matrices, recomputed", "divided samples, bf16"],
+    ids=[
+        "2 and 4 stages",
+        "divided matrices, recomputed",
+        "divided samples, bf16",
+        "interleaved, recomputed",
+        "4 stages, interleaved",
+        "interleaved, divided matrices, bf16",
+    ],
 )
 def test_every_plugin_equals_one_process_on_four_ranks(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -99,6 +121,25 @@ def test_a_fault_in_a_pipeline_is_found(
     assert says in case["difference"]
 
 
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "loses_a_chunk_at_flush",
+        "loses_a_micro_batch_at_flush",
+        "mixes_up_micro_batches",
+        "never_reduces_a_chunk",
+    ],
+)
+def test_a_fault_in_an_interleaved_pipeline_is_found(
+    mutant: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "WORKER", f"tests.dist.mutants.{mutant}")
+    axes = ("--world-sizes", "2", "--pp", "2", "--plugins", "zero1", "--accumulation", "4")
+    (case,) = verified(capsys, *axes, *OWN, *CHUNKS)
+    assert not case["passed"]
+    assert "gradient of" in case["difference"]
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_without_stages_and_with_other_ones(colotrain: Colotrain) -> None:
     options = (*SMALL, "model.args.tie_embeddings=true", "checkpoint.every=2", "checkpoint.keep=3")
@@ -135,47 +176,116 @@ def test_a_run_goes_on_without_stages_and_with_other_ones(colotrain: Colotrain) 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_have_the_gradients_of_the_whole_model_in_float64(tied: bool) -> None:
-    run(compare_stages_with_whole, 3, tied)
+@pytest.mark.parametrize(
+    ("split", "chunks", "num"),
+    [((1, 2, 2), 1, 4), ((1, 2, 1, 1), 2, 4), ((1, 1, 1, 1, 1, 1), 3, 5), ((1,) * 6, 2, 7)],
+    ids=["1f1b", "two chunks", "three chunks", "three stages of two chunks"],
+)
+def test_stages_have_the_gradients_of_the_whole_model_in_float64(
+    split: tuple[int, ...], chunks: int, num: int, tied: bool
+) -> None:
+    run(compare_stages_with_whole, len(split) // chunks, split, chunks, num, tied)
 
 
-def compare_stages_with_whole(rank: int, tied: bool) -> None:
-    """Four micro-batches of different numbers of targets, run by 1F1B without any sharding."""
+def compare_stages_with_whole(
+    rank: int, split: tuple[int, ...], chunks: int, num: int, tied: bool
+) -> None:
+    """Micro-batches of different numbers of targets, run in the schedule without any sharding."""
     torch.manual_seed(7)
-    sizes = {"vocab_size": 40, "d_model": 16, "num_layers": 4, "num_heads": 2}
+    sizes = {"vocab_size": 40, "d_model": 16, "num_layers": sum(split), "num_heads": 2}
     model = LLM(**sizes, tie_embeddings=tied).double()
     model.init_weights()
-    ids = torch.randint(40, (4, 2, 9))
-    labels = torch.where(
-        torch.rand(4, 2, 8) < 0.2 * torch.arange(4).view(4, 1, 1), -100, ids[..., 1:]
-    )
+    ids = torch.randint(40, (num, 2, 9))
+    masked = torch.rand(num, 2, 8) < 0.9 / num * torch.arange(num).view(num, 1, 1)
+    labels = torch.where(masked, -100, ids[..., 1:])
     batches = [{"input_ids": i[:, :-1], "labels": n} for i, n in zip(ids, labels, strict=True)]
     count = (labels != -100).sum()
     (sum(model(**batch)[0] for batch in batches) / count).backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    stage = keep_stage_(
-        model, find_sequence(model, batches[0]), (1, 2, 1), rank, compute_dtype=None
-    )
-    stage.connect_(init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp_shard")))
+    sequence = find_sequence(model, batches[0])
+    stage = keep_stage_(model, sequence, split, rank, chunks=chunks, compute_dtype=None)
+    stages = len(split) // chunks
+    stage.connect_(init_device_mesh("cpu", (stages, 1), mesh_dim_names=("pp", "dp_shard")))
+    calls = Counter[str]()
+    for name in sequence.blocks:
+        block = model.get_submodule(name)
+        block.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
     stage.install_(model)
     stage.begin_step({})
-    begun: list[Passed] = []
-    for index, batch in enumerate(batches):
-        output = model(**batch)[0] / count if stage.is_last else stage.forward(model, batch)
-        begun.append(Passed(output, stage.received))
-        while len(begun) > (stage.ahead if index < 3 else 0):
-            stage.backward(begun.pop(0))
+    begun: dict[tuple[int, int], Passed] = {}
+    for action in stage.order(num):
+        at = chunk, index = action.chunk, action.micro_batch
+        if not action.is_forward:
+            stage.backward(begun.pop(at), chunk)
+        elif stage.gives_loss(chunk):
+            stage.begin_forward(chunk)
+            begun[at] = Passed(model(**batches[index])[0] / count, stage.received)
+        else:
+            output = stage.forward(model, batches[index], chunk)
+            assert output.nbytes == stage.activation_bytes  # as planned: shared memory holds it
+            begun[at] = Passed(output, stage.received)
     stage.end_step()
-    if not stage.is_last:
-        assert begun == []
-        assert output.nbytes == stage.activation_bytes  # as planned: shared memory holds it
+    assert begun == {}
+    own_blocks = [name for chunk in range(chunks) for name in stage.blocks_of(chunk)]
+    assert {name: calls[name] for name in own_blocks} == dict.fromkeys(own_blocks, num)
     assert stage.exchange is not None
-    passed = [(link.num_sent, link.num_received) for link in stage.exchange.links.values()]
-    assert passed == [(4, 4)] * (1 if rank in (0, 2) else 2)
+    for before, link in stage.exchange.links.items():
+        passing = chunks - (before == stages - 1)
+        assert (link.num_sent, link.num_received) == (num * passing,) * 2
+    assert len(stage.exchange.links) == (2 if chunks > 1 or 0 < rank < stages - 1 else 1)
     own = {n: p for n, p in model.named_parameters() if stage.holds(n)}
     assert own.keys() == {n for n, p in model.named_parameters() if not p.is_meta}
     for name in stage.shared:
         stage.sum_shared_(name, own[name].grad)
     for name, parameter in own.items():
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_schedule(colotrain: Colotrain) -> None:
+    options = (*SMALL, "model.args.num_layers=4", "model.args.tie_embeddings=true")
+    steady = (
+        *options,
+        "optim.schedule.name=constant",
+        "checkpoint.every=2",
+        "checkpoint.keep=9",
+        "observe.grads_every=1",
+    )
+    interleaved = ("mesh.pp=2", "mesh.pp_schedule=interleaved", "train.global_batch=12")
+    usual = ("mesh.pp=2", "train.global_batch=12")
+    alone = ("train.global_batch=12", "train.micro_batch=1")
+    whole = colotrain.run(*steady, *alone, "train.max_steps=6", "plugin=zero2", "name=whole")
+    found, resume = [], "none"
+    for steps, plugin, words in (
+        (2, "zero1", interleaved),
+        (4, "zero2", usual),
+        (6, "zero3", interleaved),
+    ):
+        name = f"until-{steps}"
+        found.append(
+            colotrain.run(
+                *steady,
+                *words,
+                f"train.max_steps={steps}",
+                f"plugin={plugin}",
+                f"name={name}",
+                f"checkpoint.resume={resume}",
+            )
+        )
+        resume = str(RunDir(colotrain.cwd / "runs" / name).checkpoint(steps))
+    told = [loss for each in found for loss in losses(each)]
+    assert told == pytest.approx(losses(whole), abs=1e-6)
+    assert found[-1]["validation_loss"] == pytest.approx(whole["validation_loss"], abs=1e-6)
+    assert [stage["blocks"] for stage in found[0]["stages"]] == [[[0, 0], [2, 2]], [[1, 1], [3, 3]]]
+    assert all(0 < stage["wait"] < 1 for each in found for stage in each["stages"])
+    held = {
+        row.name: row.stages for row in follow(colotrain.rundir("until-2")).gradients.parameters
+    }
+    assert held["blocks.2.mlp.up.weight"] == (0,)
+    assert held["blocks.1.mlp.up.weight"] == (1,)
+    one = RunDir(colotrain.cwd / "runs" / "until-2").checkpoint(2)
+    again = ("plugin=zero3", "train.max_steps=6", "name=alone", f"checkpoint.resume={one}")
+    assert losses(colotrain.run(*steady, *alone, *again)) == pytest.approx(
+        losses(whole)[2:], abs=1e-6
+    )

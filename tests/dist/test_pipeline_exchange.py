@@ -27,9 +27,10 @@ def connected(lacking: int | None = None) -> Exchange:
         if dist.get_rank() == lacking:
             patch.setattr(os, "pidfd_open", _refuse)
         links = make_links([(0, 1), (1, 2)], MOST_BYTES)
-    pairs = {0: {1}, 1: {0, 2}, 2: {1}}[dist.get_rank()]
-    assert links.keys() == (pairs - {lacking} if dist.get_rank() != lacking else set())
-    return Exchange(world(), dist.new_group(range(3)), links)
+    own = {pair for pair in ((0, 1), (1, 2)) if dist.get_rank() in pair and lacking not in pair}
+    assert links.keys() == own
+    by_sender = {before: link for (before, _), link in links.items()}
+    return Exchange(world(), dist.new_group(range(3)), by_sender)
 
 
 def passes_on(rank: int, lacking: int | None) -> None:

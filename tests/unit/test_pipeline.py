@@ -19,9 +19,10 @@ from colotrain.events.view import RankView, RunView, stages
 from colotrain.models.llm import LLM
 from colotrain.runs.resolving import ResolvedConfig, resolve_config
 from colotrain.spec.mesh import MeshPlan
+from colotrain.spec.pipeline_schedule import bubble, pipeline_time
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.resizing import resize
-from colotrain.spec.sequence import BlockSequence, Costs, balance, bubble, pipeline_time
+from colotrain.spec.sequence import BlockSequence, Costs, balance
 
 IDS = torch.zeros(2, 6, dtype=torch.int64)
 
@@ -51,12 +52,12 @@ class Told(nn.Linear):
 class Layers(nn.Module):
     """Layers in a row, or with one of the ways in which a model is no sequence of them."""
 
-    def __init__(self, way: str = "") -> None:
+    def __init__(self, way: str = "", num: int = 3) -> None:
         super().__init__()
         self.way = way
         self.embed = nn.Embedding(16, 8)
         kind = Told if way == "tells layers" else nn.Linear
-        self.layers = nn.ModuleList(kind(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(kind(8, 8) for _ in range(num))
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 16)
         if way == "keeps buffers":
@@ -135,7 +136,42 @@ def test_parameters_of_other_stages_have_no_memory_and_names_do_not_change(index
     held = {name for name, p in model.named_parameters() if not p.is_meta}
     ends = {0: {"embed.weight", "scale"}, 1: set(), 2: {"head.weight", "head.bias"}}
     assert held == {f"layers.{index}.weight", f"layers.{index}.bias", *ends[index]}
-    assert stage.ahead == 2 - index
+    assert [action.is_forward for action in stage.order(4)].index(False) == 3 - index
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stage_with_chunks_has_blocks_between_those_of_others(index: int) -> None:
+    model = Layers(num=6)
+    sequence = find_sequence(model, {"input_ids": IDS})
+    stage = keep_stage_(model, sequence, (2, 1, 1, 2), index, chunks=2, compute_dtype=None)
+    own = [stage.blocks_of(0), stage.blocks_of(1)]
+    assert (
+        own
+        == [
+            [("layers.0", "layers.1"), ("layers.3",)],
+            [("layers.2",), ("layers.4", "layers.5")],
+        ][index]
+    )
+    held = {name for name, p in model.named_parameters() if not p.is_meta}
+    ends = [{"embed.weight", "scale"}, {"head.weight", "head.bias"}][index]
+    blocks = {f"{block}.{kind}" for each in own for block in each for kind in ("weight", "bias")}
+    assert held == blocks | ends
+    parts = ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "layers.5"]
+    names = ["embed", *parts, "head"]
+    groups = stage.own_groups(model, [("embed", [model.get_submodule(name) for name in names])])
+    kept = [[name for name in names if model.get_submodule(name) in own] for _, own in groups]
+    assert (
+        kept
+        == [
+            [["embed"], ["layers.0", "layers.1"], ["layers.3"]],
+            [["layers.2"], ["layers.4", "layers.5"], ["head"]],
+        ][index]
+    )
+    assert [stage.chunk_of(each[0]) for each in kept] == [[0, 0, 1], [0, 1, 1]][index]
+    assert [stage.place_of(name, index) for name in ("layers.0", "layers.4")] == [
+        [0, 0],
+        [3, 3],
+    ][index]
 
 
 def test_a_split_is_as_good_as_any() -> None:
@@ -208,9 +244,12 @@ def test_the_time_of_a_step_is_that_of_its_schedule() -> None:
     for _ in range(100):
         costs = [rng.uniform(0.2, 1.0) for _ in range(rng.randrange(1, 6))]
         num = rng.randrange(1, 30)
-        assert pipeline_time(costs, num) == pytest.approx(played(costs, num), rel=0.02)
-    assert pipeline_time([0.3] * 4, 12) == pytest.approx(15 * 0.3)
-    assert 1 - 12 * 0.3 / pipeline_time([0.3] * 4, 12) == pytest.approx(bubble(4, 12))
+        each = [[cost] for cost in costs]
+        assert pipeline_time(each, num) == pytest.approx(played(costs, num), rel=0.02)
+    for chunks in (1, 2, 3):
+        step_s = pipeline_time([[0.3] * chunks] * 4, 12)
+        assert step_s == pytest.approx((12 * chunks + 3) * 0.3)
+        assert 1 - 12 * chunks * 0.3 / step_s == pytest.approx(bubble(4, 12, chunks))
 
 
 STAGED = ["recipe=llm-tiny", "plugin=zero1", "cluster.procs_per_node=2", "mesh.pp=2"]
@@ -286,6 +325,12 @@ def test_measured_waits_of_stages_are_beside_planned_ones() -> None:
     view = RunView(world_size=4, ranks=tuple(ranks), peak_by_rank=(7, 9, 5, 4))
     first, last = stages(view, plan)
     assert (first.place, first.peak) == ("ranks 0-1, blocks 0-2", 9)
+    chunks = ["mesh.pp_schedule=interleaved", "mesh.pp_split=[1,1,1,1]"]
+    interleaved = resolve_config([*STAGED, *chunks], here=True, job=None).plan
+    assert [s.place for s in stages(view, interleaved)] == [
+        "ranks 0-1, blocks 0, 2",
+        "ranks 2-3, blocks 1, 3",
+    ]
     assert (last.place, last.peak) == ("ranks 2-3, block 3", 5)
     assert first.wait == pytest.approx(0.15)
     assert last.wait == 0.5
@@ -348,3 +393,44 @@ def test_numbers_of_nodes_that_stages_cannot_share_are_refused() -> None:
     assert resize(four, 2).batch.accumulation_steps == 2 * four.batch.accumulation_steps
     with pytest.raises(ColotrainError, match=r"3 nodes: .* cannot be shared out among 3 ranks"):
         resize(four, 3)
+
+
+INTERLEAVED = ("mesh.pp_schedule=interleaved", "model.args.num_layers=8", "data.seq_len=64")
+
+
+def test_chunks_shorten_the_wait_and_pass_on_more() -> None:
+    usual, chunked = planned(INTERLEAVED[1]), planned(*INTERLEAVED[:2], "mesh.pp_chunks=4")
+    assert chunked["pipeline"]["chunks"] == [[1] * 4] * 2
+    assert chunked["pipeline"]["blocks"] == [4, 4]
+    assert chunked["pipeline"]["bubble"] == pytest.approx(1 / 17)
+    assert usual["pipeline"]["bubble"] == pytest.approx(1 / 5)
+    assert max(chunked["pipeline"]["waits"]) < max(usual["pipeline"]["waits"])
+    sent = usual["pipeline"]["sent_bytes"][0]
+    assert chunked["pipeline"]["sent_bytes"] == [7 * sent] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("mesh.pp_chunks=2",),
+            "mesh.pp_chunks=2: expected 1 under mesh.pp_schedule=1f1b",
+        ),
+        (
+            (*INTERLEAVED, "mesh.pp_chunks=1"),
+            "mesh.pp_chunks=1: expected 2 or more under mesh.pp_schedule=interleaved",
+        ),
+        (
+            (*INTERLEAVED, "mesh.pp_chunks=5"),
+            "mesh.pp_chunks=5: expected at most 4, as 2 stages share out 8 blocks",
+        ),
+        (
+            (*INTERLEAVED, "mesh.pp_split=[4,4]"),
+            "mesh.pp_split=[4, 4]: expected 4 numbers of 1 or more, whose sum is 8",
+        ),
+    ],
+)
+def test_chunks_that_cannot_be_are_refused(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_config([*STAGED, *words], here=True, job=None)
+    assert says in str(caught.value)

@@ -124,14 +124,14 @@ def locate(
 
 
 def _first_of_all_ranks(mine: Nonfinite | None, stage: Stage) -> Nonfinite | None:
-    """Return the first in time: backward begins at the last stage, which has the last ranks."""
+    """Return the first in time: backward begins with the model's last blocks."""
     everyone: list[Nonfinite | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found = [origin for origin in everyone if origin is not None]
 
     def place(origin: Nonfinite) -> tuple[int, int, int, int]:
         rank = origin.rank or 0
-        at = rank * stage.count // dist.get_world_size()
+        at = stage.place_of(origin.module or "", rank * stage.count // dist.get_world_size())
         at = -at if origin.phase == "backward" else at
         return origin.micro_batch or 0, PHASES.index(origin.phase), at, rank
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,40 @@ from torch import Tensor
 from colotrain.engine.shm.link import Link
 from colotrain.engine.shm.shared_memory import Unavailable
 from colotrain.engine.waiting import waiting
+from colotrain.spec.cpu_memory import NUM_SLOTS
 from colotrain.torch_internals import wait_as_long_as_all_
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way between this stage and a neighbouring one."""
+
+    peer: int
+    """The other stage."""
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    """Another process group than that of activations: on a GPU what one has queued would hold up
+    the other direction."""
+    link: Link | None
+    """Shared memory of both, on the same host (CPU), for tensors that are no larger than planned.
+
+    Both stages decide by a tensor's size alone.
+    """
+
+    def link_for(self, tensor: Tensor) -> Link | None:
+        return (
+            self.link if self.link is not None and tensor.nbytes <= self.link.most_bytes else None
+        )
 
 
 class Exchange:
     """Sends to and receives from the ranks of neighbouring stages, each direction in its order.
 
-    `forward` and `backward` are two process groups of the same ranks, one rank per stage: on a GPU
-    what one group has queued would otherwise hold up the other direction. `links` has the shared
-    memory with a neighbouring stage on the same host (CPU), through which everything goes that is
-    no larger than planned. Sends through a process group do not wait.
+    `forward` and `backward` are two process groups of the same ranks, one rank per stage, for
+    activations and gradients. Two more, `around`, are for the way from the last stage to the first
+    one's next chunk, so that in each of them everything goes one way, also between two stages.
+    `links` has the shared memory by the stage that passes activations on. Sends through a process
+    group do not wait.
     """
 
     def __init__(
@@ -30,22 +55,32 @@ class Exchange:
         forward: dist.ProcessGroup,
         backward: dist.ProcessGroup,
         links: Mapping[int, Link] | None = None,
+        around: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.forward, self.backward, self.links = forward, backward, links or {}
-        self.stage = forward.rank()
+        stage, last = forward.rank(), forward.size() - 1
+        after, before = (stage + 1) % (last + 1), (stage - 1) % (last + 1)
+        self.ways: dict[str, Way] = {}
+        """The ways `on` to the stage that gets this one's activations, and `back` to the other."""
+        if stage < last or around:
+            own, other = (forward, backward) if stage < last else around
+            self.ways["on"] = Way(after, own, other, self.links.get(stage))
+        if stage or around:
+            own, other = (forward, backward) if stage else around
+            self.ways["back"] = Way(before, own, other, self.links.get(before))
         self.sent: list[tuple[Any, Tensor]] = []
 
     def send_activations(self, tensor: Tensor) -> None:
-        self._send(tensor, self.forward, self.stage + 1)
+        self._send(tensor, self.ways["on"], self.ways["on"].activations)
 
     def receive_activations(self, like: Tensor) -> Tensor:
-        return self._receive(like, self.forward, self.stage - 1)
+        return self._receive(like, self.ways["back"], self.ways["back"].activations)
 
     def send_gradient(self, tensor: Tensor) -> None:
-        self._send(tensor, self.backward, self.stage - 1)
+        self._send(tensor, self.ways["back"], self.ways["back"].gradients)
 
     def receive_gradient(self, like: Tensor) -> Tensor:
-        return self._receive(like, self.backward, self.stage + 1)
+        return self._receive(like, self.ways["on"], self.ways["on"].gradients)
 
     def finish(self) -> None:
         """Wait until everything is sent, so that its memory can be freed."""
@@ -54,30 +89,27 @@ class Exchange:
                 work.wait()
         self.sent.clear()
 
-    def _link(self, tensor: Tensor, stage: int) -> Link | None:
-        """Return the shared memory for `tensor`; both stages decide by its size alone."""
-        link = self.links.get(stage)
-        return link if link is not None and tensor.nbytes <= link.most_bytes else None
-
-    def _send(self, tensor: Tensor, group: dist.ProcessGroup, stage: int) -> None:
-        if (link := self._link(tensor, stage)) is not None:
-            link.send(tensor.detach(), f"the exchange with stage {stage}")
+    def _send(self, tensor: Tensor, way: Way, group: dist.ProcessGroup) -> None:
+        if (link := way.link_for(tensor)) is not None:
+            link.send(tensor.detach(), f"the exchange with stage {way.peer}")
             return
         self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]
         tensor = tensor.detach().contiguous()
-        self.sent.append((dist.isend(tensor, group=group, group_dst=stage), tensor))
+        self.sent.append((dist.isend(tensor, group=group, group_dst=way.peer), tensor))
 
-    def _receive(self, like: Tensor, group: dist.ProcessGroup, stage: int) -> Tensor:
-        if (link := self._link(like, stage)) is not None:
-            return link.receive(like, f"the exchange with stage {stage}")
+    def _receive(self, like: Tensor, way: Way, group: dist.ProcessGroup) -> Tensor:
+        if (link := way.link_for(like)) is not None:
+            return link.receive(like, f"the exchange with stage {way.peer}")
         received = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         with waiting():
-            dist.recv(received, group=group, group_src=stage)
+            dist.recv(received, group=group, group_src=way.peer)
         return received
 
 
-def make_links(pairs: Sequence[tuple[int, int]], most_bytes: int) -> dict[int, Link]:
-    """Return rank → shared memory of this rank with another one, where a host holds both.
+def make_links(
+    pairs: Sequence[tuple[int, int]], most_bytes: int, num_slots: int = NUM_SLOTS
+) -> dict[tuple[int, int], Link]:
+    """Return pair of ranks → their shared memory, where a host holds both; this rank's own pairs.
 
     `pairs` are the ranks of neighbouring stages that exchange. All ranks must call.
     """
@@ -87,5 +119,5 @@ def make_links(pairs: Sequence[tuple[int, int]], most_bytes: int) -> dict[int, L
         if rank in pair:
             wait_as_long_as_all_(group)
             with suppress(Unavailable):
-                links[sum(pair) - rank] = Link(group, most_bytes)
+                links[pair] = Link(group, most_bytes, num_slots)
     return links

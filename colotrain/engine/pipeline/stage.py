@@ -1,9 +1,13 @@
 """One stage of a model: the blocks that this rank keeps, and what stands for the others.
 
 The model keeps all its modules and names. Parameters of other stages stay on the meta device for
-good. A block of an earlier stage passes on what it is given, and a module before the first block
-gives zeros of the right shape, which this stage's first block replaces by what the stage before has
-sent. Forward ends with the stage's last block, unless that is the model's last.
+good. A block of another stage passes on what it is given, and a module before the first block gives
+zeros of the right shape, which this stage's first block replaces by what the stage before has sent.
+Forward ends with the stage's last block, unless that is the model's last.
+
+A stage may have several chunks of consecutive blocks, with those of other stages in between. Then a
+forward runs one chunk: the other chunks' blocks pass on what they are given, too, and their hooks
+do not run, so that `fully_shard` neither gathers nor reduces them.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -21,18 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from colotrain.engine.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
+from colotrain.engine.pipeline.stand_ins import Left, only_shape, pass_on, until_left
 from colotrain.engine.waiting import waiting
 from colotrain.spec.mesh import PP
+from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
-from colotrain.torch_internals import pytree, wait_as_long_as_all_
-
-
-class _Left(Exception):
-    """Ends a forward after the stage's last block."""
-
-    def __init__(self, activations: Tensor) -> None:
-        super().__init__()
-        self.activations = activations
+from colotrain.torch_internals import call_instead_, wait_as_long_as_all_
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,11 @@ class Stage:
     count: int = 1
     sequence: BlockSequence = field(default_factory=BlockSequence)
     split: tuple[int, ...] = (1,)
-    """Number of blocks of each stage."""
+    """Number of blocks of each stage, or of each of the `count` · `chunks` chunks of the model."""
+    chunks: int = 1
+    """Chunks that each stage has: this one's are every `count`-th of the model."""
+    chunk: int = 0
+    """Which of its chunks a forward runs."""
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter → stages that hold it; all parameters of the model, where there are stages."""
     group: dist.ProcessGroup | None = None
@@ -63,19 +65,30 @@ class Stage:
     exchange: Exchange | None = None
     compute_dtype: torch.dtype | None = None
     received: Tensor | None = None
-    trains_before: bool = False
-    """Whether parameters of earlier stages train, so that they need the gradient."""
-    trains_here: bool = True
-    """Whether parameters of this stage train."""
+    trains_before: tuple[bool, ...] = (False,)
+    """Of each chunk: whether parameters before it train, so that they need the gradient."""
+    trains: tuple[bool, ...] = (True,)
+    """Of each chunk: whether parameters in or before it train, so that it runs a backward."""
+    stand_ins: dict[str, tuple[nn.Module, Callable[..., Any]]] = field(default_factory=dict)
+    """Block of this stage → its module, and what is called instead in other chunks' forwards."""
 
     @property
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
-    @property
-    def ahead(self) -> int:
-        """Forwards that run before the first backward (1F1B): one per later stage."""
-        return self.count - 1 - self.index
+    def gives_loss(self, chunk: int) -> bool:
+        """Whether the chunk is the model's last."""
+        return self.is_last and chunk == self.chunks - 1
+
+    def in_model(self, chunk: int) -> int:
+        """Return the position of one of this stage's chunks among all of the model's."""
+        return chunk * self.count + self.index
+
+    def order(self, micro_batches: int) -> list[Action]:
+        """Return the forwards and backwards of a step in the order in which this rank runs them."""
+        return order_of(
+            self.index, stages=self.count, chunks=self.chunks, micro_batches=micro_batches
+        )
 
     @property
     def is_first_rank(self) -> bool:
@@ -102,11 +115,25 @@ class Stage:
         holders = self.holders.items()
         return [name for name, stages in holders if len(stages) > 1 and self.index in stages]
 
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """Names of this stage's blocks."""
-        begin = sum(self.split[: self.index])
-        return self.sequence.blocks[begin : begin + self.split[self.index]]
+    def blocks_of(self, chunk: int) -> tuple[str, ...]:
+        """Return the names of the blocks of one of this stage's chunks."""
+        return self.sequence.blocks_of(self.in_model(chunk), self.split)
+
+    def chunk_of(self, path: str) -> int:
+        """Return the chunk in whose forward a module of this stage runs.
+
+        What is in no block runs in the model's first chunk on the first stage, and in its last
+        chunk on the last: no stage has both.
+        """
+        for chunk in range(self.chunks if self.count > 1 else 0):
+            if any(f"{path}.".startswith(f"{block}.") for block in self.blocks_of(chunk)):
+                return chunk
+        return 0 if self.index == 0 else self.chunks - 1
+
+    def place_of(self, path: str, stage: int) -> int:
+        """Return the position of a module of some stage: that of its chunk among all chunks."""
+        mine = replace(self, index=stage)
+        return mine.in_model(mine.chunk_of(path))
 
     @property
     def activation_bytes(self) -> int:
@@ -115,36 +142,58 @@ class Stage:
         itemsize = self.compute_dtype.itemsize if self.compute_dtype is not None else own
         return self.sequence.activation_numel * itemsize
 
-    @property
-    def earlier_blocks(self) -> tuple[str, ...]:
-        return self.sequence.blocks[: sum(self.split[: self.index])]
-
     def begin_step(self, frozen: Mapping[str, str]) -> None:
-        """Note which stages train in this step."""
-        trained = [stages for name, stages in self.holders.items() if name not in frozen]
-        if self.count > 1:
-            self.trains_before = any(stages[0] < self.index for stages in trained)
-            self.trains_here = any(self.index in stages for stages in trained)
+        """Note which chunks train in this step."""
+        if self.count == 1:
+            return
+        trained = {
+            chunk
+            for name in self.holders
+            if name not in frozen
+            for chunk in self.sequence.chunks_of(name, self.split)
+        }
+        first, own = min(trained, default=len(self.split)), range(self.chunks)
+        self.trains_before = tuple(first < self.in_model(chunk) for chunk in own)
+        self.trains = tuple(first <= self.in_model(chunk) for chunk in own)
 
-    def forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """Run a micro-batch through a stage that is not the last, and send its activations on."""
+    def begin_forward(self, chunk: int) -> None:
+        """Let the model's forwards run one chunk from now on."""
+        self.chunk, self.received = chunk, None
+        if self.chunks > 1:
+            own = self.blocks_of(chunk)
+            for name, (module, act) in self.stand_ins.items():
+                call_instead_(module, None if name in own else act)
+
+    def forward(self, model: nn.Module, inputs: Mapping[str, Any], chunk: int = 0) -> Tensor:
+        """Run a micro-batch through a chunk that gives no loss, and send its activations on."""
+        self.begin_forward(chunk)
         activations: Tensor = model(**inputs)
         assert self.exchange is not None
         self.exchange.send_activations(activations)
         return activations
 
-    def backward(self, passed: Passed) -> None:
+    def forward_until_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Run a micro-batch through all chunks but the one that gives the loss.
+
+        On the last stage the model's next forward gives it.
+        """
+        for chunk in range(self.chunks - self.is_last):
+            self.forward(model, inputs, chunk)
+        if self.is_last:
+            self.begin_forward(self.chunks - 1)
+
+    def backward(self, passed: Passed, chunk: int = 0) -> None:
         """Differentiate a micro-batch; its gradient comes from, and goes on to, other stages."""
         if self.count == 1:
             passed.output.backward()
             return
         assert self.exchange is not None
         gradient = None
-        if not self.is_last and (self.trains_before or self.trains_here):
+        if not self.gives_loss(chunk) and self.trains[chunk]:
             gradient = self.exchange.receive_gradient(passed.output)
         if passed.output.requires_grad:
             torch.autograd.backward(passed.output, gradient)
-        if self.index and self.trains_before:
+        if self.trains_before[chunk]:
             assert passed.received is not None
             unused = passed.received.grad is None
             own = torch.zeros_like(passed.received) if unused else passed.received.grad
@@ -196,46 +245,71 @@ class Stage:
             group = dist.new_group(stage)
             if dist.get_rank() in stage:
                 self.group = group
-        lines, forward, links = ranks.T.tolist(), mesh.get_group(PP), {}
+        self.line, links = mesh.get_group(PP), {}
+        lines = ranks.T.tolist()
         if mesh.device_type == "cpu":
             pairs = [pair for line in lines for pair in itertools.pairwise(line)]
             links = make_links(pairs, self.activation_bytes)
+        if mesh.device_type == "cpu" and self.chunks > 1:
+            pairs, slots = [(line[-1], line[0]) for line in lines], slots_around(self.count)
+            links |= make_links(pairs, self.activation_bytes, slots)
         for line in lines:
-            group = dist.new_group(line)
+            groups = [dist.new_group(line) for _ in range(1 if self.chunks == 1 else 3)]
             if dist.get_rank() in line:
-                of_stage = {line.index(rank): link for rank, link in links.items()}
-                self.line, self.exchange = forward, Exchange(forward, group, of_stage)
-        for group in (self.group, forward, self.exchange.backward if self.exchange else forward):
-            assert group is not None
-            wait_as_long_as_all_(group)
+                of_stage = {line.index(before): link for (before, _), link in links.items()}
+                self.exchange = Exchange(self.line, groups[0], of_stage, around=groups[1:])
+                for group in (self.line, *groups):
+                    wait_as_long_as_all_(group)
+        assert self.group is not None
+        wait_as_long_as_all_(self.group)
 
     def own_groups(self, model: nn.Module, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups, of which the modules of other stages are left out."""
+        """Return the groups, of which the modules of other stages are left out.
+
+        A group of modules that do not run together is divided by chunks.
+        """
         if self.count == 1:
             return list(groups)
         path_of = {module: path for path, module in model.named_modules()}
         held = {p for name, p in model.named_parameters() if self.holds(name)}
-        own = [[m for m in modules if held & {*m.parameters()}] for _, modules in groups]
-        return [(path_of[modules[0]], modules) for modules in own if modules]
+        found: list[Group] = []
+        for _, modules in groups:
+            together: dict[tuple[int, bool], list[nn.Module]] = {}
+            for module in modules:
+                if held & {*module.parameters()}:
+                    together.setdefault(self._runs_with(path_of[module]), []).append(module)
+            found += [(path_of[own[0]], own) for own in together.values()]
+        return found
+
+    def _runs_with(self, path: str) -> tuple[int, bool]:
+        """Return what is equal for modules that run in the same forwards.
+
+        Modules before the first block run in the forwards of all of the first stage's chunks.
+        """
+        if self.chunks == 1:
+            return 0, True
+        inside = any(f"{path}.".startswith(f"{block}.") for block in self.sequence.blocks)
+        return self.chunk_of(path), inside
 
     def install_(self, model: nn.Module) -> None:
-        """Let the stage's ends exchange. Call it after `fully_shard`, whose hooks run inside."""
-        if self.index:
-            first = model.get_submodule(self.blocks[0])
-            first.register_forward_pre_hook(self._receive, prepend=True, with_kwargs=True)
-        if not self.is_last:
-            model.get_submodule(self.blocks[-1]).register_forward_hook(self._leave)
+        """Let the chunks' ends exchange. Call it after `fully_shard`, whose hooks run inside."""
+        for chunk in range(self.chunks if self.count > 1 else 0):
+            blocks = [model.get_submodule(name) for name in self.blocks_of(chunk)]
+            if self.in_model(chunk):
+                blocks[0].register_forward_pre_hook(self._receive, prepend=True, with_kwargs=True)
+            if not self.gives_loss(chunk):
+                blocks[-1].register_forward_hook(self._leave)
 
     def _receive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         assert self.exchange is not None
         like = args[0].to(self.compute_dtype or args[0].dtype)
         self.received = self.exchange.receive_activations(like)
-        self.received.requires_grad_(self.trains_before and torch.is_grad_enabled())
+        self.received.requires_grad_(self.trains_before[self.chunk] and torch.is_grad_enabled())
         return (self.received, *args[1:]), kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         activations = output[0] if isinstance(output, tuple) else output
-        raise _Left(activations.to(self.compute_dtype or activations.dtype))
+        raise Left(activations.to(self.compute_dtype or activations.dtype))
 
 
 def keep_stage_(
@@ -244,25 +318,40 @@ def keep_stage_(
     split: tuple[int, ...],
     index: int,
     *,
+    chunks: int = 1,
     compute_dtype: torch.dtype | None,
 ) -> Stage:
-    """Leave one stage of `model`: parameters of others are on the meta device afterwards."""
+    """Leave one stage of `model`: parameters of others are on the meta device afterwards.
+
+    `split` has the number of blocks of each chunk, of which each stage has `chunks`.
+    """
     stage = Stage(
-        index=index, count=len(split), sequence=sequence, split=split, compute_dtype=compute_dtype
+        index=index,
+        count=len(split) // chunks,
+        sequence=sequence,
+        split=split,
+        chunks=chunks,
+        compute_dtype=compute_dtype,
+        trains_before=(False,) * chunks,
+        trains=(True,) * chunks,
     )
-    stage.holders = {n: sequence.stages_of(n, split) for n, _ in model.named_parameters()}
+    stage.holders = {n: sequence.stages_of(n, split, chunks) for n, _ in model.named_parameters()}
     _to_meta_(model, stage)
-    returned = dict(zip(sequence.blocks, sequence.num_returned, strict=True))
-    for name in stage.earlier_blocks:
-        model.get_submodule(name).forward = functools.partial(_pass_on, returned[name])
+    own = {name for chunk in range(chunks) for name in stage.blocks_of(chunk)}
+    for name, num_returned in zip(sequence.blocks, sequence.num_returned, strict=True):
+        module, act = model.get_submodule(name), functools.partial(pass_on, num_returned)
+        if name in own:
+            stage.stand_ins[name] = module, act
+        else:
+            module.forward = act
     if index:
         held = {p for name, p in model.named_parameters() if stage.holds(name)}
         for path in dict.fromkeys(name.rpartition(".")[0] for name in sequence.before):
             module = model.get_submodule(path)
             if not held & {*module.parameters()}:
-                module.forward = _only_shape(module, compute_dtype)
-    if not stage.is_last:
-        model.forward = _until_left(model.forward)
+                module.forward = only_shape(module, compute_dtype)
+    if chunks > 1 or not stage.is_last:
+        model.forward = until_left(model.forward, lambda: stage.gives_loss(stage.chunk))
     return stage
 
 
@@ -276,47 +365,3 @@ def _to_meta_(model: nn.Module, stage: Stage) -> None:
         for key, own in module._parameters.items():
             if own is not None and own in freed:
                 module._parameters[key] = freed[own]
-
-
-def _pass_on(num_returned: int, activations: Tensor, *_: Any, **__: Any) -> Any:
-    return (activations, *[None] * (num_returned - 1)) if num_returned else activations
-
-
-def _only_shape(module: nn.Module, dtype: torch.dtype | None) -> Callable[..., Any]:
-    """Return a forward that gives zeros of the shapes that the module's own gives.
-
-    That of an embedding, which may exchange with other ranks, does not run.
-    """
-    forward = module.forward
-    if isinstance(module, nn.Embedding):
-        weight, width = module.weight, module.embedding_dim
-
-        def forward(ids: Tensor) -> Tensor:
-            return torch.empty((*ids.shape, width), dtype=weight.dtype, device="meta")
-
-    @functools.wraps(forward)
-    def zeros(*args: Any, **kwargs: Any) -> Any:
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        shaped = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-
-        def real(tensor: Tensor) -> Tensor:
-            floating = tensor.is_floating_point() and dtype is not None
-            made = torch.zeros((), dtype=dtype if floating else tensor.dtype)
-            return made.to(given[0].device).expand(tensor.shape)
-
-        with torch.no_grad():
-            return pytree.tree_map_only(Tensor, real, forward(*shaped[0], **shaped[1]))
-
-    return zeros
-
-
-def _until_left(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def until_left(*args: Any, **kwargs: Any) -> Tensor:
-        try:
-            forward(*args, **kwargs)
-        except _Left as left:
-            return left.activations
-        raise AssertionError("forward went on after the stage's last block")
-
-    return until_left

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -62,6 +62,8 @@ class Group:
     handle: FSDPModule
     stays_gathered: bool
     """Whether parameters stay gathered from a step's first forward to its last backward."""
+    chunk: int = 0
+    """The chunk of the rank's blocks that uses it, where a pipeline stage has several."""
 
     @property
     def fsdp_groups(self) -> list[Any]:
@@ -217,7 +219,8 @@ def shard_(
         stays = stays_gathered(name, plan.plugin)
         target = modules[0] if len(modules) == 1 else modules
         fully_shard(target, reshard_after_forward=not stays, **options, **policy_of)  # type: ignore[call-overload]
-        groups.append(Group(name=name, handle=modules[0], stays_gathered=stays))  # type: ignore[arg-type]
+        chunk = stage.chunk_of(name)
+        groups.append(Group(name=name, handle=modules[0], stays_gathered=stays, chunk=chunk))  # type: ignore[arg-type]
     root = _offload(offloads(len(modules_of)))
     of_root = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
     fully_shard(model, reshard_after_forward=False, **of_root, **root)  # type: ignore[call-overload]
@@ -225,7 +228,8 @@ def shard_(
         keep_statistics_exact_(model)
         model.register_forward_pre_hook(partial(_cast_activations, compute), with_kwargs=True)
     stays = plan.plugin.parameters_live == "step"
-    groups.append(Group(name="", handle=model, stays_gathered=stays))  # type: ignore[arg-type]
+    chunk = stage.chunk_of("")
+    groups.append(Group(name="", handle=model, stays_gathered=stays, chunk=chunk))  # type: ignore[arg-type]
     for group in groups:
         group.handle.set_gradient_divide_factor(1.0)
         # gloo has no PREMUL_SUM, which a divide factor would ask for
@@ -282,29 +286,36 @@ def begin_forward(sharded: ShardedModel) -> None:
             group.copy_out()
 
 
-def begin_backward(sharded: ShardedModel, *, last: bool) -> None:
+def begin_backward(
+    sharded: ShardedModel, *, last: bool, chunk: int = 0, ends_step: bool | None = None
+) -> None:
     """Set what every group reduces and frees in the backward that follows.
 
     In the last one of a step everything is reduced and freed: a group that stayed gathered across
-    the optimizer's step would continue with stale weights.
+    the optimizer's step would continue with stale weights. Where a pipeline stage has several
+    chunks, the backward is that of one `chunk`, and the `last` one of that chunk. It leaves the
+    other chunks' groups alone, which torch visits at the end of every backward: they would reduce
+    zeros. `ends_step` says whether it is the last backward of all chunks.
     """
     reduce_now = last or sharded.plugin.gradients == "sharded"
     for group in sharded.groups:
-        group.handle.set_requires_gradient_sync(reduce_now, recurse=False)
-        group.handle.set_requires_all_reduce(last, recurse=False)
-        group.handle.set_reshard_after_backward(last or not group.stays_gathered, recurse=False)
-    sharded.groups[-1].handle.set_is_last_backward(last)
+        own = group.chunk == chunk
+        free = (own and last) or not group.stays_gathered
+        group.handle.set_requires_gradient_sync(own and reduce_now, recurse=False)
+        group.handle.set_requires_all_reduce(own and last, recurse=False)
+        group.handle.set_reshard_after_backward(free, recurse=False)
+    sharded.groups[-1].handle.set_is_last_backward(last if ends_step is None else ends_step)
     if last and sharded.plugin.gradients == "whole":
-        _even_out_accumulated(sharded)
+        _even_out_accumulated(group for group in sharded.groups if group.chunk == chunk)
 
 
-def _even_out_accumulated(sharded: ShardedModel) -> None:
+def _even_out_accumulated(groups: Iterable[Group]) -> None:
     """Add zeros for parameters no micro-batch has used yet, in the dtype of the other sums.
 
     In mixed precision the sums of a group are in the reduce dtype, but a gradient that first comes
     in the last micro-batch is not, and a group must be reduced in one dtype.
     """
-    for group in sharded.groups:
+    for group in groups:
         if all(param.unsharded_accumulated_grad is None for param in group.params):
             continue
         for param in group.params:

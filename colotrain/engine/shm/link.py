@@ -16,24 +16,26 @@ class Link:
     """Sends tensors of at most `most_bytes` to the other rank of `group`, and receives them.
 
     Both ranks must create it together, and receive in the order of the other's sends. A send waits
-    only while the other rank has not received the `NUM_SLOTS` tensors before. Raises `Unavailable`
+    only while the other rank has not received the `num_slots` tensors before. Raises `Unavailable`
     on both ranks or on none; sends and receives raise `PeerLost`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(
+        self, group: dist.ProcessGroup, most_bytes: int, num_slots: int = NUM_SLOTS
+    ) -> None:
+        self.most_bytes, self.num_slots = most_bytes, num_slots
         slot_bytes = round_up(most_bytes, PAGE)
-        self.memory = SharedMemory(group, 2 * NUM_SLOTS * slot_bytes, num_semaphores=NUM_SEMAPHORES)
+        self.memory = SharedMemory(group, 2 * num_slots * slot_bytes, num_semaphores=NUM_SEMAPHORES)
         self.peer = 1 - self.memory.rank
         self.slots = {
-            sender: [(sender * NUM_SLOTS + slot) * slot_bytes for slot in range(NUM_SLOTS)]
+            sender: [(sender * num_slots + slot) * slot_bytes for slot in range(num_slots)]
             for sender in range(2)
         }
         self.num_sent = self.num_received = 0
 
     def send(self, tensor: Tensor, what: str) -> None:
         """Send a tensor, which may change afterwards. `what` is named if the other rank is lost."""
-        if self.num_sent >= NUM_SLOTS:
+        if self.num_sent >= self.num_slots:
             self.memory.wait(RECEIVED, self.peer, what=what)
         self._slot(self.memory.rank, self.num_sent, tensor).copy_(tensor)
         self.memory.post(SENT, self.peer)
@@ -52,5 +54,5 @@ class Link:
         """Return the place of a rank's tensor number `index`, with the shape of `like`."""
         if not like.nbytes:
             return torch.empty_like(like)
-        place = self.memory.bytes(self.slots[sender][index % NUM_SLOTS], like.nbytes)
+        place = self.memory.bytes(self.slots[sender][index % self.num_slots], like.nbytes)
         return place.view(like.dtype).view(like.shape)

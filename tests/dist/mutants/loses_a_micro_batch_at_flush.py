@@ -10,10 +10,10 @@ begin, receive = accumulation.begin_backward, Exchange.receive_gradient
 is_last = False
 
 
-def begin_backward(sharded, *, last):
+def begin_backward(sharded, *, last, **more):
     global is_last
     is_last = last
-    begin(sharded, last=last)
+    begin(sharded, last=last, **more)
 
 
 def receive_gradient(self, like):

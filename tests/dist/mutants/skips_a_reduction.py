@@ -6,8 +6,8 @@ from colotrain.verify import worker
 begin = accumulation.begin_backward
 
 
-def begin_backward(sharded, *, last):
-    begin(sharded, last=last)
+def begin_backward(sharded, *, last, **more):
+    begin(sharded, last=last, **more)
     if last:
         sharded.groups[1].handle.set_requires_gradient_sync(False, recurse=False)
 
