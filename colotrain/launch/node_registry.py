@@ -229,8 +229,8 @@ class NodeRegistry:
     def leave(self, node: int, why: str, *, saves: bool = True) -> Leaving:
         """Let the run go on without the machine of a node of its round, whose ranks save first.
 
-        Unless the run `saves` checkpoints another node must take the place: copies in memory are
-        read by as many ranks.
+        Unless the run `saves` checkpoints, other nodes must take the places of several: of two that
+        are left at once nobody may have the copies in memory.
         """
         with self._changed:
             member, head = self.members.get(node), self.members.get(self.info.node)
@@ -242,7 +242,7 @@ class NodeRegistry:
             on_it = [n for n in self.nodes if self.members[n].info.machine == machine]
             spare = [n for n in self._spare() if self.members[n].info.machine != machine]
             after = len(self.nodes) - len(on_it) + min(len(spare), len(on_it))
-            least = self.min_nodes if saves else len(self.nodes)
+            least = self.min_nodes if saves or len(on_it) == 1 else len(self.nodes)
             if after < least:
                 needs = f"the run needs {least} nodes, and no spare one waits"
                 return Leaving(refusal=f"{who} is not left: {needs}")

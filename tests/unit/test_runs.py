@@ -256,8 +256,8 @@ def test_a_row_of_the_list(rundir: RunDir, root: Path, capsys: pytest.CaptureFix
     with claim(rundir):
         (row,) = listed(root, capsys)
     assert row.pop("age_s") == pytest.approx(60, abs=20)
-    cost = [row.pop(name) for name in ("restarts", "lost_steps", "goodput")]
-    assert cost == [0, 0, 0.0]
+    cost = [row.pop(name) for name in ("restarts", "nodes_left", "lost_steps", "goodput")]
+    assert cost == [0, 0, 0, 0.0]
     assert row == {
         "name": "one",
         "state": "running",

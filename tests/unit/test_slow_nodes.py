@@ -137,13 +137,16 @@ def test_no_node_is_left_that_the_run_needs(launchers: Launchers) -> None:
     assert launchers.registry.left == {}
 
 
-def test_without_checkpoints_only_a_spare_node_lets_another_go(launchers: Launchers) -> None:
-    with_spare(launchers, least=1)
-    assert launchers.registry.leave(2, WHY, saves=False).successor == 3
+def test_without_checkpoints_one_node_may_go_but_not_two_at_once(launchers: Launchers) -> None:
+    """Of two that are left together nobody may have the copies in memory."""
+    launchers.open(min_nodes=1, max_nodes=3, expected_nodes=3)
+    same = {"host": "host-1", "boot": "same"}
+    launchers.rounds(launchers.join(0), launchers.join(1, **same), launchers.join(2, **same))
+    assert "the run needs 3 nodes" in launchers.registry.leave(1, WHY, saves=False).refusal
     other = Launchers()
     other.open(min_nodes=1)
     other.rounds(other.join(0), other.join(1))
-    assert "the run needs 2 nodes" in other.registry.leave(1, WHY, saves=False).refusal
+    assert not other.registry.leave(1, WHY, saves=False).refusal
     for member in other.members:
         member.end()
     other.listener.close()
