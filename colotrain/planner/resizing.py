@@ -62,8 +62,8 @@ def check_kept(settings: Config, *, has_copies: bool) -> Iterator[Problem]:
     elastic, every = settings.elastic, settings.checkpoint.every
     if elastic.replace_slow and every == 0 and not has_copies:
         expected = (
-            "checkpoints, or copies in memory (elastic.memory_copy), with elastic.replace_slow: all "
-            "steps would be lost with a node that is left"
+            "checkpoints, or copies in memory (elastic.memory_copy), with elastic.replace_slow: "
+            "all steps would be lost with a node that is left"
         )
         fix = "set checkpoint.every, null for one when a node is left and at the end"
         yield Problem(key="checkpoint.every", value=every, expected=expected, fix=fix)
