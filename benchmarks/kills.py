@@ -39,7 +39,7 @@ RUN_S = 900.0
 GONE_S = 20.0
 """Seconds in which all processes of a run must end after its command."""
 PLUGINS = ("zero1", "zero2", "zero3", "fsdp-hybrid", "gemini")
-MEMORY, CHECKPOINTS, TORCHRUN = "copies in memory", "checkpoints", "torchrun"
+SYSTEMS = MEMORY, CHECKPOINTS, TORCHRUN = "copies in memory", "checkpoints", "torchrun"
 SETTINGS = {
     MEMORY: ("elastic.memory_copy=1GiB", "checkpoint.every=0"),
     CHECKPOINTS: ("elastic.memory_copy=off", "checkpoint.every=1"),
@@ -188,7 +188,7 @@ def leftovers(running: Running, shared: set[str]) -> list[str]:
 def cases() -> Iterator[Case]:
     """Without end: each plugin and number of ranks, all systems in turn."""
     for ranks, plugin in itertools.cycle([(r, p) for p in PLUGINS for r in (2, 4)]):
-        for system in (MEMORY, CHECKPOINTS, TORCHRUN):
+        for system in SYSTEMS:
             yield Case(system, "ddp" if system == TORCHRUN else plugin, ranks)
 
 
@@ -196,10 +196,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200, help="of each system")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     options = parser.parse_args()
     chance, expected = random.Random(options.seed), dict[tuple[str, int], set]()
-    found: dict[str, list[Kill]] = {system: [] for system in (MEMORY, CHECKPOINTS, TORCHRUN)}
-    for case in cases():
+    found: dict[str, list[Kill]] = {system: [] for system in options.systems}
+    for case in (case for case in cases() if case.system in found):
         if all(len(kills) >= options.kills for kills in found.values()):
             break
         shared = set(os.listdir("/dev/shm"))
