@@ -122,6 +122,8 @@ class Membership:
                     say_at = None
                     say(f"waiting for {self._name_awaited()}")
             state = self.state
+        if told:
+            say("no longer spare: trains in the place of a node that was lost or left")
         nodes = tuple(int(node) for node in state["nodes"])
         address = plain_address(str(state["address"])) or self._address_of_head()
         return Round(number=self.round, nodes=nodes, address=address, port=int(state["port"]))

@@ -27,6 +27,7 @@ class Waiting:
 
     def __init__(self, member: Membership) -> None:
         self.member, self.found, self.error = member, None, None
+        self.said: list[str] = []
         self.found: Round | None
         self.error: RendezvousError | None
         self.thread = threading.Thread(target=self._wait, daemon=True)
@@ -34,7 +35,7 @@ class Waiting:
 
     def _wait(self) -> None:
         try:
-            self.found = self.member.next_round(timeout_s=20)
+            self.found = self.member.next_round(timeout_s=20, say=self.said.append)
         except RendezvousError as error:
             self.error = error
 
@@ -89,6 +90,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(launchers: Launchers) -> Non
     until(lambda: members[0].regroup() and members[2].regroup())
     others = [Waiting(members[0]), Waiting(members[2])]
     assert [waiting.nodes() for waiting in (*others, spare)] == [(0, 3, 2)] * 3
+    assert [line.split(":")[0] for line in spare.said] == ["spare", "no longer spare"]
 
 
 def test_a_spare_node_takes_the_place_of_one_that_is_left(launchers: Launchers) -> None:
