@@ -14,7 +14,7 @@ import torch.distributed as dist
 from colotrain.engine import batch_dependence, generators, guard, label_shift, monitor
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
 from colotrain.engine.checkpoint import checkpoint
-from colotrain.engine.checkpoint.memory_state import copy_to_memory
+from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
 from colotrain.engine.early_stopping import why_over
 from colotrain.engine.evaluation import evaluate
 from colotrain.engine.gradients import gradients, noise
@@ -67,6 +67,7 @@ def train(run: Run) -> str:
             totals = accumulate(run.gradients, batches, num=num, totals=new_totals(run))
             clock.lap("compute_s", less=batches.seconds)
             gpu.mark("computed")
+            finish_copy(run)
             result = agree(run, totals, gpu)
         clock.lap("reduce_s")
         tell_of_count(run, result)
@@ -112,6 +113,7 @@ def train(run: Run) -> str:
             checkpoint.save(run)
         profiler.end_step(asked=result.profile)
     profiler.close()
+    finish_copy(run)
     checkpoint.save(run)
     checkpoint.finish_saving(run)
     early = why_over(run)
@@ -152,6 +154,7 @@ def _save_and_stop(run: Run) -> None:
     if run.copies is not None and not run.plan.checkpoint.enabled:
         run.copies.every = 1  # nothing else keeps the steps since the last copy
         copy_to_memory(run)
+    finish_copy(run)
     if run.stop_error is not None:
         raise run.stop_error
     run.events.write(WorkerStopped(step=run.step, reason=run.stop_reason or "another rank"))

@@ -25,6 +25,7 @@ from colotrain.engine.allocator import configure_malloc_for_build, configure_mal
 from colotrain.engine.blocks import prepare_blocks_
 from colotrain.engine.changed_inputs import CHANGES_INPUTS
 from colotrain.engine.checkpoint import checkpoint, memory_state
+from colotrain.engine.checkpoint.beside import BesideGradients
 from colotrain.engine.checkpoint.choosing import choose_checkpoint, names_to_restore
 from colotrain.engine.checkpoint.memory_copy import MemoryCopies
 from colotrain.engine.checkpoint.saving import Saver
@@ -199,6 +200,7 @@ def prepare(
         checkpoint.restore(run, resumed)
     if copies is not None:
         copies.begin(copied, run.step)
+        copies.beside = BesideGradients(device) if device.type == "cuda" else None
     if tiers is None and optimizer.begins_with_zeros:
         optimizer.prepare_state_()
     configure_malloc_for_steps()

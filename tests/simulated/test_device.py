@@ -47,11 +47,13 @@ def saving(name: str, plugin: str, *words: str) -> list[Case]:
     return [whole, begun, more]
 
 
+IN_MEMORY = "zero2 from memory"
 RESUMED = {
     "zero1": ("zero1",),
     "zero3 in bf16": ("zero3", "train.precision=bf16"),
     "zero2, not behind": ("zero2", "checkpoint.async=false"),
     "gemini below": ("gemini", "plugin.budget.device=4MiB", "model.args.d_model=128"),
+    IN_MEMORY: ("zero2", "elastic.memory_copy=64MiB"),
 }
 KEPT = ("zero1", "zero3 in bf16", "zero3, recomputing some")
 """Cases of `PLANNED` that `make test` has."""
@@ -198,11 +200,13 @@ def test_page_locked_memory_is_not_rounded_up(found: dict[str, Found]) -> None:
     assert found["25 %"].pinned == pytest.approx(on_host, rel=0.05)
 
 
-@pytest.mark.parametrize("name", representatives(RESUMED, kept=["gemini below"]))
+@pytest.mark.parametrize("name", representatives(RESUMED, kept=["gemini below", IN_MEMORY]))
 def test_a_resumed_run_goes_on_bit_for_bit(name: str, found: dict[str, Found]) -> None:
     whole, begun, more = (found[f"{name} {part}"] for part in ("whole", "begun", "resumed"))
     assert whole.races == begun.races == more.races == []
     assert more.losses == whole.losses
+    (resumed,) = more.events("resumed")
+    assert (resumed["step"], resumed["in_memory"]) == (3, name == IN_MEMORY)
     assert any(key.startswith("5:") for key in more.gradients)
     for key, gradient in more.gradients.items():
         assert torch.equal(gradient, whole.gradients[key]), key

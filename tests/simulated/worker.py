@@ -22,14 +22,30 @@ import torch.distributed as dist
 import colotrain
 from colotrain.engine import loop, worker
 from colotrain.events.log import EventReader, EventWriter
+from colotrain.launch.memory_files import COPIES
+from colotrain.records import to_plain
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from
+from colotrain.spec.elastic import COPY_PLACES, MEMORY_FILES, CopyPlaces
 from colotrain.torch_internals import timeout_s
 from tests.simulated import plants
 from tests.simulated.case import Case
 
 GRADIENTS: dict[str, torch.Tensor] = {}
 """Parameter → whole gradient, of the last step."""
+
+
+MEMORY: dict[str, list[int]] = {}
+"""Run → files in this process's memory, which stands for its launcher, for copies of the state."""
+
+
+def offer_memory(run: str) -> None:
+    """Give the next case files for copies in memory, as a launcher does."""
+    handles = MEMORY.setdefault(run, [os.memfd_create("copy") for _ in range(COPIES)])
+    paths = [f"/proc/self/fd/{handle}" for handle in handles]
+    os.environ[MEMORY_FILES] = os.pathsep.join(paths)
+    places = CopyPlaces(launcher=os.getpid(), files=tuple(handles))
+    os.environ[COPY_PLACES] = json.dumps(to_plain(places))
 
 
 def keep_gradients(model: torch.nn.Module, step: int) -> None:
@@ -48,6 +64,7 @@ def carry_out(case: Case, folder: Path) -> dict[str, Any]:
         device.simulated(limit=case.limit) if case.on == "cuda" else contextlib.nullcontext()
     )
     GRADIENTS.clear()
+    offer_memory(case.run or case.name)
     with on_device as gpu, getattr(plants, case.plant or "nothing")():
         here = worker.connect(plan)
         if gpu is not None:  # gloo cannot split a group

@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colotrain import host
+from colotrain.engine.checkpoint.beside import BesideGradients
 from colotrain.engine.checkpoint.buddy import Buddy, RemoteLauncher
 from colotrain.engine.checkpoint.manifest import Manifest
 from colotrain.engine.checkpoint.memory_file import FIRST, MemoryFile
@@ -81,6 +82,8 @@ class MemoryCopies:
     local_rank: int
     buddy: Buddy | None = None
     """Where copies are also sent, on another node; None where there is no other node."""
+    buddy_error: Exception | None = None
+    """Why the last copy could not be sent there."""
     number: int = 0
     """Number of the newest copy."""
     valid: int = 0
@@ -99,6 +102,8 @@ class MemoryCopies:
     """Mean duration of a copy, as a multiple of a step's."""
     seconds: float = 0.0
     """Seconds that this rank's last copy took."""
+    beside: BesideGradients | None = None
+    """Makes copies while the next gradients are computed (GPU); None: training waits for them."""
     resumed: bool = False
     """Whether this attempt went on from a copy."""
     told_every: int = 0
@@ -206,6 +211,8 @@ class MemoryCopies:
         What says so stands in this rank's files until copies that say so, too, replace it: other
         launchers may have copies that are void.
         """
+        with suppress(OSError, RuntimeError):  # what is being written is void, too
+            self.finish()
         self.step, self.valid, self.valid_from = -1, 0, self.number + 1
         for file in self.files:
             file.clear()
@@ -223,11 +230,19 @@ class MemoryCopies:
             self.cost = now if self.cost is None else self.cost + SMOOTHING * (now - self.cost)
             self.every = max(1, math.ceil(self.cost / share))
 
-    def take(self, tensors: Mapping[str, Tensor], manifest: Manifest, started: float) -> None:
+    def take(
+        self,
+        tensors: Mapping[str, Tensor],
+        manifest: Manifest,
+        started: float,
+        changing: Collection[str] = (),
+    ) -> None:
         """Copy the state, of which `parts` tells the places; `OSError` where memory is short.
 
-        `started` is when this copy began, by the performance counter.
+        `started` is when this copy began, by the performance counter; `changing` are names of what
+        a forward changes. On a GPU the copy is whole only after `finish`.
         """
+        self.finish()
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         started += self._reserve(FIRST + num_bytes + ABOUT_BYTES)
         about = {
@@ -238,12 +253,12 @@ class MemoryCopies:
             "manifest": to_plain(manifest),
             "parts": describe(self.parts, tensors),
         }
-        self.files[0].write(tensors, about)
-        if self.buddy is not None:
-            try:
-                self.buddy.send(self.files[0], self.number + 1, beside=self.valid)
-            except (OSError, ValueError) as error:
-                self.lose_buddy(error)
+        write = partial(self._write, self.files[0], about, beside=self.valid)
+        if self.beside is None:
+            write(dict(tensors))
+            self._tell_of_buddy()
+        else:
+            self.beside.begin(tensors, changing, write)
         self.files.reverse()
         self.valid = self.number + 1
         self.number, self.step, self.taken = self.number + 1, manifest.step, self.taken + 1
@@ -251,6 +266,33 @@ class MemoryCopies:
             self._free_before(self.number - 1)
         self.seconds = time.perf_counter() - started
         self._tell(num_bytes)
+
+    def finish(self) -> None:
+        """Wait until the last copy is whole; `OSError` where it cannot be.
+
+        Call it before the ranks agree on the next step, after which the state changes.
+        """
+        if self.beside is not None:
+            began = time.perf_counter()
+            self.beside.finish()
+            self.seconds += time.perf_counter() - began
+            self._tell_of_buddy()
+
+    def _write(
+        self, file: MemoryFile, about: dict[str, Any], tensors: dict[str, Tensor], *, beside: int
+    ) -> None:
+        """Write a copy, and send it to the buddy, whose error is told later: this may be a thread."""
+        file.write(tensors, about)
+        if self.buddy is not None:
+            try:
+                self.buddy.send(file, about["number"], beside=beside)
+            except (OSError, ValueError) as error:
+                self.buddy_error = error
+
+    def _tell_of_buddy(self) -> None:
+        error, self.buddy_error = self.buddy_error, None
+        if error is not None:
+            self.lose_buddy(error)
 
     def _free_before(self, number: int) -> None:
         """Free copies of ranks of earlier attempts, now that all ranks have a later one."""

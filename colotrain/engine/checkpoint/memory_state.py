@@ -50,8 +50,21 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
             began = time.perf_counter()
             copies.parts = parts_of(run, state)
             started += time.perf_counter() - began  # later copies take as long as one another
-        copies.take(state, manifest_of(run, progress_only=True), started)
+        manifest, changing = manifest_of(run, progress_only=True), buffers_of(run, state)
+        copies.take(state, manifest, started, changing)
     except (ColotrainError, OSError) as error:  # state that is no plain data, or too little memory
+        copies.end(str(error))
+        run.copies = None
+
+
+def finish_copy(run: Run) -> None:
+    """Wait until the copy of the last step is whole, before the ranks agree on this one."""
+    copies = run.copies
+    if copies is None:
+        return
+    try:
+        copies.finish()
+    except (OSError, RuntimeError) as error:
         copies.end(str(error))
         run.copies = None
 

@@ -39,7 +39,7 @@ def page_locked(num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     if code != 0:
         raise ColotrainError(
-            f"plugin.budget.host: {whole:,} bytes cannot be page-locked for the GPU",
+            f"{whole:,} bytes of host memory cannot be page-locked for the GPU",
             "raise the limit (`ulimit -l`), or lower plugin.budget.host",
         )
     weakref.finalize(pages, runtime.cudaHostUnregister, address)
