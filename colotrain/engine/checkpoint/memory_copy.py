@@ -281,7 +281,7 @@ class MemoryCopies:
     def _write(
         self, file: MemoryFile, about: dict[str, Any], tensors: dict[str, Tensor], *, beside: int
     ) -> None:
-        """Write a copy and send it to the buddy, whose error is told later: this may be a thread."""
+        """Write a copy and send it to the buddy, whose error is told later: this is a thread."""
         file.write(tensors, about)
         if self.buddy is not None:
             try:
