@@ -43,5 +43,5 @@ def test_torch_locks_what_cuda_cannot_register(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_refusal_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(2, monkeypatch)
-    with pytest.raises(ColotrainError, match=r"plugin\.budget\.host: 4,096 bytes"):
+    with pytest.raises(ColotrainError, match="4,096 bytes of host memory cannot be page-locked"):
         page_locked(NUM_BYTES)
