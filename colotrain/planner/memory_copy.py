@@ -31,9 +31,11 @@ def plan_memory_copy(
     on_host = plugin.budget.host_bytes if plugin.budget is not None else 0
     used = peak.high if scale.device == "cpu" else on_host
     several = (elastic.max_nodes or scale.nodes) > 1
-    num_bytes = (4 if several else 2) * copy_bytes(context, plugin)
+    on_way = scale.device == "cuda"  # in page-locked memory, while the next gradients are computed
+    num_bytes = ((4 if several else 2) + on_way) * copy_bytes(context, plugin)
     node_bytes, room = num_bytes * scale.procs_per_node, capacity - used
     what = f"two copies of the state of {scale.procs_per_node} ranks" + several * OF_ANOTHER
+    what += on_way * ", and one on the way to the host,"
     sized = f"{format_size(node_bytes)} on each node"
     if asked in ("off", False, 0):
         return MemoryCopyPlan(bytes=num_bytes, reason=f"off ({KEY}={asked})"), []
@@ -45,7 +47,7 @@ def plan_memory_copy(
         return MemoryCopyPlan(bytes=num_bytes, reason=reason), [problem] * (asked != "auto")
     fits = not capacity or num_bytes <= room
     if asked == "auto" and scale.device == "cuda":
-        reason = f"off: on a GPU training waits for a copy; {KEY}=SIZE makes them"
+        reason = f"off on GPUs, which copy through page-locked memory; {KEY}=SIZE makes them"
         return MemoryCopyPlan(bytes=num_bytes, reason=reason), []
     if asked == "auto":
         share = AUTOMATIC_SHARE

@@ -24,7 +24,8 @@ def test_copies_are_made_where_two_of_them_fit() -> None:
         made = plan(*RANKS, machine=replace(LAPTOP, host_memory_bytes=host_bytes))
         assert made.elastic.memory_copy.enabled is fits
     on_gpus = plan(*RANKS, machine=SERVER).elastic.memory_copy
-    assert (on_gpus.enabled, "a GPU" in on_gpus.reason) == (False, True)
+    assert (on_gpus.enabled, "off on GPUs" in on_gpus.reason) == (False, True)
+    assert on_gpus.bytes == pytest.approx(1.5 * copies.bytes, rel=0.1)  # one on its way to the host
     assert plan(*RANKS, (KEY, "1GiB"), machine=SERVER).elastic.memory_copy.enabled
 
 
