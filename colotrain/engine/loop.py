@@ -106,6 +106,7 @@ def train(run: Run) -> str:
             _save_and_stop(run)
             return "stopped"
         if is_due(run.step, plan.train.eval_every) or run.step == plan.train.max_steps:
+            finish_copy(run)
             evaluate(run)
             write_samples(run)
             copy_to_memory(run, again=True)

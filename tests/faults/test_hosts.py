@@ -212,35 +212,6 @@ def test_one_host_goes_on_alone_from_the_copies_of_both(
     assert [found[k] for k in range(1, step + 1)] == [before[k] for k in range(1, step + 1)]
 
 
-@pytest.mark.slow
-def test_a_host_that_joins_reads_the_copies_of_the_first(
-    two_hosts: list[Host], tmp_path: Path
-) -> None:
-    """Nothing is saved on disk."""
-    elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=30")
-    elastic += ("elastic.memory_copy=1GiB", "checkpoint.every=0", "train.eval_every=0")
-    alone = losses(Colotrain(tmp_path).run(*PLAN, *elastic[1:], "name=alone"))
-    (tmp_path / "hook.py").write_text(WAITING)
-    same = ("name=joined", "train.on_gradients=hook:wait", *elastic)
-    head = f"cluster.rdzv_endpoint={two_hosts[0].address}:{PORT}"
-    shared = (*PLAN, *same, "cluster.nodes=1", head, "--json")
-    first = two_hosts[0].colotrain("run", *shared, "cluster.node_rank=0", cwd=tmp_path)
-    wait_for_step(Colotrain(tmp_path), "joined", 2)
-    second = two_hosts[1].colotrain("run", *shared, "cluster.node_rank=1", cwd=tmp_path)
-    deadline = time.monotonic() + 100
-    while len(events(tmp_path, "joined", "started")) < 6:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    (tmp_path / "go").touch()
-    code, out, err = end(first)
-    assert code == 0, err
-    assert end(second)[0] == 0
-    resumed = [e.fields for e in events(tmp_path, "joined", "resumed")]
-    assert [fields["in_memory"] for fields in resumed] == [True]
-    assert 2 <= resumed[0]["step"] < 30
-    assert losses(json.loads(out)) == pytest.approx(alone, abs=SAME)
-
-
 WAITING = """\
 import os, time
 def wait(model, step):
@@ -249,10 +220,14 @@ def wait(model, step):
 """
 
 
+IN_MEMORY = ("elastic.memory_copy=1GiB", "checkpoint.every=0", "train.eval_every=0")
+
+
 @pytest.mark.slow
-def test_a_host_joins_late(two_hosts: list[Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [(), IN_MEMORY], ids=["checkpoints", "copies alone"])
+def test_a_host_joins_late(two_hosts: list[Host], tmp_path: Path, kept: tuple[str, ...]) -> None:
     """What the first host had done is kept; the global batch and so the losses stay."""
-    elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=30")
+    elastic = ("elastic.max_nodes=2", "plugin=zero3", RANKS, "train.max_steps=30", *kept)
     alone = losses(Colotrain(tmp_path).run(*PLAN, *elastic[1:], "name=alone"))
     (tmp_path / "hook.py").write_text(WAITING)
     same = ("name=joined", "train.on_gradients=hook:wait", *elastic)
@@ -273,6 +248,10 @@ def test_a_host_joins_late(two_hosts: list[Host], tmp_path: Path) -> None:
     started = events(tmp_path, "joined", "started")
     assert sorted(e.fields["world_size"] for e in started) == [2, 2, 4, 4, 4, 4]
     assert all(e.fields["step"] >= 2 for e in started if e.attempt == 1)
+    if kept:
+        resumed = [e.fields for e in events(tmp_path, "joined", "resumed")]
+        assert [fields["in_memory"] for fields in resumed] == [True]
+        assert 2 <= resumed[0]["step"] < 30
     restart = events(tmp_path, "joined", "restart")[0]
     assert "node 1 joins" in restart.fields["cause"]
 

@@ -211,7 +211,7 @@ class MemoryCopies:
         What says so stands in this rank's files until copies that say so, too, replace it: other
         launchers may have copies that are void.
         """
-        with suppress(OSError, RuntimeError):  # what is being written is void, too
+        with suppress(OSError):  # what is being written is void, too
             self.finish()
         self.step, self.valid, self.valid_from = -1, 0, self.number + 1
         for file in self.files:
@@ -270,7 +270,7 @@ class MemoryCopies:
     def finish(self) -> None:
         """Wait until the last copy is whole; `OSError` where it cannot be.
 
-        Call it before the ranks agree on the next step, after which the state changes.
+        Call it before the ranks meet next, and so before the state changes.
         """
         if self.beside is not None:
             began = time.perf_counter()

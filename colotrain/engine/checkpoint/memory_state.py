@@ -58,13 +58,16 @@ def copy_to_memory(run: Run, *, again: bool = False) -> None:
 
 
 def finish_copy(run: Run) -> None:
-    """Wait until the copy of the last step is whole, before the ranks agree on this one."""
+    """Wait until the copy of the last step is whole (on a GPU it is made beside other work).
+
+    Call it before the ranks meet: only then may one of them begin the next copy.
+    """
     copies = run.copies
     if copies is None:
         return
     try:
         copies.finish()
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         copies.end(str(error))
         run.copies = None
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
 from colotrain.engine.sharding.fsdp_internals import DefaultAllGather
 from colotrain.engine.sharding.sharded_model import ShardedModel
 from colotrain.engine.waiting import waiting
@@ -20,15 +17,9 @@ from colotrain.engine.waiting import waiting
 class CountedAllGather(DefaultAllGather):
     """`fully_shard`'s own all-gather."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with waiting():
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            return super().__call__(*args, **kwargs)
 
 
 def count_waits_(sharded: ShardedModel) -> None:
