@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.data.prepare.prepared import Note
 from colotrain.errors import UsageError
 from colotrain.runs.resolving import plan_from
 from colotrain.show.console import print_json, stderr_console, stdout_console
@@ -109,6 +110,8 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "bad records",
             f"{part['bad']['count']:,} left out: " + "; ".join(part["bad"]["first"]),
         )
+    for note in part["notes"]:
+        yield "note", str(Note(**note))
 
 
 def _counts(part: dict[str, Any], split: str) -> str:

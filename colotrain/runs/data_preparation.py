@@ -13,20 +13,24 @@ from colotrain.spec.plan import RunPlan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from colotrain.data.prepare.tokens import Prepared
+    from colotrain.data.prepare.prepared import Prepared
 
 
 def prepare_data(plan: RunPlan, console: Console) -> None:
     """Tokenize the plan's data, unless the user's own code provides the samples."""
-    from colotrain.data.prepare.tokens import prepare_all
+    from colotrain.data.prepare.tokens import notes_of, parts_of, prepare_shards
     from colotrain.show.progress import preparation
 
     if plan.data.source == "target":
         return
     with preparation(console) as progress:
-        shards = prepare_all(plan.data, progress=progress)
+        parts = [(part, prepare_shards(part, progress=progress)) for part in parts_of(plan.data)]
+    shards = [shard for _, part_shards in parts for shard in part_shards]
     for shard in shards:
         check_vocabulary(plan, shard)
+    for part, part_shards in parts:
+        for note in notes_of(part, part_shards):
+            console.print(f"warning: {note}", style="yellow", soft_wrap=True)
     report_unused_data(plan, shards, console)
 
 

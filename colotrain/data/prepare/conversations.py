@@ -54,6 +54,8 @@ class Rendered:
     """Spans, in characters, that count in the loss; None: the whole text."""
     ends: bool
     """Whether a separator token is added at the end; chat templates end their turns themselves."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about this record; the same words for all records alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

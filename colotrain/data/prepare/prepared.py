@@ -17,6 +17,23 @@ Split = Literal["train", "validation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What a user should know about the data: what is not read, not rendered, or cut."""
+
+    text: str
+    count: int = 0
+    """Number of records that it is about; 0: it is about files."""
+    first: str = ""
+    """`FILE:LINE` of the first of them."""
+
+    def __str__(self) -> str:
+        if not self.count:
+            return self.text
+        records = "1 record" if self.count == 1 else f"{self.count:,} records"
+        return f"{records}: {self.text} (first {self.first})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """Token files that are ready to be read, and metadata about their content."""
 
@@ -50,6 +67,7 @@ class Prepared:
     """Number of records that were left out (`data.on_bad=skip`)."""
     bad: tuple[str, ...] = ()
     """The first bad records: `FILE:LINE: what is wrong`."""
+    notes: tuple[Note, ...] = ()
 
     def count(self, split: Split) -> int:
         return self.num_train if split == "train" else self.num_validation
@@ -118,6 +136,7 @@ def read_entry(entry: Path) -> Prepared | None:
         metadata = json.loads((entry / "prepared.json").read_text("utf-8"))
         tokenizer = entry / "tokenizer.json" if metadata.pop("has_tokenizer") else None
         metadata["bad"] = tuple(metadata.pop("bad", ()))
+        metadata["notes"] = tuple(Note(**note) for note in metadata.pop("notes", ()))
         found = Prepared(train=train, validation=held, tokenizer=tokenizer, **metadata)
         is_whole = all(_sizes(found))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +15,7 @@ from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import Progress
 from colotrain.data.prepare.formats import RecordFile
 from colotrain.data.prepare.pool import default_workers, in_order
-from colotrain.data.prepare.prepared import NUMPY_DTYPES, beside, write_metadata
+from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
 from colotrain.data.prepare.vocabulary import Encoder
 from colotrain.errors import ConfigError, Problem
@@ -23,6 +23,8 @@ from colotrain.spec.plan import DataPlan
 
 SPLITS = ("train", "validation")
 BAD_SHOWN = 5
+MOST_NOTES = 50
+"""Different notes that are kept; a note should not quote its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class Encoded:
     num_bytes: dict[str, int]
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
+    notes: list[Note] = field(default_factory=list)
     file: str
     done: int
 
@@ -76,21 +79,39 @@ def write_records(
     with ExitStack() as stack:
         writers = {split: stack.enter_context(Writer(work / f"{split}.bin")) for split in SPLITS}
         bad: list[str] = []
+        notes: list[Note] = []
         num_bad = 0
         for piece in encoded:
             if piece.bad and plan.on_bad == "stop":
                 raise _bad_records(piece.bad)
             num_bad += len(piece.bad)
             bad += [f"{place}: {why}" for place, why in piece.bad[: BAD_SHOWN - len(bad)]]
+            notes = merge_notes([*notes, *piece.notes])
             for split, writer in writers.items():
                 writer.add(piece, split)
             report("tokenizing", min(before[piece.file] + piece.done, total), total)
     report("tokenizing", total, total)
-    _finish(work, encoder, writers, num_bad=num_bad, bad=bad)
+    _finish(work, encoder, writers, num_bad=num_bad, bad=bad, notes=notes)
+
+
+def merge_notes(notes: Sequence[Note]) -> list[Note]:
+    """Add up the counts of notes with the same text, in the order of their first records."""
+    merged: dict[str, Note] = {}
+    for note in notes:
+        count = note.count + (merged[note.text].count if note.text in merged else 0)
+        if note.text in merged or len(merged) < MOST_NOTES:
+            merged[note.text] = replace(merged.get(note.text, note), count=count)
+    return list(merged.values())
 
 
 def _finish(
-    work: Path, encoder: Encoder, writers: dict[str, Writer], *, num_bad: int, bad: list[str]
+    work: Path,
+    encoder: Encoder,
+    writers: dict[str, Writer],
+    *,
+    num_bad: int,
+    bad: list[str],
+    notes: Sequence[Note],
 ) -> None:
     if not writers["train"].num_tokens:
         fix = "these are empty: name other files with data.path"
@@ -107,6 +128,7 @@ def _finish(
         "has_targets": has_targets,
         "num_bad": num_bad,
         "bad": bad,
+        "notes": [asdict(note) for note in notes],
     }
     for split, writer in writers.items():
         metadata |= {f"num_{split}": writer.num_tokens, f"num_bytes_{split}": writer.num_bytes}
@@ -160,7 +182,7 @@ def begin(task: Task) -> None:
 def encode(block: Block) -> Encoded:
     """Tokenize a block's records."""
     rendered: dict[str, list[Rendered]] = {split: [] for split in SPLITS}
-    bad = []
+    bad, notes = [], []
     for number, record in records.parse(block):
         try:
             if isinstance(record, BadRecord):
@@ -169,6 +191,9 @@ def encode(block: Block) -> Encoded:
         except BadRecord as error:
             bad.append((f"{block.file}:{number}", str(error)))
             continue
+        place = f"{block.file}:{number}"
+        told = dict.fromkeys(text for rendering in texts for text in rendering.notes)
+        notes += [Note(text=text, count=1, first=place) for text in told]
         rendered[split_of(block, number, _task.fraction)] += texts
     found = {split: _encode(texts) for split, texts in rendered.items()}
     return Encoded(
@@ -177,6 +202,7 @@ def encode(block: Block) -> Encoded:
         targets={split: targets for split, (_, _, targets) in found.items()},
         num_bytes={s: sum(len(r.text.encode()) for r in texts) for s, texts in rendered.items()},
         bad=bad,
+        notes=merge_notes(notes),
         file=block.file,
         done=block.done,
     )

@@ -14,6 +14,7 @@ from colotrain.data.prepare.conversations import renderer_of
 from colotrain.data.prepare.corpora import CorpusFile, Progress, Span
 from colotrain.data.prepare.prepared import (
     NUMPY_DTYPES,
+    Note,
     Prepared,
     beside,
     read_entry,
@@ -34,7 +35,7 @@ __all__ = [
     "vocab_size_of",
 ]
 
-FORMAT = 3  # of cache entries: a change makes all earlier entries unused
+FORMAT = 4  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 Write = Callable[[Path], None]
@@ -99,6 +100,11 @@ def prepare_shards(
     except OSError as error:
         fix = f"make the data readable and {store.path} writable (or set COLOTRAIN_CACHE)"
         raise ColotrainError(f"the data cannot be prepared: {error}", fix) from error
+
+
+def notes_of(plan: DataPlan, shards: Sequence[Prepared]) -> list[Note]:
+    """What a user should know about the data of one part: shown by `data inspect` and `run`."""
+    return tokenising.merge_notes([note for shard in shards for note in shard.notes])
 
 
 def decode(tokenizer: Prepared | Path | str, ids: Iterable[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from colotrain.data.prepare import formats, vocabulary
 from colotrain.data.prepare.corpora import Progress
 from colotrain.data.prepare.prepared import Prepared, Split
-from colotrain.data.prepare.tokens import parts_of, prepare_shards
+from colotrain.data.prepare.tokens import notes_of, parts_of, prepare_shards
 from colotrain.data.read.draws import kept_generators, seed_draws
 from colotrain.data.read.loader import IGNORE_INDEX, Samples, open_samples, order_of
 from colotrain.data.read.packing import packing_of
@@ -74,6 +74,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
             "count": sum(s.num_bad for s in shards),
             "first": [b for s in shards for b in s.bad],
         },
+        "notes": [asdict(note) for note in notes_of(plan, shards)],
         "lengths": _histogram(train, plan.seq_len),
     }
 
