@@ -256,7 +256,8 @@ class Optim:
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; vectors and scalars (norms, biases) have none."""
+    """Decoupled weight decay of matrices; norms and biases of any shape, vectors and scalars have
+    none."""
     schedule: Schedule = field(default_factory=Schedule)
     """The learning rate over the run."""
 

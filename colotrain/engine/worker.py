@@ -40,6 +40,7 @@ from colotrain.engine.loop import train
 from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
 from colotrain.engine.offload.tiers import Tiers
+from colotrain.engine.optim.parameter_settings import norms_and_biases
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
 from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import Stage, keep_stage_
@@ -145,6 +146,7 @@ def prepare(
         model, plan.freeze, step=copied.step if copied else checkpoint.step_of(resumed)
     )
     begin_training_(model)
+    undecayed = norms_and_biases(model)  # later, modules have other classes and parts of parameters
     parts = divide_parameters_among_ranks_(model, plan)
     trial = first_micro_batch(train_data) if rank == 0 else None
     nominal, sample, two_samples = agree_on_targets(plan, trial, events)
@@ -157,7 +159,8 @@ def prepare(
     sharded, tiers, waits_counted = shard_and_fill_(
         model, plan, rundir, groups, parts, stage, given=given
     )
-    optimizer = ShardOptimizer(plan.optim, max_steps=plan.train.max_steps, tiers=tiers)
+    max_steps = plan.train.max_steps
+    optimizer = ShardOptimizer(plan.optim, max_steps=max_steps, tiers=tiers, undecayed=undecayed)
     optimizer.add(sharded.trained())
     run = Run(
         plan=plan,

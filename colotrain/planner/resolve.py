@@ -346,6 +346,15 @@ def _warnings_of_length(settings: Config, planned: Steps) -> Iterator[str]:
             f"optim.schedule.{said}: the run ends after {steps} steps, "
             "before the learning rate reaches its peak"
         )
+    shape = settings.optim.schedule
+    decay = min(shape.decay_steps or max(steps // 5, 1), steps)
+    if shape.name == "wsd" and warmup < steps and warmup + decay > steps:
+        yield (
+            f"optim.schedule: {warmup} steps of warm-up and {decay} of decay overlap in a run of "
+            f"{steps}: the learning rate jumps down where the warm-up ends, from its peak to "
+            f"{1 - (1 - shape.min_lr_ratio) * max(warmup - (steps - 1 - decay), 0) / decay:.3g} of "
+            "it; set decay_steps or the warm-up lower"
+        )
     for step in sorted(settings.freeze.unfreeze):
         if step > steps:
             yield f"freeze.unfreeze.{step}: never happens, the run ends after {steps} steps"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -14,22 +14,43 @@ from colotrain.dotted import import_target
 from colotrain.spec.plan import OptimPlan
 
 
-def optimizer_of(name: str, parameter: nn.Parameter, plan: OptimPlan) -> torch.optim.Optimizer:
+def kinds_of_norms_and_biases(model: nn.Module) -> set[str]:
+    """Names of the parameters that transformers' own trainer would leave without weight decay:
+    those in a module whose class is a norm's, and those that are called a norm or a bias."""
+    found = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, own = name.rpartition(".")
+        owner, called = model.get_submodule(path), path.rpartition(".")[2]
+        kinds = " ".join(kind.__name__ for kind in type(owner).__mro__)
+        is_matrix = re.search(r"\b(Linear|Embedding|EmbeddingBag|_ConvNd)\b", kinds) is not None
+        is_norm = re.search(r"Norm(?!al)", kinds) or re.search(r"norm\d?$|\bln(_\w)?$", own)
+        generic = own in ("weight", "scale", "gamma", "beta")
+        is_norm = is_norm or (generic and re.search(r"norm_?[0-9a-z]?$|(^|_)ln(_?\w)?$", called))
+        is_bias = re.search(r"(^|_)bias(_|$)", own) or (own == "weight" and called.endswith("bias"))
+        if is_bias or (is_norm and not is_matrix) or parameter.ndim < 2:
+            found.add(name)
+    return found
+
+
+def optimizer_of(
+    name: str, parameter: nn.Parameter, plan: OptimPlan, undecayed: Container[str]
+) -> torch.optim.Optimizer:
     """Optimizer of one parameter. Its learning rate is `plan.lr` times `lr_scale` of a rule."""
-    lr, decay = plan.lr, plan.weight_decay if parameter.ndim >= 2 else 0.0
+    is_matrix = name not in undecayed
+    lr, decay = plan.lr, plan.weight_decay if is_matrix else 0.0
     for rule in plan.rules:
         if fnmatch.fnmatch(name, rule.match):
             lr = plan.lr * rule.lr_scale if rule.lr_scale is not None else lr
             decay = rule.weight_decay if rule.weight_decay is not None else decay
     group: dict[str, Any] = {"params": [parameter], "lr": lr, "weight_decay": decay}
-    betas = (plan.betas[0], plan.betas[-1])
+    betas, is_hidden = (plan.betas[0], plan.betas[-1]), is_matrix and parameter.ndim == 2
     if plan.name == "sgd":
         return torch.optim.SGD([group], momentum=plan.betas[0])
     if plan.name == "adafactor":
         return torch.optim.Adafactor([group])
     if plan.name == "lion":
         return PlainLion([group], {"betas": betas})
-    if plan.name == "muon" and parameter.ndim == 2 and re.search(r"(^|\.)[0-9]+\.", name):
+    if plan.name == "muon" and is_hidden and re.search(r"(^|\.)[0-9]+\.", name):
         return torch.optim.Muon([group], momentum=betas[1], adjust_lr_fn="match_rms_adamw")
     if plan.name in ("adamw", "muon"):
         return torch.optim.AdamW([group], betas=betas, eps=plan.eps)

@@ -37,7 +37,7 @@ from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import BatchNorms, TorchDispatchMode, tree_leaves
 from colotrain.verify.distillation import WithTeacher
 from colotrain.verify.masks import MaskedSamples, without_dropout
-from colotrain.verify.optimizers import optimizer_of
+from colotrain.verify.optimizers import kinds_of_norms_and_biases, optimizer_of
 from colotrain.verify.preferences import TwoModels
 
 Tensors = dict[str, Tensor]
@@ -89,31 +89,6 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
         "parameters": list(map(_distances, exact.parameters, plain.parameters)),
     }
     return replace(exact, rounding=rounding, computed_in=plain.computed_in)
-
-
-def replay(plan: RunPlan, start: Tensors, gradients: Sequence[Tensors]) -> list[Tensors]:
-    """Parameters, before the first step and after each, that a case's own gradients lead to.
-
-    Clipping and optimizer are the reference's, in float64. `plan` must not unfreeze parameters.
-    AdamW divides a gradient by its own size plus `eps`: where a gradient is as small as that, its
-    rounding, far within the limit of gradients, is magnified into a part of a whole step.
-    """
-    values = {name: nn.Parameter(value.double()) for name, value in start.items()}
-    optimizers = {name: optimizer_of(name, values[name], plan.optim) for name in gradients[0]}
-    rates = {name: made.param_groups[0]["lr"] for name, made in optimizers.items()}
-    parameters = [start]
-    for step, found in enumerate(gradients):
-        for name, value in values.items():
-            value.grad = found[name].double() if name in found else None
-        if plan.train.grad_clip is not None:
-            torch.nn.utils.clip_grad_norm_(values.values(), plan.train.grad_clip)
-        for name, made in optimizers.items():
-            made.param_groups[0]["lr"] = rates[name] * _rate(plan, step)
-            made.step()
-        parameters.append(
-            {n: value.detach().to(start[n].dtype, copy=True) for n, value in values.items()}
-        )
-    return parameters
 
 
 def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
@@ -269,9 +244,10 @@ def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:
 
 def _add_to(optimizers: Optimizers, model: nn.Module, plan: RunPlan) -> None:
     """Add an optimizer, with its learning rate, for every newly trained parameter."""
+    undecayed = kinds_of_norms_and_biases(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in optimizers:
-            made = optimizer_of(name, parameter, plan.optim)
+            made = optimizer_of(name, parameter, plan.optim, undecayed)
             optimizers[name] = made, made.param_groups[0]["lr"]
 
 

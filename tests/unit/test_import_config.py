@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_compose import compose
 
 from colotrain.cli.main import guarded
-from colotrain.engine.optim.shard_optimizer import settings_of
+from colotrain.engine.optim.parameter_settings import settings_of
 from colotrain.errors import UsageError
 from colotrain.migrate import recipes
 from colotrain.migrate.findings import MEANING, Finding, flatten
@@ -256,8 +256,8 @@ def test_norms_and_biases_decay_as_they_do_there(
     assert guarded(["import-config", str(path), "--kind", kind, "--to", "recipes/mine.yaml"]) == 0
     for words, expected in (([], decay), (["optim.weight_decay=0.5"], 0.5 if decay else 0.0)):
         plan = plan_from(["recipe=mine", *words], here=False)
-        assert settings_of("norm.weight", 1, plan.optim)[1] == expected
-    assert settings_of("layer.weight", 2, plan.optim)[1] == 0.5
+        assert settings_of("norm.weight", 1, plan.optim).weight_decay == expected
+    assert settings_of("layer.weight", 2, plan.optim).weight_decay == 0.5
 
 
 def test_a_warm_up_that_is_not_linear_is_said() -> None:

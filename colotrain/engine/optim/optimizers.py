@@ -8,7 +8,6 @@ operations mean the whole tensor.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -27,7 +26,6 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration (Jordan et al. 2024), as in torch's Muon."""
 NEWTON_SCHULZ_STEPS = 5
 MUON_EPS = 1e-7
-_IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 
 
 class Layout(Protocol):
@@ -85,14 +83,6 @@ def _make_custom(plan: OptimPlan, groups: list[dict[str, Any]]) -> torch.optim.O
         expected = f"a torch.optim.Optimizer, not {type(made).__name__}"
         raise ConfigError([Problem(key="optim.name", value=plan.name, expected=expected)])
     return made
-
-
-def is_hidden_matrix(name: str, ndim: int) -> bool:
-    """Whether muon orthogonalises a parameter: a matrix of a numbered layer.
-
-    Embeddings, the output head, vectors and all others use AdamW.
-    """
-    return ndim == 2 and _IN_A_LAYER.search(name) is not None
 
 
 class Lion(torch.optim.Optimizer):

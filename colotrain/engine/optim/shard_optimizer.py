@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.optimizers import (
     fused_sgd_is_wrong,
-    is_hidden_matrix,
     make,
     to_checkpoint_layout,
 )
 from colotrain.engine.optim.own_optimizer import WholeNumbers, updating_in_place
+from colotrain.engine.optim.parameter_settings import ParameterSettings, settings_of
 from colotrain.engine.optim.schedule import schedule
 from colotrain.engine.sharding.fsdp_internals import dtensor_of
 from colotrain.engine.sharding.shards import local_shard, shard_range
@@ -48,8 +47,17 @@ class ShardOptimizer:
     hand.
     """
 
-    def __init__(self, plan: OptimPlan, *, max_steps: int, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self,
+        plan: OptimPlan,
+        *,
+        max_steps: int,
+        tiers: Tiers | None = None,
+        undecayed: Set[str] = frozenset(),
+    ) -> None:
         self.plan, self.max_steps, self.steps, self.tiers = plan, max_steps, 0, tiers
+        self.undecayed = undecayed
+        """Names of the norms and biases of the model, which have no weight decay."""
         self._calls = 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.shards: dict[str, nn.Parameter] = {}
@@ -68,17 +76,17 @@ class ShardOptimizer:
         self.shards.update(fresh)
         self.stepped.update(fresh if of_shards else parameters)
         self._names |= {self.stepped[name]: name for name in fresh}
-        groups: dict[tuple[float, float, bool, bool], list[nn.Parameter]] = {}
+        groups: dict[tuple[ParameterSettings, bool], list[nn.Parameter]] = {}
         if self.torch is None and not fresh:  # a pipeline stage that is frozen steps as the others
-            groups[1.0, 0.0, False, False] = []
+            groups[ParameterSettings(lr_scale=1.0, weight_decay=0.0, muon=False), False] = []
         for name, shard in fresh.items():
-            settings = settings_of(name, parameters[name].ndim, self.plan)
-            key = (*settings, self.plan.name == "sgd" and fused_sgd_is_wrong(shard))
-            groups.setdefault(key, []).append(self.stepped[name])
+            loops = self.plan.name == "sgd" and fused_sgd_is_wrong(shard)
+            groups.setdefault((self._settings(name), loops), []).append(self.stepped[name])
         of_torch: list[dict[str, Any]] = []
-        for (lr_scale, weight_decay, muon, loops), chosen in groups.items():
-            group = {"params": chosen, "weight_decay": weight_decay, "lr_scale": lr_scale}
-            group |= {"muon": muon} if self.plan.name == "muon" else {}
+        for (settings, loops), chosen in groups.items():
+            group: dict[str, Any] = {"params": chosen, "weight_decay": settings.weight_decay}
+            group["lr_scale"] = settings.lr_scale
+            group |= {"muon": settings.muon} if self.plan.name == "muon" else {}
             group |= {"fused": False} if loops else {}
             of_torch.append(group)
         if self.torch is None:  # Adagrad of torch 2.11 makes state here alone
@@ -91,6 +99,10 @@ class ShardOptimizer:
             self._given.append({k: _copy(v) for k, v in made.items() if k != "params"})
         if self.tiers is not None:
             self.tiers.watch_gradients()
+
+    def _settings(self, name: str) -> ParameterSettings:
+        ndim = self.parameters[name].ndim
+        return settings_of(name, ndim, self.plan, undecayed=self.undecayed)
 
     def gather(self, shard: nn.Parameter, value: Tensor) -> Tensor:
         """Concatenate `value`, laid out like `shard`, of every rank (collective)."""
@@ -300,8 +312,7 @@ class ShardOptimizer:
         for name in (name for visited in self._groups_to_update() for name in visited):
             stepped = self.stepped[name]
             if (names is None or name in names) and not self.torch.state[stepped]:
-                muon = settings_of(name, self.parameters[name].ndim, self.plan)[2]
-                blank = _blank_state(self.plan, stepped, muon=muon)
+                blank = _blank_state(self.plan, stepped, muon=self._settings(name).muon)
                 self.torch.state[stepped] = blank
         if self.tiers is not None:
             self.tiers.wait_for_copies()
@@ -314,20 +325,6 @@ class ShardOptimizer:
             self.tiers.forget(names)
         for name in names:
             self.torch.state.pop(self.stepped[name], None)
-
-
-def settings_of(name: str, ndim: int, plan: OptimPlan) -> tuple[float, float, bool]:
-    """Return (learning rate scale, weight decay, whether muon applies) of a parameter.
-
-    Matrices decay and vectors do not, unless a rule says otherwise. If several rules match, each
-    overrides the settings it names.
-    """
-    lr_scale, weight_decay = 1.0, plan.weight_decay if ndim >= 2 else 0.0
-    for rule in plan.rules:
-        if fnmatchcase(name, rule.match):
-            lr_scale = lr_scale if rule.lr_scale is None else rule.lr_scale
-            weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
-    return lr_scale, weight_decay, plan.name == "muon" and is_hidden_matrix(name, ndim)
 
 
 class _Unsharded:

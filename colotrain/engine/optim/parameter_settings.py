@@ -1,0 +1,85 @@
+"""Learning rate scale, weight decay and kind of update of each parameter.
+
+Norms and biases have no weight decay, whatever their shape: a parameter is one by the class of its
+module, or by its name. A norm per head has two dimensions, and so has a bias per expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from colotrain.spec.plan import OptimPlan
+
+MATRICES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+"""Modules whose weight is never a norm's, whatever they are called."""
+_NORM_CLASS = re.compile(r"Norm(?!al)")
+_NORM_NAME = re.compile(r"(^|_)(\w*norm|ln)(_?[0-9a-z])?$")
+_BIAS_NAME = re.compile(r"(^|_)bias(_|$)|^b_(ih|hh)")
+_IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSettings:
+    """Settings of a parameter group; parameters with equal ones share a group."""
+
+    lr_scale: float
+    """Learning rate, as a multiple of `optim.lr`."""
+    weight_decay: float
+    muon: bool
+    """Whether muon orthogonalises the parameter."""
+
+
+def norms_and_biases(model: nn.Module) -> frozenset[str]:
+    """Every name of each parameter that belongs to a norm, or is a bias."""
+    found = set()
+    for prefix, module in model.named_modules():
+        for own in module._parameters:
+            if _is_bias(prefix, own) or _is_norm(prefix, own, module):
+                found.add(f"{prefix}.{own}" if prefix else own)
+    return frozenset(found)
+
+
+def _is_bias(prefix: str, own: str) -> bool:
+    owner = prefix.rpartition(".")[2]
+    return bool(_BIAS_NAME.search(own) or (own == "weight" and owner.endswith("bias")))
+
+
+def _is_norm(prefix: str, own: str, module: nn.Module) -> bool:
+    if isinstance(module, MATRICES):
+        return False
+    if any(_NORM_CLASS.search(base.__name__) for base in type(module).__mro__):
+        return True
+    owner = prefix.rpartition(".")[2]
+    names = (own, owner) if own in ("weight", "scale", "gamma", "beta") else (own,)
+    return any(_NORM_NAME.search(name) for name in names)
+
+
+def settings_of(
+    name: str, ndim: int, plan: OptimPlan, *, undecayed: Set[str] = frozenset()
+) -> ParameterSettings:
+    """Return the settings of a parameter; `undecayed` are the names of norms and biases.
+
+    Other matrices decay and vectors do not, unless a rule says otherwise. If several rules match,
+    each overrides the settings it names.
+    """
+    is_matrix = ndim >= 2 and name not in undecayed
+    lr_scale, weight_decay = 1.0, plan.weight_decay if is_matrix else 0.0
+    for rule in plan.rules:
+        if fnmatchcase(name, rule.match):
+            lr_scale = lr_scale if rule.lr_scale is None else rule.lr_scale
+            weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
+    muon = plan.name == "muon" and is_matrix and is_hidden_matrix(name, ndim)
+    return ParameterSettings(lr_scale=lr_scale, weight_decay=weight_decay, muon=muon)
+
+
+def is_hidden_matrix(name: str, ndim: int) -> bool:
+    """Whether a parameter is a matrix of a numbered layer, which muon orthogonalises.
+
+    Embeddings, the output head, vectors and all others use AdamW.
+    """
+    return ndim == 2 and _IN_A_LAYER.search(name) is not None
