@@ -23,9 +23,10 @@ def kinds_of_norms_and_biases(model: nn.Module) -> set[str]:
         owner, called = model.get_submodule(path), path.rpartition(".")[2]
         kinds = " ".join(kind.__name__ for kind in type(owner).__mro__)
         is_matrix = re.search(r"\b(Linear|Embedding|EmbeddingBag|_ConvNd)\b", kinds) is not None
-        is_norm = re.search(r"Norm(?!al)", kinds) or re.search(r"norm\d?$|\bln(_\w)?$", own)
-        generic = own in ("weight", "scale", "gamma", "beta")
-        is_norm = is_norm or (generic and re.search(r"norm_?[0-9a-z]?$|(^|_)ln(_?\w)?$", called))
+        named = called if own in ("weight", "scale", "gamma", "beta") else own
+        is_norm = re.search(r"Norm(?!al)", kinds) or re.search(
+            r"norm_?[0-9a-z]?$|(^|_)ln(_?\w)?$", named
+        )
         is_bias = re.search(r"(^|_)bias(_|$)", own) or (own == "weight" and called.endswith("bias"))
         if is_bias or (is_norm and not is_matrix) or parameter.ndim < 2:
             found.add(name)

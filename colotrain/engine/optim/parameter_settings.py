@@ -15,7 +15,13 @@ from torch import nn
 
 from colotrain.spec.plan import OptimPlan
 
-MATRICES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+MATRICES = (
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag),
+    *CONVOLUTIONS,
+    *TRANSPOSED_CONVOLUTIONS,
+)
 """Modules whose weight is never a norm's, whatever they are called."""
 _NORM_CLASS = re.compile(r"Norm(?!al)")
 _NORM_NAME = re.compile(r"(^|_)(\w*norm|ln)(_?[0-9a-z])?$")
