@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from colotrain.spec.quantities import format_size
 
 if TYPE_CHECKING:
     from colotrain.export.write import Exported
-    from colotrain.spec.plan import ModelPlan
 
 FORMATS = ("auto", "hf", "safetensors")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -41,12 +39,12 @@ def export(
     rundir = find(fetch_if_address(run, wanted=PLANS, checkpoint=True, step=step))
     if form not in FORMATS:
         raise UsageError(f"--format {form}: expected one of {', '.join(FORMATS)}", _hint(form))
-    dtype = SHORT.get(dtype, dtype) or own_dtype(rundir.plan().model)
+    dtype = SHORT.get(dtype, dtype)
     if dtype and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}", _hint(dtype))
     shard_bytes = _shard_bytes(shard_size)
     trust.check(rundir, rundir.plan(), trusted=trust_code, only={"model.target"})
-    from colotrain.export.write import Choice
+    from colotrain.export.job import Choice
     from colotrain.export.write import export as write
 
     choice = Choice(
@@ -63,18 +61,6 @@ def export(
     else:
         _show(done)
     return 0
-
-
-def own_dtype(model: ModelPlan) -> str:
-    """Return the dtype of the weights in the Hugging Face directory; empty: as trained."""
-    if model.hf is None or "dtype" in model.args:
-        return ""
-    try:
-        config = json.loads((Path(model.hf) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return ""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "")
-    return name if name in DTYPES else ""
 
 
 def _hint(word: str) -> str:

@@ -224,7 +224,9 @@ def export(
     form: Annotated[
         str, typer.Option("--format", help="auto, hf (a Hugging Face directory) or safetensors.")
     ] = "auto",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16; by default as trained.")] = "",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16 or fp16; by default model.hf's, else as trained.")
+    ] = "",
     shard_size: Annotated[str, typer.Option(help="Size limit of a weights file.")] = "5GB",
     as_json: Json = False,
     trust_code: TrustCode = False,

@@ -38,14 +38,17 @@ def as_in_files(entries: Sequence[Entry], model: nn.Module) -> list[Entry]:
 
     The parts of a parameter follow one another, so that it is read once.
     """
-    if not huggingface.sources_of(model).transforms:
+    if not huggingface.has_other_files(model):
         return list(entries)
     latest = _Latest()
     return [part for group in _groups(entries, model) for part in _parts(group, model, latest)]
 
 
 def _groups(entries: Sequence[Entry], model: nn.Module) -> Iterator[list[Entry]]:
-    """Entries that are converted together."""
+    """Entries that are converted together: all, where the user's code made the model."""
+    if not huggingface.is_from_directory(model):
+        yield list(entries)
+        return
     found = huggingface.sources_of(model).found
     groups: dict[int, list[Entry]] = {}
     for number, entry in enumerate(entries):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.tokens import prepare_all
 from colotrain.errors import ColotrainError
+from colotrain.export.job import Job
+from colotrain.export.prompting import write_template
 from colotrain.spec.plan import DataPlan
 
 FILES = (
@@ -19,20 +21,61 @@ FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
-    "merges.txt",
     "vocab.txt",
+    "vocab.bpe",
+    "merges.txt",
+    "bpe.codes",
+    "normalizer.json",
     "tokenizer.model",
     "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
     "chat_template.jinja",
     "chat_template.json",
 )
 """Tokenizer files that a Hugging Face directory may have; code is never copied."""
+PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+)
+"""Files of processors of images, sounds and videos."""
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files beside a tokenizer.json that training reads, too."""
 SEPARATOR_OF_BYTES = 0
 
 
-def copy_tokenizer(source: Path, folder: Path) -> list[Path]:
-    """Copy the tokenizer's files from a model directory; returns the copies."""
-    found = [source / name for name in FILES if (source / name).is_file()]
+def write_run_tokenizer(job: Job, *, source: str | None) -> int | None:
+    """Write tokenizer, chat template and processors; returns the token between documents, if known.
+
+    `source` is the model's directory, if it has one. What is missing is noted.
+    """
+    data, folder = job.plan.data, Path(source) if source is not None else None
+    trained_on, end = Path(data.tokenizer), None
+    if folder is not None and (
+        data.source == "target" or folder in (trained_on, trained_on.parent)
+    ):
+        if not copy_files(folder, job.folder, FILES):
+            job.notes.append(f"no tokenizer: {folder} has none")
+    elif data.source == "target":
+        job.notes.append("no tokenizer: the run's data came from data.target")
+    else:
+        try:
+            end = write_tokenizer(data, job.folder, progress=job.progress)
+        except ColotrainError as error:
+            job.notes.append(f"no tokenizer: {error.problem}")
+    if folder is not None:
+        copy_files(folder, job.folder, PROCESSORS)
+    write_template(job)
+    return end
+
+
+def copy_files(source: Path, folder: Path, names: Sequence[str]) -> list[Path]:
+    """Copy those of the files that are in a directory; returns the copies."""
+    found = [source / name for name in names if (source / name).is_file()]
     return [Path(shutil.copyfile(path, folder / path.name)) for path in found]
 
 
@@ -59,9 +102,11 @@ def write_tokenizer(
         if source is None or not source.is_file():
             raise ColotrainError(f"the tokenizer {source or data.tokenizer} is gone")
         if Path(data.tokenizer).is_dir():
-            copy_tokenizer(source.parent, folder)
+            copy_files(source.parent, folder, FILES)
         else:
             shutil.copyfile(source, file)
+            if named is not None:
+                copy_files(source.parent, folder, BESIDE)
         tokenizer = vocabulary.load(file)
         end = vocabulary.separator_of(data.tokenizer, tokenizer)
         if end is not None:

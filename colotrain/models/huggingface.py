@@ -126,12 +126,31 @@ def sources_of(model: nn.Module) -> Sources:
     return sources
 
 
+def is_from_directory(model: nn.Module) -> bool:
+    """Whether `build` made the model; otherwise a function of the user's did."""
+    return _SOURCES in model.__dict__
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether the model is of a class of transformers itself, so that transformers loads it."""
+    return type(model).__module__.startswith("transformers.") and hasattr(model, "config")
+
+
+def has_other_files(model: nn.Module) -> bool:
+    """Whether the model's files have other names or parts of tensors than the model."""
+    if is_from_directory(model):
+        return bool(sources_of(model).transforms)
+    like = {name: torch.empty_like(t, device="meta") for name, t in model.named_parameters()}
+    return as_stored(model, like).keys() != like.keys()
+
+
 def as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the model under the names, and in the parts, that they have in its files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     made: Any = model
-    made._weight_conversions = sources_of(model).transforms
+    if is_from_directory(model):
+        made._weight_conversions = sources_of(model).transforms
     found: dict[str, Tensor] = revert_weight_conversion(made, tensors)
     return found
 
@@ -139,6 +158,8 @@ def as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 def peft_task(model: nn.Module) -> str | None:
     """PEFT's name of the model's task; a model of another kind is taken for a causal one."""
     task: Task | None = model.__dict__.get(_TASK, CAUSAL)
+    if not is_from_directory(model) and is_plain(model):
+        task = task_of(_transformers(), model.config, type(model))
     return task.peft if task is not None else None
 
 

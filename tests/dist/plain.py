@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from colotrain.data.read.loader import open_samples, order_of, read_batch
-from colotrain.export.write import Choice, export
+from colotrain.export.job import Choice
+from colotrain.export.write import export
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from

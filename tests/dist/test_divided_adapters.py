@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colotrain.engine.context_parallel import collectives_of
-from colotrain.export.write import Choice, export
+from colotrain.export.job import Choice
+from colotrain.export.write import export
 from colotrain.models import adapters
 from colotrain.models.llm import LLM
 from colotrain.models.tensor_parallel import TensorShard, divide_parameters_, part_of

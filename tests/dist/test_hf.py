@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from colotrain.export.write import Choice, export
+from colotrain.export.job import Choice
+from colotrain.export.write import export
 from colotrain.models.loading import build_whole
 from colotrain.rundir import RunDir
 from colotrain.runs.resolving import plan_from

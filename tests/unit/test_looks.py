@@ -6,16 +6,17 @@ import io
 import json
 import multiprocessing
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from test_view import plan_of
 
-from colotrain.cli.export import own_dtype
 from colotrain.cli.inspect_grads import print_table
 from colotrain.cli.main import guarded
 from colotrain.events.gradients import GradientRecord, ParameterGradient
+from colotrain.export.job import dtype_of_directory
 from colotrain.launch.server.process_titles import name_process
 from colotrain.show.charts import scale_of
 from colotrain.show.formatting import shortened, shown_loss
@@ -118,9 +119,10 @@ def test_a_rank_has_its_runs_name_in_ps() -> None:
 
 def test_a_model_is_exported_in_the_dtype_that_it_came_in(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
-    assert own_dtype(ModelPlan(target="", hf=str(tmp_path), args={})) == "bfloat16"
-    assert own_dtype(ModelPlan(target="", hf=str(tmp_path), args={"dtype": "float32"})) == ""
-    assert own_dtype(plan_of().model) == ""
+    plan = ModelPlan(target="", hf=str(tmp_path), args={})
+    assert dtype_of_directory(plan) == "bfloat16"
+    assert dtype_of_directory(replace(plan, args={"dtype": "float32"})) == ""
+    assert dtype_of_directory(plan_of().model) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""A run's adapters alone, in PEFT's format, with every other parameter that trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from colotrain.engine.checkpoint.checkpoint import step_of
+from colotrain.engine.freezing import freeze_, names_of
+from colotrain.errors import UsageError
+from colotrain.export.job import Job, converted, on_meta
+from colotrain.export.prompting import complete_prompting
+from colotrain.export.stream import Entry, write_file
+from colotrain.export.tokenizer import write_run_tokenizer
+from colotrain.export.values import base_entries
+from colotrain.models import adapters, huggingface
+
+MERGE = "merge the adapters (leave out --adapter), or freeze them"
+
+
+def write_peft(job: Job) -> list[Entry]:
+    """Write adapter_model.safetensors, adapter_config.json and the tokenizer.
+
+    Modules with a parameter of their own that trained are whole in the file, as PEFT's
+    `modules_to_save`. Raises `UsageError` for what PEFT cannot put beside its adapters.
+    """
+    plan = job.plan.model
+    assert plan.adapter is not None, "checked when the format was chosen"
+    model = on_meta(plan)
+    layers = adapters.adapted(model)
+    modules = _trained_modules(job, model)
+    held = job.stored.entries
+    names = {f"{name}.{part}.weight" for name in layers for part in (adapters.A, adapters.B)}
+    entries = [held[name] for name in sorted(names)]
+    if modules:
+        entries += _module_entries(job, model, modules)
+    entries = [
+        replace(converted(entry, job.dtype), name=adapters.PREFIX + entry.name) for entry in entries
+    ]
+    total = sum(entry.num_bytes for entry in entries)
+    path = job.folder / adapters.WEIGHTS
+    write_file(path, entries, progress=lambda done: job.progress("writing", done, total))
+    settings = adapters.peft_settings(
+        model, plan.adapter, base=plan.hf, task=huggingface.peft_task(model)
+    )
+    settings["modules_to_save"] = modules or None
+    (job.folder / adapters.SETTINGS).write_text(adapters.to_json(settings), "utf-8")
+    write_run_tokenizer(job, source=plan.hf)
+    if plan.hf is not None:
+        complete_prompting(job, model.config.to_dict())  # type: ignore[operator,union-attr]
+    return entries
+
+
+def _trained_modules(job: Job, model: nn.Module) -> list[str]:
+    """Names of the modules that have a parameter, other than an adapter's, which trained."""
+    freeze_(model, job.plan.freeze, step=step_of(job.stored.folder))
+    layers = adapters.adapted(model)
+    found: dict[str, None] = {}
+    for parameter, names in names_of(model).items():
+        if parameter.requires_grad and not any(_is_adapter(name, layers) for name in names):
+            for name in names:
+                found[_checked_owner(name, layers)] = None
+    modules = [name for name in found if not any(name.startswith(f"{a}.") for a in found)]
+    everything = [name for name, _ in model.named_modules()]
+    for module in modules:
+        alike = [name for name in everything if name.endswith(module) and name != module]
+        if alike:
+            raise UsageError(
+                f"--adapter: {module} trained, and PEFT would take {alike[0]} for it, too", MERGE
+            )
+    return modules
+
+
+def _is_adapter(name: str, layers: dict[str, nn.Module]) -> bool:
+    owner = name.removesuffix(".weight")
+    layer, _, part = owner.rpartition(".")
+    return layer in layers and part in (adapters.A, adapters.B)
+
+
+def _checked_owner(name: str, layers: dict[str, nn.Module]) -> str:
+    """The module that owns a parameter; raises `UsageError` where PEFT cannot keep a copy of it."""
+    owner = name.rpartition(".")[0]
+    inside = [layer for layer in layers if layer == owner or layer.startswith(f"{owner}.")]
+    if not owner or inside:
+        why = f"{inside[0]} has an adapter" if inside else "it is the model's own"
+        raise UsageError(
+            f"--adapter: {name} trained beside the adapters, which has no place in PEFT's format "
+            f"({why})",
+            MERGE,
+        )
+    return owner
+
+
+def _module_entries(job: Job, model: nn.Module, modules: list[str]) -> Iterator[Entry]:
+    """Every parameter and persistent buffer in the modules, a tied one under each of its names."""
+    values = {**base_entries(job), **job.stored.entries}
+    first = {name: names[0] for names in names_of(model).values() for name in names}
+    for module in modules:
+        for own in model.get_submodule(module).state_dict():
+            name = f"{module}.{own}"
+            yield replace(values[first.get(name, name)], name=name)

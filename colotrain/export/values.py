@@ -1,0 +1,102 @@
+"""The values that an export writes: of a checkpoint, of the base model, and adapters merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from colotrain.engine.freezing import names_of
+from colotrain.errors import UsageError
+from colotrain.export.job import DTYPES, Job, on_meta
+from colotrain.export.stream import Entry
+from colotrain.models import adapters, huggingface
+from colotrain.models.huggingface_files import Source
+from colotrain.models.loading import build_whole
+from colotrain.models.stored import StoredTensors, weight_files
+
+
+def whole_entries(job: Job) -> list[Entry]:
+    """Every tensor to write: adapters merged into weights, untrained weights from the base."""
+
+    plan, held = job.plan.model, job.stored.entries
+    entries = {**base_entries(job), **held}
+    unmerged = dict(entries)
+    if plan.adapter is None:
+        return list(entries.values())
+    scale = plan.adapter.alpha / plan.adapter.rank
+    model = on_meta(plan)
+    layers = adapters.adapted(model)
+    known_as = names_of(model)
+    for name, layer in layers.items():
+        a = entries.pop(f"{name}.{adapters.A}.weight")
+        b = entries.pop(f"{name}.{adapters.B}.weight")
+        names = known_as[layer.weight]  # type: ignore[index]
+        weight = unmerged[names[0]]
+        if len(names) > 1:
+            _untie(job, model, names)
+            entries = {n: replace(weight, name=n) for n in names} | entries
+        merged = _merge(weight, a, b, scale, adapters.is_transposed(layer))
+        entries[f"{name}.weight"] = replace(weight, name=f"{name}.weight", read=merged)
+    return list(entries.values())
+
+
+def _untie(job: Job, model: nn.Module, names: list[str]) -> None:
+    """Note that each name of a tied parameter gets its own tensor: the adapter changes only one.
+
+    Raises `UsageError` where the format cannot express untied parameters.
+    """
+    plan = job.plan.model
+    head = model.get_output_embeddings() if plan.hf is not None else None  # type: ignore[operator]
+    is_head = head is not None and names_of(model).get(head.weight) == names
+    if job.format == "hf" and not is_head:
+        raise UsageError(
+            f"merging the adapter of one of {', '.join(names)} would change the others, which are "
+            "the same tensor",
+            "use --adapter, or --format safetensors",
+        )
+    if not job.untied:
+        job.notes.append(f"no longer tied, for the adapter is of one alone: {', '.join(names)}")
+    job.untied = True
+
+
+def _merge(
+    weight: Entry, a: Entry, b: Entry, scale: float, transposed: bool
+) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        return adapters.merged(
+            weight.read(), a.read(), b.read(), scale=scale, transposed=transposed
+        )
+
+    return read
+
+
+def base_entries(job: Job) -> dict[str, Entry]:
+    """Initial values of the parameters that a checkpoint of trained parameters leaves out."""
+    left_out = job.stored.left_out
+    if not left_out:
+        return {}
+    plan = job.plan.model
+    if plan.hf is not None:
+        stored = StoredTensors(weight_files(Path(plan.hf)))
+        found = huggingface.sources_of(on_meta(plan)).found
+        dtype = DTYPES[str(plan.args.get("dtype", "float32"))]
+        return {n: _stored_entry(n, stored, found[n], dtype) for n in left_out}
+    whole = dict(build_whole(plan, seed=job.plan.train.seed).named_parameters())
+    return {n: _whole_entry(n, whole[n].detach()) for n in left_out}
+
+
+def _stored_entry(name: str, stored: StoredTensors, source: Source, dtype: torch.dtype) -> Entry:
+    return Entry(
+        name=name,
+        shape=source.shape,
+        dtype=dtype,
+        read=lambda: source.rows(stored).to(dtype),
+    )
+
+
+def _whole_entry(name: str, tensor: Tensor) -> Entry:
+    return Entry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda: tensor)
