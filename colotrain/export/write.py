@@ -148,7 +148,7 @@ def _write_hf_directory(job: Job) -> list[Entry]:
 
 def directory_of(model: Any) -> str | None:
     """The directory that the user's code loaded a model of transformers from; None: unknown."""
-    name = str(getattr(model.config, "_name_or_path", "") or "")
+    name = str(getattr(model.config, "name_or_path", "") or "")
     return name if name and Path(name).is_dir() else None
 
 
