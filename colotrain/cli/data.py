@@ -110,8 +110,10 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "bad records",
             f"{part['bad']['count']:,} left out: " + "; ".join(part["bad"]["first"]),
         )
-    for note in part["notes"]:
-        yield "note", str(Note(**note))
+    notes = [Note(**note) for note in part["notes"]]
+    yield from (("note", str(note)) for note in notes if not note.is_unread)
+    if unread := [f"{note.text} ({note.count:,})" for note in notes if note.is_unread]:
+        yield "not read", f"{', '.join(unread)} (of so many records)"
 
 
 def _counts(part: dict[str, Any], split: str) -> str:

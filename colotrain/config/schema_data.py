@@ -49,13 +49,14 @@ class Data:
     """Field names of the records, if not `text`, `prompt`, `completion`, `messages`, `chosen`,
     `rejected`: `{prompt: question, completion: answer}`."""
     chat_template: str | None = None
-    """`chatml`, or a file with a Jinja template; by default the tokenizer's own."""
+    """`chatml`, or a file with a Jinja template, which transformers renders; by default the
+    tokenizer's own."""
     loss_on: Literal["answers", "last", "all"] = "answers"
     """Tokens of prompt/completion and chat records that count in the loss: those of all answers, of
     the last answer, or all tokens."""
     packing: Literal["auto", "stream", "whole", "none"] = "auto"
     """How documents become samples: `stream` concatenates them and cuts windows; `whole` puts whole
-    documents side by side and pads; `none` pads each. auto: none if only answers count in the loss,
+    documents side by side and pads; `none` pads each. auto: none for records with answers,
     otherwise stream."""
     isolate: bool = False
     """Documents in one sample do not attend to one another, and positions restart in each."""

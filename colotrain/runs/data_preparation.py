@@ -29,7 +29,7 @@ def prepare_data(plan: RunPlan, console: Console) -> None:
     for shard in shards:
         check_vocabulary(plan, shard)
     for part, part_shards in parts:
-        for note in notes_of(part, part_shards):
+        for note in (note for note in notes_of(part, part_shards) if not note.is_unread):
             console.print(f"warning: {note}", style="yellow", soft_wrap=True)
     report_unused_data(plan, shards, console)
 

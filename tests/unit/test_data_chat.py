@@ -71,15 +71,26 @@ def test_the_loss_may_be_on_the_last_answer_or_on_everything(template: str) -> N
     (last,) = renderer(template, "last").documents({"messages": messages})
     assert len(last.answers) == 1
     assert learned(last)[0].startswith(messages[-1]["content"])
-    assert renderer(template, "all").documents({"messages": messages})[0].answers is None
+    (whole,) = renderer(template, "all").documents({"messages": messages})
+    assert learned(whole) == [whole.text]
 
 
-def test_a_template_that_rewrites_earlier_answers_is_only_good_for_the_last() -> None:
+def test_a_template_that_rewrites_earlier_answers_makes_a_sample_of_each() -> None:
     messages = conversation(2)
-    with pytest.raises(BadRecord, match=r"data\.loss_on=last"):
-        renderer(FORGETFUL).documents({"messages": messages})
+    first, second = renderer(FORGETFUL).documents({"messages": messages})
+    question, answer, follow_up, last = (m["content"] for m in messages)
+    assert (first.text, learned(first)) == (
+        f"[user]{question};[assistant]<think>{answer};",
+        [f"<think>{answer};"],
+    )
+    assert (second.text, learned(second)) == (
+        f"[user]{question};[assistant]{answer};[user]{follow_up};[assistant]<think>{last};",
+        [f"<think>{last};"],
+    )
+    assert any("each answer is a sample of its own" in note for note in first.notes)
     (found,) = renderer(FORGETFUL, "last").documents({"messages": messages})
-    assert learned(found) == ["<think>" + messages[-1]["content"] + ";"]
+    assert found.text == second.text
+    assert not found.notes
 
 
 def test_other_names_for_messages_are_understood() -> None:

@@ -1,48 +1,46 @@
 """Rendering records as text: plain text, prompt and completion, or chat messages. No torch here.
 
-Every record becomes one text. If only answers count in the loss, it comes with their spans. Chat
-messages are rendered by the chat template. Answers are what the template encloses in
-`{% generation %}`, or are found by rendering the conversation up to the answer.
+Every record becomes one text, or one for each answer under some chat templates. If only answers
+count in the loss, a text comes with their spans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from colotrain.data.prepare.messages import (
+    Conversation,
+    read_conversation,
+    read_documents,
+    read_settings,
+    read_tools,
+    shown,
+    texts_in,
+    turn,
+)
 from colotrain.data.prepare.records import BadRecord
-from colotrain.data.prepare.vocabulary import settings_beside
-from colotrain.errors import ConfigError, Problem, suggest
+from colotrain.data.prepare.renderings import render
+from colotrain.data.prepare.templates import CHATML, ChatTemplate
+from colotrain.data.prepare.vocabulary import settings_beside, tokenizer_file
+from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
 COLUMNS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 """Roles that a column of records may have."""
 PAIR = ("chosen", "rejected")
 """Answers of a preference pair, of which the first is the better one."""
-ALPACA = ("instruction", "input", "output")
-"""Columns of Alpaca's records; `input` may be empty or absent."""
-NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
-"""Usual roles of messages; a chat template may know others."""
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Marks around text in `{% generation %}`: Unicode noncharacters, which texts do not contain."""
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] or '' }}"
-    "{% for call in message['tool_calls'] or [] %}{% set call = call.function or call %}"
-    "{{ '\n<tool_call>\n{\"name\": ' + call.name | tojson + ', \"arguments\": ' }}"
-    "{{ call.arguments if call.arguments is string else call.arguments | tojson }}"
-    "{{ '}\n</tool_call>' }}{% endfor %}"
-    "{{ '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHATS = ("messages", "conversations", "conversation")
+QUESTIONS = ("instruction", "question", "query", "problem", "prompt")
+"""Columns that may hold a question, as a text, in the order in which they are looked for."""
+CONTEXTS = ("input", "context")
+"""Columns with more of the question, which may be empty or absent."""
+ANSWERS = ("output", "answer", "response", "solution")
+SYSTEMS = ("system", "system_prompt")
+BESIDE = ("history", "tools", "functions", "documents", "chat_template_kwargs", "label")
+"""Columns that are read beside messages, or a question and its answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +54,79 @@ class Rendered:
     """Whether a separator token is added at the end; chat templates end their turns themselves."""
     notes: tuple[str, ...] = ()
     """What a user should know about this record; the same words for all records alike."""
+    unread: tuple[str, ...] = ()
+    """Names of the record's fields that mean nothing here, such as an id."""
+
+
+class Fields:
+    """The fields of a record, by their meaning, which are marked as they are read."""
+
+    def __init__(self, record: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+        self.record, self.columns = record, columns
+        self._read: set[str] = set()
+
+    def name(self, meaning: str) -> str:
+        return self.columns.get(meaning, meaning)
+
+    def find(self, *meanings: str) -> str | None:
+        """The first of the meanings that the record has."""
+        return next((one for one in meanings if self.record.get(self.name(one)) is not None), None)
+
+    def take(self, *meanings: str) -> Any:
+        """The value with the first of these meanings that the record has, or None."""
+        found = self.find(*meanings)
+        if found is None:
+            return None
+        self._read.add(self.name(found))
+        return self.record[self.name(found)]
+
+    def take_text(self, *meanings: str) -> str:
+        """The same, as a text, empty where there is none."""
+        value = self.take(*meanings)
+        if value is not None and not isinstance(value, str):
+            name = self.name(self.find(*meanings) or "")
+            raise BadRecord(f"{name}: expected text, not {shown(value)}")
+        return value or ""
+
+    def unread(self) -> list[str]:
+        return [
+            name
+            for name, value in self.record.items()
+            if name not in self._read and value not in (None, "", [], {})
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a record asks in columns of its own, instead of messages."""
+
+    asked: str
+    context: str = ""
+    system: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+    """Earlier questions with their answers."""
+    is_plain: bool = False
+    """Whether the answer continues the text, without a template or headings."""
+
+    def messages(self) -> list[dict[str, Any]]:
+        found = [turn("system", self.system)] if self.system else []
+        for asked, answer in self.history:
+            found += [turn("user", asked), turn("assistant", answer)]
+        return [*found, turn("user", self.plain())]
+
+    def plain(self) -> str:
+        return f"{self.asked}\n\n{self.context}" if self.context else self.asked
+
+    def with_headings(self) -> list[tuple[str, str]]:
+        """The earlier turns and the last one with Alpaca's headings: texts, each with its answer,
+        which is "" for the last."""
+        context = f"\n\n### Input:\n{self.context}" if self.context else ""
+        turns = [*self.history, (self.asked + context, "")]
+        gaps = [f"{self.system}\n\n" if self.system else "", *("\n\n" for _ in self.history)]
+        return [
+            (f"{gap}### Instruction:\n{asked}\n\n### Response:\n", answer)
+            for gap, (asked, answer) in zip(gaps, turns, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +136,8 @@ class Renderer:
     columns: dict[str, str]
     loss_on: str
     template: str | None
+    tool_template: str | None = None
+    """The template of conversations with tools, where the tokenizer has one of its own."""
     tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens such as bos_token, by name, which templates may use."""
     pairs: bool = field(default=False, repr=False)
@@ -72,13 +145,17 @@ class Renderer:
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
-        own = {self.columns.get(meaning, meaning) for meaning in COLUMNS}
-        return frozenset(own | {"conversations", "tools", *ALPACA})
+        meanings = (*COLUMNS, *CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *BESIDE)
+        return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
 
     def documents(self, record: Mapping[str, Any]) -> list[Rendered]:
-        """The record as text: one, none where it is empty, or a pair's two. Raises `BadRecord`."""
-        found = self._pair(record) if self.pairs else [self._render(record)]
-        found = [one for one in found if one is not None and one.text]
+        """The record as texts: one, none where it is empty, a pair's two, or one for each answer.
+
+        Raises `BadRecord`.
+        """
+        fields = Fields(record, self.columns)
+        found = self._pair(fields) if self.pairs else self._render(fields)
+        found = [one for one in found if one.text]
         if self.pairs and len(found) == 1:
             raise BadRecord("one of the pair's texts is empty")
         try:
@@ -86,162 +163,172 @@ class Renderer:
                 one.text.encode()
         except UnicodeEncodeError as error:
             raise BadRecord(f"not valid Unicode ({error.reason})") from error
-        return found
+        return self._with_unread(found, fields)
 
-    def _pair(self, record: Mapping[str, Any]) -> list[Rendered]:
+    def _with_unread(self, found: list[Rendered], fields: Fields) -> list[Rendered]:
+        """Add the fields that were not read: as a note those that mean something in other records
+        and are not in the text anyway, the others by their names."""
+        text = "\n".join(one.text for one in found)
+        names = fields.unread()
+        said = {name: [one.strip() for one in texts_in(fields.record[name])] for name in names}
+        missed = [
+            name
+            for name in names
+            if name in self.wanted() and not (said[name] and all(one in text for one in said[name]))
+        ]
+        notes = tuple(f"the column {name} is not read" for name in missed)
+        unread = tuple(name for name in names if name not in missed)
+        return [replace(one, notes=one.notes + notes, unread=one.unread + unread) for one in found]
+
+    def _pair(self, fields: Fields) -> list[Rendered]:
         """The chosen and the rejected text of a preference pair."""
-        names = [self.columns.get(meaning, meaning) for meaning in ("prompt", *PAIR)]
-        prompt, *answers = (record.get(name) for name in names)
-        missing = [name for name, a in zip(names[1:], answers, strict=True) if a is None]
+        names = [fields.name(meaning) for meaning in ("prompt", *PAIR)]
+        missing = [name for name in names[1:] if fields.record.get(name) is None]
         if missing:
             expected = "expected {}, {} and {}".format(*names)
-            raise BadRecord(f"{expected}; it has {', '.join(map(str, record)) or '-'}")
-        if any(isinstance(answer, str) for answer in answers):
-            return [
-                self._completion(prompt, answer, record, name=n)
-                for n, answer in zip(names[1:], answers, strict=True)
-            ]
-        chats = [_messages(answer) for answer in answers]
-        if isinstance(prompt, list):
-            before = _messages(prompt)
-            chats = [[*before, *chat] for chat in chats]
-        elif isinstance(prompt, str) and all(chat[0]["role"] == "assistant" for chat in chats):
-            chats = [[*_messages([{"role": "user", "content": prompt}]), *chat] for chat in chats]
-        common = [a == b for a, b in zip(*chats, strict=False)]
-        shared = common.index(False) if False in common else len(common)
-        return [self._chat(chat, record, learn_from=shared) for chat in chats]
+            raise BadRecord(f"{expected}; it has {', '.join(map(str, fields.record)) or '-'}")
+        answers = {fields.name(meaning): fields.take(meaning) for meaning in PAIR}
+        is_text = any(isinstance(answer, str) for answer in answers.values())
+        if is_text and not isinstance(fields.record.get(names[0]), list):
+            question = self._question(fields, ("prompt", *QUESTIONS))
+            pair = [self._answered(question, answer, fields, n) for n, answer in answers.items()]
+            return [one for texts in pair for one in texts]
+        chats = [self._conversation(answer, name) for name, answer in answers.items()]
+        if all(chat.messages[0]["role"] == "assistant" for chat in chats) or isinstance(
+            fields.record.get(names[0]), list
+        ):
+            for chat in chats if fields.find(*QUESTIONS) else ():
+                asked = fields.take("prompt", *QUESTIONS)
+                before = [turn("user", asked)] if isinstance(asked, str) else asked
+                chat.prepend(self._conversation(before, names[0]))
+        common = [a == b for a, b in zip(*(chat.messages for chat in chats), strict=False)]
+        for chat in chats:
+            chat.first = common.index(False) if False in common else len(common)
+        return [one for chat in chats for one in self._chat(chat, fields)]
 
-    def _render(self, record: Mapping[str, Any]) -> Rendered | None:
-        messages, prompt, completion, text = (
-            record.get(self.columns.get(meaning, meaning))
-            for meaning in ("messages", "prompt", "completion", "text")
+    def _render(self, fields: Fields) -> list[Rendered]:
+        prompt, completion, text = (
+            fields.record.get(fields.name(meaning)) for meaning in ("prompt", "completion", "text")
         )
-        messages = messages if messages is not None else record.get("conversations")
-        if completion is None and all(record.get(self.columns.get(m, m)) is not None for m in PAIR):
+        if completion is None and all(fields.find(meaning) for meaning in PAIR):
             raise BadRecord("a preference pair: train on it with train.objective=dpo")
-        if messages is not None:
-            return self._chat(_messages(messages), record, learn_from=0)
-        if prompt is not None or completion is not None:
-            context = record.get("input")
-            if self.columns.get("prompt") == "instruction" and isinstance(context, str):
-                prompt = f"{prompt}\n\n{context}" if context else prompt
-            return self._completion(prompt, completion, record)
+        if messages := fields.find(*CHATS):
+            chat = self._conversation(fields.take(messages), fields.name(messages))
+            return self._chat(chat, fields)
+        answer = "completion" if completion is not None else fields.find(*ANSWERS) or "completion"
+        name = fields.name(answer)
+        if isinstance(prompt, list) and fields.find(answer):
+            chat = self._conversation(fields.take(answer), name)
+            chat.prepend(self._conversation(fields.take("prompt"), fields.name("prompt")))
+            return self._chat(chat, fields)
+        if completion is not None or (prompt is not None and answer == "completion"):
+            question = self._question(fields, ("prompt", *QUESTIONS))
+            return self._answered(question, fields.take(answer), fields, name)
         if isinstance(text, str):
-            return Rendered(text=text, answers=None, ends=True)
-        name = self.columns.get("text", "text")
-        if name not in record and "instruction" in record and "output" in record:
-            return self._alpaca(record)
-        if name in record:
-            raise BadRecord(f"{name}: expected text, not {_shown(text)}")
-        raise BadRecord(f"expected {self._expected()}; it has {', '.join(map(str, record)) or '-'}")
+            return [Rendered(text=fields.take_text("text"), answers=None, ends=True)]
+        if fields.find(answer) and fields.find(*QUESTIONS):
+            question = self._question(fields, QUESTIONS)
+            return self._answered(question, fields.take(answer), fields, name)
+        if fields.name("text") in fields.record:
+            raise BadRecord(f"{fields.name('text')}: expected text, not {shown(text)}")
+        names = {meaning: fields.name(meaning) for meaning in COLUMNS}
+        expected = "expected {text}, or {prompt} and {completion}, or {messages}".format(**names)
+        raise BadRecord(f"{expected}; it has {', '.join(map(str, fields.record)) or '-'}")
 
-    def _expected(self) -> str:
-        names = {meaning: self.columns.get(meaning, meaning) for meaning in COLUMNS}
-        return "{text}, or {prompt} and {completion}, or {messages}".format(**names)
+    def _question(self, fields: Fields, meanings: tuple[str, ...]) -> Question:
+        meaning = fields.find(*meanings) or "prompt"
+        name, asked = fields.name(meaning), fields.take(meaning)
+        if not isinstance(asked, str):
+            raise BadRecord(f"{name}: expected text, not {shown(asked)}")
+        history, system = _read_history(fields.take("history")), fields.take_text(*SYSTEMS)
+        is_prompt = meaning == "prompt" and meanings[0] == "prompt"
+        return Question(
+            asked=asked,
+            context="" if name == "prompt" else fields.take_text(*CONTEXTS),
+            system=system,
+            history=history,
+            is_plain=is_prompt and not history and not system,
+        )
 
-    def _alpaca(self, record: Mapping[str, Any]) -> Rendered | None:
-        """Render a record of Alpaca's: as a conversation, or with headings without a template."""
-        values = [record.get(name) for name in ALPACA]
-        for name, value in zip(ALPACA, values, strict=True):
-            if not isinstance(value, str) and not (name == "input" and value is None):
-                raise BadRecord(f"{name}: expected text, not {_shown(value)}")
-        instruction, context, output = (value or "" for value in values)
-        if not output:
-            raise BadRecord("output: it is empty")
-        if self.template is not None:
-            asked = f"{instruction}\n\n{context}" if context else instruction
-            messages = [("user", asked), ("assistant", output)]
-            found = _messages([{"role": role, "content": text} for role, text in messages])
-            return self._chat(found, record, learn_from=0)
-        parts = [f"### Instruction:\n{instruction}"]
-        parts += [f"### Input:\n{context}"] if context else []
-        return self._completion("\n\n".join([*parts, "### Response:\n"]), output, record)
-
-    def _completion(
-        self, prompt: Any, completion: Any, record: Mapping[str, Any], *, name: str | None = None
-    ) -> Rendered:
-        """Render prompt and completion: two texts, or two lists of messages."""
-        if isinstance(prompt, list) and isinstance(completion, list):
-            before = _messages(prompt)
-            return self._chat([*before, *_messages(completion)], record, learn_from=len(before))
-        name = name or self.columns.get("completion", "completion")
-        for column, value in ((self.columns.get("prompt", "prompt"), prompt), (name, completion)):
-            if not isinstance(value, str):
-                raise BadRecord(f"{column}: expected text, not {_shown(value)}")
-        if not completion:
+    def _answered(
+        self, question: Question, answer: Any, fields: Fields, name: str
+    ) -> list[Rendered]:
+        """The text of a question and its answer, which column `name` has."""
+        if not isinstance(answer, str):
+            raise BadRecord(f"{name}: expected text, not {shown(answer)}")
+        if not answer:
             raise BadRecord(f"{name}: it is empty")
-        text, begin = prompt + completion, len(prompt)
-        answers = None if self.loss_on == "all" else ((begin, len(text)),)
-        return Rendered(text=text, answers=answers, ends=True)
+        if not question.is_plain and self.template is not None:
+            messages = [*question.messages(), turn("assistant", answer)]
+            first = len(messages) - 1 if self.pairs else 0
+            return self._chat(Conversation(messages=messages, first=first), fields)
+        _check_label(fields)
+        turns = [(question.plain(), "")] if question.is_plain else question.with_headings()
+        text, spans = "", []
+        for asked, reply in [*turns[:-1], (turns[-1][0], answer)]:
+            spans.append((len(text + asked), len(text + asked + reply)))
+            text += asked + reply
+        if self.loss_on == "last" or self.pairs:
+            spans = spans[-1:]
+        answers = ((0, len(text)),) if self.loss_on == "all" else tuple(spans)
+        return [Rendered(text=text, answers=answers, ends=True)]
 
-    def _chat(
-        self, messages: list[dict[str, Any]], record: Mapping[str, Any], *, learn_from: int
-    ) -> Rendered:
+    def _conversation(self, value: Any, name: str) -> Conversation:
+        """The messages of a column; a text is an answer."""
         if self.template is None:
             raise no_template()
-        for index, message in enumerate(messages):
-            self._check_role(message["role"], index)
-        whole, marked = self._apply(messages, record)
-        if self.loss_on == "all":
-            return Rendered(text=whole, answers=None, ends=False)
-        asked = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= learn_from]
-        if not asked:
-            raise BadRecord("no message of the assistant: there is nothing to train on")
-        if self.loss_on == "last":
-            asked = asked[-1:]
-        if not any(value for i in asked for key, value in messages[i].items() if key != "role"):
-            raise BadRecord("every answer is empty: there is nothing to train on")
-        if marked:
-            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            if len(marked) == len(turns):
-                spans = [span for turn, span in zip(turns, marked, strict=True) if turn in asked]
-                return Rendered(text=whole, answers=tuple(spans), ends=False)
-        spans = [self._span(messages, record, index, whole) for index in asked]
-        return Rendered(text=whole, answers=tuple(spans), ends=False)
+        if isinstance(value, str) and value:
+            value = [turn("assistant", value)]
+        return read_conversation(value, self.template, name)
 
-    def _check_role(self, role: str, index: int) -> None:
-        """Refuse a role that neither is usual nor stands in the template: a mistyped `assistant`
-        would not be trained on."""
-        template = str(self.template)
-        if role not in ROLES and not any(f"{q}{role}{q}" in template for q in "'\""):
-            hint = suggest(role.lower(), ROLES)
-            what = f"the role {role!r} is unknown, also to the chat template"
-            raise BadRecord(f"message {index + 1}: {what} ({hint})")
-
-    def _span(
-        self, messages: list[dict[str, Any]], record: Mapping[str, Any], index: int, whole: str
-    ) -> tuple[int, int]:
-        """Span of message `index` in `whole`, found by rendering the messages before it."""
-        before, _ = self._apply(messages[:index], record, add_generation_prompt=True)
-        upto = whole
-        if index + 1 < len(messages):
-            upto, _ = self._apply(messages[: index + 1], record)
-        if not whole.startswith(before) or not whole.startswith(upto):
+    def _chat(self, chat: Conversation, fields: Fields) -> list[Rendered]:
+        """A conversation's texts, with what the record's other fields give the template."""
+        _check_label(fields)
+        if chat.messages[0]["role"] not in ("system", "developer"):
+            system = fields.take_text(*SYSTEMS)
+            if system:
+                chat.prepend(Conversation(messages=[turn("system", system)]))
+        chat.tools = read_tools(fields.take("tools"), fields.take("functions"))
+        chat.documents = read_documents(fields.take("documents"))
+        chat.settings = read_settings(fields.take("chat_template_kwargs"))
+        source = self.tool_template if chat.tools and self.tool_template else self.template
+        template = ChatTemplate(source=str(source), tokens=self.tokens)
+        samples, notes, unread = render(template, chat, loss_on=self.loss_on)
+        if self.pairs and len(samples) > 1:
             raise BadRecord(
-                f"the chat template renders message {index + 1} differently once others follow, "
-                "so its answer cannot be found (use data.loss_on=last, or a template with "
-                "{% generation %})"
+                "the chat template renders earlier answers differently once others follow, but the "
+                "answers of a pair have to be one text (use data.loss_on=last)"
             )
-        return len(before), len(upto)
-
-    def _apply(
-        self,
-        messages: list[dict[str, Any]],
-        record: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = False,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Apply the template; returns the text, and its spans in `{% generation %}`."""
-        import jinja2
-
-        given = {**self.tokens, "messages": messages, "tools": record.get("tools")}
-        try:
-            text = _compiled(str(self.template)).render(
-                **given, add_generation_prompt=add_generation_prompt
+        return [
+            Rendered(
+                text=sample.text,
+                answers=sample.answers,
+                ends=False,
+                notes=tuple(notes),
+                unread=tuple(unread),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRecord(f"the chat template refuses it ({error})") from error
-        return _without_marks(text)
+            for sample in samples
+        ]
+
+
+def _check_label(fields: Fields) -> None:
+    """Refuse an answer that the record says is a bad one, as the data of KTO have it."""
+    if not isinstance(fields.record.get(fields.name("label")), bool):
+        return
+    if not fields.take("label"):
+        name = fields.name("label")
+        raise BadRecord(f"{name}: false, so the answer is no example to learn from")
+
+
+def _read_history(value: Any) -> tuple[tuple[str, str], ...]:
+    """Earlier questions and answers, as Alpaca's records have them: a list of pairs."""
+    if value is None:
+        return ()
+    pairs = value if isinstance(value, list) else [value]
+    for pair in pairs:
+        if not isinstance(pair, list) or [type(one) for one in pair] != [str, str]:
+            raise BadRecord("history: expected a list of questions, each with its answer")
+    return tuple((asked, answer) for asked, answer in pairs)
 
 
 def renderer_of(plan: DataPlan) -> Renderer:
@@ -252,137 +339,33 @@ def renderer_of(plan: DataPlan) -> Renderer:
         for name, value in beside.items()
         if name.endswith("_token") and isinstance(value, str)
     }
+    named = _templates(plan, beside)
     return Renderer(
         columns=dict(plan.columns),
         loss_on=plan.loss_on,
-        template=_template(plan, beside),
+        template=named.get("default"),
+        tool_template=named.get("tool_use"),
         tokens=tokens,
         pairs=plan.pairs,
     )
 
 
-def _template(plan: DataPlan, beside: Mapping[str, Any]) -> str | None:
+def _templates(plan: DataPlan, beside: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name: `default`, and others that the tokenizer may have."""
     if plan.chat_template == "chatml":
-        return CHATML
+        return {"default": CHATML}
     if plan.chat_template is not None:
-        return Path(plan.chat_template).read_text("utf-8")
+        return {"default": Path(plan.chat_template).read_text("utf-8")}
     found = beside.get("chat_template")
-    if isinstance(found, list):  # named templates
-        by_name = {entry.get("name"): entry.get("template") for entry in found}
-        found = by_name.get("default")
-    return found if isinstance(found, str) else None
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    named = {str(entry.get("name")): entry.get("template") for entry in entries}
+    if file := tokenizer_file(plan.tokenizer):
+        folder = file.parent / "additional_chat_templates"
+        named |= {path.stem: path.read_text("utf-8") for path in folder.glob("*.jinja")}
+    return {name: text for name, text in named.items() if isinstance(text, str)}
 
 
 def no_template() -> ConfigError:
     expected = "a template: the data has chat messages, and the tokenizer has no template"
     fix = "set data.chat_template=chatml or to a Jinja file, or data.tokenizer to a folder with one"
     return ConfigError([Problem(key="data.chat_template", expected=expected, fix=fix)])
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Messages with the keys role and content, for which `from` and `value` are accepted, too."""
-    if not isinstance(value, list) or not value:
-        raise BadRecord(f"messages: expected a list with messages in it, not {_shown(value)}")
-    found = []
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise BadRecord(f"message {index + 1}: expected role and content")
-        role = message.get("role", message.get("from"))
-        content = _joined(message.get("content", message.get("value")), index)
-        if not isinstance(role, str):
-            raise BadRecord(f"message {index + 1}: expected a role, not {_shown(role)}")
-        if not isinstance(content, str) and not message.get("tool_calls"):
-            raise BadRecord(f"message {index + 1}: expected text as content, not {_shown(content)}")
-        if isinstance(content, str) and (OPEN in content or CLOSE in content):
-            raise BadRecord(f"message {index + 1}: holds a code point that Unicode keeps unused")
-        rest = {k: v for k, v in message.items() if k not in ("from", "value") and v is not None}
-        found.append({**rest, "role": NAMES.get(role, role), "content": content})
-    return found
-
-
-def _joined(content: Any, index: int) -> Any:
-    """The text of a content that is a list of parts; any other content as it is."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind != "text" or not isinstance(text, str):
-            raise BadRecord(f"message {index + 1}: expected parts that are text, not {kind}")
-        texts.append(text)
-    return "".join(texts)
-
-
-@cache
-def _compiled(template: str) -> Any:
-    """Compile the template in a sandbox, with the functions that transformers gives templates."""
-    import jinja2
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _no_clock
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        expected = f"a Jinja template (line {error.lineno}: {error.message})"
-        fix = "correct the template"
-        raise ConfigError(
-            [Problem(key="data.chat_template", expected=expected, fix=fix)]
-        ) from error
-
-
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _no_clock(_: str) -> str:
-    """A fixed date for templates that write today's, so that tokens do not depend on the day."""
-    return "1 January 2024"
-
-
-def _generation() -> type[Any]:
-    """Jinja extension for `{% generation %}…{% endgeneration %}`, which marks the contents."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  jinja2's own way
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            mark = self.call_method("_mark")
-            return nodes.CallBlock(mark, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{OPEN}{caller()}{CLOSE}"
-
-    return Generation
-
-
-def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    parts, spans, length = [], [], 0
-    first, *rest = text.split(OPEN)
-    parts.append(first)
-    length += len(first)
-    for piece in rest:
-        inside, _, after = piece.partition(CLOSE)
-        spans.append((length, length + len(inside)))
-        parts += [inside, after]
-        length += len(inside) + len(after)
-    return "".join(parts), spans
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

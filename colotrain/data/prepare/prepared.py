@@ -25,6 +25,9 @@ class Note:
     """Number of records that it is about; 0: it is about files."""
     first: str = ""
     """`FILE:LINE` of the first of them."""
+    is_unread: bool = False
+    """Whether `text` is the name of a field without a meaning, such as an id, that is not read:
+    told by `data inspect` alone."""
 
     def __str__(self) -> str:
         if not self.count:

@@ -149,7 +149,16 @@ def _stored_batches(source: Any) -> Iterator[Any]:
 def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
     pa = import_pyarrow()
     for batch in pa.ipc.open_stream(payload):
-        yield from batch.to_pylist()
+        yield from (
+            {name: _without_nulls(value) for name, value in r.items()} for r in batch.to_pylist()
+        )
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without empty fields of objects: Arrow gives each the fields of all of them."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def import_pyarrow() -> Any:

@@ -48,6 +48,8 @@ class Encoded:
     """Number of tokens of each document."""
     targets: dict[str, bytes]
     num_bytes: dict[str, int]
+    has_answers: bool = False
+    """Whether a record says what is an answer, even if everything counts in the loss."""
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
     notes: list[Note] = field(default_factory=list)
@@ -96,12 +98,13 @@ def write_records(
 
 def merge_notes(notes: Sequence[Note]) -> list[Note]:
     """Add up the counts of notes with the same text, in the order of their first records."""
-    merged: dict[str, Note] = {}
+    merged: dict[bool, dict[str, Note]] = {False: {}, True: {}}
     for note in notes:
-        count = note.count + (merged[note.text].count if note.text in merged else 0)
-        if note.text in merged or len(merged) < MOST_NOTES:
-            merged[note.text] = replace(merged.get(note.text, note), count=count)
-    return list(merged.values())
+        alike = merged[note.is_unread]
+        count = note.count + (alike[note.text].count if note.text in alike else 0)
+        if note.text in alike or len(alike) < MOST_NOTES:
+            alike[note.text] = replace(alike.get(note.text, note), count=count)
+    return [note for alike in merged.values() for note in alike.values()]
 
 
 def _finish(
@@ -116,7 +119,7 @@ def _finish(
     if not writers["train"].num_tokens:
         fix = "these are empty: name other files with data.path"
         raise ConfigError([Problem(key="data", expected="records to train on", fix=fix)])
-    has_targets = any(writer.has_masked for writer in writers.values())
+    has_targets = any(writer.has_answers for writer in writers.values())
     if not has_targets:
         for writer in writers.values():
             beside(writer.path, "targets").unlink()
@@ -145,7 +148,7 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_tokens = self.num_bytes = 0
-        self.has_masked = False
+        self.has_answers = False
 
     def __enter__(self) -> Writer:
         self._files: list[IO[bytes]] = [
@@ -164,7 +167,7 @@ class Writer:
         last = self.num_tokens + np.cumsum(piece.lengths[split], dtype=np.int64)
         ends.write(last.astype("<i8").tobytes())
         targets.write(piece.targets[split])
-        self.has_masked = self.has_masked or b"\0" in piece.targets[split]
+        self.has_answers = self.has_answers or piece.has_answers
         self.num_tokens += sum(piece.lengths[split])
         self.num_bytes += piece.num_bytes[split]
 
@@ -194,6 +197,8 @@ def encode(block: Block) -> Encoded:
         place = f"{block.file}:{number}"
         told = dict.fromkeys(text for rendering in texts for text in rendering.notes)
         notes += [Note(text=text, count=1, first=place) for text in told]
+        unread = dict.fromkeys(name for rendering in texts for name in rendering.unread)
+        notes += [Note(text=name, count=1, first=place, is_unread=True) for name in unread]
         rendered[split_of(block, number, _task.fraction)] += texts
     found = {split: _encode(texts) for split, texts in rendered.items()}
     return Encoded(
@@ -201,6 +206,7 @@ def encode(block: Block) -> Encoded:
         lengths={split: lengths for split, (_, lengths, _) in found.items()},
         targets={split: targets for split, (_, _, targets) in found.items()},
         num_bytes={s: sum(len(r.text.encode()) for r in texts) for s, texts in rendered.items()},
+        has_answers=any(r.answers is not None for texts in rendered.values() for r in texts),
         bad=bad,
         notes=merge_notes(notes),
         file=block.file,

@@ -35,7 +35,7 @@ __all__ = [
     "vocab_size_of",
 ]
 
-FORMAT = 4  # of cache entries: a change makes all earlier entries unused
+FORMAT = 5  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 Write = Callable[[Path], None]

@@ -181,7 +181,7 @@ def pack(shards: Sequence[Prepared], plan: DataPlan, split: Split) -> Any:
 
 
 def packing_of(shards: Sequence[Prepared], plan: DataPlan) -> str:
-    """Resolve `data.packing=auto`: one document per sample if only answers count in the loss."""
+    """Resolve `data.packing=auto`: one document per sample where records have answers."""
     if plan.packing != "auto" or plan.pairs:
         return "none" if plan.pairs else plan.packing
     return "none" if any(shard.has_targets for shard in shards) else "stream"

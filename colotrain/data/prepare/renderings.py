@@ -1,0 +1,249 @@
+"""Conversations as samples: texts by a chat template, and the spans that are trained on.
+
+What is trained on is what the template encloses in `{% generation %}`. A template without such
+marks is rendered up to each answer: what it then adds is the answer. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from colotrain.data.prepare.messages import Conversation, texts_in, turn, with_arguments
+from colotrain.data.prepare.occurrences import lost_fields, unread_fields, unrendered
+from colotrain.data.prepare.records import BadRecord
+from colotrain.data.prepare.templates import ChatTemplate, Messages, Span
+
+PROBE = "\ufdd0"
+"""A text that no message contains: a Unicode noncharacter."""
+
+BY_TURN = (
+    "the chat template renders earlier turns differently once others follow: each answer is a "
+    "sample of its own, after the conversation as the model sees it then"
+)
+NO_END = (
+    "answers are trained on without a token that ends them: the chat template has none behind "
+    "them, or leaves it out of {% generation %}, so that the model does not learn to stop"
+)
+OTHER_PROMPT = (
+    "the chat template renders answers without something that its prompt for them ends with, such "
+    "as the beginning of a part of reasoning"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A text with the spans, in characters, that are trained on."""
+
+    text: str
+    answers: tuple[Span, ...]
+    last: int | None = None
+    """Position of the last message that is trained on."""
+
+
+class Rendering:
+    """A conversation's messages under a template: their text, and the texts of their beginnings."""
+
+    def __init__(self, template: ChatTemplate, messages: Messages, chat: Conversation) -> None:
+        self.template, self.messages, self.chat = template, messages, chat
+        self.whole, self.marked = template.apply(messages, chat)
+        self.notes: dict[str, None] = {}
+        self._beginnings = {len(messages): (self.whole, self.marked), 0: ("", [])}
+
+    def upto(self, count: int) -> tuple[str, list[Span]]:
+        """Text and marked spans of the first `count` messages."""
+        if count not in self._beginnings:
+            self._beginnings[count] = self.template.apply(self.messages[:count], self.chat)
+        return self._beginnings[count]
+
+    def prompt(self, index: int) -> str:
+        """The text that the model sees before it writes message `index`."""
+        try:
+            before = self.messages[:index]
+            return self.template.apply(before, self.chat, add_generation_prompt=True)[0]
+        except BadRecord:
+            if index:
+                raise
+            return ""  # many templates take no empty conversation
+
+    def samples(self, asked: list[int], loss_on: str) -> list[Sample]:
+        """The samples in which the messages `asked` are trained on: one, or one for each."""
+        if loss_on == "all":
+            return [Sample(text=self.whole, answers=self._all_but(self.chat.untrained))]
+        one = self._marked_in(asked, loss_on) if self.template.has_marks else self._spans(asked)
+        if one is not None:
+            return [Sample(text=self.whole, answers=tuple(one), last=asked[-1])]
+        alone = self._alone_by_marks if self.template.has_marks else self._alone
+        return [sample for index in asked if (sample := alone(index)).answers]
+
+    def _spans(self, asked: list[int]) -> list[Span] | None:
+        """The spans of messages in the whole text; None where that renders them differently."""
+        found = []
+        for index in asked:
+            text, _ = self.upto(index + 1)
+            begin = self._begin(index) if self.whole.startswith(text) else None
+            if begin is None:
+                return None
+            found.append((begin, len(text)))
+        return found
+
+    def _begin(self, index: int) -> int | None:
+        """Where message `index` begins in the text of the messages up to it; None where that text
+        does not begin with those before it."""
+        (text, _), prompt = self.upto(index + 1), self.prompt(index)
+        if text.startswith(prompt):
+            return len(prompt)
+        begin = _count_shared(text, prompt)
+        if begin < len(self.upto(index)[0]):
+            return None
+        self.notes[OTHER_PROMPT] = None
+        return begin
+
+    def _alone(self, index: int) -> Sample:
+        """Message `index` after the conversation as the template shows it to the model."""
+        text, _ = self.upto(index + 1)
+        begin = self._begin(index)
+        if begin is None:  # the answer's text is found by writing another in its place
+            other = [*self.messages[:index], turn("assistant", PROBE)]
+            start = self.template.apply(other, self.chat)[0].find(PROBE)
+            prompt, header = self.prompt(index), text[: max(0, start)]
+            if start < 0 or not self.template.apply(other, self.chat)[0].startswith(header):
+                raise BadRecord(
+                    f"the chat template renders what is before message {index + 1} differently "
+                    "once that follows, and its answer cannot be found (mark it by {% generation %}"
+                    " in the template)"
+                )
+            kept = header if prompt[-1:].isspace() else header.rstrip()
+            begin, text = len(prompt), prompt + text[len(kept) :]
+        return Sample(text=text, answers=((begin, len(text)),), last=index)
+
+    def _alone_by_marks(self, index: int) -> Sample:
+        text, marked = self.upto(index + 1)
+        begin = _count_shared(text, self.upto(index)[0])
+        answers = tuple(_within(marked, [(begin, len(text))]))
+        return Sample(text=text, answers=answers, last=index)
+
+    def _marked_in(self, asked: list[int], loss_on: str) -> list[Span] | None:
+        """The marked spans without those of messages that are not trained on; None where these
+        are rendered differently in the whole text."""
+        chat = self.chat
+        if loss_on == "last":
+            wanted = [self._region(asked[-1], asked[-1] + 1)]
+        elif chat.first or chat.untrained:
+            left_out = sorted(index for index in chat.untrained if index >= chat.first)
+            edges = [chat.first, *(edge for i in left_out for edge in (i, i + 1))]
+            edges.append(len(self.messages))
+            pairs = list(zip(edges[::2], edges[1::2], strict=True))
+            wanted = [self._region(start, stop) for start, stop in pairs if stop > start]
+        else:
+            return self.marked
+        known = [region for region in wanted if region is not None]
+        return _within(self.marked, known) if len(known) == len(wanted) else None
+
+    def _region(self, start: int, stop: int) -> Span | None:
+        """The span of messages `start` to `stop` in the whole text."""
+        before, upto = self.upto(start)[0], self.upto(stop)[0]
+        is_part = self.whole.startswith(upto) and upto.startswith(before)
+        return (len(before), len(upto)) if is_part else None
+
+    def _all_but(self, untrained: set[int]) -> tuple[Span, ...]:
+        spans = self._spans(sorted(untrained))
+        if spans is None:
+            raise BadRecord(
+                "messages that are not to be trained on cannot be found, because the chat template "
+                "renders them differently once others follow (use data.loss_on=answers)"
+            )
+        edges = [0, *(edge for span in spans for edge in span), len(self.whole)]
+        return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def render(
+    template: ChatTemplate, chat: Conversation, *, loss_on: str
+) -> tuple[list[Sample], list[str], list[str]]:
+    """The conversation as samples, notes about them, and names of fields that are not read.
+
+    It is one sample unless the template renders earlier turns differently once others follow: then
+    each answer is one. Raises `BadRecord`.
+    """
+    asked = [] if loss_on == "all" else chat.answers(loss_on)
+    rendering = _choose_rendering(template, chat)
+    samples = rendering.samples(asked, loss_on)
+    if not any(stop > start for sample in samples for start, stop in sample.answers):
+        raise BadRecord("the chat template marks nothing of it by {% generation %}")
+    text = "\n".join([rendering.whole, *(sample.text for sample in samples)])
+    notes = [*chat.notes, *unrendered(template, chat, text, asked)]
+    if len(samples) > 1:
+        notes.append(BY_TURN)
+    if any(_has_no_end(s, rendering.messages[s.last]) for s in samples if s.last is not None):
+        notes.append(NO_END)
+    return samples, [*notes, *rendering.notes], list(unread_fields(template, chat, text))
+
+
+def _choose_rendering(template: ChatTemplate, chat: Conversation) -> Rendering:
+    """The first form of the messages of which the template leaves nothing out, or else the first
+    that it takes: some want the arguments of tool calls as an object, some as JSON text."""
+    first: Rendering | None = None
+    refusal: BadRecord | None = None
+    for messages in _forms(chat):
+        try:
+            rendering = Rendering(template, messages, chat)
+        except BadRecord as error:
+            refusal = refusal or error
+            continue
+        if not any(lost_fields(m, rendering.whole) for m in messages):
+            return rendering
+        first = first or rendering
+    if first is None:
+        assert refusal is not None, "there is always a form"
+        raise refusal
+    return _as_parts(first) or first
+
+
+def _forms(chat: Conversation) -> Iterator[Messages]:
+    objects = with_arguments(chat.messages, as_text=False)
+    yield objects
+    if any("tool_calls" in message for message in objects):
+        texts = with_arguments(chat.messages, as_text=True)
+        yield texts
+        if any("content" not in message for message in objects):
+            for form in (objects, texts):
+                yield [{**message, "content": message.get("content", "")} for message in form]
+
+
+def _as_parts(rendering: Rendering) -> Rendering | None:
+    """A rendering of contents as lists of parts, where the template shows no content that is
+    text."""
+    if any("content" not in lost_fields(m, rendering.whole) for m in rendering.messages):
+        return None
+    messages = [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if "content" in m else m
+        for m in rendering.messages
+    ]
+    try:
+        found = Rendering(rendering.template, messages, rendering.chat)
+    except BadRecord:
+        return None
+    return None if "'type': 'text'" in found.whole else found
+
+
+def _has_no_end(sample: Sample, message: dict[str, Any]) -> bool:
+    """Whether the last text that is trained on is the message's own, with nothing behind it."""
+    content = "".join(texts_in(message.get("content"))).rstrip()
+    if not content or "tool_calls" in message or not sample.answers:
+        return False
+    start, stop = sample.answers[-1]
+    return sample.text[start:stop].rstrip().endswith(content)
+
+
+def _count_shared(one: str, other: str) -> int:
+    """Length of the beginning that two texts share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shortest = min(len(one), len(other))
+    return next((index for index, (a, b) in pairs if a != b), shortest)
+
+
+def _within(spans: list[Span], regions: list[Span]) -> list[Span]:
+    """The parts of spans that are in one of the regions."""
+    found = [(max(a, start), min(b, stop)) for a, b in spans for start, stop in regions]
+    return [(start, stop) for start, stop in found if start < stop]

@@ -1,0 +1,154 @@
+"""Rendering conversations by chat templates, as transformers does, with the spans of answers.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from typing import Any
+
+from colotrain.data.prepare.messages import Conversation
+from colotrain.data.prepare.records import BadRecord
+from colotrain.errors import ColotrainError, ConfigError, Problem
+
+Span = tuple[int, int]
+Messages = list[dict[str, Any]]
+
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+DATE = date(2024, 1, 1)
+"""The date for templates that write today's, so that tokens do not depend on the day."""
+DIRECTIVES = ("-d", "-m", "-I", "-H", "%", *"aAbBdHIjmMpSwxXyYcZ")
+"""Directives of strftime; the longer ones first."""
+SECONDS = 20.0
+"""Longest time for one rendering: a template may have loops that never end."""
+CHATML = (
+    "{% set first = messages[0] if messages and messages[0].role == 'system' else none %}"
+    "{% if first or tools %}{{ '<|im_start|>system\n' + (first.content if first else '') }}"
+    "{% if tools %}{{ '\n\n' if first else '' }}{{ '# Tools\n\nThese functions can be called, "
+    "each described by JSON:\n<tools>' }}{% for tool in tools %}{{ '\n' + tool | tojson }}"
+    "{% endfor %}{{ '\n</tools>\n\nA call is JSON with the name and the arguments:\n<tool_call>\n"
+    '{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\' }}{% endif %}'
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in (messages[1:] if first else messages) %}"
+    "{% set content = message.content or '' %}"
+    "{% if message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}"
+    "{% set thought = message.reasoning_content or message.thinking or message.reasoning %}"
+    "{% if thought %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ content }}"
+    "{% for call in message.tool_calls or [] %}{% set called = call.function or call %}"
+    "{{ '\n' if content or not loop.first else '' }}"
+    "{{ '<tool_call>\n{\"name\": ' + called.name | tojson + ', \"arguments\": ' }}"
+    "{{ called.arguments if called.arguments is string else called.arguments | tojson }}"
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% elif message.role == 'tool' %}"
+    "{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '' }}"
+    "{{ '\n<tool_response>\n' + content + '\n</tool_response>' }}"
+    "{{ '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '' }}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The built-in template: ChatML, with tools and their calls in the manner of Hermes and Qwen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A Jinja template, and the special tokens that it may use, by name. It can be pickled."""
+
+    source: str
+    tokens: dict[str, str]
+
+    @property
+    def has_marks(self) -> bool:
+        return MARK.search(self.source) is not None
+
+    def mentions(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
+    def apply(
+        self, messages: Messages, chat: Conversation, *, add_generation_prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text of messages, and its spans in `{% generation %}`."""
+        source = self.source
+        if "strftime_now" in source:
+            source = _fixed_date() + source
+        render = _transformers_renderer()
+        try:
+            with _time_limit(SECONDS):
+                texts, marked = render(
+                    conversations=[messages],
+                    tools=chat.tools,
+                    documents=chat.documents,
+                    chat_template=source,
+                    return_assistant_tokens_mask=self.has_marks,
+                    add_generation_prompt=add_generation_prompt,
+                    **{**self.tokens, **chat.settings},
+                )
+        except ImportError as error:  # jinja2 is absent or too old
+            raise _not_installed() from error
+        except Exception as error:  # a template may raise any
+            raise _refusal(error) from error
+        return texts[0], [(start, stop) for start, stop in marked[0]] if marked else []
+
+
+@cache
+def _transformers_renderer() -> Any:
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as error:
+        raise _not_installed() from error
+    return render_jinja_template
+
+
+def _not_installed() -> ColotrainError:
+    problem = "conversations need transformers and jinja2, which render chat templates"
+    return ColotrainError(problem, "pip install 'colotrain[hf]'")
+
+
+def _refusal(error: Exception) -> Exception:
+    import jinja2
+
+    key = "data.chat_template"
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        expected = f"a Jinja template (line {error.lineno}: {error.message})"
+        return ConfigError([Problem(key=key, expected=expected, fix="correct the template")])
+    if isinstance(error, TimeoutError):
+        expected = f"a template that renders a conversation within {SECONDS:.0f} s"
+        fix = "look for a loop that does not end"
+        return ConfigError([Problem(key=key, expected=expected, fix=fix)])
+    return BadRecord(f"the chat template refuses it ({error})")
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` after this time, where no other timer of this process runs."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@cache
+def _fixed_date() -> str:
+    """A macro in place of the function `strftime_now` that transformers gives templates."""
+    replaced = "".join(
+        f" | replace('%{directive}', '{DATE.strftime('%' + directive)}')"
+        for directive in DIRECTIVES
+    )
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}"
