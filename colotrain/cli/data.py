@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colotrain.data.prepare.prepared import Note
+from colotrain.data.prepare.vocabulary import DocumentForm
 from colotrain.errors import UsageError
 from colotrain.runs.resolving import plan_from
 from colotrain.show.console import print_json, stderr_console, stdout_console
@@ -96,6 +97,8 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if part["weight"] is not None:
         yield "weight", f"{part['weight']:g}"
     yield "tokenizer", f"{part['tokenizer']}, {part['vocab_size']:,} tokens"
+    if part["texts"] is not None:
+        yield "texts", str(DocumentForm(**part["texts"]))
     isolated = ", documents kept apart" if part["isolate"] else ""
     yield "packing", part["packing"] + isolated
     for split in SPLITS:

@@ -8,6 +8,7 @@ from typing import Any
 
 from colotrain.cli.arguments import refuse
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
+from colotrain.data.prepare.vocabulary import document_form, tokenizer_file
 from colotrain.errors import DoesNotFit, UsageError
 from colotrain.events.fold import follow
 from colotrain.events.view import summary, unit_of
@@ -83,6 +84,13 @@ def plan(
     return 0 if document["memory"]["fits"] else DoesNotFit.exit_code
 
 
+def _texts(plan: RunPlan) -> dict[str, Any]:
+    """The tokens around each document of text, where a tokenizer's file says them."""
+    if plan.data.source == "target" or tokenizer_file(plan.data.tokenizer) is None:
+        return {}
+    return {"texts": to_plain(document_form(plan.data.tokenizer))}
+
+
 def _names_a_run(word: str) -> bool:
     try:
         return "=" not in word and bool(RunDir.find(word))
@@ -115,6 +123,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
             "unit": unit_of(None, plan),
         },
         **({"pipeline": stages_of(resolved)} if plan.mesh.pp > 1 else {}),
+        **_texts(plan),
         "parameters": to_plain(plan.parameters),
         "freeze": [
             {"pattern": pattern, "matched": plan.freeze.matched.get(pattern, 0)}

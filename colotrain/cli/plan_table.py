@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from colotrain.data.prepare.vocabulary import DocumentForm
 from colotrain.errors import UsageError
 from colotrain.planner.durations import evaluation_s
 from colotrain.runs.resolving import ResolvedConfig
@@ -86,15 +87,16 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         waits = f"they wait for {shares} of a step" if shares else waits
         yield "", f"{waits}, and each rank passes on {passed}"
     unit = document["batch"]["unit"]
-    workers = "ranks"
-    if plan.mesh.together > 1:
-        workers = f"group{'s' * (batch.data_parallel > 1)} of {plan.mesh.together} ranks"
+    groups = f"group{'s' * (batch.data_parallel > 1)} of {plan.mesh.together} ranks"
+    workers = groups if plan.mesh.together > 1 else "ranks"
     yield (
         "batch",
         f"{batch.global_batch} = micro-batch {batch.micro_batch} × accumulation "
         f"{batch.accumulation_steps} × {batch.data_parallel} {workers}; "
         f"{batch.tokens_per_step:,} {unit} per step",
     )
+    if "texts" in document:
+        yield "texts", str(DocumentForm(**document["texts"]))
     warmup = plan.optim.warmup_steps
     yield "steps", _steps(plan.train) + (f"; the first {warmup:,} are warm-up" if warmup else "")
     yield (

@@ -37,7 +37,8 @@ def write_samples(run: Run) -> None:
     lines = []
     with torch.no_grad(), unchanged(run.sharded.module, run.device), uncompiled(run, True):
         for prompt, tokens in zip(plan.prompts, encoder.encode([*plan.prompts]), strict=True):
-            ids = _continued(run, list(map(int, tokens)), encoder, plan.max_tokens)
+            begun = [*encoder.frame.before, *map(int, tokens)]  # as a document begins
+            ids = _continued(run, begun, encoder, plan.max_tokens)
             lines.append({"step": run.step, "prompt": prompt, "text": decode(source, ids)})
     reshard(run.sharded)
     if run.rank == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,14 +10,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from colotrain.data.prepare import corpora, records, vocabulary
+from colotrain.data.prepare import corpora, records, token_rows, vocabulary
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import Progress
 from colotrain.data.prepare.formats import RecordFile
 from colotrain.data.prepare.pool import default_workers, in_order
 from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
-from colotrain.data.prepare.vocabulary import Encoder
+from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
+from colotrain.data.prepare.vocabulary import Encoder, Frame
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
@@ -25,6 +26,11 @@ SPLITS = ("train", "validation")
 BAD_SHOWN = 5
 MOST_NOTES = 50
 """Different notes that are kept; a note should not quote its record."""
+Tokens = np.ndarray[Any, Any]
+Targets = np.ndarray[Any, Any]
+"""1 for every token that counts in the loss, else 0."""
+Document = tuple[str, Rendered | TokenRow]
+"""`FILE:LINE` of a record, and the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,8 @@ class Task:
     file: Path
     """Path at which `make_encoder` saved the tokenizer."""
     renderer: Renderer
+    masked: bool
+    """Whether tokens are hidden: then samples have the tokenizer's frame, not documents."""
     fraction: float
     """Share of the records that are validation, in files without a split of their own."""
 
@@ -47,9 +55,14 @@ class Encoded:
     lengths: dict[str, list[int]]
     """Number of tokens of each document."""
     targets: dict[str, bytes]
+<<<<<<< HEAD
     num_bytes: dict[str, int]
     has_answers: bool = False
     """Whether a record says what is an answer, even if everything counts in the loss."""
+=======
+    num_bytes: dict[str, int | None]
+    """Number of bytes of text; None where records are tokens already."""
+>>>>>>> 2e7b851 (Texts begin and end as transformers' tokenizer has it; records of tokens are read)
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
     notes: list[Note] = field(default_factory=list)
@@ -68,7 +81,11 @@ def write_records(
     texts = _training_texts(plan, files, kind, renderer, report)
     encoder = vocabulary.make_encoder(plan.tokenizer, file, texts)
     task = Task(
-        tokenizer=plan.tokenizer, file=file, renderer=renderer, fraction=plan.validation_fraction
+        tokenizer=plan.tokenizer,
+        file=file,
+        renderer=renderer,
+        masked=plan.masked is not None,
+        fraction=plan.validation_fraction,
     )
     encoded = in_order(
         encode,
@@ -147,8 +164,14 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+<<<<<<< HEAD
         self.num_tokens = self.num_bytes = 0
         self.has_answers = False
+=======
+        self.num_tokens = 0
+        self.num_bytes: int | None = 0
+        self.has_masked = False
+>>>>>>> 2e7b851 (Texts begin and end as transformers' tokenizer has it; records of tokens are read)
 
     def __enter__(self) -> Writer:
         self._files: list[IO[bytes]] = [
@@ -169,7 +192,8 @@ class Writer:
         targets.write(piece.targets[split])
         self.has_answers = self.has_answers or piece.has_answers
         self.num_tokens += sum(piece.lengths[split])
-        self.num_bytes += piece.num_bytes[split]
+        added = piece.num_bytes[split]
+        self.num_bytes = None if added is None or self.num_bytes is None else self.num_bytes + added
 
 
 _encoder: Encoder
@@ -180,23 +204,26 @@ def begin(task: Task) -> None:
     """Make this process ready for `encode`."""
     global _encoder, _task
     _encoder, _task = vocabulary.open_encoder(task.tokenizer, task.file), task
+    if task.masked:
+        _encoder = replace(_encoder, frame=Frame())
 
 
 def encode(block: Block) -> Encoded:
     """Tokenize a block's records."""
-    rendered: dict[str, list[Rendered]] = {split: [] for split in SPLITS}
+    documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
     bad, notes = [], []
     for number, record in records.parse(block):
+        place = f"{block.file}:{number}"
         try:
             if isinstance(record, BadRecord):
                 raise record
-            texts = _task.renderer.documents(record)
+            found = _documents(record)
         except BadRecord as error:
-            bad.append((f"{block.file}:{number}", str(error)))
+            bad.append((place, str(error)))
             continue
-        place = f"{block.file}:{number}"
-        told = dict.fromkeys(text for rendering in texts for text in rendering.notes)
+        told = dict.fromkeys(text for document in found for text in document.notes)
         notes += [Note(text=text, count=1, first=place) for text in told]
+<<<<<<< HEAD
         unread = dict.fromkeys(name for rendering in texts for name in rendering.unread)
         notes += [Note(text=name, count=1, first=place, is_unread=True) for name in unread]
         rendered[split_of(block, number, _task.fraction)] += texts
@@ -207,11 +234,44 @@ def encode(block: Block) -> Encoded:
         targets={split: targets for split, (_, _, targets) in found.items()},
         num_bytes={s: sum(len(r.text.encode()) for r in texts) for s, texts in rendered.items()},
         has_answers=any(r.answers is not None for texts in rendered.values() for r in texts),
+=======
+        split = split_of(block, number, _task.fraction)
+        documents[split] += [(place, document) for document in found]
+    rows = {split: _encode(found, notes) for split, found in documents.items()}
+    return Encoded(
+        tokens={
+            split: b"".join(row.tobytes() for row, _ in found) for split, found in rows.items()
+        },
+        lengths={split: [len(row) for row, _ in found] for split, found in rows.items()},
+        targets={
+            split: b"".join(wanted.tobytes() for _, wanted in found)
+            for split, found in rows.items()
+        },
+        num_bytes={split: _num_bytes(found) for split, found in documents.items()},
+>>>>>>> 2e7b851 (Texts begin and end as transformers' tokenizer has it; records of tokens are read)
         bad=bad,
         notes=merge_notes(notes),
         file=block.file,
         done=block.done,
     )
+
+
+def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
+    if holds_tokens(record) and not _task.renderer.pairs:
+        return [
+            token_row(
+                record,
+                vocab_size=_encoder.vocab_size,
+                tokenizer=_task.tokenizer,
+                loss_on=_task.renderer.loss_on,
+            )
+        ]
+    return _task.renderer.documents(record)
+
+
+def _num_bytes(documents: Sequence[Document]) -> int | None:
+    texts = [found.text for _, found in documents if isinstance(found, Rendered)]
+    return sum(len(text.encode()) for text in texts) if len(texts) == len(documents) else None
 
 
 def split_of(block: Block, number: int, fraction: float) -> str:
@@ -222,37 +282,107 @@ def split_of(block: Block, number: int, fraction: float) -> str:
     return "validation" if held else "train"
 
 
-def _encode(texts: Sequence[Rendered]) -> tuple[bytes, list[int], bytes]:
-    """Concatenated tokens, lengths and concatenated targets of documents."""
-    with_answers = [r.answers is not None for r in texts]
+def _encode(documents: Sequence[Document], notes: list[Note]) -> list[tuple[Tokens, Targets]]:
+    """Tokens and targets of documents; appends to `notes`."""
+    texts = [found for _, found in documents if isinstance(found, Rendered)]
     plain = iter(_encoder.encode([r.text for r in texts if r.answers is None]))
-    marked = iter(_encoder.encode_with_ends([r.text for r in texts if r.answers is not None]))
+    marked = iter(_encoder.encode_with_offsets([r.text for r in texts if r.answers is not None]))
+    prompts = iter(_encoder.encode([p for r in texts if (p := _prompt_of(r)) is not None]))
     dtype = np.dtype(NUMPY_DTYPES[dtype_of(_encoder)])
-    tokens, lengths, targets = [], [], []
-    for rendered, has_answers in zip(texts, with_answers, strict=True):
-        ids, ends = next(marked) if has_answers else (next(plain), None)
+    rows: list[tuple[Tokens, Targets]] = []
+    for place, found in documents:
+        if isinstance(found, TokenRow):
+            rows.append((found.ids.astype(dtype), found.targets.astype(np.uint8)))
+            continue
+        ids, offsets = (next(plain), None) if found.answers is None else next(marked)
         row = np.asarray(ids, dtype=dtype)
-        wanted = np.ones(len(row), np.uint8) if ends is None else _targets(ends, rendered.answers)
-        if rendered.ends and _encoder.separator is not None:
-            row, wanted = np.append(row, dtype.type(_encoder.separator)), np.append(wanted, 1)
+        wanted, unusual = np.ones(len(row), np.uint8), dict[str, None]()
+        if found.answers is not None:
+            wanted = _targets(offsets, found.answers, unusual)
+        if _prompt_of(found) is not None:
+            _begin_answer_(wanted, row, np.asarray(next(prompts), dtype=dtype), unusual)
+        if found.ends:
+            before = _encoder.frame.before
+            if before and row[:1].tolist() == [before[-1]]:
+                unusual[BEGINS_TWICE] = None
+            row, wanted = _as_document(row, wanted, is_prompt=found.answers is not None)
+        notes += [Note(text=text, count=1, first=place) for text in unusual]
         if len(row) or _task.renderer.pairs:
-            tokens.append(row.tobytes())
-            lengths.append(len(row))
-            targets.append(wanted.astype(np.uint8).tobytes())
-    return b"".join(tokens), lengths, b"".join(targets)
+            rows.append((row, wanted))
+    if _task.renderer.pairs:
+        _begin_together_(rows)
+    return rows
 
 
-def _targets(ends: Any, answers: Sequence[tuple[int, int]] | None) -> np.ndarray[Any, Any]:
-    """1 for every token whose last character is in an answer, else 0."""
-    places = np.asarray(ends)
+BEGINS_TWICE = (
+    "the text begins with the token that the tokenizer puts before every text: it stands there "
+    "twice, as in transformers (remove it from the text)"
+)
+SPANS_BEGINNING = (
+    "a token spans the beginning of an answer and counts as the answer's: after the prompt alone "
+    "the model sees other tokens (let prompts end before a space, not after it)"
+)
+SPANS_END = "a token spans the end of an answer, and is trained on"
+
+
+def _prompt_of(text: Rendered) -> str | None:
+    """The prompt of a text that is prompt and completion, None of others."""
+    if text.ends and text.answers is not None and len(text.answers) == 1:
+        return text.text[: text.answers[0][0]]
+    return None
+
+
+def _targets(offsets: Any, answers: Sequence[tuple[int, int]], unusual: dict[str, None]) -> Targets:
+    """1 for every token with text of an answer, else 0."""
+    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    starts, ends = places[:, 0], places[:, 1]
     found = np.zeros(len(places), np.uint8)
-    for start, stop in answers or ():
-        found[np.searchsorted(places, start, "right") : np.searchsorted(places, stop, "right")] = 1
+    for start, stop in answers:
+        first, after = np.searchsorted(ends, start, "right"), np.searchsorted(starts, stop, "left")
+        found[first:after] = 1
+        if first < after and starts[first] < start:
+            unusual[SPANS_BEGINNING] = None
+        if first < after and ends[after - 1] > stop:
+            unusual[SPANS_END] = None
     return found
 
 
+def _begin_answer_(wanted: Targets, row: Tokens, prompt: Tokens, unusual: dict[str, None]) -> None:
+    """Let the answer begin where the prompt's own tokens end to be those of the whole, as TRL does.
+
+    Tokens may change before the answer: of "\\n\\n" alone GPT-2 makes one token, before a word two.
+    """
+    shared = min(len(row), len(prompt))
+    differs = np.flatnonzero(row[:shared] != prompt[:shared])
+    begin = int(differs[0]) if len(differs) else shared
+    if begin < len(prompt):
+        unusual[SPANS_BEGINNING] = None
+        wanted[begin:] = 1
+
+
+def _begin_together_(rows: list[tuple[Tokens, Targets]]) -> None:
+    """Let both answers of a pair begin at the same token, the first at which one of them does."""
+    for (_, chosen), (_, rejected) in zip(rows[::2], rows[1::2], strict=True):
+        begins = [int(np.argmax(wanted)) for wanted in (chosen, rejected) if wanted.any()]
+        for wanted in (chosen, rejected):
+            if begins and wanted.any():
+                wanted[min(begins) : int(np.argmax(wanted))] = 1
+
+
+def _as_document(row: Tokens, wanted: Targets, *, is_prompt: bool) -> tuple[Tokens, Targets]:
+    """A text's tokens with what the tokenizer adds to a text, and the separator.
+
+    The beginning is not trained on where it is a prompt's; the end always is.
+    """
+    before = _encoder.frame.before
+    after = _encoder.end_after(int(row[-1]) if len(row) else None)
+    framed = np.concatenate([np.asarray(part, row.dtype) for part in (before, row, after)])
+    begin = np.full(len(before), 0 if is_prompt else 1, np.uint8)
+    return framed, np.concatenate([begin, wanted, np.ones(len(after), np.uint8)])
+
+
 def _blocks(files: Sequence[RecordFile], kind: str, renderer: Renderer) -> Iterator[Block]:
-    wanted = renderer.wanted()
+    wanted = renderer.wanted() | frozenset(token_rows.COLUMNS)
     for file in files:
         yield from records.blocks(file, kind, wanted)
 
@@ -276,7 +406,9 @@ def _training_texts(
             if split_of(block, number, plan.validation_fraction) != "train":
                 continue
             try:
-                texts = [] if isinstance(record, BadRecord) else renderer.documents(record)
+                if isinstance(record, BadRecord) or holds_tokens(record):
+                    continue
+                texts = renderer.documents(record)
             except BadRecord:
                 continue
             yield from (text.text for text in texts)

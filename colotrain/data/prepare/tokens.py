@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -223,7 +224,8 @@ def _own_files(plan: DataPlan) -> tuple[list[CorpusFile], str]:
     beside = vocabulary.settings_beside(plan.tokenizer)
     ends = beside.get("eos_token") or beside.get("sep_token")
     named = [CorpusFile(name="tokenizer.json", path=own)] if own else []
-    return named, f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}\n"
+    masked = " masked" if plan.masked is not None else ""
+    return named, f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}{masked}\n"
 
 
 def _find(store: Cache, fingerprint: str) -> Prepared | None:
@@ -238,6 +240,8 @@ def _write_entry(work: Path, plan: DataPlan, files: Sequence[CorpusFile], report
         raise ConfigError([Problem(key="data", expected="text to train on", fix=fix)])
     file = work / "tokenizer.json"
     encoder = vocabulary.make_encoder(plan.tokenizer, file, _training_text(train, report))
+    if plan.masked is not None:  # samples have the tokenizer's frame, not documents
+        encoder = dataclasses.replace(encoder, frame=vocabulary.Frame())
     dtype = tokenising.dtype_of(encoder)
     metadata: dict[str, object] = {
         "dtype": dtype,
@@ -270,23 +274,32 @@ def _write_tokens(
     path: Path, spans: Sequence[Span], encoder: Encoder, dtype: str, report: Callable[[int], None]
 ) -> tuple[int, int]:
     """Write the documents' tokens and ends; returns (number of tokens, UTF-8 bytes of text)."""
-    separator = [] if encoder.separator is None else [encoder.separator]
-    num_tokens, num_bytes = 0, 0
+    num_tokens, num_bytes, last = 0, 0, None
     with path.open("wb") as out, beside(path, "ends").open("wb") as ends:
+
+        def add(ids: Any) -> None:
+            nonlocal num_tokens, last
+            row = np.asarray(ids, dtype=NUMPY_DTYPES[dtype])
+            out.write(row.tobytes())
+            num_tokens += len(row)
+            last = int(row[-1]) if len(row) else last
+
+        def end(tokens: Sequence[int]) -> None:
+            add(tokens)
+            ends.write(np.asarray([num_tokens], "<i8").tobytes())
+
         for batch in _batches(spans):
             encoded = encoder.encode([text for text, _ in batch])
             for (text, is_first), ids in zip(batch, encoded, strict=True):
-                begins_next = is_first and num_tokens > 0
-                if begins_next:  # the separator is the previous document's last token
-                    out.write(np.asarray(separator, dtype=NUMPY_DTYPES[dtype]).tobytes())
-                    num_tokens += len(separator)
-                    ends.write(np.asarray([num_tokens], "<i8").tobytes())
-                out.write(np.asarray(ids, dtype=NUMPY_DTYPES[dtype]).tobytes())
-                num_tokens += len(ids)
+                if is_first:
+                    if num_tokens > 0:
+                        end(encoder.end_after(last))
+                    add(encoder.frame.before)
+                add(ids)
                 num_bytes += len(text.encode())
             report(num_bytes)
         if num_tokens:
-            ends.write(np.asarray([num_tokens], "<i8").tobytes())
+            end(encoder.frame.after)  # the separator is between documents
     return num_tokens, num_bytes
 
 

@@ -30,6 +30,18 @@ USUAL = {
 BPE_SIZES = range(257, 1_000_001)  # 256 bytes and END_OF_TEXT are always there
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Tokens that a tokenizer puts around a text: what transformers' `tokenizer(text)` adds.
+
+    transformers 5 takes them from the post-processor in tokenizer.json alone; `add_bos_token` in
+    tokenizer_config.json has no effect beside that file.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
     """A tokenizer, ready to encode."""
@@ -37,10 +49,24 @@ class Encoder:
     vocab_size: int
     separator: int | None
     """Token between documents; None where a tokenizer.json has no known one."""
+    frame: Frame = Frame()
+    """Tokens around each document of text; a chat template writes its own."""
     encode: Callable[[list[str]], list[Any]]
-    """Texts → sequence of tokens for each."""
-    encode_with_ends: Callable[[list[str]], list[tuple[Any, Any]]]
-    """Texts → tokens, and for each token the number of characters up to its end."""
+    """Texts → sequence of tokens for each, without the frame."""
+    encode_with_offsets: Callable[[list[str]], list[tuple[Any, Any]]]
+    """Texts → tokens without the frame, and each token's first and last character + 1."""
+
+    def end_after(self, last: int | None) -> tuple[int, ...]:
+        """Tokens that end a document of text whose own last token is `last`.
+
+        A separator that is there already, in the text or its frame, is not doubled.
+        """
+        after = self.frame.after
+        if after and after[0] == last:
+            after = after[1:]
+        if self.separator is None or (after[-1] if after else last) == self.separator:
+            return after
+        return (*after, self.separator)
 
 
 def check_tokenizer(spec: str) -> str | None:
@@ -122,22 +148,76 @@ def open_encoder(spec: str, file: Path) -> Encoder:
     """
     if spec == "bytes":
         return Encoder(
-            vocab_size=256, separator=0, encode=_encode_bytes, encode_with_ends=_bytes_with_ends
+            vocab_size=256,
+            separator=0,
+            encode=_encode_bytes,
+            encode_with_offsets=_bytes_with_offsets,
         )
-    tokenizer = load(file)
+    frame = frame_of(load(file))
+    tokenizer = _load(file)  # one of its own, for it is changed
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.post_processor = None  # some trim offsets: a space would belong to no token
     return Encoder(
         vocab_size=_bpe_size(spec) or _vocab_size(tokenizer),
         separator=separator_of(spec, tokenizer),
+        frame=frame,
         encode=lambda texts: [
             encoding.ids
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ],
-        encode_with_ends=lambda texts: [
-            (encoding.ids, [end for _, end in encoding.offsets])
+        encode_with_offsets=lambda texts: [
+            (encoding.ids, encoding.offsets)
             for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
         ],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentForm:
+    """Tokens, as text, around each document of text; a chat template writes its own."""
+
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        begins = f"begin with {' '.join(self.begins)} (the tokenizer adds it)"
+        ends = f"end with {' '.join(self.ends)}"
+        return ", ".join(
+            (
+                begins if self.begins else "nothing is put before them",
+                ends if self.ends else "no token ends them",
+            )
+        )
+
+
+def frame_of(tokenizer: Tokenizer) -> Frame:
+    """The tokens that a tokenizer's post-processor adds to a text."""
+    if tokenizer.post_processor is None:
+        return Frame()
+    for text in ("a", "0", ".", *tokenizer.get_vocab()):
+        encoding = tokenizer.encode(text)
+        is_added = encoding.special_tokens_mask
+        if 0 in is_added:
+            begin = is_added.index(0)
+            end = len(is_added) - is_added[::-1].index(0)
+            return Frame(tuple(encoding.ids[:begin]), tuple(encoding.ids[end:]))
+    return Frame()
+
+
+def document_form(spec: str, file: Path | None = None) -> DocumentForm:
+    """The tokens around each document of text; `file` is that of a tokenizer without its own."""
+    path = file or tokenizer_file(spec)
+    if path is None:
+        return DocumentForm(ends=("\\0",) if spec == "bytes" else (END_OF_TEXT,))
+    tokenizer = load(path)
+    frame, separator = frame_of(tokenizer), separator_of(spec, tokenizer)
+    ends = [*frame.after]
+    if separator is not None and separator not in ends[-1:]:
+        ends.append(separator)
+    return DocumentForm(
+        begins=tuple(str(tokenizer.id_to_token(number)) for number in frame.before),
+        ends=tuple(str(tokenizer.id_to_token(number)) for number in ends),
     )
 
 
@@ -170,11 +250,17 @@ def special_tokens(spec: str) -> SpecialTokens | None:
     added = tokenizer.get_added_tokens_decoder()
     found = {role: _id_of(tokenizer, named.get(role), usual) for role, usual in USUAL.items()}
     special = {number for number, token in added.items() if token.special}
+    frame = frame_of(tokenizer)
+    if frame != Frame():
+        begin = frame.before[0] if frame.before else None
+        end = frame.after[-1] if frame.after else None
+    else:
+        begin, end = found["cls_token"], found["sep_token"]
     return SpecialTokens(
         mask=found["mask_token"],
         pad=found["pad_token"],
-        begin=found["cls_token"],
-        end=found["sep_token"],
+        begin=begin,
+        end=end,
         special=tuple(sorted(special | {i for i in found.values() if i is not None})),
     )
 
@@ -198,6 +284,10 @@ def load(path: Path) -> Tokenizer:
 
 @lru_cache(maxsize=4)
 def _load_version(path: Path, size: int, mtime_ns: int) -> Tokenizer:
+    return _load(path)
+
+
+def _load(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
@@ -225,9 +315,10 @@ def _encode_bytes(texts: list[str]) -> list[Any]:
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
-def _bytes_with_ends(texts: list[str]) -> list[tuple[Any, Any]]:
+def _bytes_with_offsets(texts: list[str]) -> list[tuple[Any, Any]]:
     # every byte but a continuation byte begins a character
-    return [(ids, np.cumsum((ids & 0xC0) != 0x80)) for ids in _encode_bytes(texts)]
+    ends = [(ids, np.cumsum((ids & 0xC0) != 0x80)) for ids in _encode_bytes(texts)]
+    return [(ids, np.stack([stop - 1, stop], axis=1)) for ids, stop in ends]
 
 
 def _bpe_size(spec: str) -> int | None:

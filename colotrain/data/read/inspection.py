@@ -63,6 +63,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
         "shards": len(shards),
         "tokenizer": plan.tokenizer,
         "vocab_size": max(shard.vocab_size for shard in shards),
+        "texts": _form(plan, shards),
         "packing": packing,
         "isolate": plan.isolate,
         "tokens": {split: sum(shard.count(split) for shard in shards) for split in SPLITS},
@@ -77,6 +78,13 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
         "notes": [asdict(note) for note in notes_of(plan, shards)],
         "lengths": _histogram(train, plan.seq_len),
     }
+
+
+def _form(plan: DataPlan, shards: list[Prepared]) -> dict[str, Any] | None:
+    """The tokens around each document of text; None for files of tokens."""
+    if any(shard.num_bytes_train is None for shard in shards):
+        return None
+    return asdict(vocabulary.document_form(plan.tokenizer, shards[0].tokenizer))
 
 
 def _sum_bytes(shards: list[Prepared], split: Split) -> int | None:
