@@ -31,7 +31,11 @@ class TokenRow:
     ids: Numbers
     targets: Numbers
     """1 for each token that counts in the loss, else 0."""
+    has_answers: bool
+    """Whether the record says which tokens are trained on, even if all are."""
     notes: tuple[str, ...]
+    unread: tuple[str, ...]
+    """Names of columns that are not read."""
 
 
 def holds_tokens(record: Mapping[str, Any]) -> bool:
@@ -70,11 +74,16 @@ def token_row(
     kept = _without_padding(beside.get("attention_mask", np.ones(len(ids), np.int64)))
     if not targets[kept][1:].any():
         raise BadRecord("none of its tokens is trained on")
-    unread = [name for name in TEXTS if record.get(name) is not None]
-    notes = (
-        [f"input_ids is trained on; {', '.join(unread)} beside it is not read"] if unread else []
+    texts = [name for name in TEXTS if record.get(name) is not None]
+    notes = [f"input_ids is trained on; {', '.join(texts)} beside it is not read"] if texts else []
+    others = {name for name, value in record.items() if value is not None}
+    return TokenRow(
+        ids=ids[kept],
+        targets=targets[kept],
+        has_answers="labels" in beside or any(name in beside for name in MASKS),
+        notes=tuple(notes),
+        unread=tuple(sorted(others - {*COLUMNS, *TEXTS})),
     )
-    return TokenRow(ids=ids[kept], targets=targets[kept], notes=tuple(notes))
 
 
 def _numbers(record: Mapping[str, Any], name: str) -> Numbers:

@@ -55,14 +55,10 @@ class Encoded:
     lengths: dict[str, list[int]]
     """Number of tokens of each document."""
     targets: dict[str, bytes]
-<<<<<<< HEAD
-    num_bytes: dict[str, int]
-    has_answers: bool = False
-    """Whether a record says what is an answer, even if everything counts in the loss."""
-=======
     num_bytes: dict[str, int | None]
     """Number of bytes of text; None where records are tokens already."""
->>>>>>> 2e7b851 (Texts begin and end as transformers' tokenizer has it; records of tokens are read)
+    has_answers: bool = False
+    """Whether a record says what is an answer, even if everything counts in the loss."""
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Bad records, as pairs (`FILE:LINE`, reason)."""
     notes: list[Note] = field(default_factory=list)
@@ -164,14 +160,9 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-<<<<<<< HEAD
-        self.num_tokens = self.num_bytes = 0
-        self.has_answers = False
-=======
         self.num_tokens = 0
         self.num_bytes: int | None = 0
-        self.has_masked = False
->>>>>>> 2e7b851 (Texts begin and end as transformers' tokenizer has it; records of tokens are read)
+        self.has_answers = False
 
     def __enter__(self) -> Writer:
         self._files: list[IO[bytes]] = [
@@ -223,18 +214,8 @@ def encode(block: Block) -> Encoded:
             continue
         told = dict.fromkeys(text for document in found for text in document.notes)
         notes += [Note(text=text, count=1, first=place) for text in told]
-<<<<<<< HEAD
-        unread = dict.fromkeys(name for rendering in texts for name in rendering.unread)
+        unread = dict.fromkeys(name for document in found for name in document.unread)
         notes += [Note(text=name, count=1, first=place, is_unread=True) for name in unread]
-        rendered[split_of(block, number, _task.fraction)] += texts
-    found = {split: _encode(texts) for split, texts in rendered.items()}
-    return Encoded(
-        tokens={split: tokens for split, (tokens, _, _) in found.items()},
-        lengths={split: lengths for split, (_, lengths, _) in found.items()},
-        targets={split: targets for split, (_, _, targets) in found.items()},
-        num_bytes={s: sum(len(r.text.encode()) for r in texts) for s, texts in rendered.items()},
-        has_answers=any(r.answers is not None for texts in rendered.values() for r in texts),
-=======
         split = split_of(block, number, _task.fraction)
         documents[split] += [(place, document) for document in found]
     rows = {split: _encode(found, notes) for split, found in documents.items()}
@@ -248,7 +229,7 @@ def encode(block: Block) -> Encoded:
             for split, found in rows.items()
         },
         num_bytes={split: _num_bytes(found) for split, found in documents.items()},
->>>>>>> 2e7b851 (Texts begin and end as transformers' tokenizer has it; records of tokens are read)
+        has_answers=any(_has_answers(d) for found in documents.values() for _, d in found),
         bad=bad,
         notes=merge_notes(notes),
         file=block.file,
@@ -267,6 +248,12 @@ def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
             )
         ]
     return _task.renderer.documents(record)
+
+
+def _has_answers(document: Rendered | TokenRow) -> bool:
+    if isinstance(document, TokenRow):
+        return document.has_answers
+    return document.answers is not None
 
 
 def _num_bytes(documents: Sequence[Document]) -> int | None:
