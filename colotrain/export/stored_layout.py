@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from colotrain.export.stream import Entry
 from colotrain.models import huggingface
 from colotrain.models.huggingface_files import Converted
+from colotrain.models.huggingface_match import sources_of
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ def _groups(entries: Sequence[Entry], model: nn.Module) -> Iterator[list[Entry]]
     if not huggingface.is_from_directory(model):
         yield list(entries)
         return
-    found = huggingface.sources_of(model).found
+    found = sources_of(model).found
     groups: dict[int, list[Entry]] = {}
     for number, entry in enumerate(entries):
         source = found.get(entry.name)

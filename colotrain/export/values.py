@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from colotrain.engine.freezing import names_of
 from colotrain.errors import UsageError
-from colotrain.export.job import DTYPES, Job, on_meta
+from colotrain.export.job import Job, on_meta
 from colotrain.export.stream import Entry
 from colotrain.models import adapters, huggingface
 from colotrain.models.huggingface_files import Source
+from colotrain.models.huggingface_match import sources_of
 from colotrain.models.loading import build_whole
 from colotrain.models.stored import StoredTensors, weight_files
 
@@ -81,10 +82,12 @@ def base_entries(job: Job) -> dict[str, Entry]:
         return {}
     plan = job.plan.model
     if plan.hf is not None:
-        stored = StoredTensors(weight_files(Path(plan.hf)))
-        found = huggingface.sources_of(on_meta(plan)).found
-        dtype = DTYPES[str(plan.args.get("dtype", "float32"))]
-        return {n: _stored_entry(n, stored, found[n], dtype) for n in left_out}
+        stored, model = StoredTensors(weight_files(Path(plan.hf))), on_meta(plan)
+        found = sources_of(model).found
+        dtypes = {n: p.dtype for n, p in model.named_parameters()}
+        drawn = huggingface.missing_values(model, plan, job.plan.train.seed)
+        read = {n: _stored_entry(n, stored, found[n], dtypes[n]) for n in left_out if n in found}
+        return read | {n: _whole_entry(n, drawn[n]) for n in left_out if n in drawn}
     whole = dict(build_whole(plan, seed=job.plan.train.seed).named_parameters())
     return {n: _whole_entry(n, whole[n].detach()) for n in left_out}
 

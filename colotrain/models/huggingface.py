@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from colotrain.errors import ColotrainError, ConfigError, Problem
+from colotrain.models.filling import Shards
 from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
-from colotrain.models.huggingface_files import Source, Sources, find_sources, more_layers
-from colotrain.models.huggingface_internals import let_experts_compute_anywhere_
+from colotrain.models.huggingface_files import Source
+from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_
 from colotrain.models.huggingface_loss import (
     balances_experts,
     chunk_loss_,
@@ -31,6 +32,13 @@ from colotrain.models.huggingface_loss import (
     isolating_loss,
     own_loss,
     shifted_loss,
+)
+from colotrain.models.huggingface_match import (
+    SOURCES,
+    keep_in_float32_,
+    match_,
+    sources_of,
+    wrong,
 )
 from colotrain.models.huggingface_task import CAUSAL, WITHOUT_LOSS, Task, is_in, task_of
 from colotrain.models.huggingface_tensors import allow_parts_
@@ -40,8 +48,6 @@ from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
-_SOURCES = "_colotrain_sources"
-"""Attribute of a model with the `Sources` of its parameters and persistent buffers."""
 _TASK = "_colotrain_task"
 """Attribute of a model with its `Task`, or None."""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
@@ -63,7 +69,8 @@ def build(plan: ModelPlan) -> nn.Module:
     _check_has_loss(folder, config, architecture)
     model = _construct(architecture, config, dtype)
     files = _open(folder)
-    model.__dict__[_SOURCES] = _match(model, files, folder)
+    match_(model, files, folder)
+    keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     model.__dict__[_TASK] = task
     if task is CAUSAL:
@@ -89,15 +96,16 @@ def fill_(
     model: nn.Module,
     plan: ModelPlan,
     *,
+    seed: int,
+    shards: Shards,
     part: Callable[[Tensor], tuple[slice, ...]],
-    release: Callable[[Tensor], None] = lambda tensor: None,
     given: Set[str] = frozenset(),
 ) -> None:
     """Read this rank's part of every parameter and persistent buffer from the directory.
 
-    `part(tensor)` are the slices of the whole tensor that this rank holds; () is all.
-    `release(tensor)` is called when a tensor is not needed for the moment. Tensors whose names are
-    in `given` are not read.
+    `part(tensor)` are the slices of the whole tensor that this rank holds; () is all. What the
+    files lack gets transformers' initial values under `seed`, of which `shards` stores this rank's
+    part. Tensors whose names are in `given` are not read.
     """
     stored = StoredTensors(weight_files(Path(str(plan.hf))))
     found = sources_of(model).found
@@ -106,7 +114,12 @@ def fill_(
         for name, tensor in tensors.items():
             if name in found and name not in given:
                 _read_part_(tensor, stored, found[name], part(tensor))
-                release(tensor)
+                if isinstance(tensor, nn.Parameter):  # buffers stay where they are
+                    shards.release(tensor)
+        for name, whole in missing_values(model, plan, seed).items():
+            if name not in given:
+                shards.write(tensors[name], whole)
+                shards.release(tensors[name])
 
 
 def _read_part_(
@@ -120,15 +133,20 @@ def _read_part_(
     local.copy_(source.rows(stored, *rows)[(slice(None), *part[1:]) if part else ...])
 
 
-def sources_of(model: nn.Module) -> Sources:
-    """The places in the files of what is in a model that `build` made."""
-    sources: Sources = model.__dict__[_SOURCES]
-    return sources
+def missing_values(model: Any, plan: ModelPlan, seed: int) -> dict[str, Tensor]:
+    """Initial values of parameters that the files lack, the same on all ranks."""
+    missing = sources_of(model).missing
+    if not missing:
+        return {}
+    architecture = _architecture(Path(str(plan.hf)), model.config)
+    dtype = _dtype(plan.args.get("dtype", "float32"))
+    values = draw_(_construct(architecture, model.config, dtype), missing, seed=seed)
+    return dict(zip(missing, values, strict=True))
 
 
 def is_from_directory(model: nn.Module) -> bool:
     """Whether `build` made the model; otherwise a function of the user's did."""
-    return _SOURCES in model.__dict__
+    return SOURCES in model.__dict__
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -195,7 +213,7 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
     transformers = _transformers()
     if not (folder / "config.json").is_file():
         fix = "give a directory that save_pretrained made"
-        raise _wrong(folder, "a model directory with a config.json", fix)
+        raise wrong(folder, "a model directory with a config.json", fix)
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -203,22 +221,27 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
     except Exception as error:  # whatever the library raises about a file of the user's
         if '"auto_map"' in (folder / "config.json").read_text("utf-8", "replace"):
             raise _remote_code(folder) from error
-        raise _wrong(folder, f"a config.json that transformers reads ({error})") from error
+        raise wrong(folder, f"a config.json that transformers reads ({error})") from error
     if getattr(config, "quantization_config", None) is not None:
         fix = "give the directory of the model before it was quantized"
-        raise _wrong(folder, "weights that are not quantized", fix)
+        raise wrong(folder, "weights that are not quantized", fix)
+    _change_(config, args, "model.args")
+    return config
+
+
+def _change_(config: Any, args: dict[str, Any], where: str) -> None:
+    """Change settings of a configuration, and of those that it holds."""
     for key, value in args.items():
         if not hasattr(config, key):
             known = ", ".join([*OWN_ARGS, *sorted(config.to_dict())])
-            problem = Problem(
-                key=f"model.args.{key}",
-                value=value,
-                expected="a setting of this model",
-                fix=f"known: {known}",
+            expected, fix = "a setting of this model", f"known: {known}"
+            raise ConfigError(
+                [Problem(key=f"{where}.{key}", value=value, expected=expected, fix=fix)]
             )
-            raise ConfigError([problem])
-        setattr(config, key, value)
-    return config
+        if isinstance(value, dict) and hasattr(getattr(config, key), "to_dict"):
+            _change_(getattr(config, key), value, f"{where}.{key}")
+        else:
+            setattr(config, key, value)
 
 
 def _architecture(folder: Path, config: Any) -> type[nn.Module]:
@@ -234,14 +257,14 @@ def _architecture(folder: Path, config: Any) -> type[nn.Module]:
     if type(config) in mapping and not config.architectures:
         return mapping[type(config)]
     expected = f"an architecture of transformers {transformers.__version__}"
-    raise _wrong(folder, f"{expected} (config.json names {config.architectures})")
+    raise wrong(folder, f"{expected} (config.json names {config.architectures})")
 
 
 def _check_has_loss(folder: Path, config: Any, architecture: type) -> None:
     if is_in(_transformers(), WITHOUT_LOSS, config, architecture):
         expected = f"an architecture with a loss ({architecture.__name__} has no head)"
         fix = "load it into one with a head, such as AutoModelForCausalLM, and save that"
-        raise _wrong(folder, expected, fix)
+        raise wrong(folder, expected, fix)
 
 
 def _check_sees_no_future(folder: Path, model: nn.Module) -> None:
@@ -250,7 +273,7 @@ def _check_sees_no_future(folder: Path, model: nn.Module) -> None:
     is_encoder = type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
     if is_encoder and not getattr(config, "is_decoder", False):
         expected = f"a decoder ({type(model).__name__} sees all tokens: is_decoder is false)"
-        raise _wrong(folder, expected, "set model.args.is_decoder=true")
+        raise wrong(folder, expected, "set model.args.is_decoder=true")
 
 
 def _check_balance(model: nn.Module) -> None:
@@ -314,34 +337,6 @@ def _open(folder: Path) -> StoredTensors:
         raise ConfigError([problem]) from error
 
 
-def _match(model: nn.Module, files: StoredTensors, folder: Path) -> Sources:
-    """The sources of the model's tensors in its files; raises `ConfigError` on a mismatch."""
-    sources = find_sources(model, files)
-    problems = []
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, tensor in tensors.items():
-        source = sources.found.get(name)
-        if source is None and isinstance(tensor, nn.Parameter):
-            problems.append(f"{name} is missing")  # a buffer keeps what the constructor gave it
-        elif source is not None and source.shape != tuple(tensor.shape):
-            problems.append(f"{name} is {source.shape}, not {tuple(tensor.shape)}")
-    ignored: Any = model._keys_to_ignore_on_load_unexpected or ()
-    if beyond := more_layers(model, sources.unused, ignored):
-        name, layers, count = beyond
-        fix = "correct config.json, or model.args; what is left out would be lost"
-        raise _wrong(
-            folder,
-            f"{count} layers of {layers}, as its config.json says (its weights have {name})",
-            fix,
-        )
-    if problems:
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        fix = f"give the directory of a {type(model).__name__}; what is new in a model, such as a "
-        fix += "head, gets its first values in a function of yours that model.target names"
-        raise _wrong(folder, f"weights of its config.json ({problems[0]}{more})", fix)
-    return sources
-
-
 def _dtype(name: Any) -> torch.dtype:
     if str(name) not in DTYPES:
         problem = Problem(
@@ -365,8 +360,4 @@ def _transformers() -> Any:
 def _remote_code(folder: Path) -> ConfigError:
     expected = "an architecture of transformers itself (this directory brings code of its own)"
     fix = "code in a model directory is never run: write a function that loads it and name that "
-    return _wrong(folder, expected, fix + "in model.target")
-
-
-def _wrong(folder: Path, expected: str, fix: str = "") -> ConfigError:
-    return ConfigError([Problem(key="model.hf", value=folder, expected=expected, fix=fix)])
+    return wrong(folder, expected, fix + "in model.target")

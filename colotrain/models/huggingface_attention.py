@@ -86,8 +86,10 @@ def check_calls(model: Any, before: int) -> None:
 
     `before` is what `num_calls` was then.
     """
+    if getattr(model, ATTRIBUTE, None) is None:
+        return
     layers = model.config.num_hidden_layers
-    if getattr(model, ATTRIBUTE, None) is not None and num_calls(model) - before != layers:
+    if num_calls(model) - before != layers:
         raise ColotrainError(
             f"mesh.cp: {num_calls(model) - before} of {layers} layers exchanged keys and values",
             "set mesh.cp=1: this version of transformers does not use a registered attention",

@@ -8,8 +8,9 @@ is data (its conversion mapping), which is read here; parameters are put togethe
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from colotrain.models.stored import StoredTensors
 
+_layer_number = re.compile(r"\.\d+\.")
+COMPARED_NUMEL = 1 << 24
+"""Elements of two tied tensors of the files that are compared at once."""
 ROW_WISE = ("Concatenate", "Transpose")
 """Operations of transformers that leave the rows of stacked experts as they are, beyond dim 0."""
 
@@ -98,34 +102,71 @@ class Sources:
     """The sources of a model's parameters and persistent buffers."""
 
     found: dict[str, Source]
+    missing: tuple[str, ...]
+    """Parameters that the files do not have."""
+    untied: tuple[str, ...]
+    """Names that config.json ties to another, under which the files have values of their own."""
     unused: set[str]
     """Other tensors in the files, by the names that they would have in the model."""
     transforms: list[Any]
     """Conversions of transformers that the files needed."""
 
 
-def find_sources(model: Any, files: StoredTensors) -> Sources:
+def find_sources_(model: Any, files: StoredTensors) -> Sources:
     """Find every parameter and persistent buffer of a model of transformers in the files.
 
-    A tied parameter is found under any of its names. Directories of a base model (as GPT-2's) lack
-    the prefix that names have in the model with a head.
+    A tied parameter is found under any of its names. Where the files have different values under
+    two of its names, each becomes a parameter of its own, as transformers loads them. Directories
+    of a base model (as GPT-2's) lack the prefix that names have in the model with a head.
     """
-    names = dict(_known_as(model))
-    found: dict[str, Source] = {}
-    for name, others in names.items():
-        stored = next((c for c in _candidates(model, others) if c in files), None)
+    known_as = dict(_known_as(model))
+    places: dict[str, Source] = {}
+    for name in (name for names in known_as.values() for name in names):
+        stored = next((c for c in _candidates(model, name) if c in files), None)
         if stored is not None:
-            found[name] = Stored(stored, files.shape(stored))
+            places[name] = Stored(stored, files.shape(stored))
     renamed: dict[str, str] = {}
     transforms: list[Any] = []
-    if len(found) < len(names):
+    if not all(_first(places, names) for names in known_as.values()):
         transforms = _transforms(model)
-        converted = dict(_convert(model, files, transforms, renamed))
-        found |= {n: s for n, others in names.items() if (s := _first(converted, others))}
+        places |= dict(_convert(model, files, transforms, renamed))
         transforms = [transform for transform in transforms if transform.was_used()]
-    used = {name for source in found.values() for name in source.names}
+    untied = tuple(_untie_(model, places, files))
+    found = {n: s for n, others in _known_as(model) if (s := _first(places, others))}
+    used = {name for source in places.values() for name in source.names}
     unused = {renamed.get(name, name) for name in set(files) - used}
-    return Sources(found=found, unused=unused, transforms=transforms)
+    missing = tuple(name for name, _ in model.named_parameters() if name not in found)
+    return Sources(
+        found=found, missing=missing, untied=untied, unused=unused, transforms=transforms
+    )
+
+
+def _untie_(model: Any, places: dict[str, Source], files: StoredTensors) -> Iterator[str]:
+    """Untie, and yield, the names under which the files have another value than the first's."""
+    first: dict[str, str] = {}
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if source in places:
+            first.setdefault(source, source)
+        if target not in places or first.setdefault(source, target) == target:
+            continue
+        parameter = model.get_parameter(target)
+        if not _equal(places[target], places[first[source]], files, parameter.dtype):
+            owner, _, key = target.rpartition(".")
+            own = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            setattr(model.get_submodule(owner), key, own)
+            del model.all_tied_weights_keys[target]
+            yield target
+
+
+def _equal(one: Source, other: Source, files: StoredTensors, dtype: torch.dtype) -> bool:
+    """Whether two tensors of the files are the same in `dtype`; reads a few rows at a time."""
+    if one.shape != other.shape:
+        return False
+    count = max(COMPARED_NUMEL // max(math.prod(one.shape[1:]), 1), 1)
+    return all(
+        torch.equal(*(source.rows(files, begin, count).to(dtype) for source in (one, other)))
+        for begin in range(0, one.shape[0] if one.shape else 1, count)
+    )
 
 
 def _known_as(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -139,9 +180,9 @@ def _known_as(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
     yield from ((name, [name]) for name, _ in model.named_buffers() if name in persistent)
 
 
-def _candidates(model: nn.Module, names: Sequence[str]) -> list[str]:
+def _candidates(model: nn.Module, name: str) -> list[str]:
     base = _prefix(model)
-    return [*names, *(n.removeprefix(base) for n in names), *(base + n for n in names)]
+    return [name, name.removeprefix(base), base + name]
 
 
 def _prefix(model: nn.Module) -> str:
@@ -149,8 +190,8 @@ def _prefix(model: nn.Module) -> str:
     return f"{getattr(model, 'base_model_prefix', '')}."
 
 
-def _first(converted: dict[str, Source], names: Sequence[str]) -> Source | None:
-    return next((converted[name] for name in names if name in converted), None)
+def _first(places: dict[str, Source], names: Sequence[str]) -> Source | None:
+    return next((places[name] for name in names if name in places), None)
 
 
 def _transforms(model: Any) -> list[Any]:
@@ -187,6 +228,12 @@ def _convert(
         results = group.results(lambda name: torch.empty(files.shape(name), device="meta"))
         for target, tensor in results.items():
             yield target, Converted(group, target, tuple(tensor.shape))
+
+
+def damaged(missing: Sequence[str], found: Iterable[str]) -> str | None:
+    """A missing parameter that other layers of the model have in the files, if any."""
+    in_any_layer = {_layer_number.sub(".*.", name) for name in found}
+    return next((name for name in missing if _layer_number.sub(".*.", name) in in_any_layer), None)
 
 
 def more_layers(

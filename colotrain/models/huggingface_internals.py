@@ -1,14 +1,16 @@
-"""Functions inside transformers that are replaced where they cannot do what colotrain needs."""
+"""Private names of transformers, and functions that are replaced where they do not suffice."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from colotrain.models.seeding import seeded
 
 
 @contextmanager
@@ -56,3 +58,40 @@ def tp_plan_of(model: Any) -> dict[str, str]:
     """Return transformers' plan for dividing the layers of a model: glob → style."""
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     return plan
+
+
+def patterns_to_ignore(model: Any, which: str) -> tuple[str, ...]:
+    """Return regular expressions of names that may be "missing" in files, or "unexpected"."""
+    return tuple(getattr(model, f"_keys_to_ignore_on_load_{which}") or ())
+
+
+def patterns_in_float32(model: Any, dtype: torch.dtype) -> list[str]:
+    """Return regular expressions of tensors that are float32 in a model of `dtype`."""
+    return [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+
+
+def draw_(model: Any, names: Sequence[str], *, seed: int) -> list[Tensor]:
+    """Initial values of the parameters `names` of a new model on the meta device.
+
+    They are those that from_pretrained draws after `torch.manual_seed(seed)` for parameters that a
+    directory lacks: of tied ones, those of the parameter that the others are tied to.
+    """
+    ties = dict(model.all_tied_weights_keys)
+    for target in ties:
+        _replace_(model, target, torch.empty_like(model.get_parameter(target)))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True
+    drawn = [ties.get(name, name) for name in names]
+    for name in drawn:
+        _replace_(model, name, torch.empty_like(model.get_parameter(name), device="cpu"))
+    for module in model.modules():
+        module._is_hf_initialized = False
+    with seeded(seed):
+        model.initialize_weights()
+    return [model.get_parameter(name).detach() for name in drawn]
+
+
+def _replace_(model: Any, name: str, tensor: Tensor) -> None:
+    owner, _, key = name.rpartition(".")
+    requires_grad = model.get_parameter(name).requires_grad
+    setattr(model.get_submodule(owner), key, nn.Parameter(tensor, requires_grad))

@@ -183,7 +183,7 @@ def fill_(
     """
     shards = shards or WHOLE
     if plan.hf is not None:
-        huggingface.fill_(model, plan, part=part, release=shards.release, given=given)
+        huggingface.fill_(model, plan, seed=seed, shards=shards, part=part, given=given)
     elif fills_itself(model) and not _is_given(model, given):
         initialise_(model, seed=seed, shards=shards)
     if plan.adapter is not None:

@@ -277,13 +277,13 @@ CONVERTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GPTNeoXForCausalLM", 
 def test_rows_of_a_converted_directory_are_those_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from colotrain.models import huggingface
+    from colotrain.models.huggingface_match import sources_of
     from colotrain.models.stored import StoredTensors, weight_files
 
     family = by_architecture(name)
     folder = family.make(tmp_path)
     files = StoredTensors(weight_files(folder))
-    sources = huggingface.sources_of(build(plan(folder), seed=0)).found
+    sources = sources_of(build(plan(folder), seed=0)).found
     read: list[str] = []
     rows = StoredTensors.rows
     monkeypatch.setattr(

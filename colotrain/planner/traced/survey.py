@@ -32,7 +32,8 @@ from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
-from colotrain.models.huggingface_task import CAUSAL, MASKED
+from colotrain.models.huggingface_match import remarks_on_files
+from colotrain.models.huggingface_task import CAUSAL, MASKED, Task
 from colotrain.models.llm import LLM
 from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
 from colotrain.models.objective import attach_
@@ -99,15 +100,19 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
     task = task_in(module)
     if model.hf is None:
         return {}
+    found = {"remarks": (*remarks_on_files(module), *_remarks(module, task))}
     if task is CAUSAL:
-        return {"remarks": tuple(_remarks(module))}
+        return found
     unknown = f"another task ({type(module).__name__})"
     if task is None:
-        return {"other_task": unknown}
-    return {"other_task": task.name, "samples": task.sample, "finds_hidden": task is MASKED}
+        return found | {"other_task": unknown}
+    other = {"other_task": task.name, "samples": task.sample, "finds_hidden": task is MASKED}
+    return found | other
 
 
-def _remarks(module: nn.Module) -> Iterator[str]:
+def _remarks(module: nn.Module, task: Task | None) -> Iterator[str]:
+    if task is not CAUSAL:
+        return
     if holds_all_logits(module):
         yield (
             "the loss needs the logits of a whole micro-batch in memory: what this model does with "
@@ -122,7 +127,8 @@ def _remarks(module: nn.Module) -> Iterator[str]:
 
 def vocab_size(module: nn.Module) -> int | None:
     """Size of the vocabulary, where the model or its configuration has one."""
-    for holder in (module, getattr(module, "config", None)):
+    config = getattr(module, "config", None)
+    for holder in (module, config, getattr(config, "text_config", None)):
         size = getattr(holder, "vocab_size", None)
         if isinstance(size, int):
             return size

@@ -1,0 +1,104 @@
+"""A model of transformers and its files, which need not be what config.json says.
+
+What differs is loaded as `from_pretrained` loads it, and said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from colotrain.errors import ConfigError, Problem
+from colotrain.models.huggingface_files import Sources, damaged, find_sources_, more_layers
+from colotrain.models.huggingface_internals import patterns_in_float32, patterns_to_ignore
+from colotrain.models.stored import StoredTensors
+
+SOURCES = "_colotrain_sources"
+"""Attribute of a model with the `Sources` of its parameters and persistent buffers."""
+COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Buffers that older directories have, and models of today compute."""
+SHOWN = 6
+"""Tensors that a sentence names."""
+
+
+def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
+    """Find the model's tensors in its files; raises `ConfigError` on a mismatch."""
+    sources = find_sources_(model, files)
+    problems = []
+    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        source = sources.found.get(name)
+        if source is not None and source.shape != tuple(tensor.shape):
+            problems.append(f"{name} is {source.shape}, not {tuple(tensor.shape)}")
+    if beyond := more_layers(model, sources.unused, _patterns(model, "unexpected")):
+        name, layers, count = beyond
+        fix = "correct config.json, or model.args; what is left out would be lost"
+        raise wrong(
+            folder,
+            f"{count} layers of {layers}, as its config.json says (its weights have {name})",
+            fix,
+        )
+    missing = _unless(sources.missing, _patterns(model, "missing"))
+    if (lost := damaged(missing, sources.found)) is not None:
+        problems.append(f"{lost} is missing, and other layers have theirs")
+    elif not any(name in sources.found for name, _ in model.named_parameters()):
+        problems.append(f"none of its tensors is one of a {type(model).__name__}")
+    if problems:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        fix = f"give the directory of a {type(model).__name__}, or correct model.args"
+        raise wrong(folder, f"weights of its config.json ({problems[0]}{more})", fix)
+    model.__dict__[SOURCES] = sources
+
+
+def remarks_on_files(model: nn.Module) -> Iterator[str]:
+    """What the files of a model that `build` made lack, have besides, or have untied."""
+    sources, kind = sources_of(model), type(model).__name__
+    if missing := _unless(sources.missing, _patterns(model, "missing")):
+        yield (
+            f"the files of model.hf lack {_listed(missing)} of {kind}, which get transformers' "
+            f"initial values, drawn from train.seed"
+        )
+    if unused := _unless(sorted(sources.unused), _patterns(model, "unexpected")):
+        yield f"the files of model.hf have {_listed(unused)}, which {kind} does not: left out"
+    if sources.untied:
+        yield (
+            f"config.json of model.hf ties {_listed(sources.untied)}, but its files have other "
+            "values there: not tied, as in transformers"
+        )
+
+
+def _patterns(model: nn.Module, which: str) -> tuple[str, ...]:
+    """Regular expressions of names that transformers expects to be missing, or unexpected."""
+    return (*patterns_to_ignore(model, which), *(COMPUTED if which == "unexpected" else ()))
+
+
+def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(re.search(p, name) for p in patterns)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def sources_of(model: nn.Module) -> Sources:
+    """The places in the files of what is in a model that `build` made."""
+    sources: Sources = model.__dict__[SOURCES]
+    return sources
+
+
+def keep_in_float32_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give tensors that transformers reads in float32, whatever its dtype, that dtype."""
+    found = sources_of(model).found
+    patterns = patterns_in_float32(model, dtype)
+    kept = {name for name in found if any(re.search(p, name) for p in patterns)}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in kept:
+            tensor.data = tensor.data.float()
+
+
+def wrong(folder: Path, expected: str, fix: str = "") -> ConfigError:
+    return ConfigError([Problem(key="model.hf", value=folder, expected=expected, fix=fix)])
