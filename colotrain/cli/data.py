@@ -115,8 +115,8 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     notes = [Note(**note) for note in part["notes"]]
     yield from (("note", str(note)) for note in notes if not note.is_unread)
-    if unread := [f"{note.text} ({note.count:,})" for note in notes if note.is_unread]:
-        yield "not read", f"{', '.join(unread)} (of so many records)"
+    if unread := [f"{note.text} ({note.count:,} records)" for note in notes if note.is_unread]:
+        yield "not read", ", ".join(unread)
 
 
 def _counts(part: dict[str, Any], split: str) -> str:

@@ -28,8 +28,10 @@ from colotrain.data.prepare.vocabulary import settings_beside, tokenizer_file
 from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
-COLUMNS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
-"""Roles that a column of records may have."""
+SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
+BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label")
+COLUMNS = (*SHAPES, *BESIDE)
+"""Meanings that a column of records may have: the text itself, and what is read beside it."""
 PAIR = ("chosen", "rejected")
 """Answers of a preference pair, of which the first is the better one."""
 CHATS = ("messages", "conversations", "conversation")
@@ -39,8 +41,8 @@ CONTEXTS = ("input", "context")
 """Columns with more of the question, which may be empty or absent."""
 ANSWERS = ("output", "answer", "response", "solution")
 SYSTEMS = ("system", "system_prompt")
-BESIDE = ("history", "tools", "functions", "documents", "chat_template_kwargs", "label")
-"""Columns that are read beside messages, or a question and its answer."""
+LABELS = ("label", "kto_tag")
+"""Columns of KTO's data, in which false means that an answer is a bad one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +147,8 @@ class Renderer:
 
     def wanted(self) -> frozenset[str]:
         """Names of the columns that are read."""
-        meanings = (*COLUMNS, *CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *BESIDE)
-        return frozenset(self.columns.get(meaning, meaning) for meaning in meanings)
+        own = (*CHATS, *QUESTIONS, *CONTEXTS, *ANSWERS, *SYSTEMS, *LABELS, "functions")
+        return frozenset(self.columns.get(meaning, meaning) for meaning in (*COLUMNS, *own))
 
     def documents(self, record: Mapping[str, Any]) -> list[Rendered]:
         """The record as texts: one, none where it is empty, a pair's two, or one for each answer.
@@ -188,19 +190,20 @@ class Renderer:
             expected = "expected {}, {} and {}".format(*names)
             raise BadRecord(f"{expected}; it has {', '.join(map(str, fields.record)) or '-'}")
         answers = {fields.name(meaning): fields.take(meaning) for meaning in PAIR}
+        before = fields.find("prompt", *QUESTIONS, *CHATS) or "prompt"
+        asked = fields.record.get(fields.name(before))
         is_text = any(isinstance(answer, str) for answer in answers.values())
-        if is_text and not isinstance(fields.record.get(names[0]), list):
+        if is_text and not isinstance(asked, list):
             question = self._question(fields, ("prompt", *QUESTIONS))
             pair = [self._answered(question, answer, fields, n) for n, answer in answers.items()]
             return [one for texts in pair for one in texts]
-        chats = [self._conversation(answer, name) for name, answer in answers.items()]
-        if all(chat.messages[0]["role"] == "assistant" for chat in chats) or isinstance(
-            fields.record.get(names[0]), list
-        ):
-            for chat in chats if fields.find(*QUESTIONS) else ():
-                asked = fields.take("prompt", *QUESTIONS)
-                before = [turn("user", asked)] if isinstance(asked, str) else asked
-                chat.prepend(self._conversation(before, names[0]))
+        chats = [self._conversation(_as_answer(answer), name) for name, answer in answers.items()]
+        are_answers = all(chat.messages[0]["role"] == "assistant" for chat in chats)
+        if asked and (are_answers or (before == "prompt" and isinstance(asked, list))):
+            for chat in chats:
+                value = fields.take(before)
+                value = [turn("user", value)] if isinstance(value, str) else value
+                chat.prepend(self._conversation(value, fields.name(before)))
         common = [a == b for a, b in zip(*(chat.messages for chat in chats), strict=False)]
         for chat in chats:
             chat.first = common.index(False) if False in common else len(common)
@@ -218,7 +221,7 @@ class Renderer:
         answer = "completion" if completion is not None else fields.find(*ANSWERS) or "completion"
         name = fields.name(answer)
         if isinstance(prompt, list) and fields.find(answer):
-            chat = self._conversation(fields.take(answer), name)
+            chat = self._conversation(_as_answer(fields.take(answer)), name)
             chat.prepend(self._conversation(fields.take("prompt"), fields.name("prompt")))
             return self._chat(chat, fields)
         if completion is not None or (prompt is not None and answer == "completion"):
@@ -231,7 +234,7 @@ class Renderer:
             return self._answered(question, fields.take(answer), fields, name)
         if fields.name("text") in fields.record:
             raise BadRecord(f"{fields.name('text')}: expected text, not {shown(text)}")
-        names = {meaning: fields.name(meaning) for meaning in COLUMNS}
+        names = {meaning: fields.name(meaning) for meaning in SHAPES}
         expected = "expected {text}, or {prompt} and {completion}, or {messages}".format(**names)
         raise BadRecord(f"{expected}; it has {', '.join(map(str, fields.record)) or '-'}")
 
@@ -277,8 +280,7 @@ class Renderer:
         """The messages of a column; a text is an answer."""
         if self.template is None:
             raise no_template()
-        if isinstance(value, str) and value:
-            value = [turn("assistant", value)]
+        value = [value] if isinstance(value, Mapping) else value
         return read_conversation(value, self.template, name)
 
     def _chat(self, chat: Conversation, fields: Fields) -> list[Rendered]:
@@ -311,12 +313,15 @@ class Renderer:
         ]
 
 
+def _as_answer(value: Any) -> Any:
+    return [turn("assistant", value)] if isinstance(value, str) and value else value
+
+
 def _check_label(fields: Fields) -> None:
     """Refuse an answer that the record says is a bad one, as the data of KTO have it."""
-    if not isinstance(fields.record.get(fields.name("label")), bool):
-        return
-    if not fields.take("label"):
-        name = fields.name("label")
+    label = fields.find(*LABELS) or "label"
+    name = fields.name(label)
+    if isinstance(fields.record.get(name), bool) and not fields.take(label):
         raise BadRecord(f"{name}: false, so the answer is no example to learn from")
 
 

@@ -59,8 +59,11 @@ class Conversation:
         self.notes += other.notes
 
     def answers(self, loss_on: str) -> list[int]:
-        """Positions of the messages that are trained on; raises `BadRecord` where there is none."""
+        """Positions of the answers that are trained on; raises `BadRecord` where there is none,
+        unless everything is trained on."""
         found = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        if loss_on == "all":
+            return [index for index in found if index not in self.untrained]
         found = [index for index in found if index >= self.first]
         if not found:
             raise BadRecord("no message of the assistant: there is nothing to train on")

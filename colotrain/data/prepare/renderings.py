@@ -166,13 +166,16 @@ def render(
     It is one sample unless the template renders earlier turns differently once others follow: then
     each answer is one. Raises `BadRecord`.
     """
-    asked = [] if loss_on == "all" else chat.answers(loss_on)
+    asked = chat.answers(loss_on)
     rendering = _choose_rendering(template, chat)
     samples = rendering.samples(asked, loss_on)
-    if not any(stop > start for sample in samples for start, stop in sample.answers):
-        raise BadRecord("the chat template marks nothing of it by {% generation %}")
     text = "\n".join([rendering.whole, *(sample.text for sample in samples)])
     notes = [*chat.notes, *unrendered(template, chat, text, asked)]
+    if not any(stop > start for sample in samples for start, stop in sample.answers):
+        where = (
+            "marks nothing of it by {% generation %}" if template.has_marks else "is empty for it"
+        )
+        raise BadRecord(f"the chat template {where}: there is nothing to train on")
     if len(samples) > 1:
         notes.append(BY_TURN)
     if any(_has_no_end(s, rendering.messages[s.last]) for s in samples if s.last is not None):
