@@ -148,7 +148,8 @@ def _plans(
         expected = f"{whose} of one of the world sizes {', '.join(map(str, world_sizes))}"
         value, fix = ", ".join(map(str, values)), f"for example --world-sizes 2,4 {key} 1,2"
         raise ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])
-    global_batch = batch_size(world_sizes, accumulation)
+    of_micro_batch = 2 if resolved.survey.batch_norms else 1  # one sample has no variance
+    global_batch = batch_size(world_sizes, accumulation) * of_micro_batch
     config = resolved.config if optimizer == "recipe" else {**resolved.config, "optim": SGD}
     freeze = resolved.plan.freeze
     own = bool(freeze.patterns or freeze.unfreeze)

@@ -8,6 +8,7 @@ uses a fixed nominal number, and `StepTotals.gradient_factor` corrects for it on
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import count_targets
 from colotrain.engine.gradients.gradients import GradientState, note_use
 from colotrain.engine.pipeline.stage import Passed
 from colotrain.engine.sharding.sharded_model import begin_backward, begin_forward, reshard
@@ -24,12 +24,11 @@ from colotrain.errors import ColotrainError
 from colotrain.models.context_parallel import ATTRIBUTE
 from colotrain.models.documents import DOCUMENT_IDS, ON_HOST
 from colotrain.models.objective import inputs_of, objective_of, output_of
-from colotrain.models.outputs import count_in, loss_in, pair_in
+from colotrain.models.outputs import TARGETS, TargetRule, count_in, loss_in, pair_in
 from colotrain.spec.pipeline_schedule import in_turn
+from colotrain.torch_internals import BatchNorms
 
 Batch = dict[str, Tensor]
-SHIFTS = "_colotrain_shifts_labels"
-"""Attribute of a model whose loss leaves out the first label of a row (`engine.label_shift`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,15 +145,21 @@ def weighted_output(
     The output is None if all labels are masked: it was computed with made-up ones.
     `model(**batch)`, or the function `train.loss`, returns the first two as a pair, or the mean
     loss (either alone, as `.loss` or `["loss"]`). A mean is multiplied by the number of targets:
-    the output's `num_targets` if it has that, otherwise labels that are not -100 (without each
-    row's first, if the model shifts them itself), or the samples of a batch without labels. The sum
+    the output's `num_targets` if it has that, otherwise the labels that the model's `TargetRule`
+    counts (by default those that are not -100), or the samples of a batch without labels. The sum
     is at least in float32: a half-precision mean times a number of tokens would be rounded again,
     or would overflow. What forward itself returned is appended to `seen`.
     """
     counted = batch.on_host if isinstance(batch, OnDevice) else batch
-    count = count_targets(counted, shifted=getattr(model, SHIFTS, False))
+    rule: TargetRule = getattr(model, TARGETS, TargetRule())
+    count = rule.count(counted)
     no_targets = count == 0
-    output = output_of(model, _with_targets(batch) if no_targets else batch, seen=seen)
+    try:
+        output = output_of(model, _with_targets(batch, rule) if no_targets else batch, seen=seen)
+    except ValueError as error:
+        if (problem := _of_batch_norm(model, error)) is None:
+            raise
+        raise problem from error
     pair = pair_in(output)
     if pair is not None and _is_scalar(pair[0]):
         loss_sum, own_count = _exact(pair[0]), torch.as_tensor(pair[1])
@@ -180,6 +185,21 @@ def weighted_output(
         targets = float(_num_samples(batch) if count is None else count)
         weight = torch.full((), targets, dtype=torch.float32, device=loss.device)
     return _exact(loss) * weight, weight, output
+
+
+def _of_batch_norm(model: nn.Module, error: ValueError) -> ColotrainError | None:
+    """The error of a batch normalization that has one value per channel; None for another one."""
+    names = {module: name for name, module in model.named_modules()}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, BatchNorms) and module in names and "per channel" in str(error):
+            return ColotrainError(
+                f"{names[module]} ({type(module).__name__}) has one value per channel in a "
+                "micro-batch, and cannot normalize it",
+                "raise train.micro_batch to 2 or more, or use GroupNorm or LayerNorm, which see "
+                "each sample by itself",
+            )
+    return None
 
 
 def _nothing(loss: Tensor) -> Tensor:
@@ -217,12 +237,12 @@ def _wrong_output(model: nn.Module, output: Any) -> ColotrainError:
     )
 
 
-def _with_targets(batch: Batch) -> Batch:
+def _with_targets(batch: Batch, rule: TargetRule) -> Batch:
     """Return a batch with valid labels instead of masked ones: a mean over none would be NaN.
 
     Its loss is multiplied by zero. It runs because other ranks wait for this rank in collectives.
     """
-    return {**batch, "labels": torch.zeros_like(batch["labels"])}
+    return {**batch, rule.entry: torch.full_like(batch[rule.entry], rule.target)}
 
 
 def _is_scalar(value: Any) -> bool:

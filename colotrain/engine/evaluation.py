@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.objective import inputs_of, outputs_alone
 from colotrain.models.outputs import metrics_in
+from colotrain.torch_internals import is_persistent
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def evaluate(run: Run) -> None:
         return
     training = {module: module.training for module in model.modules()}
     model.eval()
-    with interruptible(run, "evaluation"):
+    with interruptible(run, "evaluation"), exported_buffers(run):
         sums, metrics = sum_losses(run, data)
         if not run.sharded.parts.is_first:  # another rank of the group has the same
             sums, metrics = torch.zeros_like(sums), {}
@@ -52,6 +53,28 @@ def evaluate(run: Run) -> None:
     if run.rank == 0:
         found = Evaluation(step=run.step, loss=loss, tokens=count, metrics=means or None, best=best)
         run.events.write(found)
+
+
+@contextmanager
+def exported_buffers(run: Run) -> Iterator[None]:
+    """Context in which all ranks have rank 0's persistent buffers, which an export has.
+
+    Ranks may have other ones where a forward changes them by what it sees. All ranks must call.
+    """
+    if run.plan.world_size == 1 or run.plan.mesh.together > 1:
+        yield
+        return
+    owners = run.sharded.module.modules()
+    kept = [m._buffers[name] for m in owners for name in m._buffers if is_persistent(m, name)]
+    own = [buffer for buffer in kept if buffer is not None and buffer.is_floating_point()]
+    before = [buffer.clone() for buffer in own]
+    for buffer in own:
+        dist.broadcast(buffer, src=0)
+    try:
+        yield
+    finally:
+        for buffer, value in zip(own, before, strict=True):
+            buffer.copy_(value)
 
 
 def _is_best(run: Run, loss: float, means: dict[str, float]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colotrain.engine import batch_dependence, generators, guard, label_shift, monitor
+from colotrain.engine import generators, guard, monitor
 from colotrain.engine.accumulation import Batch, StepTotals, accumulate, to_device
 from colotrain.engine.checkpoint import checkpoint
 from colotrain.engine.checkpoint.memory_state import copy_to_memory, finish_copy
@@ -25,7 +25,10 @@ from colotrain.engine.profiling import Profiler
 from colotrain.engine.recording import record_gradients, record_step
 from colotrain.engine.rollback import freeze_as_of, roll_back_
 from colotrain.engine.run_state import Run, StepResult
+from colotrain.engine.sharding.sums import average_statistics_
+from colotrain.engine.targets import find_targets
 from colotrain.engine.text_samples import write_samples
+from colotrain.engine.unchanged import kept_buffers
 from colotrain.engine.waiting import waited_s, waiting
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Nonfinite, Note, WorkerFinished, WorkerStopped
@@ -46,8 +49,7 @@ def train(run: Run) -> str:
     if run.stop_reason is not None:  # while the run was prepared
         _save_and_stop(run)
         return "stopped"
-    label_shift.find(run)
-    batch_dependence.tell(run)
+    find_targets(run)
     leaves_early = plan.smoke and run.step == 0
     if (run.step == 0 and plan.train.eval_first) or was_left_before_evaluation(run):
         evaluate(run)
@@ -81,6 +83,7 @@ def train(run: Run) -> str:
         if result.record:
             recorder.begin()
         skipped, lr = update_(run, result, recorder if result.record else None)
+        average_statistics_(run.sharded)
         if run.must_roll_back:
             roll_back_(run)
             continue
@@ -370,7 +373,7 @@ def again(run: Run, *, phase: str) -> Iterator[Fetch]:
     if run.generators is not None:
         generators.set_states(run.device, run.generators)
     gradients.clear_(run.sharded.module)
-    with torch.no_grad(), label_shift.kept_buffers(run.sharded.module), torch.enable_grad():
+    with torch.no_grad(), kept_buffers(run.sharded.module), torch.enable_grad():
         yield Fetch(run)
     if run.tiers is not None:
         run.tiers.transfers.wait_for_gradients()

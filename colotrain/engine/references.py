@@ -24,9 +24,9 @@ from colotrain.data.read.ahead import AheadLoader
 from colotrain.data.read.loader import BatchLoader, stack
 from colotrain.data.read.references import WithReferences, wanted
 from colotrain.engine.accumulation import to_device
-from colotrain.engine.label_shift import unchanged
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.unchanged import unchanged
 from colotrain.events.kinds import Note
 from colotrain.models import huggingface
 from colotrain.models.loss import by_token

@@ -102,10 +102,8 @@ class Run:
     gradients: GradientState
     nominal_targets: float
     """Targets of a step when none is masked."""
-    sample: Batch | None
-    """Batch of one sample, the same on every rank, where a trial forward must find the targets."""
-    two_samples: Batch | None
-    """Batch of two samples, the same on every rank, where a trial forward must look at the loss."""
+    trial: Batch
+    """Batch of a few samples, the same on every rank, with which trial forwards find targets."""
     train_data: BatchLoader
     validation_data: BatchLoader | None
     events: EventWriter

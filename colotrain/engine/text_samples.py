@@ -13,9 +13,9 @@ from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.prepared import Prepared
 from colotrain.data.prepare.tokens import decode, prepare_all
 from colotrain.engine.evaluation import uncompiled
-from colotrain.engine.label_shift import unchanged
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.engine.unchanged import unchanged
 from colotrain.events.kinds import Note
 
 SHOWN = 200

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colotrain.data.read.loader import targets_per_sample
 from colotrain.data.read.samples import StreamSamples, notes_of
 from colotrain.dotted import import_target
 from colotrain.engine import monitor
@@ -35,7 +34,6 @@ from colotrain.engine.freezing import freeze_
 from colotrain.engine.gradients import gradients
 from colotrain.engine.gradients.statistics import describe_parameters
 from colotrain.engine.inputs import first_micro_batch, import_targets, open_loaders
-from colotrain.engine.label_shift import is_in_question
 from colotrain.engine.loop import train
 from colotrain.engine.model_checks import check_dtypes
 from colotrain.engine.offload.group_bytes import estimate_non_model_bytes, measure_bytes
@@ -44,7 +42,7 @@ from colotrain.engine.optim.parameter_settings import norms_and_biases
 from colotrain.engine.optim.shard_optimizer import ShardOptimizer, state_ratio
 from colotrain.engine.pipeline.sequence import find_sequence
 from colotrain.engine.pipeline.stage import Stage, keep_stage_
-from colotrain.engine.precision import LossScale, cast_dtype, cast_inputs
+from colotrain.engine.precision import LossScale, cast_dtype
 from colotrain.engine.probes import memory_now, own_log
 from colotrain.engine.process import StopRequest, agree_on_attempt, connect, start_patience
 from colotrain.engine.recording import lasting_bytes, record_failure, record_peak_flops
@@ -62,6 +60,7 @@ from colotrain.engine.sharding.sharded_model import (
 )
 from colotrain.engine.shm.shared_parameters import SharedParameters, share_parameters
 from colotrain.engine.shm.transport import install
+from colotrain.engine.targets import agree_on_targets
 from colotrain.engine.teacher import ask_teacher_
 from colotrain.engine.tensor_parallel import TensorParts, divide_parameters_among_ranks_
 from colotrain.errors import ColotrainError
@@ -149,7 +148,7 @@ def prepare(
     undecayed = norms_and_biases(model)  # later, modules have other classes and parts of parameters
     parts = divide_parameters_among_ranks_(model, plan)
     trial = first_micro_batch(train_data) if rank == 0 else None
-    nominal, sample, two_samples = agree_on_targets(plan, trial, events)
+    nominal, samples = agree_on_targets(plan, trial, train_data, events)
     groups = agree_on_groups(model, plan, trial, events)
     stage = agree_on_stage_(model, plan, trial)
     divide_among_ranks_(model, plan)
@@ -173,8 +172,7 @@ def prepare(
         waits_counted=waits_counted,
         gradients=gradients.watch(sharded, frozen=frozen.reasons),
         nominal_targets=nominal,
-        sample=sample,
-        two_samples=two_samples,
+        trial=samples,
         train_data=train_data,
         validation_data=validation_data,
         events=events,
@@ -315,39 +313,6 @@ def agree_on_stage_(model: nn.Module, plan: RunPlan, trial: dict[str, Tensor] | 
     return keep_stage_(
         model, sequence, mesh.pp_split, index, chunks=mesh.pp_chunks, compute_dtype=dtype
     )
-
-
-def agree_on_targets(
-    plan: RunPlan, trial: dict[str, Tensor] | None, events: EventWriter
-) -> tuple[float, dict[str, Tensor] | None, dict[str, Tensor] | None]:
-    """Return a step's targets when none is masked, and samples that trial forwards need.
-
-    These are one for `engine.label_shift`, and two for `engine.batch_dependence`. All come from
-    rank 0's micro-batch `trial`. Raises `ColotrainError` on every rank where the compute precision
-    cannot hold its values.
-    """
-    told: list[Any] = [None]
-    if trial is not None:
-        one = {name: tensor[:1] for name, tensor in trial.items()}
-        own = bool(plan.model.hf) or plan.model.target.startswith("colotrain.")
-        nominal = float(plan.batch.global_batch * targets_per_sample(trial))
-        cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
-        if cast:
-            events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
-        two = {name: tensor[:2] for name, tensor in trial.items()}
-        asked = None if own or not is_in_question(one) else one
-        told = [(nominal, asked, two if _is_loss_of_the_user(plan, own) else None, problem)]
-    dist.broadcast_object_list(told)
-    nominal, sample, two_samples, problem = told[0]
-    if problem:
-        raise ColotrainError(*problem)
-    return nominal, sample, two_samples
-
-
-def _is_loss_of_the_user(plan: RunPlan, own: bool) -> bool:
-    """Whether the user's code computes the loss, of micro-batches of several whole samples."""
-    whole = plan.mesh.cp == 1 and plan.mesh.pp == 1 and plan.batch.micro_batch > 1
-    return whole and (not own or plan.model.loss is not None)
 
 
 def announce(run: Run, attempt: int) -> None:

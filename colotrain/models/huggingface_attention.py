@@ -34,6 +34,8 @@ Each is compared with plain transformers in tests/dist/test_context_parallel.py.
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions that do not depend on the longest position in a forward."""
 NAME = "colotrain_context_parallel"
+OWN_LAYERS = "_colotrain_num_layers"
+"""Attribute of a pipeline stage's model: a function that returns how many layers a forward runs."""
 
 
 def allow_division_(model: nn.Module, config: Any) -> None:
@@ -88,12 +90,18 @@ def check_calls(model: Any, before: int) -> None:
     """
     if getattr(model, ATTRIBUTE, None) is None:
         return
-    layers = model.config.num_hidden_layers
+    layers = num_layers(model)
     if num_calls(model) - before != layers:
         raise ColotrainError(
             f"mesh.cp: {num_calls(model) - before} of {layers} layers exchanged keys and values",
             "set mesh.cp=1: this version of transformers does not use a registered attention",
         )
+
+
+def num_layers(model: Any) -> int:
+    """Number of layers that a forward runs: on a pipeline stage its own."""
+    own = model.__dict__.get(OWN_LAYERS)
+    return model.config.num_hidden_layers if own is None else own()
 
 
 def num_calls(model: Any) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from colotrain.errors import ColotrainError
 from colotrain.models.documents import Documents, attend_within, run_eagerly
-from colotrain.models.huggingface_attention import DIVISIBLE
+from colotrain.models.huggingface_attention import DIVISIBLE, num_layers
 from colotrain.models.huggingface_internals import (
     attention_of,
     without_packed_sequence_search,
@@ -82,7 +82,7 @@ def attending_within(model: Any, documents: Documents | None) -> Iterator[dict[s
             yield {KEYWORD: documents}
     finally:
         _calls.reset(before)
-    layers = model.config.num_hidden_layers
+    layers = num_layers(model)
     if len(calls) != layers:
         raise ColotrainError(
             f"data.isolate: {len(calls)} of {layers} layers kept documents apart",

@@ -3,13 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from colotrain.models.loss import IGNORE_INDEX
+
+TARGETS = "_colotrain_targets"
+"""Attribute of a model with the `TargetRule` of its loss."""
 COUNT = "num_targets"
 """Key or attribute of the number of targets that the loss is the mean of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRule:
+    """Which labels a mean loss is the mean of; `engine.loss_trial` finds it."""
+
+    entry: str = "labels"
+    """Entry of a batch with the labels; where there is none, each sample is a target."""
+    ignored: int | None = IGNORE_INDEX
+    """Integer label that does not count; None: all labels count. Floating labels always count."""
+    shifted: bool = False
+    """Whether the first label of each row does not count: the model shifts labels itself."""
+    by_sample: bool = False
+    """Whether each sample counts once, whatever its labels are."""
+
+    def count(self, batch: Mapping[str, Tensor]) -> int | None:
+        """Number of targets of a batch; None for a batch without labels."""
+        labels = batch.get(self.entry)
+        if labels is None:
+            return None
+        if self.by_sample:
+            return len(labels)
+        counted = labels[:, 1:] if self.shifted else labels
+        if self.ignored is None or labels.is_floating_point():
+            return counted.numel()
+        return int((counted != self.ignored).sum())
+
+    @property
+    def target(self) -> int:
+        """A label that counts."""
+        return 1 if self.ignored == 0 else 0
+
+    @property
+    def named(self) -> str:
+        """What the loss is a mean over, for people."""
+        if self.by_sample:
+            return "samples"
+        which = "" if self.ignored is None else f" that are not {self.ignored}"
+        shifted = ", without each row's first: the model shifts them" if self.shifted else ""
+        return f"{self.entry}{which}{shifted}"
 
 
 def loss_in(output: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from colotrain.data.prepare.prepared import Split
 from colotrain.data.prepare.tokens import Progress, is_prepared, prepare_all
+from colotrain.errors import ColotrainError, ConfigError
 from colotrain.launch.server.compiler import postpone_compiler
 from colotrain.launch.server.forked_calls import ForkedCaller, NotForked, stdout_to_stderr
 from colotrain.launch.server.forkserver import SURVEY, import_quickly, is_warm
@@ -18,7 +19,7 @@ from colotrain.planner.dependencies import Dependencies, record_dependencies
 from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
-from colotrain.spec.survey import Survey, Trace
+from colotrain.spec.survey import LossStudy, Survey, Trace
 
 RECORD_DEPENDENCIES = "colotrain.planner.dependencies:record_dependencies"
 ShowPreparation = Callable[[], AbstractContextManager[Progress]]
@@ -83,6 +84,22 @@ class ModelSurveys:
 
         about = ("sequence", data.seq_len, data.target, data.args, data.collate)
         return cached(BlockSequence, model, about, compute)
+
+    def study_loss(self, model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
+        """Return what forwards in one process find of the loss; nothing where they fail."""
+
+        def compute() -> tuple[LossStudy, Dependencies | None]:
+            found: tuple[LossStudy, Dependencies | None]
+            found = self._call("study_loss", model, data, seed)
+            return found
+
+        about = (data.seq_len, data.target, data.args, data.collate, data.isolate, seed)
+        try:
+            return cached(LossStudy, model, about, compute)
+        except ConfigError:
+            raise
+        except ColotrainError:  # the process ended without an answer
+            return LossStudy()
 
     def count(self, data: DataPlan, seed: int, split: Split = "train") -> int:
         """Return the number of a split's samples; untokenized data is tokenized, with progress."""

@@ -49,7 +49,11 @@ from colotrain.planner.resizing import (
     warn_of_first_node,
 )
 from colotrain.planner.scale import Scale, ranks_here, scale_out, timed_hardware
-from colotrain.planner.schedules import check_own_functions
+from colotrain.planner.schedules import (
+    check_own_functions,
+    study_loss,
+    warn_of_batch_norms,
+)
 from colotrain.planner.stages import of_fullest_stage
 from colotrain.records import read, same_fields, sections
 from colotrain.rundir import run_name
@@ -117,7 +121,9 @@ def resolve(
     steps = in_steps(settings, data, global_batch=batch.global_batch, surveys=surveys)
     check_own_functions(settings, data, steps, surveys)
     held = num_validation(settings, data, surveys=surveys)
+    study = study_loss(settings, model, data, surveyed, surveys)
     optim, train = _optim(settings.optim, steps), _train(settings.train, steps, held)
+    train = dataclasses.replace(train, ignore_index=study.ignore_index)
     observe = _observe(settings.observe)
     batch_plan, checkpoint = _batch(batch, data), _checkpoint(settings, steps)
     at_most = at_peak(surveyed.divided(scale.mesh.tp), freeze)
@@ -182,6 +188,8 @@ def resolve(
             *_warnings(settings, scale, machine),
             *warn_of_data(settings, surveyed),
             *surveyed.remarks,
+            *study.notes,
+            *warn_of_batch_norms(surveyed, batch_plan),
             *bubble_warning(scale, batch),
             *warn_of_durations(train, batch_plan, option.time),
         ),

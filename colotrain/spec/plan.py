@@ -212,6 +212,8 @@ class TrainPlan:
     num_validation: int | None = None
     """Number of validation samples; None: not counted, or the data was not prepared."""
     profile: ProfilePlan | None = None
+    ignore_index: int | None = -100
+    """Label that the loss leaves out, where trial forwards have found it; None: all count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

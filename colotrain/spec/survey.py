@@ -50,6 +50,8 @@ class Survey:
     """Whether it is a masked language model of transformers."""
     samples: str = ""
     """Entries of samples for that task."""
+    batch_norms: tuple[str, ...] = ()
+    """Modules that normalize a micro-batch as a whole, in training."""
     remarks: tuple[str, ...] = ()
     """What people should know of how the loss is computed."""
     divides_sequences: bool = False
@@ -70,6 +72,18 @@ class Survey:
             shape = self.divisions.part_of(p.name, p.shape, ranks)
             parameters.append(dataclasses.replace(p, shape=shape, numel=math.prod(shape)))
         return dataclasses.replace(self, parameters=tuple(parameters))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossStudy:
+    """What forwards in one process found of a loss (`engine.loss_trial`)."""
+
+    ignore_index: int | None = -100
+    """Label that does not count; None: all labels count."""
+    notes: tuple[str, ...] = ()
+    """What people should know of it."""
+    against: dict[str, str] = field(default_factory=dict)
+    """Fields of the problem (`errors.Problem`) for which it must not be trained; or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,8 @@ def compare(
 
 def _explained(difference: str | None, reference: Trajectory) -> str | None:
     """Put before a difference what in the model explains it."""
-    why = DRAWS if reference.draws else MIXES.format(reference.mixes) if reference.mixes else ""
+    why = MIXES.format(reference.mixes) if reference.mixes else reference.no_mean
+    why = DRAWS if reference.draws else why
     return f"{why} ({difference})" if why and difference else difference
 
 

@@ -22,12 +22,15 @@ class MaskedSamples:
 
     Every sixth sample has all of its labels masked, the others up to the first four fifths.
     With `whole` no other samples are masked: the answers of a preference pair stay as they are.
+    `ignored` is the label that the loss leaves out; None: it leaves out none.
     Samples without `labels` of at least one dimension stay as they are, and so do floating labels:
     the losses for those know no masks, and would take -100 for a value.
     """
 
-    def __init__(self, samples: Samples, *, whole: bool = False) -> None:
-        self.samples, self.whole = samples, whole
+    def __init__(
+        self, samples: Samples, *, whole: bool = False, ignored: int | None = IGNORE_INDEX
+    ) -> None:
+        self.samples, self.whole, self.ignored = samples, whole, ignored
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -38,10 +41,12 @@ class MaskedSamples:
             return found
         sample = dict(found)
         labels = sample.get("labels")
-        if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
+        if self.ignored is None or not isinstance(labels, Tensor) or not labels.ndim:
+            return sample
+        if not labels.is_floating_point():
             sample["labels"] = labels.clone()
             share = 1.0 if index % 6 == 0 else 0.0 if self.whole else (index % 5) / 5
-            sample["labels"][: round(share * len(labels))] = IGNORE_INDEX
+            sample["labels"][: round(share * len(labels))] = self.ignored
         return sample
 
 

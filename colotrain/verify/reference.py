@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from colotrain.data.read.loader import (
-    IGNORE_INDEX,
     open_samples,
     planned_collate,
     planned_draw_seed,
@@ -28,6 +27,7 @@ from colotrain.data.read.loader import (
 )
 from colotrain.dotted import import_target
 from colotrain.engine.generators import states
+from colotrain.engine.loss_trial import MOST_SAMPLES, examine
 from colotrain.models.loading import begin_training_, build_whole
 from colotrain.models.objective import attach_, output_of
 from colotrain.models.outputs import loss_in, pair_in
@@ -63,6 +63,8 @@ class Trajectory:
     mixes: str = ""
     """Name of the first module or buffer by which the samples of a micro-batch depend on one
     another, as by batch normalization; empty where there is none."""
+    no_mean: str = ""
+    """Why the loss is no mean over targets; empty where it is one, or nothing is known."""
     computed_in: frozenset[torch.dtype] = frozenset()
     """Dtypes of the forward's results with the model in its own dtype, autocast's included."""
 
@@ -88,7 +90,7 @@ def run_reference(plan: RunPlan, *, steps: int) -> Trajectory:
         "gradients": list(map(_distances, exact.gradients, plain.gradients)),
         "parameters": list(map(_distances, exact.parameters, plain.parameters)),
     }
-    return replace(exact, rounding=rounding, computed_in=plain.computed_in)
+    return replace(exact, rounding=rounding, computed_in=plain.computed_in, no_mean=plain.no_mean)
 
 
 def _distances(wanted: Tensors, found: Tensors) -> dict[str, float]:
@@ -125,10 +127,16 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     optimizers: Optimizers = {}
     _add_to(optimizers, model, plan)
     with seeded(plan.train.seed):
-        samples = MaskedSamples(open_samples(plan.data, "train"), whole=plan.data.pairs)
+        ignored = plan.train.ignore_index
+        opened = open_samples(plan.data, "train")
+        samples = MaskedSamples(opened, whole=plan.data.pairs, ignored=ignored)
     order, drawn = planned_order(samples.samples, plan), planned_draw_seed(samples.samples, plan)
     size, collate = plan.batch.global_batch, planned_collate(plan.data)
-    losses, gradients, parameters = [], [], [_values(model, own)]
+    losses, gradients, parameters, no_mean = [], [], [_values(model, own)], ""
+    if dtype is None and two_models is None:
+        few = range(min(MOST_SAMPLES, size))
+        first = read_batch(samples.samples, order, few, draw_seed=drawn, collate=collate)
+        no_mean = examine(model, first).against
     for step in range(steps):
         positions = range(step * size, (step + 1) * size)
         batch = read_batch(samples, order, positions, draw_seed=drawn, collate=collate)
@@ -144,8 +152,8 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
                     loss = two_models.mean_loss(model, batch)
                 else:
                     loss = _mean_loss(output_of(model, batch))
-                    if loss.isnan() and not _has_targets(batch):  # a mean of none
-                        labels = torch.zeros_like(batch["labels"])
+                    if loss.isnan() and not _has_targets(batch, ignored):  # a mean of none
+                        labels = torch.full_like(batch["labels"], int(ignored == 0))
                         loss = 0.0 * _mean_loss(output_of(model, {**batch, "labels": labels}))
             draws = draws or _differ(before, states(CPU))
             loss.backward()
@@ -165,6 +173,7 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
         frozen=frozenset(frozen),
         draws=draws,
         mixes=_mixing(model, kept),
+        no_mean=no_mean,
         computed_in=frozenset(seen.dtypes),
     )
 
@@ -214,12 +223,12 @@ def _mean_loss(output: Any) -> Tensor:
     return pair[0] / (pair[1] or 1)  # a step may have no target at all
 
 
-def _has_targets(batch: Tensors) -> bool:
+def _has_targets(batch: Tensors, ignored: int | None) -> bool:
     """Whether a batch has labels that may count; those of first tokens may not."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         return True
-    return bool((labels[..., 1:] != IGNORE_INDEX).any())
+    return ignored is None or bool((labels[..., 1:] != ignored).any())
 
 
 def _freeze(model: nn.Module, plan: FreezePlan, *, step: int) -> set[str]:

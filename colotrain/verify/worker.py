@@ -25,6 +25,7 @@ from colotrain.engine.worker import prepare
 from colotrain.events.kinds import CaseDone, Step, WorkerFinished, WorkerStopped
 from colotrain.events.log import EventReader, EventWriter
 from colotrain.rundir import RunDir
+from colotrain.spec.plan import RunPlan
 from colotrain.verify.masks import MaskedSamples, without_dropout
 
 
@@ -59,7 +60,7 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
         events = EventWriter(case.event_file(rank=rank, attempt=attempt))
         run = prepare(plan, case, device=device, events=events, stop=stop)
         began_with = run.loss_scale.scale = scale or run.loss_scale.scale
-        run.train_data = masked_loader(run.train_data, whole=plan.data.pairs)
+        run.train_data = masked_loader(run.train_data, plan)
         recorder = Recorder()
         run.on_gradients = recorder.record
         with without_dropout(run.sharded.module):
@@ -73,9 +74,11 @@ def train_case(case: RunDir, device: torch.device, stop: StopRequest) -> str:
     return outcome
 
 
-def masked_loader(loader: BatchLoader, *, whole: bool = False) -> BatchLoader:
+def masked_loader(loader: BatchLoader, plan: RunPlan) -> BatchLoader:
     """The loader with the same masks on its samples as the reference's."""
-    samples, seed = MaskedSamples(loader.samples, whole=whole), loader.draw_seed
+    ignored = plan.train.ignore_index
+    samples = MaskedSamples(loader.samples, whole=plan.data.pairs, ignored=ignored)
+    seed = loader.draw_seed
     return BatchLoader(
         samples,
         loader.order,

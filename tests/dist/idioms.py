@@ -13,10 +13,10 @@ VOCAB, WIDTH, LENGTH = 11, 8, 64
 
 
 def tokens(num: int = 64, length: int = LENGTH) -> list[dict[str, Tensor]]:
-    """Random tokens as inputs and, unshifted, as labels."""
+    """Random tokens as inputs, and the next ones as labels."""
     generator = torch.Generator().manual_seed(3)
-    rows = torch.randint(0, VOCAB, (num, length), generator=generator)
-    return [{"input_ids": row, "labels": row.clone()} for row in rows]
+    rows = torch.randint(0, VOCAB, (num, length + 1), generator=generator)
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
 
 
 class HalfLoss(nn.Module):

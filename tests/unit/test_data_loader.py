@@ -21,13 +21,13 @@ from colotrain.data.read.loader import (
     SampleOrder,
     TokenSamples,
     count_evaluated,
-    count_targets,
     open_samples,
     order_of,
 )
 from colotrain.data.read.mixtures import Mixture
 from colotrain.data.read.samples import StreamSamples
 from colotrain.errors import ConfigError
+from colotrain.models.outputs import TargetRule
 from colotrain.spec.plan import BatchPlan, DataPlan
 
 
@@ -215,8 +215,8 @@ def test_targets_are_the_labels_that_count() -> None:
     labels = torch.randint(0, 9, (4, 50))
     labels[torch.rand(4, 50) < 0.3] = -100
     expected = sum(number != -100 for row in labels.tolist() for number in row)
-    assert count_targets({"labels": labels}) == expected
-    assert count_targets({"x": labels}) is None
+    assert TargetRule().count({"labels": labels}) == expected
+    assert TargetRule().count({"x": labels}) is None
 
 
 # --- the user's own dataset

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from colotrain.data.read.loader import targets_per_sample
 from colotrain.engine import loop
-from colotrain.engine.accumulation import SHIFTS, weighted_loss
+from colotrain.engine.accumulation import weighted_loss
 from colotrain.engine.gradients import gradients
-from colotrain.engine.label_shift import is_in_question, shifts_labels
+from colotrain.engine.loss_trial import examine
 from colotrain.engine.precision import cast_inputs
 from colotrain.errors import ColotrainError
+from colotrain.models.outputs import TARGETS, TargetRule
 from colotrain.planner.traced.tracing import loss_of
 from tests.dist.idioms import HalfLoss, NeverZero, Shifts, tokens
 
@@ -63,16 +64,14 @@ def test_a_model_that_shifts_labels_is_told(
     model: nn.Module, shifts: bool, dtype: torch.dtype
 ) -> None:
     drawn = torch.get_rng_state()
-    sample = {name: tensor[:1] for name, tensor in batch().items()}
-    assert is_in_question(sample)
-    assert shifts_labels(model.to(dtype), sample) is shifts
+    assert examine(model.to(dtype), batch()).rule == TargetRule(shifted=shifts)
     assert model.training
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_the_first_label_of_a_row_has_no_weight_where_labels_are_shifted() -> None:
     model = Shifts()
-    setattr(model, SHIFTS, True)
+    setattr(model, TARGETS, TargetRule(shifted=True))
     whole = batch()
     whole["labels"][0, 5:] = -100
     loss, count = weighted_loss(model, whole)
@@ -100,7 +99,7 @@ def test_a_dict_may_have_the_sum_and_count_as_its_loss() -> None:
     torch.testing.assert_close(loss, HalfLoss.forward(model, **whole) * 5)
     assert count.item() == 5
     assert loss_of(model(**whole)).shape == ()
-    assert not shifts_labels(model, {name: tensor[:1] for name, tensor in whole.items()})
+    assert not examine(model, whole).rule.shifted
 
 
 def test_a_dict_without_a_loss_is_described() -> None:

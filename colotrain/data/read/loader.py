@@ -34,7 +34,6 @@ __all__ = [
     "Split",
     "TokenSamples",
     "count_evaluated",
-    "count_targets",
     "open_samples",
     "order_of",
     "planned_collate",
@@ -328,17 +327,6 @@ def _collated(samples: list[Any], collate: Collate) -> dict[str, Tensor]:
 
 def _kind(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def count_targets(batch: Mapping[str, Tensor], *, shifted: bool = False) -> int | None:
-    """Number of labels that are not -100; None for a batch without labels.
-
-    With `shifted` the first label of each row does not count: the model shifts labels itself.
-    """
-    labels = batch.get("labels")
-    if labels is None:
-        return None
-    return int(((labels[:, 1:] if shifted else labels) != IGNORE_INDEX).sum())
 
 
 def targets_per_sample(batch: Mapping[str, Tensor]) -> int:

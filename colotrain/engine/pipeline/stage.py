@@ -27,6 +27,7 @@ from colotrain.engine.model_blocks import Group
 from colotrain.engine.pipeline.exchange import Exchange, make_links
 from colotrain.engine.pipeline.stand_ins import Left, only_shape, pass_on, until_left
 from colotrain.engine.waiting import waiting
+from colotrain.models.huggingface_attention import OWN_LAYERS
 from colotrain.spec.mesh import PP
 from colotrain.spec.pipeline_schedule import Action, order_of, slots_around
 from colotrain.spec.sequence import BlockSequence
@@ -214,13 +215,13 @@ class Stage:
         dist.broadcast(value, group=self.line, group_src=self.holders[name][0])
         return value
 
-    def from_last(self, flag: bool) -> bool:
-        """Return the last stage's flag. All ranks must call."""
+    def from_last(self, number: int) -> int:
+        """Return the last stage's number. All ranks must call."""
         if self.line is None:
-            return flag
-        told = torch.tensor(int(flag))
+            return number
+        told = torch.tensor(number)
         dist.broadcast(told, group=self.line, group_src=self.count - 1)
-        return bool(told.item())
+        return int(told.item())
 
     def sum_shared_(self, name: str, gradient: Tensor) -> None:
         """Add the other stage's gradient of a tied parameter; both then have the same bits.
@@ -350,6 +351,7 @@ def keep_stage_(
             module = model.get_submodule(path)
             if not held & {*module.parameters()}:
                 module.forward = only_shape(module, compute_dtype)
+    model.__dict__[OWN_LAYERS] = lambda: len(stage.blocks_of(stage.chunk))
     if chunks > 1 or not stage.is_last:
         model.forward = until_left(model.forward, lambda: stage.gives_loss(stage.chunk))
     return stage

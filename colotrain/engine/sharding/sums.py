@@ -1,4 +1,4 @@
-"""Sums of gradients that `fully_shard` does not make, once a step."""
+"""Sums over ranks that `fully_shard` does not make, once a step: gradients, running statistics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from colotrain.engine.sharding.sharded_model import ShardedModel, replicated
 from colotrain.engine.sharding.shards import local_shard
+from colotrain.torch_internals import BatchNorms
 
 
 def reduce_replicated_(sharded: ShardedModel) -> None:
@@ -55,3 +56,26 @@ def sum_tied_(sharded: ShardedModel) -> None:
             parameter.grad = torch.zeros_like(parameter)
         sharded.norms.pop(name, None)
         sharded.stage.sum_shared_(name, local_shard(parameter.grad))
+
+
+@torch.no_grad()
+def average_statistics_(sharded: ShardedModel) -> None:
+    """Give all ranks the mean of their batch normalizations' running statistics, after a step.
+
+    Each rank has seen its own micro-batches, and an evaluation and an export need one model. A
+    running statistic is linear in what it has seen, so that it is the same whenever it is averaged.
+    All ranks must call.
+    """
+    running = [
+        statistic
+        for module in sharded.module.modules()
+        if isinstance(module, BatchNorms) and module.training
+        for statistic in (module.running_mean, module.running_var)
+        if statistic is not None
+    ]
+    if running and dist.get_world_size() > 1:
+        total = torch.cat([statistic.double().flatten() for statistic in running])
+        dist.all_reduce(total)
+        means = (total / dist.get_world_size()).split([s.numel() for s in running])
+        for statistic, mean in zip(running, means, strict=True):
+            statistic.copy_(mean.view(statistic.shape))

@@ -22,6 +22,7 @@ from colotrain.data.read.loader import (
 )
 from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
+from colotrain.engine import loss_trial
 from colotrain.engine.freezing import freeze_
 from colotrain.engine.model_blocks import find_blocks
 from colotrain.engine.model_checks import check_dtypes, check_parameters
@@ -35,7 +36,13 @@ from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
 from colotrain.models.huggingface_match import remarks_on_files
 from colotrain.models.huggingface_task import CAUSAL, MASKED, Task
 from colotrain.models.llm import LLM
-from colotrain.models.loading import begin_training_, build, build_on_meta, fills_itself
+from colotrain.models.loading import (
+    begin_training_,
+    build,
+    build_on_meta,
+    build_whole,
+    fills_itself,
+)
 from colotrain.models.objective import attach_
 from colotrain.models.preferences import REFERENCE
 from colotrain.models.seeding import seeded
@@ -46,7 +53,8 @@ from colotrain.spec.divisions import Divisions
 from colotrain.spec.mesh import MeshPlan
 from colotrain.spec.plan import DataPlan, FreezePlan, ModelPlan, Recompute
 from colotrain.spec.sequence import BlockSequence
-from colotrain.spec.survey import Exchange, ParameterInfo, Survey, Trace
+from colotrain.spec.survey import Exchange, LossStudy, ParameterInfo, Survey, Trace
+from colotrain.torch_internals import BatchNorms
 
 
 def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
@@ -82,6 +90,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         built_whole=whole,
         uses_transformers=model.distill is not None  # its teacher is a model of transformers
         or any("transformers" in type(m).__module__ for m in module.modules()),
+        batch_norms=tuple(batch_norms(module)),
         **huggingface_task(module, model),
         chunks_loss=isinstance(module, LLM)
         or (
@@ -93,6 +102,54 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         divides_sequences=hasattr(module, ATTRIBUTE),
         divisions=own_divisions(module, model),
     )
+
+
+def batch_norms(module: nn.Module) -> Iterator[str]:
+    """Names of the modules that normalize what one rank has of a micro-batch, in training."""
+    begin_training_(module)
+    for name, inner in module.named_modules():
+        of_rank = isinstance(inner, BatchNorms) and not isinstance(inner, nn.SyncBatchNorm)
+        if of_rank and (inner.training or not inner.track_running_stats):
+            yield name or type(inner).__name__
+
+
+def study_loss(model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
+    """What a few forwards of the real model in this process find of its loss.
+
+    The samples are the first of a user's dataset, or random tokens.
+    """
+    module = build_on_meta(model)
+    if module is not None:
+        attach_(module, model)
+    if module is None or not loss_trial.sums_tokens(module):
+        module = build_whole(model, seed=seed)
+        attach_(module, model)
+    begin_training_(module)
+    samples = _first_samples(data, seed, vocab_size(module))
+    found = loss_trial.examine(module, samples, budget_s=MOST_SECONDS)
+    problem = loss_trial.problem_of(found, model, data)
+    return LossStudy(
+        ignore_index=found.rule.ignored,
+        notes=tuple(loss_trial.notes_of(found)),
+        against={} if problem is None else dataclasses.asdict(problem),
+    )
+
+
+MOST_SECONDS = 20.0
+"""Seconds after which no further forward with a loss begins."""
+
+
+def _first_samples(data: DataPlan, seed: int, vocab: int | None) -> dict[str, Tensor]:
+    if data.source == "target":
+        with seeded(seed):
+            samples = open_samples(data, "train")
+            refuse_empty(samples)
+            num = min(loss_trial.MOST_SAMPLES, len(samples))
+            return stack([(i, read_sample(samples, i)) for i in range(num)], planned_collate(data))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab or 2, (2, data.seq_len + 1), generator=generator)
+    sample = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    return {**sample, DOCUMENT_IDS: tokens[:, :-1] * 0} if data.isolate else sample
 
 
 def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""Targets of a run's loss: how many a step has, and which labels they are."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colotrain.data.read.loader import BatchLoader, read_batch, targets_per_sample
+from colotrain.data.read.samples import StreamSamples
+from colotrain.engine import loss_trial
+from colotrain.engine.loss_trial import MOST_SAMPLES
+from colotrain.engine.precision import cast_dtype, cast_inputs
+from colotrain.engine.run_state import Run
+from colotrain.engine.sharding.sharded_model import reshard
+from colotrain.errors import ColotrainError, ConfigError
+from colotrain.events.kinds import Note
+from colotrain.events.log import EventWriter
+from colotrain.models.outputs import TARGETS, TargetRule
+from colotrain.spec.plan import RunPlan
+
+
+def agree_on_targets(
+    plan: RunPlan, trial: dict[str, Tensor] | None, data: BatchLoader, events: EventWriter
+) -> tuple[float, dict[str, Tensor]]:
+    """Return a step's targets when none is masked, and a few samples for `engine.loss_trial`.
+
+    Both come from rank 0, whose micro-batch is `trial`. Raises `ColotrainError` on every rank where
+    the compute precision cannot hold its values.
+    """
+    told: list[Any] = [None]
+    if trial is not None:
+        nominal = float(plan.batch.global_batch * targets_per_sample(trial))
+        cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
+        if cast:
+            events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
+        told = [(nominal, first_samples(trial, data), problem)]
+    dist.broadcast_object_list(told)
+    nominal, samples, problem = told[0]
+    if problem:
+        raise ColotrainError(*problem)
+    return nominal, samples
+
+
+def first_samples(trial: dict[str, Tensor], data: BatchLoader) -> dict[str, Tensor]:
+    """Return a few samples of the first micro-batch, or where that is one, of the data.
+
+    A stream is not read beyond its first micro-batch; samples of several shapes are left out.
+    """
+    found = {name: tensor[:MOST_SAMPLES] for name, tensor in trial.items()}
+    num = min(MOST_SAMPLES, len(data.samples))
+    if data.batch.micro_batch > 1 or isinstance(data.samples, StreamSamples):
+        return found
+    try:
+        return read_batch(
+            data.samples, data.order, range(num), draw_seed=data.draw_seed, collate=data.collate
+        )
+    except ColotrainError:
+        return found
+
+
+def find_targets(run: Run) -> None:
+    """Find out what the loss is a mean over; refuse labels that teach something else.
+
+    All ranks must call.
+    """
+    plan, model = run.plan, run.sharded.module
+    if plan.mesh.cp > 1 and not loss_trial.sums_tokens(model):  # it returns (loss_sum, count)
+        return
+    run.at("trial forward")
+    samples = {name: tensor.to(run.device) for name, tensor in run.trial.items()}
+    with torch.compiler.set_stance("force_eager") if plan.train.compile else nullcontext():
+        found = loss_trial.examine(
+            model,
+            samples,
+            known=TargetRule(ignored=plan.train.ignore_index),
+            stage=run.sharded.stage,
+            tolerance=loss_trial.TOLERANCE[plan.train.precision],
+        )
+    reshard(run.sharded)
+    if problem := loss_trial.problem_of(found, plan.model, plan.data):
+        raise ConfigError([problem])
+    setattr(model, TARGETS, found.rule)
+    if found.rule.entry in samples:
+        per_sample = max(1, samples[found.rule.entry][0].numel())
+        run.nominal_targets = float(plan.batch.global_batch * per_sample)
+    for text in loss_trial.notes_of(found) if run.rank == 0 and not run.step else ():
+        if text not in plan.warnings:
+            run.events.write(Note(text=f"warning: {text}" if found.against else text))

@@ -1,0 +1,46 @@
+"""Forwards beside training, which leave modes, buffers and generators as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from colotrain.engine import generators
+from colotrain.torch_internals import BatchNorms, Dropouts
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device, *, everything: bool = True) -> Iterator[None]:
+    """Run the context in evaluation mode; restores modes, buffers and generators.
+
+    Without `everything` only dropout and batch normalization are: a model may have no loss in
+    evaluation mode.
+    """
+    modes = {module: module.training for module in model.modules()}
+    states = generators.states(device)
+    if everything:
+        model.eval()
+    for module in () if everything else model.modules():
+        if isinstance(module, BatchNorms | Dropouts):
+            module.eval()
+    try:
+        with kept_buffers(model):
+            yield
+    finally:
+        generators.set_states(device, states)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers that forwards in the context change, such as running means."""
+    owners = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False)]
+    before = [buffer.clone() for *_, buffer in owners]
+    yield
+    for (module, name, buffer), value in zip(owners, before, strict=True):
+        buffer.copy_(value)
+        module._buffers[name] = buffer  # also where forward assigned another tensor

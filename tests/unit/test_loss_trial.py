@@ -1,0 +1,249 @@
+"""What a loss is a mean over is found by forwards, whatever labels it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colotrain.engine.accumulation import weighted_loss
+from colotrain.engine.loss_trial import Findings, examine
+from colotrain.models.outputs import TARGETS, TargetRule
+
+Loss = Callable[..., Any]
+
+
+class Model(nn.Module):
+    """A layer, and a loss of its outputs that a test gives."""
+
+    def __init__(self, loss: Loss, *, vocab: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.norm, self.loss = nn.Linear(4, vocab), nn.BatchNorm1d(vocab), loss
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Any:
+        return self.loss(self.norm(self.layer(x)), **batch)
+
+
+class Tokens(nn.Module):
+    """Logits of tokens that see nothing else, and a loss of them that a test gives."""
+
+    def __init__(self, loss: Loss, *, zeros: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head, self.loss = nn.Embedding(9, 8), nn.Linear(8, 9), loss
+        if zeros:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> Any:
+        return self.loss(self.head(self.embed(input_ids)), **batch)
+
+
+def found(loss: Loss, **batch: Tensor) -> Findings:
+    model = Model(loss)
+    torch.manual_seed(3)
+    result = examine(model, {"x": torch.randn(2, 4), **batch})
+    assert model.training
+    assert not model.norm.num_batches_tracked
+    return result
+
+
+def square(rows: Tensor) -> Tensor:
+    return rows.square().sum(-1)
+
+
+def contrastive(rows: Tensor) -> Tensor:
+    return F.cross_entropy(rows @ rows.mT, torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (lambda rows: square(rows).sum(), "twice the mean"),
+        (contrastive, "no mean over samples"),
+        (lambda rows: square(rows).mean(), ""),
+        (lambda rows: (square(rows).sum(), torch.tensor(len(rows))), ""),
+        (lambda rows: (square(rows).mean(), torch.tensor(len(rows))), "sums that two samples"),
+        (lambda rows: square(rows).mean() * torch.rand(()), ""),
+        (lambda rows: square(rows).mean() / (1 if len(rows) > 1 else 0 // 0), ""),
+    ],
+    ids=["sum", "contrastive", "mean", "pair", "mean beside a count", "random", "fails"],
+)
+def test_a_loss_that_is_no_mean_of_its_samples_is_told(loss: Loss, line: str) -> None:
+    told = found(loss).against
+    assert told == line if not line else line in told
+
+
+def test_weights_are_told_unless_their_sum_is_returned() -> None:
+    weights = torch.tensor([1.0, 7.0])
+
+    def mean(rows: Tensor, w: Tensor) -> Tensor:
+        return (w * square(rows)).sum() / w.sum()
+
+    def pair(rows: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return (w * square(rows)).sum(), w.sum()
+
+    assert "sum of weights" in found(mean, w=weights).against
+    assert found(pair, w=weights).against == ""
+
+
+def test_weights_of_classes_are_told_even_where_two_samples_have_the_same() -> None:
+    def loss(rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(rows, labels, weight=torch.tensor([1.0, 2.0, 3.0]))
+
+    assert "sum of weights" in found(loss, labels=torch.tensor([1, 1])).against
+
+
+def test_a_loss_that_only_training_has_is_looked_at() -> None:
+    class InTraining(Model):
+        def forward(self, x: Tensor, **batch: Tensor) -> Any:
+            return super().forward(x, **batch) if self.training else {"logits": self.layer(x)}
+
+    model = InTraining(lambda rows: square(rows).sum())
+    assert "twice" in examine(model, {"x": torch.randn(2, 4)}).against
+    assert model.training
+    assert model.norm.training
+
+
+def shifted(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=ignored
+    )
+
+
+def gathered(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """A loss of somebody's own, without torch's cross-entropy."""
+    counts = labels != ignored
+    picked = logits.log_softmax(-1).gather(-1, labels.where(counts, 0)[..., None])[..., 0]
+    return -(picked * counts).sum() / counts.sum()
+
+
+def by_row(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean of rows' means: each sample has the same weight."""
+    each = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=-100)
+    counts = (labels != -100).sum(1)
+    return (each.sum(1) / counts).mean()
+
+
+def unequal_rows(ignored: int, *, also_first: bool = False) -> Tensor:
+    labels = torch.randint(1, 9, (3, 12), generator=torch.Generator().manual_seed(5))
+    labels[0, 2:] = labels[1, 9:] = ignored
+    if also_first:
+        labels[:, 0] = ignored
+    return labels
+
+
+@pytest.mark.parametrize("ignored", [-1, 0, 255, -100])
+@pytest.mark.parametrize("zeros", [False, True], ids=["", "zero head"])
+@pytest.mark.parametrize("is_shifted", [False, True], ids=["as they are", "shifted"])
+@pytest.mark.parametrize("also_first", [False, True], ids=["", "first left out"])
+def test_labels_that_cross_entropy_leaves_out_do_not_count(
+    ignored: int, zeros: bool, is_shifted: bool, also_first: bool
+) -> None:
+    def plain(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored)
+
+    loss = (lambda logits, labels: shifted(logits, labels, ignored)) if is_shifted else plain
+    check(Tokens(loss, zeros=zeros), unequal_rows(ignored, also_first=also_first))
+
+
+def check(model: nn.Module, labels: Tensor, entry: str = "labels") -> TargetRule:
+    """Each way to cut the batch gives the loss of the whole batch in plain torch."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randint(0, 9, (len(labels), 12), generator=generator)
+    batch = {"input_ids": inputs, entry: labels}
+    rule = examine(model, batch)
+    assert rule.against == ""
+    setattr(model, TARGETS, rule.rule)
+    for cuts in ([1] * len(labels), [2, len(labels) - 2]):
+        rows = {name: tensor.split(cuts) for name, tensor in batch.items()}
+        parts = [dict(zip(rows, part, strict=True)) for part in zip(*rows.values(), strict=True)]
+        losses = [weighted_loss(model, part) for part in parts]
+        total = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
+        torch.testing.assert_close(total, model(**batch))
+    return rule.rule
+
+
+@pytest.mark.parametrize("ignored", [-1, 0, 255, -100])
+def test_labels_that_another_loss_leaves_out_do_not_count(ignored: int) -> None:
+    model = Tokens(lambda logits, labels: gathered(logits, labels, ignored))
+    rule = check(model, unequal_rows(ignored))
+    assert rule == TargetRule(ignored=ignored)
+
+
+@pytest.mark.parametrize("ignored", [-1, -100])
+def test_targets_of_another_name_count(ignored: int) -> None:
+    def loss(logits: Tensor, targets: Tensor) -> tuple[None, Tensor] | Any:
+        flat = logits.flatten(0, 1), targets.flatten()
+        return {"loss": F.cross_entropy(*flat, ignore_index=ignored), "logits": logits}
+
+    rule = check(Outputs(loss), unequal_rows(ignored), "targets")
+    assert rule == TargetRule(entry="targets", ignored=ignored)
+
+
+class Outputs(Tokens):
+    """Its forward gives a dict, and called in a test the loss."""
+
+    def forward(self, input_ids: Tensor, **batch: Tensor) -> Any:
+        return super().forward(input_ids, **batch)["loss"]
+
+
+def test_samples_count_alike_where_their_own_means_are_averaged() -> None:
+    assert check(Tokens(by_row), unequal_rows(-100)).by_sample
+
+
+def test_several_classes_of_a_sample_are_no_sequence() -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        wanted = F.one_hot(labels, 9).sum(1).clamp(max=1).double()
+        return F.binary_cross_entropy_with_logits(logits.mean(1).double(), wanted)
+
+    assert not check(Tokens(loss), torch.randint(0, 9, (3, 5))).shifted
+
+
+def test_floating_labels_count_whatever_their_values_are() -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(logits.mean(-1), labels)
+
+    labels = torch.randn(3, 12)
+    labels[0, 3:] = -100.0
+    assert TargetRule().count({"labels": labels}) == 36
+    check(Tokens(loss), labels)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_labels_equal_to_inputs_are_found_unless_the_model_shifts_them(masks: bool) -> None:
+    def plain(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def pair(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        count = (labels[:, 1:] != -100).sum()
+        return shifted(logits, labels, -100) * count, count
+
+    tokens = torch.randint(0, 9, (3, 12))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if masks:
+        batch["labels"][:, :4] = -100
+    assert examine(Tokens(plain), batch).copies
+    assert not examine(Tokens(lambda x, labels: shifted(x, labels, -100)), batch).copies
+    assert not examine(Tokens(pair), batch).copies
+    batch["labels"] = tokens.roll(-1, 1)
+    assert not examine(Tokens(plain), batch).copies
+
+
+def test_a_model_that_keeps_a_state_of_a_batch_is_left_as_it_was() -> None:
+    class Recurrent(Model):
+        def forward(self, x: Tensor, **batch: Tensor) -> Any:
+            self.state = x + self.state  # of another size than a batch of one sample
+            return super().forward(x, **batch)
+
+    model = Recurrent(lambda rows: square(rows).mean())
+    model.state = state = torch.zeros(2, 4)
+    assert examine(model, {"x": torch.randn(2, 4)}).against == ""
+    assert model.state is state
+    model.state = torch.zeros(3, 4)
+    assert examine(model, {"x": torch.randn(2, 4)}).against == ""
