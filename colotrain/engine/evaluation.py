@@ -20,7 +20,7 @@ from colotrain.engine.sharding.sharded_model import reshard
 from colotrain.errors import ColotrainError
 from colotrain.events.kinds import Evaluation, Note
 from colotrain.models.objective import inputs_of, outputs_alone
-from colotrain.models.outputs import metrics_in
+from colotrain.models.outputs import TargetRule, means_in, metrics_in
 from colotrain.torch_internals import is_persistent
 
 
@@ -110,6 +110,8 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
     """Return summed loss and number of targets of this rank's micro-batches, and their metrics."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     metrics: Metrics = {}
+    weights = run.metric_weights
+    weights = weights_of_metrics(run) if weights is None else weights
     num = run.plan.batch.accumulation_steps
     total = data.num_micro_batches
     assert total is not None
@@ -125,7 +127,9 @@ def sum_losses(run: Run, data: BatchLoader) -> tuple[Tensor, Metrics]:
             continue
         loss, count, output, own = found
         sums += torch.stack([loss.double(), count.double()])
-        for name, value, weight in (*metrics_in(output, count), *metrics_in(own, count)):
+        over = {name: _weight(kind, batch, count) for name, kind in weights.items()}
+        further = (*metrics_in(output, count, over), *metrics_in(own, count, over))
+        for name, value, weight in further:
             if not weight.item():  # a rank's part of a sample may have no target
                 continue
             before = metrics.get(name, (0.0, 0.0))
@@ -156,6 +160,67 @@ def _with_metrics(run: Run, batch: Batch) -> tuple[Tensor, Tensor, Any, Any] | N
     if output is None:
         return loss, count, None, None
     return loss, count, output, _checked(function(batch, outputs), run.plan.train.metrics)
+
+
+WEIGHTS = ("targets", "labels", "samples")
+"""What a metric may be a mean over: what the loss is, samples, or labels that are not -100."""
+
+
+def _weight(kind: str, batch: Batch, count: Tensor) -> Tensor:
+    if kind == "targets":
+        return count
+    labels = TargetRule().count(batch) if kind == "labels" else None
+    return torch.tensor(float(len(next(iter(batch.values()))) if labels is None else labels))
+
+
+def weights_of_metrics(run: Run) -> dict[str, str]:
+    """Name of each metric without a count of its own → what it is a mean over (`WEIGHTS`).
+
+    Found by samples together and apart; a metric that is none of these means depends on how
+    samples are divided, which is said. All ranks must call.
+    """
+    plan = run.plan
+    size = len(next(iter(run.trial.values())))
+    if plan.mesh.cp > 1 or plan.mesh.pp > 1 or size < 2:
+        return {}
+    trial = to_device(run.trial, run.device)
+    apart = [{name: tensor[at : at + 1] for name, tensor in trial.items()} for at in range(size)]
+    try:
+        alone = [_with_metrics(run, batch) for batch in apart]
+        rows = [at for at, found in enumerate(alone) if found is not None and found[2] is not None]
+        together = {name: tensor[rows] for name, tensor in trial.items()}
+        found = [_with_metrics(run, together), *(alone[at] for at in rows)] if rows else []
+    except Exception:  # a batch of one sample may be none that the model takes
+        return {}
+    counts: dict[str, list[float]] = {kind: [] for kind in WEIGHTS}
+    means: list[dict[str, float]] = []
+    for batch, result in zip((together, *(apart[at] for at in rows)), found, strict=False):
+        assert result is not None
+        _, count, output, own = result
+        means.append({**means_in(output), **means_in(own)})
+        for kind in WEIGHTS:
+            counts[kind].append(_weight(kind, batch, count).item())
+    is_usual = counts["targets"] in (counts["labels"], counts["samples"])
+    order = WEIGHTS if is_usual else ("labels", "samples", "targets")  # weights are the loss's own
+    weights, is_sure = {}, True
+    for name, whole in means[0].items() if means else ():
+        values = [each.get(name, 0.0) for each in means[1:]]
+        fits = [kind for kind in order if _is_mean(whole, values, counts[kind][1:])]
+        is_sure &= len({tuple(counts[kind]) for kind in fits}) < 2
+        weights[name] = fits[0] if fits else order[0]
+        if not fits and run.rank == 0:
+            text = (
+                f"warning: {name} of train.metrics or of the model is no mean over samples or "
+                "targets: its value depends on train.micro_batch; return (sum, count) for it"
+            )
+            run.events.write(Note(step=run.step, text=text))
+    run.metric_weights = weights if is_sure else None  # else the next evaluation may tell
+    return weights
+
+
+def _is_mean(together: float, values: list[float], weights: list[float]) -> bool:
+    total = sum(map(float.__mul__, values, weights))
+    return math.isclose(together * sum(weights), total, rel_tol=1e-3, abs_tol=1e-6)
 
 
 def _checked(found: Any, dotted: str | None) -> dict[str, Any]:

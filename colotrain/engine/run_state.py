@@ -122,6 +122,8 @@ class Run:
     on_gradients: Callable | None = None
     metrics: Callable[[Batch, Any], Any] | None = None
     """The function `train.metrics`."""
+    metric_weights: dict[str, str] | None = None
+    """What metrics without a count are means over; None where that is not known."""
     step: int = 0
     """Number of steps done."""
     micro_batches: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,11 +15,16 @@ from torch import Tensor, nn
 from colotrain.errors import UsageError
 from colotrain.models.adapters import is_adapted
 from colotrain.models.context_parallel import ATTRIBUTE
-from colotrain.models.documents import documents_in
+from colotrain.models.documents import Documents, documents_in
 from colotrain.models.huggingface_attention import check_calls, divided, num_calls
 from colotrain.models.huggingface_documents import attending_within, needs_no_mask
 from colotrain.models.huggingface_internals import without_packed_sequence_search
-from colotrain.models.huggingface_task import SEQUENCE_TO_SEQUENCE, Task, check_batch
+from colotrain.models.huggingface_task import (
+    QUESTION_ANSWERING,
+    SEQUENCE_TO_SEQUENCE,
+    Task,
+    check_batch,
+)
 from colotrain.models.llm import positions_within
 from colotrain.models.loss import IGNORE_INDEX, Logits, cross_entropy, reduction
 from colotrain.models.tensor_parallel import ATTRIBUTE as TENSOR_SHARD
@@ -30,15 +36,20 @@ from colotrain.models.tensor_parallel import (
 
 BALANCING = "load_balancing_loss_func"
 """Name of transformers' auxiliary loss in modules of architectures with experts."""
+BALANCING_ARGS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+"""Its arguments."""
 _BALANCING_LOSS = "_colotrain_balancing_loss"
 """Attribute of a model with that function."""
 _HEAD = "_colotrain_head"
 """Attribute of a model with the `ChunkedHead` of its output embeddings."""
 
 
-def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> Any:
+def shifted_loss(
+    forward: Callable[..., Any], /, *inputs: Any, documents: Documents | None = None, **batch: Any
+) -> Any:
     """(summed loss, number of targets) of a causal language model, for labels shifted already.
 
+    `documents` are those of the micro-batch, where they are kept apart.
     Within `loss.by_token` the first is the loss of each token.
     Without labels it returns the output of `forward`.
     """
@@ -66,7 +77,8 @@ def shifted_loss(forward: Callable[..., Any], /, *inputs: Any, **batch: Any) -> 
             reduction=reduction(),
         )
     if balances_experts(model):
-        loss = loss + _balancing_loss(model, output.router_logits, labels, batch)
+        mask = batch.get("attention_mask")
+        loss = loss + _balancing_loss(model, output.router_logits, labels, mask, documents)
     return loss, (labels != IGNORE_INDEX).sum()
 
 
@@ -80,25 +92,38 @@ def find_balancing_loss_(model: nn.Module) -> bool:
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     found = getattr(sys.modules[type(model).__module__], BALANCING, None)
     model.__dict__[_BALANCING_LOSS] = found  # once it is sharded, its class has another module
-    return found is not None and all(hasattr(model, name) for name in names)
+    if found is None or not all(hasattr(model, name) for name in names):
+        return False
+    return tuple(inspect.signature(found).parameters) == BALANCING_ARGS
 
 
 def _balancing_loss(
-    model: Any, logits: tuple[Tensor, ...], labels: Tensor, batch: dict[str, Any]
+    model: Any,
+    logits: tuple[Tensor, ...],
+    labels: Tensor,
+    mask: Tensor | None,
+    documents: Documents | None,
 ) -> Tensor:
-    """The auxiliary loss of each sample, which transformers computes, times its targets.
+    """The auxiliary loss that transformers computes for each sample by itself, times its targets.
 
-    Of the samples of a whole micro-batch together it would depend on how a step is divided.
+    Of the samples of a whole micro-batch together it would depend on how a step is divided. Padding
+    does not count: `mask` [batch, seq] is 0 there. Of samples with several documents each is one.
     `logits` of each layer are [batch * seq, experts].
     """
     own_loss_of = model.__dict__[_BALANCING_LOSS]
-    layers = [layer.unflatten(0, labels.shape) for layer in logits]
-    counts = (labels != IGNORE_INDEX).sum(1)
+    batch, seq_len = labels.shape
+    lengths = list(documents.lengths) if documents is not None else [seq_len] * batch
+    mask = torch.ones_like(labels) if mask is None else mask
     total = torch.zeros((), device=labels.device)
-    for index, count in enumerate(counts):
-        own, mask = tuple(layer[index] for layer in layers), batch.get("attention_mask")
-        mask = None if mask is None else mask[index : index + 1]
-        total = total + count * own_loss_of(own, model.num_experts, model.num_experts_per_tok, mask)
+    for tokens, own, *layers in zip(
+        *(tensor.flatten().split(lengths) for tensor in (labels, mask)),
+        *(layer.split(lengths) for layer in logits),
+        strict=True,
+    ):
+        count = (tokens != IGNORE_INDEX).sum()
+        own = torch.where(own.any(), own, torch.ones_like(own))  # a mean over no token is NaN
+        experts = model.num_experts, model.num_experts_per_tok
+        total = total + count * own_loss_of(tuple(layers), *experts, own)
     return total * model.router_aux_loss_coef
 
 
@@ -110,7 +135,7 @@ def isolating_loss(
     **batch: Any,
 ) -> Any:
     """`shifted_loss` of a model that keeps the documents of `document_ids` [batch, seq] apart."""
-    model, documents = _model_of(forward), None
+    model, documents, apart = _model_of(forward), None, None
     if document_ids is not None and batch.get("attention_mask") is not None:
         raise UsageError(
             "samples have document_ids and an attention_mask, of which one would be ignored",
@@ -118,12 +143,13 @@ def isolating_loss(
         )
     if document_ids is not None:
         batch["position_ids"] = positions_within(document_ids)
+        apart = documents_in(document_ids) if balances_experts(model) else None
         if getattr(model, ATTRIBUTE, None) is not None:
             batch["document_ids"] = document_ids
         elif needs_no_mask(model):
             documents = documents_in(document_ids)
     with attending_within(model, documents) as more:
-        return shifted_loss(forward, *inputs, **batch, **more)
+        return shifted_loss(forward, *inputs, documents=apart, **batch, **more)
 
 
 def own_loss(forward: Callable[..., Any], task: Task, /, *inputs: Any, **batch: Any) -> Any:
@@ -140,11 +166,33 @@ def own_loss(forward: Callable[..., Any], task: Task, /, *inputs: Any, **batch: 
     if task is SEQUENCE_TO_SEQUENCE:
         batch["use_cache"] = False
     try:
-        return forward(**batch)
+        output = forward(**batch)
     except ValueError as error:
         if "padding token" not in str(error):
             raise
         raise UsageError(f"{name}: {error}", "set model.args.pad_token_id") from error
+    return output if task is not QUESTION_ANSWERING else _loss_of_answer(output, batch)
+
+
+def _loss_of_answer(output: Any, batch: dict[str, Any]) -> Any:
+    """(summed loss, number of targets) of the first and the last position of each answer.
+
+    As in transformers a position behind the sequence is no target, and one before it the first.
+    Its mean of starts and that of ends count alike; where one of an answer's positions is no
+    target, that depends on how a batch is divided, and here all positions count alike. The output
+    itself, with transformers' mean loss, where a model has no logits of positions.
+    """
+    pairs = []
+    for name in ("start", "end"):
+        logits, positions = getattr(output, f"{name}_logits", None), batch.get(f"{name}_positions")
+        if logits is None or positions is None or logits.ndim != 2:
+            return output
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        pairs.append((logits.to(exact), positions.flatten().clamp(0, logits.shape[1])))
+    logits, positions = (torch.cat(each) for each in zip(*pairs, strict=True))
+    ignored = logits.shape[1]
+    loss = F.cross_entropy(logits, positions, ignore_index=ignored, reduction="sum")
+    return loss, (positions != ignored).sum()
 
 
 def _model_of(forward: Any) -> nn.Module:

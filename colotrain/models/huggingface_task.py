@@ -57,6 +57,12 @@ MASKED = Task(
     label_dims=1,
     labels="the token where one is hidden, -100 elsewhere",
 )
+QUESTION_ANSWERING = Task(
+    name="question answering",
+    peft="QUESTION_ANS",
+    registry="MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+    needs=("input_ids", "start_positions", "end_positions"),
+)
 TASKS = (
     CAUSAL,
     SEQUENCE_TO_SEQUENCE,
@@ -77,12 +83,7 @@ TASKS = (
         label_dims=1,
         labels="a class for each token, -100 for none",
     ),
-    Task(
-        name="question answering",
-        peft="QUESTION_ANS",
-        registry="MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-        needs=("input_ids", "start_positions", "end_positions"),
-    ),
+    QUESTION_ANSWERING,
     Task(
         name="multiple choice",
         registry="MODEL_FOR_MULTIPLE_CHOICE_MAPPING",

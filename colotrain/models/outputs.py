@@ -75,20 +75,33 @@ def count_in(output: Any) -> Any:
     return output.get(COUNT) if isinstance(output, Mapping) else getattr(output, COUNT, None)
 
 
-def metrics_in(output: Any, weight: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def metrics_in(
+    output: Any, weight: Tensor, own: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, sum, count) of each further scalar of a mapping.
 
-    A pair is taken as (sum, count); any other scalar as the mean over `weight` targets.
+    A pair is taken as (sum, count); any other scalar as the mean over `weight` targets, or over
+    those that `own` has under its name.
     """
-    if not isinstance(output, Mapping):
-        return
-    for name, value in output.items():
-        if name in ("loss", COUNT):
-            continue
-        if isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value)):
+    for name, value in _further_in(output):
+        if isinstance(value, tuple):
             yield name, _exact(value[0]), _exact(value[1])
-        elif _is_number(value):
-            yield name, _exact(value) * weight.double().cpu(), weight.double().cpu()
+        else:
+            over = (own or {}).get(name, weight).double().cpu()
+            yield name, _exact(value) * over, over
+
+
+def means_in(output: Any) -> dict[str, float]:
+    """The further scalars of a mapping that have no count of their own."""
+    plain = ((name, value) for name, value in _further_in(output) if not isinstance(value, tuple))
+    return {name: _exact(value).item() for name, value in plain}
+
+
+def _further_in(output: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in output.items() if isinstance(output, Mapping) else ():
+        is_pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))
+        if name not in ("loss", COUNT) and (is_pair or _is_number(value)):
+            yield name, value
 
 
 def _is_number(value: Any) -> bool:

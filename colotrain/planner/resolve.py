@@ -113,6 +113,8 @@ def resolve(
     surveyed = survey_model(model, freeze, settings, surveys, problems)
     if surveyed is not None and not plugin_problems:
         problems += check_override_names(settings.plugin, surveyed)
+    if data is not None and surveyed is not None and surveyed.balances_experts:
+        data = dataclasses.replace(data, marks_padding=data.source != "target" and not data.isolate)
     find = functools.partial(surveys.sequence, model, data) if data is not None else None
     scale = plan_stages(settings, scale, surveyed, find, problems)
     if problems or surveyed is None or batch is None or data is None:

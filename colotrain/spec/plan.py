@@ -145,6 +145,8 @@ class DataPlan:
     loss_on: Literal["answers", "last", "all"] = "answers"
     packing: Literal["auto", "stream", "whole", "none"] = "auto"
     isolate: bool = False
+    marks_padding: bool = False
+    """Whether samples with padding say where it is: the model's loss would count it otherwise."""
     on_bad: Literal["stop", "skip"] = "stop"
     workers: int = 0
     """Processes that tokenise; 0: one per core."""

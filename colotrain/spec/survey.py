@@ -50,6 +50,8 @@ class Survey:
     """Whether it is a masked language model of transformers."""
     samples: str = ""
     """Entries of samples for that task."""
+    balances_experts: bool = False
+    """Whether its loss has one for routers, which must not count padding."""
     batch_norms: tuple[str, ...] = ()
     """Modules that normalize a micro-batch as a whole, in training."""
     remarks: tuple[str, ...] = ()

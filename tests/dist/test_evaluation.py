@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.running import Colotrain
 
@@ -43,6 +44,12 @@ class Pairs(Tokens):
         norms = self.logits(x).square().mean((1, 2))
         return (norms * weight).sum(), weight.sum()
 
+class Weighted(Tokens):
+    def forward(self, x, weight):
+        norms = self.logits(x).square().mean((1, 2))
+        loss = (norms * weight).sum(), weight.sum()
+        return {"loss": loss, "largest": norms.sqrt().mean()}
+
 def samples(count, names, split="train"):
     draw = torch.Generator().manual_seed(1 if split == "train" else 2)
     found = []
@@ -55,6 +62,7 @@ def samples(count, names, split="train"):
     return found
 """
 NAMES = {"Tokens": ["x", "labels"], "Samples": ["x"], "Pairs": ["x", "weight"]}
+NAMES["Weighted"] = NAMES["Pairs"]
 BATCH = ("train.global_batch=12", "train.micro_batch=2", "train.max_steps=1")
 
 
@@ -69,7 +77,9 @@ def expected(kind: str, count: int) -> tuple[float, dict[str, float]]:
         output = scope[kind]().double()(**batch)
     if isinstance(output, tuple):
         return float(output[0] / output[1]), {}
-    return float(output["loss"]), {n: float(v) for n, v in output.items() if n != "loss"}
+    loss = output["loss"]
+    loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+    return float(loss), {n: float(v) for n, v in output.items() if n != "loss"}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +89,8 @@ def expected(kind: str, count: int) -> tuple[float, dict[str, float]]:
         ("Tokens", 3, 17, ("train.eval_steps=all", "data.num_workers=1")),
         ("Samples", 2, 5, ()),  # rank 1 has no sample in its second micro-batch
         ("Samples", 3, 7, ()),
+        ("Weighted", 1, 7, ("train.micro_batch=4",)),
+        ("Weighted", 2, 7, ("train.micro_batch=1",)),
         ("Pairs", 3, 13, ("plugin=gemini", "train.eval_steps=all")),
     ],
 )
@@ -95,3 +107,43 @@ def test_each_validation_sample_counts_once(
     assert event.fields["step"] == 0
     assert event.fields["loss"] == pytest.approx(loss, rel=1e-5)
     assert event.fields.get("metrics", {}) == pytest.approx(metrics, rel=1e-5)
+
+
+NORMALIZED = """
+import torch
+from torch import nn
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm, self.last = nn.BatchNorm1d(4, momentum=0.5), nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return (self.last(self.norm(x)).squeeze(-1) - y).square().mean()
+
+def samples(split="train"):
+    draw = torch.Generator().manual_seed(1 if split == "train" else 2)
+    x = torch.randn(48 if split == "train" else 10, 4, generator=draw)
+    return [{"x": (at % 5) * row + at % 3, "y": row.sum()} for at, row in enumerate(x)]
+"""
+
+
+def test_batch_norms_of_all_ranks_evaluate_as_the_export_does(colotrain: Colotrain) -> None:
+    """The running statistics are the mean of those that each rank would have by itself."""
+    (colotrain.cwd / "normalized.py").write_text(NORMALIZED)
+    batch = ("train.global_batch=8", "train.micro_batch=2", "train.max_steps=3", "optim.name=sgd")
+    names = ("model.target=normalized:Normalized", "data.target=normalized:samples", "name=bn")
+    colotrain.run(*names, *batch, "train.eval_steps=all", "cluster.procs_per_node=2")
+    last = [e for e in colotrain.events("bn") if e.kind == "eval"][-1].fields["loss"]
+    colotrain("export", "bn", "--to", "exported", "--format", "safetensors")
+    scope: dict[str, Any] = {}
+    exec(NORMALIZED, scope)
+    model = scope["Normalized"]()
+    model.load_state_dict(load_file(next((colotrain.cwd / "exported").glob("*.safetensors"))))
+    drawn = scope["samples"](split="validation")
+    batch_of = {name: torch.stack([sample[name] for sample in drawn]) for name in ("x", "y")}
+    with torch.no_grad():
+        assert model.eval()(**batch_of).item() == pytest.approx(last, rel=1e-5)

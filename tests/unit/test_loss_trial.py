@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from colotrain.engine.accumulation import weighted_loss
 from colotrain.engine.loss_trial import Findings, examine
+from colotrain.models.loading import build_whole
 from colotrain.models.outputs import TARGETS, TargetRule
+from colotrain.spec.plan import ModelPlan
 
 Loss = Callable[..., Any]
 
@@ -247,3 +250,26 @@ def test_a_model_that_keeps_a_state_of_a_batch_is_left_as_it_was() -> None:
     assert model.state is state
     model.state = torch.zeros(3, 4)
     assert examine(model, {"x": torch.randn(2, 4)}).against == ""
+
+
+@pytest.mark.parametrize("kind", ["Bert", "DistilBert"])
+def test_answers_outside_the_sequence_are_no_targets(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+    sizes |= {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 8, "intermediate_size": 8}
+    config = getattr(transformers, f"{kind}Config")(**sizes, initializer_range=0.5)
+    theirs = getattr(transformers, f"{kind}ForQuestionAnswering")(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = build_whole(ModelPlan(target="", hf=str(tmp_path)), seed=0).eval()
+    starts = torch.tensor([1, 99, 4, 0, 7])
+    batch = {"input_ids": torch.randint(0, 20, (5, 8)), "start_positions": starts}
+    batch["end_positions"] = torch.tensor([3, 99, 5, 0, 7])
+    wanted = theirs(**batch).loss
+    parts = [weighted_loss(model, {n: t[i : i + 1] for n, t in batch.items()}) for i in range(5)]
+    assert [count.item() for _, count in parts] == [2, 0, 2, 2, 2]
+    torch.testing.assert_close(sum(loss for loss, _ in parts) / 8, wanted)
+    batch["end_positions"][0] = 99  # both ends of an answer count by themselves
+    whole, count = weighted_loss(model, batch)
+    parts = [weighted_loss(model, {n: t[i : i + 1] for n, t in batch.items()}) for i in range(5)]
+    torch.testing.assert_close(whole, sum(loss for loss, _ in parts))
+    assert count == 7

@@ -21,6 +21,8 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
 IGNORE_INDEX = -100
+PADDING_MASK = "attention_mask"
+"""Entry of a sample that is 0 for padding, as transformers' models take it."""
 
 
 class TokenSamples:
@@ -93,11 +95,13 @@ class DocumentSamples:
         isolate: bool = False,
         most: int | None = None,
         shift: int = 1,
+        marks_padding: bool = False,
     ) -> None:
         ends = prepared.document_ends(split)
         if ends is None:
             raise _no_documents("whole documents")
         self.seq_len, self.isolate, self.shift = seq_len, isolate, shift
+        self.marks_padding = marks_padding and not isolate
         self._tokens, self._targets = prepared.tokens(split), prepared.targets(split)
         self._ends = ends
         self._first = _rows(ends, seq_len, most)
@@ -122,6 +126,8 @@ class DocumentSamples:
             documents[at:stop] = document - first
             at = stop
         sample = {"input_ids": inputs, "labels": labels}
+        if self.marks_padding:
+            sample[PADDING_MASK] = (documents >= 0).long()
         return {**sample, "document_ids": documents} if self.isolate else sample
 
     def _document(self, index: int) -> tuple[Tensor, Tensor]:
@@ -194,8 +200,15 @@ def _pack_one(shard: Prepared, plan: DataPlan, split: Split, packing: str) -> An
     most = 1 if packing == "none" else None
     if plan.pairs:
         return PairSamples(DocumentSamples(shard, split, plan.seq_len, most=1))
-    isolate = plan.isolate or not shift
-    return DocumentSamples(shard, split, plan.seq_len, isolate=isolate, most=most, shift=shift)
+    return DocumentSamples(
+        shard,
+        split,
+        plan.seq_len,
+        isolate=plan.isolate or not shift,
+        most=most,
+        shift=shift,
+        marks_padding=plan.marks_padding,
+    )
 
 
 def _lengths(ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -20,6 +20,7 @@ from colotrain.data.read.loader import (
     refuse_empty,
     stack,
 )
+from colotrain.data.read.packing import PADDING_MASK
 from colotrain.data.read.weighted import sample_weights
 from colotrain.dotted import described, import_target, users_line
 from colotrain.engine import loss_trial
@@ -90,6 +91,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         built_whole=whole,
         uses_transformers=model.distill is not None  # its teacher is a model of transformers
         or any("transformers" in type(m).__module__ for m in module.modules()),
+        balances_experts=task_in(module) is CAUSAL and balances_experts(module),
         batch_norms=tuple(batch_norms(module)),
         **huggingface_task(module, model),
         chunks_loss=isinstance(module, LLM)
@@ -177,8 +179,9 @@ def _remarks(module: nn.Module, task: Task | None) -> Iterator[str]:
         )
     if balances_experts(module):
         yield (
-            "the routers' auxiliary loss is computed for each sample, so that it does not depend "
-            "on the size of micro-batches; transformers computes it for each micro-batch"
+            "the routers' auxiliary loss is computed for each sample (or document, with "
+            "data.isolate) without its padding, so that it does not depend on the size of "
+            "micro-batches; transformers computes it for each micro-batch"
         )
 
 
@@ -306,6 +309,8 @@ def one_sample(data: DataPlan) -> dict[str, Tensor]:
     sample = {"input_ids": tokens, "labels": tokens.clone()}
     if data.isolate:
         sample[DOCUMENT_IDS] = tokens.clone()
+    if data.marks_padding and data.packing != "stream":
+        sample[PADDING_MASK] = tokens.clone()
     if data.pairs:
         sample[REFERENCE] = torch.empty(2, dtype=torch.float64, device="meta")
     return sample
