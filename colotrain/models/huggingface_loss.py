@@ -45,11 +45,17 @@ _HEAD = "_colotrain_head"
 
 
 def shifted_loss(
-    forward: Callable[..., Any], /, *inputs: Any, documents: Documents | None = None, **batch: Any
+    forward: Callable[..., Any],
+    /,
+    *inputs: Any,
+    documents: Documents | None = None,
+    padding_mask: Tensor | None = None,
+    **batch: Any,
 ) -> Any:
     """(summed loss, number of targets) of a causal language model, for labels shifted already.
 
-    `documents` are those of the micro-batch, where they are kept apart.
+    `documents` are those of the micro-batch, where they are kept apart. `padding_mask` is 0 for the
+    padding at the end of samples, which no token before it sees.
     Within `loss.by_token` the first is the loss of each token.
     Without labels it returns the output of `forward`.
     """
@@ -77,7 +83,7 @@ def shifted_loss(
             reduction=reduction(),
         )
     if balances_experts(model):
-        mask = batch.get("attention_mask")
+        mask = padding_mask if padding_mask is not None else batch.get("attention_mask")
         loss = loss + _balancing_loss(model, output.router_logits, labels, mask, documents)
     return loss, (labels != IGNORE_INDEX).sum()
 

@@ -10,7 +10,7 @@ from colotrain.planner import resolve as resolve_module
 from colotrain.planner.model_surveys import ModelSurveys
 from colotrain.planner.plugin import PlanningContext
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
-from colotrain.spec.survey import Survey
+from colotrain.spec.survey import LossStudy, Survey
 
 SurveyModel = Callable[[ModelPlan, FreezePlan, int], Survey]
 
@@ -25,6 +25,7 @@ class KnownSurveys(ModelSurveys):
             ("count", samples),
             ("count_validation", validation or (lambda data, seed, *, prepare: None)),
             ("trace", lambda *_, **__: None),
+            ("study_loss", lambda model, data, seed: LossStudy()),
             ("check_functions", lambda data, named, seed: None),
         ):
             object.__setattr__(self, name, function)

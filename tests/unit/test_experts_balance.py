@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colotrain.data.read.packing import IGNORE_INDEX
+from colotrain.data.read.packing import IGNORE_INDEX, PADDING_MASK
 from colotrain.engine.accumulation import weighted_loss
 from colotrain.errors import ConfigError
 from colotrain.models.loading import build_whole
@@ -68,17 +68,17 @@ def theirs(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return (total / count).detach(), {n: p.grad for n, p in model.named_parameters()}
 
 
-def one_a_row(cut: list[int]) -> list[dict[str, Tensor]]:
+def one_a_row(cut: list[int], mask: str = "attention_mask") -> list[dict[str, Tensor]]:
     shape = len(LENGTHS), SEQ
     batch = {
         "input_ids": torch.zeros(shape, dtype=torch.int64),
         "labels": torch.full(shape, IGNORE_INDEX),
-        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+        mask: torch.zeros(shape, dtype=torch.int64),
     }
     for row, tokens in enumerate(samples()):
         batch["input_ids"][row, : len(tokens)] = tokens
         batch["labels"][row, : len(tokens) - 1] = tokens[1:]
-        batch["attention_mask"][row, : len(tokens)] = 1
+        batch[mask][row, : len(tokens)] = 1
     parts = zip(*(tensor.split(cut) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]
 
@@ -107,7 +107,7 @@ def two_a_row() -> list[dict[str, Tensor]]:
 )
 def test_padding_does_not_count_however_samples_are_laid_out(kind: str, tmp_path: Path) -> None:
     wanted, gradients = theirs(make(kind, tmp_path))
-    for batches in (one_a_row([4]), one_a_row([1, 3]), two_a_row()):
+    for batches in (one_a_row([4]), one_a_row([1, 3], PADDING_MASK), two_a_row()):
         model = build_whole(ModelPlan(target="", hf=str(tmp_path)), seed=0).double()
         losses = [weighted_loss(model, batch) for batch in batches]
         loss = sum(loss for loss, _ in losses) / sum(count for _, count in losses)

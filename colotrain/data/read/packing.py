@@ -21,8 +21,8 @@ from colotrain.errors import ConfigError, Problem
 from colotrain.spec.plan import DataPlan
 
 IGNORE_INDEX = -100
-PADDING_MASK = "attention_mask"
-"""Entry of a sample that is 0 for padding, as transformers' models take it."""
+PADDING_MASK = "padding_mask"
+"""Entry of a sample that is 0 for the padding at its end."""
 
 
 class TokenSamples:
