@@ -47,7 +47,8 @@ class Data:
     in the directory `model.hf`, otherwise bytes."""
     columns: dict[str, str] = field(default_factory=dict)
     """Field names of the records, if not `text`, `prompt`, `completion`, `messages`, `chosen`,
-    `rejected`: `{prompt: question, completion: answer}`."""
+    `rejected`, or `system`, `history`, `tools`, `documents`, `chat_template_kwargs`, `label` beside
+    them: `{prompt: question, completion: answer}`."""
     chat_template: str | None = None
     """`chatml`, or a file with a Jinja template, which transformers renders; by default the
     tokenizer's own."""

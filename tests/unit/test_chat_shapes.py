@@ -216,6 +216,42 @@ def reference(tokenizer: Any, messages: list[Any], trained: list[int], **given: 
     return [(whole, mask)]
 
 
+SAID = "{% for m in messages %}<|start|>{{ m.role }}<|sep|>HERE<|eot|>{% endfor %}"
+MARKED = {
+    "answers": "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}",
+    "everybody": "{% generation %}{{ m.content }}{% endgeneration %}",
+    "the last turn": "{% if loop.last %}{%- generation -%}{{ m.content }}!{%- endgeneration -%}"
+    "{% else %}{{ m.content }}{% endif %}",
+    "two blocks of a turn": "{% generation %}{{ m.content }}{% endgeneration %} and "
+    "{% generation %}{{ m.role }}{% endgeneration %}",
+    "the end of a word": "wea{% generation %}ther{{ m.content }}\n{% endgeneration %}\n\n",
+}
+
+
+@pytest.mark.parametrize("marks", list(MARKED))
+def test_the_mask_is_transformers_own_where_the_template_has_marks(
+    marks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLOTRAIN_CACHE", str(tmp_path / "cache"))
+    tokenizer = chat_tokenizers.with_bos(tmp_path / "tokenizer")
+    tokenizer.folder = tmp_path / "tokenizer"
+    template = tmp_path / "marks.jinja"
+    template.write_text(SAID.replace("HERE", MARKED[marks]))
+    messages = [SYSTEM, ASK, SUNNY, WHY, SO]
+    path = write(tmp_path, "jsonl", {"messages": messages})
+    found = tokenizer.apply_chat_template(
+        messages,
+        chat_template=template.read_text(),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    expected = [(found["input_ids"], found["assistant_masks"])]
+    assert any(expected[0][1])
+    plan = plan_of(path, tokenizer, chat_template=str(template))
+    assert prepared_rows(plan) == expected
+
+
 def prepared_rows(plan: DataPlan) -> list[Row]:
     found = prepare(plan)
     tokens, targets = found.tokens("train").tolist(), found.targets("train")

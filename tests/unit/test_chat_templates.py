@@ -277,6 +277,7 @@ def test_fields_without_a_meaning_are_listed_as_unread() -> None:
         ({"messages": [user("?"), {"from": "function_call", "value": "add"}]}, "not JSON"),
         ({"instruction": "a", "output": "b", "history": ["x"]}, "history: expected a list of"),
         ({"prompt": "a", "completion": "b", "label": False}, "label: false"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, "label: false"),  # as CSV has it
         ({"prompt": [user("a")], "completion": [answer("b")], "kto_tag": False}, "kto_tag: false"),
         ({"question": "a", "answer": 3}, "answer: expected text, not int"),
     ],
@@ -341,6 +342,20 @@ def test_a_template_that_does_not_end_is_refused(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, loop], capture_output=True, text=True)
     assert "data.chat_template: expected a template that renders a conversation" in done.stderr
+
+
+def test_rendering_needs_no_torch_and_a_plan_no_transformers() -> None:
+    """The launcher stays light: it renders nothing that the cache has."""
+    code = (
+        "import sys\n"
+        "from colotrain.data.prepare import tokens\n"
+        "assert not {'torch', 'transformers', 'jinja2'} & {*sys.modules}\n"
+        "from colotrain.data.prepare.conversations import CHATML, Renderer\n"
+        "chat = [{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': '!'}]\n"
+        "Renderer(columns={}, loss_on='last', template=CHATML).documents({'messages': chat})\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_transformers_conversations_are_one_clear_error(

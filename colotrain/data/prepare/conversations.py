@@ -13,6 +13,7 @@ from typing import Any
 
 from colotrain.data.prepare.messages import (
     Conversation,
+    parsed,
     read_conversation,
     read_documents,
     read_settings,
@@ -321,12 +322,15 @@ def _check_label(fields: Fields) -> None:
     """Refuse an answer that the record says is a bad one, as the data of KTO have it."""
     label = fields.find(*LABELS) or "label"
     name = fields.name(label)
-    if isinstance(fields.record.get(name), bool) and not fields.take(label):
+    if str(fields.record.get(name)).lower() not in ("true", "false"):
+        return
+    if str(fields.take(label)).lower() == "false":
         raise BadRecord(f"{name}: false, so the answer is no example to learn from")
 
 
 def _read_history(value: Any) -> tuple[tuple[str, str], ...]:
     """Earlier questions and answers, as Alpaca's records have them: a list of pairs."""
+    value = parsed("history", value)
     if value is None:
         return ()
     pairs = value if isinstance(value, list) else [value]
@@ -339,11 +343,10 @@ def _read_history(value: Any) -> tuple[tuple[str, str], ...]:
 def renderer_of(plan: DataPlan) -> Renderer:
     """The plan's renderer, with the plan's chat template or else the tokenizer's."""
     beside = settings_beside(plan.tokenizer)
-    tokens = {
-        name: value
-        for name, value in beside.items()
-        if name.endswith("_token") and isinstance(value, str)
-    }
+    tokens = {name: value for name, value in beside.items() if name.endswith("_token")}
+    for others in ("extra_special_tokens", "model_specific_special_tokens"):
+        tokens |= beside[others] if isinstance(beside.get(others), dict) else {}
+    tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
     named = _templates(plan, beside)
     return Renderer(
         columns=dict(plan.columns),
