@@ -414,12 +414,15 @@ def test_nulls_of_arrow_are_fields_that_a_record_does_not_have(
         return {"messages": [user("?"), answer(None, tool_calls=[call])], "tools": [tool]}
 
     rows = [row({"a": "x"}, {"a": {"type": "string"}}), row({"b": {"c": 1}}, {"b": {"d": 1}})]
+    rows = [{**one, "id": 3} for one in rows]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     tables, lines = (
         prepare_shards(plan_of(tmp_path / name))[0] for name in ("rows.parquet", "rows.jsonl")
     )
     assert bytes(tables.tokens("train")) == bytes(lines.tokens("train"))
+    assert [(n.text, n.count, n.is_unread) for n in tables.notes] == [("id", 2, True)]
+    assert [(n.text, n.count) for n in lines.notes] == [("id", 2)]
     assert b"null" not in bytes(tables.tokens("train"))
     given = row({"a": None}, {})  # a null that somebody wrote stays
     assert '"arguments": {"a": null}' in rendered(CHATML, **given)[0].text

@@ -18,6 +18,8 @@ from colotrain.errors import ColotrainError
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1024
+UNREAD = b"unread"
+"""Key of a batch's metadata with the names of columns that are not read: their values are `...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ def _parquet_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any,
         total, done = max(file.metadata.num_rows, 1), 0
         for batch in file.iter_batches(batch_size=BLOCK_ROWS, columns=wanted):
             done += batch.num_rows
-            yield batch, done / total
+            yield _with_unread(batch, file.schema_arrow.names), done / total
 
 
 def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, float]]:
@@ -133,7 +135,14 @@ def _arrow_batches(path: Path, columns: frozenset[str]) -> Iterator[tuple[Any, f
             wanted = [name for name in batch.schema.names if name in columns] or batch.schema.names
             share = source.tell() / max(source.size(), 1)
             for at in range(0, batch.num_rows, BLOCK_ROWS):
-                yield batch.select(wanted).slice(at, BLOCK_ROWS), share
+                rows = batch.select(wanted).slice(at, BLOCK_ROWS)
+                yield _with_unread(rows, batch.schema.names), share
+
+
+def _with_unread(batch: Any, names: list[str]) -> Any:
+    """The batch, which knows the names of the file's other columns."""
+    others = [name for name in names if name not in batch.schema.names]
+    return batch.replace_schema_metadata({UNREAD: json.dumps(others)})
 
 
 def _stored_batches(source: Any) -> Iterator[Any]:
@@ -148,10 +157,11 @@ def _stored_batches(source: Any) -> Iterator[Any]:
 
 def _from_arrow(payload: bytes) -> Iterator[dict[str, Any]]:
     pa = import_pyarrow()
-    for batch in pa.ipc.open_stream(payload):
-        yield from (
-            {name: _without_nulls(value) for name, value in r.items()} for r in batch.to_pylist()
-        )
+    stream = pa.ipc.open_stream(payload)
+    unread = dict.fromkeys(json.loads(stream.schema.metadata[UNREAD]), ...)
+    for batch in stream:
+        for row in batch.to_pylist():
+            yield {name: _without_nulls(value) for name, value in row.items()} | unread
 
 
 def _without_nulls(value: Any) -> Any:

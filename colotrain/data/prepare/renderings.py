@@ -65,7 +65,9 @@ class Rendering:
         except BadRecord:
             if index:
                 raise
-            return ""  # many templates take no empty conversation
+            # many templates take no empty conversation
+            text, _ = self.template.apply([turn("assistant", PROBE)], self.chat)
+            return text.partition(PROBE)[0]
 
     def samples(self, asked: list[int], loss_on: str) -> list[Sample]:
         """The samples in which the messages `asked` are trained on: one, or one for each."""
