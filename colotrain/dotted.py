@@ -66,7 +66,7 @@ def described(error: BaseException) -> str:
 def users_line(error: BaseException) -> str:
     """Return the user's innermost line that raised, as `model.py:12`; empty without one."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    return f"{_display(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def is_users(path: str) -> bool:
@@ -92,7 +92,8 @@ def installed() -> tuple[str, ...]:
     return tuple(sorted(paths | named))
 
 
-def _display(path: str) -> str:
+def shown_path(path: str) -> str:
+    """Return a source file's path as messages show it: below the current folder without that."""
     with suppress(ValueError):
         return str(Path(path).relative_to(Path.cwd()))
     return path

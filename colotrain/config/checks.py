@@ -168,6 +168,9 @@ def _check_model(settings: Config, *, is_whole: bool) -> Iterator[Problem]:
     if model.target is not None and model.hf is not None:
         expected, fix = "one of model.target and model.hf", "set the other to null"
         yield Problem(key="model.hf", value=model.hf, expected=expected, fix=fix)
+    elif model.deferred_init and model.hf is not None:
+        expected, fix = "false with model.hf: weights are read after sharding", "leave it out"
+        yield Problem(key="model.deferred_init", value=True, expected=expected, fix=fix)
     elif model.hf is not None and not Path(model.hf).expanduser().is_dir():
         expected, fix = "a model directory that exists", f"correct the path (now in {Path.cwd()})"
         yield Problem(key="model.hf", value=model.hf, expected=expected, fix=fix)

@@ -86,6 +86,9 @@ class Model:
     """A Hugging Face model directory (config.json and safetensors); the extra `hf` reads it."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the callable; with `hf`, changes of its config.json, and `dtype`."""
+    deferred_init: bool = False
+    """For a model too large for every rank's host: make it without values, shard it, and have its
+    method `init_weights()` set every parameter. False: it begins as `target` returns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

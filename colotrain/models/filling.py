@@ -7,8 +7,8 @@ of the others. Every rank runs the same code, and so computes the same values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,21 +45,20 @@ class Slot:
     kept: nn.Parameter
     owners: list[tuple[nn.Module, str]]
     generator: torch.Generator
-    written: bool
-    """Whether the rank's rows hold a value."""
     shape: tuple[int, ...]
     whole: nn.Parameter = field(init=False)
+    written: bool = False
+    """Whether the rank's rows hold a value."""
     resident: bool = False
     """Whether `whole` has memory, which holds its value, or `mark_of` where it has none yet."""
     stays: bool = False
     """Whether code outside torch may hold the address of its memory, which must then stay."""
-    begun: bool = field(init=False)
-    """Whether it was given a value: its module's default, or one from the user's code."""
+    begun: bool = False
+    """Whether the user's code has used it."""
     unset: bool = False
     """Whether part of it had no value when it was last written to the rank's rows."""
 
     def __post_init__(self) -> None:
-        self.begun = self.written
         kept = self.kept
         data = torch.empty(self.shape, dtype=kept.dtype, device="cpu")
         data.untyped_storage().resize_(0)
@@ -84,12 +83,8 @@ class ParameterFiller:
         *,
         seed: int,
         shards: Shards,
-        has_values: bool,
-        allocating: Callable[[ParameterFiller], AbstractContextManager[object]],
     ) -> None:
         self.shards = shards
-        self.allocating = allocating
-        """Makes the mode under which operations have their parameters allocated."""
         slots: dict[nn.Parameter, Slot] = {}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
@@ -99,7 +94,7 @@ class ParameterFiller:
                 if parameter not in slots:
                     generator = generator_of(name, seed=seed)
                     shape = shards.shape(parameter)
-                    slots[parameter] = Slot(name, parameter, [], generator, has_values, shape)
+                    slots[parameter] = Slot(name, parameter, [], generator, shape)
                 slots[parameter].owners.append((module, key))
         self.slots = list(slots.values())
         self.by_storage = {storage_id(slot.storage): slot for slot in self.slots}
@@ -107,11 +102,6 @@ class ParameterFiller:
         """Parameters with memory by name, least recently used first."""
         self.in_use: list[Slot] = []
         """Parameters that the current operations use."""
-        self.resetting = False
-        self.protected: frozenset[Slot] = frozenset()
-        """Parameters that had a value before a module's reset, which must not change it."""
-        self.before_reset: dict[Slot, Tensor] = {}
-        """Values, before the reset, of the protected parameters that the reset used."""
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -152,21 +142,15 @@ class ParameterFiller:
 
     def allocate_(self, slot: Slot, *, value: bool) -> None:
         """Allocate a parameter, and load its value if `value` (false: it gets overwritten)."""
-        must_stay = slot in self.protected
         if not slot.resident:
             self._make_room(slot)
             slot.storage.resize_(slot.num_bytes)
             slot.resident = True
-            if slot.written and (value or must_stay):
+            if value and slot.written:
                 _copy(slot, self.shards.read(slot.kept))
             elif value:
                 slot.whole.fill_(mark_of(slot.whole.dtype))
         self.in_memory[slot.name] = self.in_memory.pop(slot.name, slot)
-        if must_stay and slot not in self.before_reset:
-            self.before_reset[slot] = slot.whole.detach().clone()
-        if value and not slot.begun and not self.resetting:
-            with self.using([slot]):
-                self.set_default(slot)
         slot.begun = True
 
     def _make_room(self, slot: Slot) -> None:
@@ -188,37 +172,19 @@ class ParameterFiller:
         slot.resident, slot.written = False, True
         self.in_memory.pop(slot.name, None)
 
-    def set_default(self, slot: Slot) -> None:
-        """Give a parameter its module's default by `reset_parameters()`, where there is one."""
-        module = slot.owners[0][0]
-        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        if not callable(reset):
-            return
-        self.resetting, self.protected = True, frozenset(s for s in self.slots if s.begun)
-        try:
-            with self.allocating(self):
-                reset()
-        finally:
-            self.resetting, self.protected = False, frozenset()
-        while self.before_reset:
-            other, value = self.before_reset.popitem()
-            self.allocate_(other, value=False)
-            _copy(other, value)
-
-    def finish(self) -> None:
-        """Give untouched parameters their defaults, and store this rank's rows of all."""
+    def finish(self, *, later: Container[str] = ()) -> None:
+        """Store this rank's rows of all parameters; only those in `later` may have no value yet."""
         for slot in self.slots:
             self._adopt_replaced(slot)
-            if not slot.begun:
-                self.allocate_(slot, value=True)
-        for slot in self.slots:
             if slot.resident:
                 self.release_(slot)
-        if unset := [slot.name for slot in self.slots if slot.unset]:
+        unset = [s.name for s in self.slots if s.unset or not s.begun]
+        if unset := [name for name in unset if name not in later]:
             raise ColotrainError(
-                f"model.target: init_weights() leaves {unset[0]} unset ({len(unset)} in all)",
-                "give it a value there: it is not a parameter of a module with a "
-                "reset_parameters()",
+                f"model.deferred_init=true: init_weights() leaves {unset[0]} unset "
+                f"({len(unset)} in all)",
+                "give every parameter its value there, for example by its module's "
+                "reset_parameters(), or set model.deferred_init=false",
             )
 
     def _adopt_replaced(self, slot: Slot) -> None:
@@ -256,7 +222,7 @@ def _copy(slot: Slot, value: Tensor) -> None:
 
 def _ties(slot: Slot, other: Slot) -> ColotrainError:
     return ColotrainError(
-        f"model.target: init_weights() ties {slot.name} to {other.name}",
+        f"model.deferred_init=true: init_weights() ties {slot.name} to {other.name}",
         "tie them when the model is made",
     )
 
@@ -264,8 +230,8 @@ def _ties(slot: Slot, other: Slot) -> ColotrainError:
 def _reshaped(slot: Slot, found: str) -> ColotrainError:
     whole = slot.whole
     return ColotrainError(
-        f"model.target: init_weights() replaces {slot.name} ({whole.dtype} {tuple(whole.shape)}) "
-        f"by {found}",
+        f"model.deferred_init=true: init_weights() replaces {slot.name} "
+        f"({whole.dtype} {tuple(whole.shape)}) by {found}",
         "keep its shape and dtype",
     )
 

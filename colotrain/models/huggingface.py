@@ -53,8 +53,10 @@ _TASK = "_colotrain_task"
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
 
 
-def build(plan: ModelPlan) -> nn.Module:
+def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     """The model of `plan.hf` with parameters on the meta device, and real buffers.
+
+    With `loads` transformers itself reads its weights, and everything is real.
 
     A causal language model takes batches in colotrain's convention (labels already shifted) and
     returns the summed loss and the number of targets; any other has transformers' own loss. Raises
@@ -67,7 +69,7 @@ def build(plan: ModelPlan) -> nn.Module:
     architecture = _architecture(folder, config)
     task = task_of(_transformers(), config, architecture)
     _check_has_loss(folder, config, architecture)
-    model = _construct(architecture, config, dtype)
+    model = _construct(architecture, config, dtype, folder if loads else None)
     files = _open(folder)
     match_(model, files, folder)
     keep_in_float32_(model, dtype)
@@ -283,8 +285,17 @@ def _check_balance(model: nn.Module) -> None:
         raise ConfigError([Problem(key=key, value=True, expected=expected, fix=f"set {key}=false")])
 
 
-def _construct(architecture: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _construct(
+    architecture: Any, config: Any, dtype: torch.dtype, folder: Path | None
+) -> nn.Module:
+    """The model on the meta device, or with its weights in `folder`."""
     try:
+        if folder is not None:
+            options = {"local_files_only": True, "use_safetensors": True}
+            loaded: nn.Module = architecture.from_pretrained(
+                folder, config=config, dtype=dtype, **options
+            )
+            return loaded
         with parameters_on_meta():
             model: nn.Module = architecture._from_config(config, dtype=dtype)
     except (ValueError, TypeError, ImportError, KeyError) as error:
@@ -294,10 +305,13 @@ def _construct(architecture: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta(
+    registered: Callable[[nn.Parameter], None] = lambda parameter: None,
+) -> Iterator[None]:
     """Context in which new modules get parameters without storage, and real buffers.
 
-    Rotary frequencies and the like are in no file: only the constructor computes them.
+    Rotary frequencies and the like are in no file: only the constructor computes them. `registered`
+    is called with each parameter that a module gets.
     """
     register = nn.Module.register_parameter
     known = WeakIdKeyDictionary()  # a parameter may have several names
@@ -308,6 +322,8 @@ def parameters_on_meta() -> Iterator[None]:
                 known[parameter] = _to_meta(parameter)
             parameter = known[parameter]
         register(module, name, parameter)
+        if parameter is not None:
+            registered(parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore
     try:

@@ -1,22 +1,23 @@
 """Building models from a plan, and giving them their initial weights.
 
-Hugging Face directories and models that define `init_weights()` are built on the meta device and
-filled after sharding; any other model is built with real tensors, under the run's seed, and keeps
-its own initial values.
+A user's model is built as plain torch builds it: with its values, under the run's seed. Hugging
+Face directories, colotrain's own models and models with `model.deferred_init` are built without
+values for their parameters, and filled after sharding.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colotrain.dotted import described, import_target
+from colotrain.dotted import described, import_target, is_users, shown_path
 from colotrain.errors import ColotrainError
 from colotrain.models import adapters, huggingface
 from colotrain.models.filling import Shards
@@ -24,61 +25,91 @@ from colotrain.models.initialising import initialise_
 from colotrain.models.llm import LLM
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import ModelPlan
+from colotrain.torch_internals import storage_id
 
-_HAS_VALUES = "_colotrain_has_values"
-"""Attribute of a model whose constructor loaded its weights."""
-KEEPS_VALUES = "_colotrain_keeps_values"
-"""Attribute of a model whose `init_weights()` is not called: it might replace loaded weights."""
-UNCALLED = (
-    "the model's init_weights() is not called, for its constructor needs real tensors and may have "
-    "loaded weights: call it there, or build without values"
-)
+INIT_WEIGHTS = "init_weights"
+"""Method of a model that sets its parameters."""
+RESTORED = frozenset({INIT_WEIGHTS, "reset_parameters", "_reset_parameters"})
+"""Methods whose values a constructor may set, as `init_weights()` sets them again."""
+_INIT_CALLED = "_colotrain_init_called"
+"""Attribute of a model without values: whether its target has called `init_weights()`."""
 
 
 def build(plan: ModelPlan, *, seed: int) -> nn.Module:
-    """Build the model: its parameters on the meta device if they can be filled later, else real.
+    """Build the model: its parameters on the meta device where they get values later, else real.
 
     Every rank that calls this with the same seed gets the same model, adapters included.
     """
-    structure = build_on_meta(plan)
-    if structure is not None and plan.hf:
-        return structure
-    own_init = structure is not None and fills_itself(structure)
     with seeded(seed):
-        model = _without_values(plan) if own_init else None
-        if model is None:
-            model = _with_values(plan)
-            if own_init:
-                initialise_(model, seed=seed, shards=WHOLE, has_values=True)
-            elif structure is None and fills_itself(model):
-                model.__dict__[KEEPS_VALUES] = True
+        model = _without_values(plan) if plan.is_deferred else _with_values(plan)
     if plan.adapter is not None:
         adapters.attach_(model, plan.adapter)
-        if not any(parameter.is_meta for parameter in model.parameters()):
+        if not plan.is_deferred:
             adapters.fill_(model, plan.adapter, seed=seed, shards=WHOLE)
     return model
 
 
-def _without_values(plan: ModelPlan) -> nn.Module | None:
-    """The model with only its parameters on the meta device; None where that is impossible.
-
-    Buffers, other tensors of modules, and objects that hooks refer to are as the constructor
-    makes them.
-    """
-    try:
-        with huggingface.parameters_on_meta(), _Unfilled():
-            model = _call_target(plan)
-    except Exception:  # whatever a constructor raises that looks at values
-        return None
-    later = all(parameter.is_meta for parameter in model.parameters())
-    return model if later and not any(b.is_meta for b in model.buffers()) else None
-
-
 def _with_values(plan: ModelPlan) -> nn.Module:
     try:
-        return _call_target(plan)
+        model = _call_target(plan)
     except RuntimeError as error:  # on meta this only says that real tensors are needed
         raise _refused(plan, error) from error
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise ColotrainError(
+                f"model.target={plan.target}: {name} is on the meta device, without a value",
+                "return a model that has its values, or set model.deferred_init=true if its "
+                "init_weights() sets them",
+            )
+    return model
+
+
+def _without_values(plan: ModelPlan) -> nn.Module:
+    """The model with only its parameters on the meta device.
+
+    Buffers, other tensors of modules, and objects that hooks refer to are as the constructor
+    makes them. Raises `ColotrainError` where this would lose values.
+    """
+    if plan.hf is not None:
+        return huggingface.build(plan)
+    mode = _Unfilled()
+    try:
+        with huggingface.parameters_on_meta(mode.registered), mode:
+            model = _call_target(plan)
+    except RuntimeError as error:  # of operations that need values
+        raise _refused(plan, error) from error
+    if problem := _lost(model, mode):
+        raise ColotrainError(
+            f"model.deferred_init=true: {plan.target}: {problem}",
+            "set every parameter in init_weights(), or set model.deferred_init=false",
+        )
+    model.__dict__[_INIT_CALLED] = mode.init_called
+    return model
+
+
+def _lost(model: nn.Module, mode: _Unfilled) -> str:
+    """What keeps `init_weights()` alone from restoring the model's values; empty: nothing."""
+    if not callable(getattr(model, INIT_WEIGHTS, None)):
+        return "the model has no init_weights()"
+    if _is_transformers(model):
+        return "it is a model of transformers: give its directory as model.hf"
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            return f"{name} has its value already"
+        if line := mode.line_of(parameter):
+            return f"{name} gets a value outside of init_weights() and reset_parameters() ({line})"
+    computed = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    return f"the buffer {computed[0]} is computed from parameters" if computed else ""
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+
+
+def leaves_init_uncalled(model: nn.Module) -> bool:
+    """Whether a model that `build_on_meta` made has an `init_weights()` that nobody calls."""
+    has_own = callable(getattr(model, INIT_WEIGHTS, None)) and not _is_transformers(model)
+    return has_own and not model.__dict__.get(_INIT_CALLED, True)
 
 
 def begin_training_(model: nn.Module) -> None:
@@ -104,20 +135,20 @@ def build_whole(plan: ModelPlan, *, seed: int) -> nn.Module:
 
 
 def build_on_meta(plan: ModelPlan) -> nn.Module | None:
-    """The model without storage, or None where its constructor needs real tensors.
+    """The model without values, or None where its constructor needs them.
 
-    The buffers of a Hugging Face model have storage.
+    The buffers of a model whose parameters get values later have storage.
     """
-    if plan.hf is not None:
-        model = huggingface.build(plan)
+    if plan.is_deferred:
+        model = _without_values(plan)
     else:
         mode = _Unfilled()
         try:
-            with torch.device("meta"), mode, _watch_loading(mode):
+            with torch.device("meta"), mode, warnings.catch_warnings(action="ignore"):
                 model = _call_target(plan)
         except Exception:  # whatever a constructor raises that looks at values
             return None
-        model.__dict__[_HAS_VALUES] = mode.has_values
+        model.__dict__[_INIT_CALLED] = mode.init_called
     if not all(parameter.is_meta for parameter in model.parameters()):
         return None
     if plan.adapter is not None:
@@ -184,8 +215,10 @@ def fill_(
     shards = shards or WHOLE
     if plan.hf is not None:
         huggingface.fill_(model, plan, seed=seed, shards=shards, part=part, given=given)
-    elif fills_itself(model) and not _is_given(model, given):
-        initialise_(model, seed=seed, shards=shards)
+    elif not _is_given(model, given):
+        layers = adapters.adapted(model)
+        later = {f"{name}.{part}.weight" for name in layers for part in (adapters.A, adapters.B)}
+        initialise_(model, seed=seed, shards=shards, later=later)
     if plan.adapter is not None:
         adapters.fill_(model, plan.adapter, seed=seed, shards=shards)
 
@@ -196,17 +229,6 @@ def _is_given(model: nn.Module, given: Set[str]) -> bool:
     return getattr(type(model), "init_weights", None) is LLM.init_weights and here <= given
 
 
-def fills_itself(model: nn.Module) -> bool:
-    """Whether `model.init_weights()` is called to fill it.
-
-    It is not called where it would replace weights that the user's code has loaded: loading is
-    noticed in the constructor, and transformers' models, which all have this method, are excluded.
-    """
-    foreign = any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
-    loaded = model.__dict__.get(_HAS_VALUES, False)
-    return callable(getattr(model, "init_weights", None)) and not foreign and not loaded
-
-
 def _write_whole(parameter: Tensor, whole: Tensor) -> None:
     parameter.copy_(whole)
 
@@ -214,6 +236,14 @@ def _write_whole(parameter: Tensor, whole: Tensor) -> None:
 WHOLE = Shards(write=_write_whole, read=lambda parameter: parameter.detach())
 """Functions that store and load parameters in a process that keeps them unsharded."""
 RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_"})
+METHODS = frozenset(dir(torch.Tensor))
+WRITES = frozenset(
+    name
+    for name in METHODS
+    if re.fullmatch(r"\w*[a-z0-9]_", name)
+    or (name.startswith("__i") and f"__{name[3:]}" in METHODS)  # __iadd__, for there is __add__
+) - {"requires_grad_", "detach_", "share_memory_"} | {"__setitem__"}
+"""Methods of tensors that change values in place."""
 
 
 def _is_init(func: Any) -> bool:
@@ -221,40 +251,57 @@ def _is_init(func: Any) -> bool:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips initial values on the meta device: the first would load torch's compiler, 0.5 s."""
+    """Skips initial values on the meta device: the first would load torch's compiler, 0.5 s.
 
-    has_values = False
-    """Whether the constructor copied real values into a parameter without storage."""
+    It notes which values set meanwhile a later call of `init_weights()` would not restore.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.init_called = False
+        """Whether the model's `init_weights()` was called."""
+        self.lost: list[tuple[Tensor, str]] = []
+        """Tensors with such values, and the user's lines that set them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if _is_init(func) or name in RANDOM:
-            target = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            if isinstance(target, Tensor) and target.is_meta:
+        target = kwargs.get("tensor", kwargs.get("out", args[0] if args else None))
+        if isinstance(target, Tensor) and target.is_meta:
+            draws = _is_init(func) or name in RANDOM
+            assigns = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
+            if draws or assigns or name in WRITES or "out" in kwargs:
+                self._note(target)
+            if draws:
                 return target
-        if name == "copy_" and len(args) > 1 and args[0].is_meta and not args[1].is_meta:
-            self.has_values = True
+            if assigns and not args[1].is_meta:  # torch refuses data of another kind
+                return None
         return func(*args, **kwargs)
 
+    def registered(self, parameter: nn.Parameter) -> None:
+        """Note a parameter that a module gets after `init_weights()`."""
+        if self.init_called:
+            self._note(parameter)
 
-@contextmanager
-def _watch_loading(mode: _Unfilled) -> Iterator[None]:
-    """Set `mode.has_values` when a state dict is loaded into a model."""
-    load = nn.Module.load_state_dict
+    def _note(self, target: Tensor) -> None:
+        """Note a value, unless it is set within a method that sets it again."""
+        frame, methods, line = sys._getframe(2), set(), ""
+        while frame is not None:
+            methods.add(frame.f_code.co_name)
+            if not line and is_users(frame.f_code.co_filename):
+                line = f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        self.init_called |= INIT_WEIGHTS in methods
+        if not methods & RESTORED:
+            self.lost.append((target, line or "in an installed package"))
 
-    def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mode.has_values = True
-        with warnings.catch_warnings(action="ignore"):  # warns that meta tensors get no values
-            return load(module, *args, **kwargs)
-
-    nn.Module.load_state_dict = load_state_dict  # type: ignore
-    try:
-        yield
-    finally:
-        nn.Module.load_state_dict = load  # type: ignore[method-assign]
+    def line_of(self, parameter: nn.Parameter) -> str:
+        """The line that set a value of `parameter` which would be lost; empty: none did."""
+        own = storage_id(parameter.untyped_storage())
+        lines = (line for t, line in self.lost if storage_id(t.untyped_storage()) == own)
+        return next(lines, "")
 
 
 def _call_target(plan: ModelPlan) -> nn.Module:
@@ -279,4 +326,6 @@ def _refused(plan: ModelPlan, error: Exception) -> ColotrainError:
     fix = (
         "correct model.args (~model.args drops the recipe's, `args: null` its base's), or the code"
     )
+    if plan.deferred_init:
+        fix += "; if it needs the values of parameters, set model.deferred_init=false"
     return ColotrainError(problem, fix)

@@ -52,6 +52,12 @@ def memory_warnings(context: PlanningContext, plan: RunPlan) -> Iterator[str]:
             f"memory: the peak of {format_size(plan.memory.total)} per rank is that of the "
             "teacher's pass before the first step, in which every rank holds the teacher whole"
         )
+    if _has_larger_build(context, plan):
+        yield (
+            f"memory: the peak of {format_size(plan.memory.total)} per rank is that of the start, "
+            "where every rank makes the model whole, as plain torch does, and keeps its shard; "
+            "model.deferred_init=true needs less if the model's init_weights() sets every parameter"
+        )
     range_ = f"{format_size(peak.low)} to {format_size(peak.high)}"
     if peak.verdict(capacity) == "tight":
         yield (
@@ -77,6 +83,17 @@ def _has_larger_pass(context: PlanningContext, plan: RunPlan) -> bool:
     trace = space.traces(plan.train.activation_checkpointing, layout.micro_batch)
     training = predict(layout, space.survey, trace).breakdown.total
     return space.before(layout).breakdown.total > training
+
+
+def _has_larger_build(context: PlanningContext, plan: RunPlan) -> bool:
+    """Whether making the whole model on every rank needs more memory than training."""
+    space, layout = context.search_space, context.layout(plan.plugin)
+    if not space.survey.built_whole:
+        return False
+    trace = space.traces(plan.train.activation_checkpointing, layout.micro_batch)
+    shards_only = dataclasses.replace(space.survey, built_whole=False)
+    training = predict(layout, shards_only, trace).breakdown.total
+    return training < predict(layout, space.survey, trace).breakdown.total
 
 
 def fix_hints(context: PlanningContext, plan: RunPlan) -> str:

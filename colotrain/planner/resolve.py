@@ -214,6 +214,7 @@ def _model(settings: Config, problems: list[Problem]) -> ModelPlan:
         target=model.target or "",
         args=model.args,
         hf=str(Path(hf).expanduser().absolute()) if hf else None,
+        deferred_init=model.deferred_init,
         adapter=plan_adapter(settings.adapter, problems),
         loss=settings.train.loss,
         dpo_beta=settings.train.dpo.beta if settings.train.objective == "dpo" else None,

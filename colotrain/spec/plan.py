@@ -94,6 +94,8 @@ class ModelPlan:
     args: dict[str, Any] = field(default_factory=dict)
     hf: str | None = None
     """A Hugging Face model directory."""
+    deferred_init: bool = False
+    """Whether the target's model is made without values, which its `init_weights()` sets later."""
     adapter: AdapterPlan | None = None
     loss: str | None = None
     """`package.module:callable` of a batch and the model's outputs; None: forward has the loss."""
@@ -112,6 +114,14 @@ class ModelPlan:
     @property
     def value(self) -> str:
         return self.hf or self.target
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether parameters get their values after sharding; others are made as plain torch does.
+
+        This holds for model directories, colotrain's own models, and where `deferred_init` says so.
+        """
+        return bool(self.hf) or self.deferred_init or self.target.startswith("colotrain.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colotrain.models.loading import build_whole
 from colotrain.spec.plan import ModelPlan, RunPlan
+from colotrain.verify.building import build_plain
 
 
 class WithTeacher:
@@ -18,7 +18,7 @@ class WithTeacher:
         assert plan.model.distill is not None
         self.plan = plan.model.distill
         teacher = ModelPlan(target="", hf=self.plan.teacher)
-        self.teacher = build_whole(teacher, seed=0).to(dtype).eval()
+        self.teacher = build_plain(teacher, seed=0).to(dtype).eval()
 
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Mean over the targets; 0 where there are none."""

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.models.loading import build_whole
 from colotrain.spec.plan import RunPlan
+from colotrain.verify.building import build_plain
 
 
 class TwoModels:
     """The model that trains, and the model as it began."""
 
     def __init__(self, plan: RunPlan, dtype: torch.dtype | None) -> None:
-        self.first = build_whole(plan.model, seed=plan.train.seed).to(dtype).eval()
+        self.first = build_plain(plan.model, seed=plan.train.seed).to(dtype).eval()
         self.beta = plan.model.dpo_beta or 0.0
 
     def mean_loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -2,8 +2,8 @@
 
 It computes in float64 where the model allows it, because in float32 its own rounding may be larger
 than that of the plugins, which sum in smaller pieces; and once more in the model's own dtype, to
-measure that rounding. It shares with colotrain's engine the code that builds the model, its
-initial values and its samples, and no code that is verified: no accumulation, freezing, sharding,
+measure that rounding. It shares with colotrain's engine the code that reads
+its samples, and no code that is verified: no initial values, accumulation, freezing, sharding,
 clipping or optimizer code.
 """
 
@@ -28,13 +28,14 @@ from colotrain.data.read.loader import (
 from colotrain.dotted import import_target
 from colotrain.engine.generators import states
 from colotrain.engine.loss_trial import MOST_SAMPLES, examine
-from colotrain.models.loading import begin_training_, build_whole
+from colotrain.models.loading import begin_training_
 from colotrain.models.objective import attach_, output_of
 from colotrain.models.outputs import loss_in, pair_in
 from colotrain.models.seeding import seeded
 from colotrain.spec.plan import FreezePlan, RunPlan
 from colotrain.spec.survey import ParameterInfo
 from colotrain.torch_internals import BatchNorms, TorchDispatchMode, tree_leaves
+from colotrain.verify.building import build_plain
 from colotrain.verify.distillation import WithTeacher
 from colotrain.verify.masks import MaskedSamples, without_dropout
 from colotrain.verify.optimizers import kinds_of_norms_and_biases, optimizer_of
@@ -110,7 +111,7 @@ def max_abs(tensor: Tensor) -> float:
 
 
 def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajectory:
-    model = build_whole(plan.model, seed=plan.train.seed)
+    model = build_plain(plan.model, seed=plan.train.seed)
     attach_(model, plan.model)
     frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in model.named_parameters()}

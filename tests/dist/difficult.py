@@ -259,7 +259,7 @@ class Switching(Stack):
 
 
 class OwnInit(Stack):
-    """Defines `init_weights`, for some of its parameters only: built on the meta device."""
+    """Defines `init_weights`, which sets its parameters and a buffer after sharding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,6 +271,8 @@ class OwnInit(Stack):
     def init_weights(self) -> None:
         self.shift.copy_(torch.linspace(0, 1, WIDTH))
         for module in self.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
             elif isinstance(module, nn.LayerNorm):
@@ -306,6 +308,8 @@ class PaddingIdx(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(3, WIDTH, padding_idx=1)
+        with torch.no_grad():
+            self.init_weights()
 
     def init_weights(self) -> None:
         self.apply(self._init_weights)

@@ -69,7 +69,8 @@ def check(plans: Sequence[RunPlan], folder: Path) -> list[CaseResult]:
 
 TOKENS = ("data.target=tests.dist.difficult:token_samples",)
 FINE = ("train.micro_batch=1",)
-AS_THEY_ARE = [(model, TOKENS if model == "MeanOfTargets" else ()) for model in MODELS]
+SETTINGS = {"MeanOfTargets": TOKENS, "OwnInit": ("model.deferred_init=true",)}
+AS_THEY_ARE = [(model, SETTINGS.get(model, ())) for model in MODELS]
 VARIANTS = [
     *AS_THEY_ARE,
     ("MeanOfTargets", (*TOKENS, *FINE)),  # micro-batches without a single target

@@ -33,6 +33,7 @@ def samples(count=29, split="train"):
 """
 SETTINGS = (
     "model.target=epochs_mine:Regression",
+    "model.deferred_init=true",
     "data.target=epochs_mine:samples",
     "train.global_batch=4",
     "train.micro_batch=1",

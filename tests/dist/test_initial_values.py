@@ -1,10 +1,9 @@
-"""Initial values by `init_weights()`: the same on any number of ranks, and as plain torch's."""
+"""Initial values: plain torch's, or those of `init_weights()`, the same on any number of ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,10 @@ from colotrain.engine.sharding.shards import local_shard, shard_range
 from colotrain.engine.shm.shared_parameters import share_parameters
 from colotrain.errors import ColotrainError
 from colotrain.models import filling
-from colotrain.models.loading import KEEPS_VALUES, begin_training_, build, build_whole
-from colotrain.spec.plan import ModelPlan, RunPlan
+from colotrain.models.loading import begin_training_, build, build_on_meta, build_whole
+from colotrain.planner.traced.survey import UNCALLED, survey
+from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
+from colotrain.verify.building import build_plain
 from tests.dist.test_transport import plan_of, run
 from tests.representatives import representatives
 
@@ -113,6 +114,11 @@ class Zoo(nn.Module):
         self.plain = torch.full((2,), 0.5)
 
     def init_weights(self) -> None:
+        for module in self.modules():
+            if reset := getattr(module, "reset_parameters", None):
+                reset()
+        self.attention._reset_parameters()
+        self.embed.reset_parameters()  # the layer that is tied to it was reset after it
         for name, function in FUNCTIONS.items():
             function(self.layers[name].weight)
         self.apply(self._init_norms)
@@ -132,7 +138,7 @@ class Zoo(nn.Module):
         return x
 
 
-ZOO = ModelPlan(target=f"{__name__}:Zoo")
+ZOO = ModelPlan(target=f"{__name__}:Zoo", deferred_init=True)
 
 
 def equals_one_process(rank: int, *plans: RunPlan) -> None:
@@ -212,6 +218,10 @@ def test_another_seed_gives_other_values_and_the_same_seed_the_same() -> None:
         assert not torch.equal(first.layers[name].weight, other.layers[name].weight)
 
 
+def deferred(name: str, **args: object) -> ModelPlan:
+    return ModelPlan(target=f"{__name__}:{name}", args=args, deferred_init=True)
+
+
 class Odd(Zoo):
     """What cannot be had when the model is sharded already."""
 
@@ -249,35 +259,103 @@ class Odd(Zoo):
 )
 def test_what_cannot_be_had_is_refused_by_name(what: str, says: str) -> None:
     with pytest.raises(ColotrainError, match=says):
-        build_whole(ModelPlan(target=f"{__name__}:Odd", args={"what": what}), seed=0)
+        build_whole(deferred("Odd", what=what), seed=0)
 
 
 def test_a_parameter_that_is_replaced_by_one_like_it_has_its_value() -> None:
-    model = build_whole(ModelPlan(target=f"{__name__}:Odd", args={"what": "replaces"}), seed=0)
+    model = build_whole(deferred("Odd", what="replaces"), seed=0)
     assert model.bare.tolist() == [2.0] * 3
 
 
-class Pretrained(nn.Module):
-    """Loads weights when it is made, and has a method that would replace them."""
+class Edited(nn.Module):
+    """Values set in every way, with an `init_weights()` that sets others."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, *, calls: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(2, 2)
-        if path is not None:
-            self.load_state_dict(torch.load(path, weights_only=True))
-        else:
-            self.linear.weight.data.copy_(torch.from_numpy(torch.full((2, 2), 3.0).numpy()))
+        self.embed = nn.Embedding(5, 6)
+        self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.head = nn.Linear(6, 5)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.full((6,), 1.5))
+        self.register_buffer("noise", torch.randn(6))
+        if calls:
+            self.init_weights()
 
     def init_weights(self) -> None:
-        init.zeros_(self.linear.weight)
+        for module in self.modules():
+            if reset := getattr(module, "reset_parameters", None):
+                reset()
+        for parameter in self.inner.parameters():
+            init.uniform_(parameter)
+        init.normal_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x) * self.scale + self.noise)
 
 
-def test_weights_that_the_users_code_has_loaded_stay(tmp_path: Path) -> None:
-    path = tmp_path / "weights.pt"
-    torch.save({"linear.weight": torch.full((2, 2), 3.0), "linear.bias": torch.zeros(2)}, path)
-    for given in (str(path), None):
-        plan = ModelPlan(target=f"{__name__}:Pretrained", args={"path": given})
-        assert build_whole(plan, seed=0).linear.weight.flatten().tolist() == [3.0] * 4
+EDITS: dict[str, Callable[[Edited], object]] = {
+    "constant_": lambda m: init.constant_(m.head.bias, 3.0),
+    "fill_": lambda m: m.inner.bias.data.fill_(0.5),
+    "index": lambda m: m.head.bias.data.__setitem__(0, 7.0),
+    "in place": lambda m: m.scale.data.__imul__(2.0),
+    "data": lambda m: setattr(m.scale, "data", torch.full((6,), 4.0)),
+    "replaced": lambda m: setattr(m, "scale", nn.Parameter(torch.full((6,), 2.0))),
+    "normal_": lambda m: init.normal_(m.embed.weight, std=3.0),
+    "loaded": lambda m: m.load_state_dict(
+        {n: torch.ones_like(t) for n, t in m.state_dict().items()}
+    ),
+    "untied": lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(5, 6))),
+    "tied": lambda m: setattr(m.inner, "bias", m.scale),
+    "added": lambda m: m.register_module("more", nn.Linear(2, 2)),
+}
+"""What a target may do to a model after making it."""
+
+
+def edited(edit: str, *, calls: bool = True) -> Edited:
+    model = Edited(calls=calls)
+    with torch.no_grad():
+        EDITS[edit](model)
+    return model
+
+
+@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_model_begins_as_its_target_returns_it(edit: str, calls: bool) -> None:
+    plan = ModelPlan(target=f"{__name__}:edited", args={"edit": edit, "calls": calls})
+    for seed in (0, 3):
+        torch.manual_seed(seed)
+        plain, model = edited(edit, calls=calls), build_whole(plan, seed=seed)
+        assert_equal(plain, model)
+
+
+def assert_equal(plain: nn.Module, model: nn.Module) -> None:
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
+        wanted, found = dict(named(plain)), dict(named(model))
+        assert wanted.keys() == found.keys()  # a tied one has one name
+        assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_init_weights_would_not_restore_is_refused(edit: str) -> None:
+    """Values that are set after the target has called `init_weights()`, and written ones at all."""
+    plan = deferred("edited", edit=edit)
+    for make in (lambda: build(plan, seed=0), lambda: build_on_meta(plan)):
+        with pytest.raises(ColotrainError, match=r"outside of init_weights\(\).*\(.*values.py:\d+"):
+            make()
+    written = edit not in ("replaced", "untied", "tied", "added")
+    plan = deferred("edited", edit=edit, calls=False)
+    if written:
+        with pytest.raises(ColotrainError, match=r"outside of init_weights\(\)"):
+            build(plan, seed=0)
+    elif edit != "added":  # as after `edited(edit).init_weights()` in plain torch
+        assert build_whole(plan, seed=0).scale.std() > 0
+
+
+def test_a_reference_has_the_same_deferred_values() -> None:
+    """The reference calls init_weights() on a model that is whole from the beginning."""
+    assert_equal(build_plain(ZOO, seed=5), build_whole(ZOO, seed=5))
+    plan = deferred("Edited", calls=False)
+    assert_equal(build_plain(plan, seed=5), build_whole(plan, seed=5))
 
 
 class Spectral(nn.Module):
@@ -291,15 +369,8 @@ class Spectral(nn.Module):
         init.constant_(self.linear.parametrizations.weight.original, 0.5)
 
 
-def test_where_buffers_come_from_parameters_the_model_is_made_whole_first() -> None:
-    model = build_whole(ModelPlan(target=f"{__name__}:Spectral"), seed=0)
-    assert (model.linear.parametrizations.weight.original == 0.5).all()
-    assert model.linear.bias.any()
-    assert model.linear(torch.ones(4)).isfinite().all()
-
-
 class LooksAtValues(nn.Module):
-    """Cannot be made without values, and keeps those that it is made with."""
+    """Cannot be made without values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,11 +381,31 @@ class LooksAtValues(nn.Module):
         init.zeros_(self.linear.weight)
 
 
-def test_a_model_whose_init_weights_is_not_called_is_known() -> None:
-    model = build(ModelPlan(target=f"{__name__}:LooksAtValues"), seed=0)
-    assert model.linear.weight.any()
-    assert hasattr(model, KEEPS_VALUES)
-    assert not hasattr(build(ModelPlan(target=f"{__name__}:Spectral"), seed=0), KEEPS_VALUES)
+def on_meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (deferred("Spectral"), "|".join(["refused them", "is computed from parameters"])),
+        (deferred("LooksAtValues"), "refused them .*"),
+        (deferred("on_meta"), r"the model has no init_weights\(\)"),
+        (ModelPlan(target=f"{__name__}:on_meta"), "weight is on the meta device, without a value"),
+    ],
+)
+def test_a_model_that_cannot_be_made_in_a_way_is_refused_by_name(
+    plan: ModelPlan, says: str
+) -> None:
+    with pytest.raises(ColotrainError, match=says):
+        build(plan, seed=0)
+
+
+def test_an_init_weights_that_is_not_called_is_told() -> None:
+    for calls in (False, True):
+        args = {"edit": "fill_", "calls": calls}
+        plan = ModelPlan(target=f"{__name__}:edited", args=args)
+        assert (UNCALLED in survey(plan, FreezePlan(), 8).remarks) is not calls
 
 
 class KeepsStatistics(nn.Module):

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from colotrain.cli.main import guarded
+from colotrain.models import loading
 from colotrain.spec.plugins import ROWS
 from colotrain.verify import runner
+from tests.dist.mutants.builds_wrong import built_wrong
 from tests.representatives import representatives
 from tests.running import SMALL, Colotrain
 
@@ -66,6 +68,7 @@ def test_every_plugin_does_on_several_numbers_of_ranks(capsys: pytest.CaptureFix
         ("unfreezes_one_tensor", "blocks.1.mlp.down.weight"),
         ("drops_the_last_micro_batch", "loss of step 1"),
         ("clips_by_a_rank", "parameter"),
+        ("begins_otherwise", "initial value of head.weight"),
     ],
 )
 def test_a_broken_contract_is_found_and_named(
@@ -94,6 +97,19 @@ def test_a_broken_contract_is_found_and_named(
     assert code == 4
     assert f"{plugin} on 2 ranks" in error
     assert says in error
+
+
+def test_a_model_that_is_built_wrong_everywhere_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference shares no code with what builds the model for training."""
+    monkeypatch.setattr(loading, "_with_values", built_wrong)
+    monkeypatch.setattr(runner, "WORKER", "tests.dist.mutants.builds_wrong")
+    arguments = ["model.target=tests.dist.random_constructors:make", "+model.args.seed=2"]
+    arguments += ["data.target=tests.dist.random_constructors:samples", "train.global_batch=4"]
+    code = guarded(["verify", *arguments, "--plugins", "zero2", "--steps", "1"])
+    assert code == 4
+    assert "initial value of" in capsys.readouterr().err
 
 
 def test_adamw_may_differ_by_what_rounding_explains_and_no_more(

@@ -42,7 +42,7 @@ from colotrain.models.loading import (
     build,
     build_on_meta,
     build_whole,
-    fills_itself,
+    leaves_init_uncalled,
 )
 from colotrain.models.objective import attach_
 from colotrain.models.preferences import REFERENCE
@@ -61,7 +61,6 @@ from colotrain.torch_internals import BatchNorms
 def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
     """Build the model, without storage if possible, freeze it, and describe it."""
     module = build_on_meta(model)
-    whole = module is None or not (model.hf or fills_itself(module))
     if module is None:
         module = build(model, seed=0)
     attach_(module, model)
@@ -88,7 +87,7 @@ def survey(model: ModelPlan, freeze: FreezePlan, seq_len: int) -> Survey:
         flops_per_token=flops_per_token(module, seq_len),
         vocab_size=vocab_size(module),
         **positions(module),
-        built_whole=whole,
+        built_whole=not model.is_deferred,
         uses_transformers=model.distill is not None  # its teacher is a model of transformers
         or any("transformers" in type(m).__module__ for m in module.modules()),
         balances_experts=task_in(module) is CAUSAL and balances_experts(module),
@@ -155,10 +154,11 @@ def _first_samples(data: DataPlan, seed: int, vocab: int | None) -> dict[str, Te
 
 
 def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
-    """The task of a Hugging Face model, and how its loss is computed."""
+    """The task of a Hugging Face model, how its loss is computed, and remarks on any model."""
     task = task_in(module)
     if model.hf is None:
-        return {}
+        uncalled = not model.is_deferred and leaves_init_uncalled(module)
+        return {"remarks": (UNCALLED,) if uncalled else ()}
     found = {"remarks": (*remarks_on_files(module), *_remarks(module, task))}
     if task is CAUSAL:
         return found
@@ -167,6 +167,12 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
         return found | {"other_task": unknown}
     other = {"other_task": task.name, "samples": task.sample, "finds_hidden": task is MASKED}
     return found | other
+
+
+UNCALLED = (
+    "the model has an init_weights() that model.target does not call: training begins with the "
+    "values that the target returns; call it there, or set model.deferred_init=true"
+)
 
 
 def _remarks(module: nn.Module, task: Task | None) -> Iterator[str]:
