@@ -104,7 +104,7 @@ WRAPS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "weight_norm, old": nn.utils.weight_norm,
     "set through weight_norm": _set_through,
-    "spectral_norm": parametrizations.spectral_norm,
+    "spectral_norm": lambda layer: parametrizations.spectral_norm(layer).eval(),
     "orthogonal": parametrizations.orthogonal,
     "symmetric": _symmetric,
     "shifted": _shifted,
@@ -142,8 +142,6 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         if draw.random() < 0.3:
             self.layers.append(self.layers[0])
-        if draw.random() < 0.2:  # two parameters in the same memory
-            self.norm.bias = nn.Parameter(self.norm.weight.data)
         with torch.no_grad():
             for weight in draw.sample(_weights(self), 2):
                 WRITES[draw.choice(list(WRITES))](weight)
