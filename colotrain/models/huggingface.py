@@ -291,6 +291,7 @@ def _construct(
     """The model on the meta device, or with its weights in `folder`."""
     try:
         if folder is not None:
+            _transformers().utils.logging.disable_progress_bar()
             options = {"local_files_only": True, "use_safetensors": True}
             loaded: nn.Module = architecture.from_pretrained(
                 folder, config=config, dtype=dtype, **options

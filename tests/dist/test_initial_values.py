@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from colotrain.models.loading import begin_training_, build, build_on_meta, buil
 from colotrain.planner.traced.survey import UNCALLED, survey
 from colotrain.spec.plan import FreezePlan, ModelPlan, RunPlan
 from colotrain.verify.building import build_plain
+from tests.dist import hf
 from tests.dist.test_transport import plan_of, run
 from tests.representatives import representatives
 
@@ -356,6 +358,13 @@ def test_a_reference_has_the_same_deferred_values() -> None:
     assert_equal(build_plain(ZOO, seed=5), build_whole(ZOO, seed=5))
     plan = deferred("Edited", calls=False)
     assert_equal(build_plain(plan, seed=5), build_whole(plan, seed=5))
+
+
+def test_a_reference_of_a_directory_is_loaded_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    args = {"dtype": "bfloat16"}
+    plan = ModelPlan(target="", hf=str(hf.make_directory("gpt2", tmp_path / "gpt2")), args=args)
+    assert_equal(build_plain(plan, seed=0), build_whole(plan, seed=0))
 
 
 class Spectral(nn.Module):
