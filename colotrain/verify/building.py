@@ -48,7 +48,7 @@ def _initialised(plan: ModelPlan, seed: int) -> nn.Module:
     seed_all(seed)
     with torch.no_grad(), _DrawsForParameters(named):
         model.init_weights()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class _DrawsForParameters(TorchDispatchMode):
