@@ -286,7 +286,7 @@ def _check_balance(model: nn.Module) -> None:
 
 
 def _construct(
-    architecture: Any, config: Any, dtype: torch.dtype, folder: Path | None
+    architecture: Any, config: Any, dtype: torch.dtype, folder: Path | None = None
 ) -> nn.Module:
     """The model on the meta device, or with its weights in `folder`."""
     try:
