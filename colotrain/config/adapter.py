@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,25 @@ from colotrain.spec.plan import AdapterPlan
 
 RANK, ALPHA = 8, 16.0
 PREFIX, SUFFIX = "base_model.model.", ".lora_A.weight"
-UNSUPPORTED: dict[str, Any] = {
-    "use_dora": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "lora_bias": False,
-    "trainable_token_indices": None,
-    "target_parameters": None,
+INITIAL_VALUES = (True, False, "gaussian", "orthogonal", "eva", None)
+"""Values of `init_lora_weights` under which PEFT changes nothing but the adapter's own matrices."""
+ACCEPTED: dict[str, tuple[Any, ...] | None] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": INITIAL_VALUES,
+    "use_rslora": (False, True),
+    **dict.fromkeys(("r", "lora_alpha", "lora_dropout")),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")),
+    **dict.fromkeys(("task_type", "auto_mapping", "base_model_name_or_path", "revision")),
+    **dict.fromkeys(("peft_version", "inference_mode", "runtime_config", "fan_in_fan_out")),
+    **dict.fromkeys(("megatron_core", "qalora_group_size", "eva_config")),
 }
-"""PEFT settings that change what an adapter computes, with the only supported value of each."""
+"""PEFT's settings that may be set → their values that are known; None: any.
+
+These are all that compute, or that say nothing about, the sum of a layer and a product of two
+matrices: which layers have one follows from the names of the weights. Of any other setting only an
+empty value is taken.
+"""
 
 
 def check_adapter(adapter: Adapter) -> Iterator[Problem]:
@@ -33,7 +42,7 @@ def check_adapter(adapter: Adapter) -> Iterator[Problem]:
         "rank": adapter.rank,
         "alpha": adapter.alpha,
         "targets": adapter.targets or None,
-        "dropout": adapter.dropout or None,
+        "dropout": adapter.dropout,
         "path": adapter.path,
     }
     if adapter.name is None:
@@ -49,7 +58,7 @@ def check_adapter(adapter: Adapter) -> Iterator[Problem]:
         yield _wrong("rank", adapter.rank, "1 or more", f"for example adapter.rank={RANK}")
     if adapter.alpha is not None and not 0 < adapter.alpha < math.inf:
         yield _wrong("alpha", adapter.alpha, "a number above 0", f"for example {ALPHA:g}")
-    if not 0 <= adapter.dropout < 1:
+    if adapter.dropout is not None and not 0 <= adapter.dropout < 1:
         yield _wrong("dropout", adapter.dropout, "a number from 0 up to, but not, 1", "or 0")
 
 
@@ -57,36 +66,34 @@ def plan_adapter(adapter: Adapter, problems: list[Problem]) -> AdapterPlan | Non
     """Return the requested adapter; problems with its directory are added to `problems`."""
     if adapter.name is None or any(True for _ in check_adapter(adapter)):
         return None
-    rank, alpha, targets = adapter.rank or RANK, adapter.alpha or ALPHA, tuple(adapter.targets)
-    path = None
-    if adapter.path is not None:
-        folder = Path(adapter.path).expanduser().absolute()
-        try:
-            rank, alpha, targets = read_peft(folder)
-        except ConfigError as error:
-            problems += error.problems
-            return None
-        path = str(folder)
-        given = {"rank": (adapter.rank, rank), "alpha": (adapter.alpha, alpha)}
-        for key, (wanted, found) in given.items():
-            if wanted not in (None, found):
-                fix = f"remove it: adapter.path={adapter.path} decides"
-                problems.append(_wrong(key, wanted, f"{found:g}, as in adapter.path", fix))
-        if adapter.targets:
-            fix = "remove it: the directory decides which layers have adapters"
-            problems.append(_wrong("targets", adapter.targets, "nothing beside adapter.path", fix))
-    return AdapterPlan(
-        name=adapter.name,
-        rank=rank,
-        alpha=alpha,
-        targets=targets,
-        dropout=adapter.dropout,
-        path=path,
-    )
+    if adapter.path is None:
+        return AdapterPlan(
+            name=adapter.name,
+            rank=adapter.rank or RANK,
+            alpha=adapter.alpha or ALPHA,
+            targets=tuple(adapter.targets),
+            dropout=adapter.dropout or 0.0,
+        )
+    try:
+        found = read_peft(Path(adapter.path).expanduser().absolute())
+    except ConfigError as error:
+        problems += error.problems
+        return None
+    for key, wanted, known in (
+        ("rank", adapter.rank, found.rank),
+        ("alpha", adapter.alpha, found.alpha),
+    ):
+        if wanted not in (None, known):
+            fix = f"remove it: adapter.path={adapter.path} decides"
+            problems.append(_wrong(key, wanted, f"{known:g}, as in adapter.path", fix))
+    if adapter.targets:
+        fix = "remove it: the directory decides which layers have adapters"
+        problems.append(_wrong("targets", adapter.targets, "nothing beside adapter.path", fix))
+    return found if adapter.dropout is None else replace(found, dropout=adapter.dropout)
 
 
-def read_peft(folder: Path) -> tuple[int, float, tuple[str, ...]]:
-    """Return rank, alpha and layers of an adapter in PEFT's format; else raise `ConfigError`.
+def read_peft(folder: Path) -> AdapterPlan:
+    """Return the plan of an adapter in PEFT's format; else raise `ConfigError`.
 
     The layers are those named in the weights, so that no pattern has to be interpreted.
     """
@@ -96,24 +103,48 @@ def read_peft(folder: Path) -> tuple[int, float, tuple[str, ...]]:
         pickled = (folder / "adapter_model.bin").is_file()
         fix = "pickles are never read: save it as safetensors" if pickled else "correct the path"
         raise ConfigError([_wrong("path", folder, "an adapter_model.safetensors in it", fix)])
-    if settings.get("peft_type") != "LORA":
-        expected = f"a LoRA adapter (it is {settings.get('peft_type')})"
-        raise ConfigError([_wrong("path", folder, expected, "train a new one")])
-    others = {
-        k: settings[k] for k, only in UNSUPPORTED.items() if settings.get(k) not in (only, None)
-    }
-    if others:
-        expected = f"plain LoRA (it sets {', '.join(f'{k}={v}' for k, v in others.items())})"
-        raise ConfigError([_wrong("path", folder, expected, "merge it into the model with PEFT")])
+    refused = [name for name, value in settings.items() if not _is_accepted(name, value)]
+    if refused:
+        raise ConfigError([_refused(folder, name, settings[name]) for name in refused])
     rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
     if settings.get("use_rslora"):  # scaled by alpha / √rank (Kalajdzievski 2023)
         alpha *= math.sqrt(rank)
-    names = _tensor_names(weights)
-    layers = [n.removeprefix(PREFIX).removesuffix(SUFFIX) for n in names if n.endswith(SUFFIX)]
-    if 2 * len(layers) != len(names) or not all(n.startswith(PREFIX) for n in names):
-        expected = "weights named base_model.model.LAYER.lora_A.weight and lora_B.weight only"
-        raise ConfigError([_wrong("path", folder, expected, "save it with PEFT")])
-    return rank, alpha, tuple(layers)
+    shapes = _tensor_shapes(weights)
+    layers = [n.removeprefix(PREFIX).removesuffix(SUFFIX) for n in shapes if n.endswith(SUFFIX)]
+    pairs = {f"{PREFIX}{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
+    if odd := sorted(pairs ^ shapes.keys()):
+        has = "has" if odd[0] in shapes else "lacks"
+        expected = f"lora_A and lora_B of linear layers in its weights, only (it {has} {odd[0]})"
+        fix = "save it with PEFT's save_embedding_layers=False, or merge it into the model"
+        raise ConfigError([_wrong("path", folder, expected, fix)])
+    for name, shape in shapes.items():
+        if shape[0 if name.endswith(SUFFIX) else 1] != rank:
+            expected = f"matrices of its rank {rank} ({name} is {shape})"
+            raise ConfigError([_wrong("path", folder, expected, "save it with PEFT")])
+    return AdapterPlan(
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(layers),
+        dropout=float(settings.get("lora_dropout") or 0.0),
+        path=str(folder),
+    )
+
+
+def _is_accepted(name: str, value: Any) -> bool:
+    """Whether a setting of PEFT leaves plain low-rank adapters what they are."""
+    if name not in ACCEPTED:
+        return value in (None, False, "") or value in ([], {})
+    known = ACCEPTED[name]
+    return known is None or any(value is each or value == each for each in known)
+
+
+def _refused(folder: Path, name: str, value: Any) -> Problem:
+    known = ACCEPTED.get(name) or ("nothing",)
+    expected = (
+        f"{name} to be {' or '.join(map(str, known))} in its adapter_config.json, not {value}"
+    )
+    fix = "merge the adapter into the model with PEFT (merge_and_unload), or train a new one"
+    return _wrong("path", folder, expected, fix)
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
@@ -126,16 +157,16 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _tensor_names(path: Path) -> list[str]:
-    """Return the tensor names in a safetensors file: a length of 8 bytes, then JSON."""
+def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a safetensors file: a length of 8 bytes, then JSON."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, 1 << 26)))
-    except (OSError, ValueError) as error:
+        return {n: tuple(t["shape"]) for n, t in header.items() if n != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         expected = f"a safetensors file ({path.name}: {error})"
         raise ConfigError([_wrong("path", path.parent, expected, "copy it again")]) from error
-    return [name for name in header if name != "__metadata__"]
 
 
 def _wrong(key: str, value: Any, expected: str, fix: str) -> Problem:

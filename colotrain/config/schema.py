@@ -103,10 +103,10 @@ class Adapter:
     """The matrices' product is multiplied by alpha / rank; 16 unless `path` has another."""
     targets: list[str] = field(default_factory=list)
     """Globs on the names of linear layers or the last part of the names: `["*attn*", "q_proj"]`."""
-    dropout: float = 0.0
-    """Dropout on the adapters' inputs."""
+    dropout: float | None = None
+    """Dropout on the adapters' inputs; 0 unless `path` has another."""
     path: str | None = None
-    """Directory in PEFT's format to start from; its rank, alpha and targets are used."""
+    """Directory in PEFT's format to start from; its rank, alpha, layers and dropout are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

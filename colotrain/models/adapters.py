@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colotrain.errors import ColotrainError, ConfigError, Problem, suggest
+from colotrain.errors import ConfigError, Problem, suggest
 from colotrain.models.filling import Shards
 from colotrain.models.seeding import generator_of
 from colotrain.models.stored import StoredTensors
@@ -68,7 +68,7 @@ def attach_(model: nn.Module, plan: AdapterPlan) -> None:
     """
     layers = dict(linear_layers(model))
     chosen = {name for name in layers if is_target(name, plan.targets)}
-    problems = list(_unmatched(plan, layers))
+    problems = [*_unmatched(plan, layers), *_misshapen(plan, layers)]
     if problems:
         raise ConfigError(problems)
     model.requires_grad_(False)
@@ -194,6 +194,22 @@ def _unmatched(plan: AdapterPlan, layers: dict[str, nn.Module]) -> Iterator[Prob
             )
 
 
+def _misshapen(plan: AdapterPlan, layers: dict[str, nn.Module]) -> Iterator[Problem]:
+    """Problems of matrices in `plan.path` that are not of the shapes of the model's layers."""
+    if plan.path is None:
+        return
+    stored = StoredTensors([Path(plan.path) / WEIGHTS])
+    for name in (name for name in plan.targets if name in layers):
+        inputs, outputs = features(layers[name]) or (0, 0)
+        shapes = {A: (plan.rank, inputs), B: (outputs, plan.rank)}
+        for part, shape in shapes.items():
+            key = f"{PREFIX}{name}.{part}.weight"
+            found = stored.shape(key) if key in stored else None
+            if found != shape:
+                expected, fix = f"{key} to be {shape}, not {found}", "give an adapter of this model"
+                yield Problem(key="adapter.path", value=plan.path, expected=expected, fix=fix)
+
+
 def _attach(layer: Any, plan: AdapterPlan) -> None:
     weight: Tensor = layer.weight
     inputs, outputs = features(layer) or (0, 0)
@@ -241,7 +257,7 @@ def fill_(
                 shape = shards.shape(parameter)
                 whole = torch.zeros(shape, dtype=parameter.dtype)
                 if stored is not None:
-                    whole = _stored(stored, full, shape)
+                    whole = stored.rows(PREFIX + full)
                 elif part == A:
                     _draw_(whole, full, seed=seed)
                 shards.write(parameter, whole)
@@ -251,20 +267,6 @@ def _draw_(whole: Tensor, name: str, *, seed: int) -> None:
     """Draw values as nn.Linear draws them, but from the parameter's own generator."""
     generator = generator_of(name, seed=seed)
     nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-
-
-def _stored(stored: StoredTensors, name: str, shape: tuple[int, ...]) -> Tensor:
-    key = PREFIX + name
-    if key not in stored:
-        raise ColotrainError(
-            f"adapter.path: holds no {key}", "give an adapter that was made for this model"
-        )
-    if stored.shape(key) != shape:
-        raise ColotrainError(
-            f"adapter.path: {key} is {stored.shape(key)}, expected {shape}",
-            "give an adapter that was made for this model",
-        )
-    return stored.rows(key)
 
 
 def peft_settings(

@@ -150,6 +150,26 @@ def test_pefts_directory_says_rank_alpha_and_layers(tmp_path: Path) -> None:
     assert (values["blocks.0.mlp.up.lora_B.weight"] == 0.25).all()
 
 
+def test_settings_that_leave_the_sum_alone_are_taken(tmp_path: Path) -> None:
+    empty = {"use_dora": False, "rank_pattern": {}, "modules_to_save": None, "of_a_later": None}
+    kept = {"init_lora_weights": "gaussian", "layers_to_transform": [0], "lora_dropout": 0.25}
+    folder = peft_folder(tmp_path, **empty, **kept)
+    found, problems = read(folder)
+    assert not problems
+    assert found is not None
+    assert found.dropout == 0.25
+    other, _ = read(folder, dropout=0.0)
+    assert other is not None
+    assert other.dropout == 0.0
+
+
+def test_an_adapter_of_another_model_is_refused_when_the_model_is_built(tmp_path: Path) -> None:
+    found, _ = read(peft_folder(tmp_path))
+    other = ModelPlan(target="colotrain.models.llm:LLM", args={**LLM, "d_model": 8}, adapter=found)
+    with pytest.raises(ConfigError, match=r"adapter\.path=.*lora_A\.weight to be \(3, 8\), not"):
+        build(other, seed=0)
+
+
 def test_rank_stabilised_scaling_is_taken(tmp_path: Path) -> None:
     found, _ = read(peft_folder(tmp_path, use_rslora=True))
     assert found is not None
@@ -159,9 +179,16 @@ def test_rank_stabilised_scaling_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "written", "line"),
     [
-        ({"peft_type": "IA3"}, {}, "a LoRA adapter (it is IA3)"),
-        ({"use_dora": True}, {}, "plain LoRA (it sets use_dora=True)"),
-        ({"modules_to_save": ["lm_head"]}, {}, "plain LoRA (it sets modules_to_save="),
+        ({"peft_type": "IA3"}, {}, "peft_type to be LORA in its adapter_config.json, not IA3"),
+        ({"use_dora": True}, {}, "use_dora to be nothing in its adapter_config.json, not True"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save to be nothing"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights to be True or False or gaussian"),
+        ({"init_lora_weights": "olora"}, {}, "in its adapter_config.json, not olora"),
+        ({"alora_invocation_tokens": [3, 4]}, {}, "alora_invocation_tokens to be nothing"),
+        ({"rank_pattern": {"up": 2}}, {}, "rank_pattern to be nothing"),
+        ({"target_parameters": ["experts.up"]}, {}, "target_parameters to be nothing"),
+        ({"of_a_later_version": 0.5}, {}, "of_a_later_version to be nothing"),
+        ({"r": 4}, {}, "matrices of its rank 4 (base_model.model.blocks.0.mlp.up.lora_A.weight"),
         ({}, {"rank": 8}, "adapter.rank=8: expected 3, as in adapter.path"),
         ({}, {"targets": ["*"]}, "nothing beside adapter.path"),
         ({"r": "many"}, {}, "a directory in PEFT's format"),
