@@ -81,6 +81,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mobilevit": {"image_size": 64, "patch_size": 2},
     "mobilevitv2": {"image_size": 64, "patch_size": 2},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "mobilebert": {"embedding_size": 24},
     "neomme": {"head_dim": 16},
     "pvt": {"num_attention_heads": [1, 2, 2, 4], "image_size": 64},
     "pvt_v2": {"num_attention_heads": [1, 2, 2, 4], "image_size": 64},
@@ -97,6 +98,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """Type → settings of its own."""
+OVERWRITTEN = ("balancing_biases",)
+"""Tensors that transformers reads from files and then sets to their initial values (Zaya's)."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,12 @@ class Architecture:
         torch.manual_seed(3)
         model = getattr(transformers, self.name)(config_of(self.kind))
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.state_dict().values()):
-                if tensor.is_floating_point():  # nothing keeps its initial value
+            for name, tensor in model.state_dict().items():
+                if tensor.is_floating_point() and not name.endswith(OVERWRITTEN):
                     tensor.add_(torch.rand(tensor.shape, dtype=tensor.dtype), alpha=0.05)
+            for module in model.modules():
+                if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                    module.weight[module.padding_idx] = 0.0  # as it is in every trained model
         model.save_pretrained(folder)
         return model
 

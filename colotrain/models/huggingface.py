@@ -48,6 +48,17 @@ from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
+SEES_FUTURE_UNLESS: dict[str, tuple[str, Any]] = {
+    "bert-generation": ("is_decoder", True),
+    "xlm": ("causal", True),
+    "xlnet": ("attn_type", "uni"),
+}
+"""Type → setting with which a model under a causal head sees no later tokens, and its value."""
+OTHER_TARGETS = {
+    "ProphetNetForCausalLM": "its loss is of several next tokens, smoothed",
+    "CpmAntForCausalLM": "it sees all tokens of a sample",
+}
+"""Causal language models that do not learn to predict the next token from those before it."""
 _TASK = "_colotrain_task"
 """Attribute of a model with its `Task`, or None."""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
@@ -76,6 +87,7 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     let_experts_compute_anywhere_()
     model.__dict__[_TASK] = task
     if task is CAUSAL:
+        _check_predicts_next_token(folder, architecture)
         _check_sees_no_future(folder, model)
         _check_balance(model)
         allow_division_(model, config)
@@ -269,13 +281,27 @@ def _check_has_loss(folder: Path, config: Any, architecture: type) -> None:
         raise wrong(folder, expected, fix)
 
 
+def _check_predicts_next_token(folder: Path, architecture: type) -> None:
+    if why := OTHER_TARGETS.get(architecture.__name__):
+        expected = f"an architecture that predicts the next token ({architecture.__name__}: {why})"
+        raise wrong(folder, expected, "train it by a function of yours in model.target")
+
+
 def _check_sees_no_future(folder: Path, model: nn.Module) -> None:
     """Refuse an encoder under a causal head: it would see the tokens that it is to predict."""
     config: Any = model.config
     is_encoder = type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
-    if is_encoder and not getattr(config, "is_decoder", False):
-        expected = f"a decoder ({type(model).__name__} sees all tokens: is_decoder is false)"
-        raise wrong(folder, expected, "set model.args.is_decoder=true")
+    default = ("is_decoder", True) if is_encoder else None
+    known = SEES_FUTURE_UNLESS.get(config.model_type, default)
+    if known is None or getattr(config, known[0], None) == known[1]:
+        return
+    key, value = known
+    says = f"sees all tokens: {key} is {str(getattr(config, key, None)).lower()}"
+    raise wrong(
+        folder,
+        f"a decoder ({type(model).__name__} {says})",
+        f"set model.args.{key}={str(value).lower()}",
+    )
 
 
 def _check_balance(model: nn.Module) -> None:

@@ -105,8 +105,19 @@ WITHOUT_LOSS = "MODEL_MAPPING"
 
 
 def task_of(transformers: Any, config: Any, architecture: type) -> Task | None:
-    """The task of an architecture; None where it is none of `TASKS`."""
-    return next((t for t in TASKS if is_in(transformers, t.registry, config, architecture)), None)
+    """The task of an architecture; None where it is none of `TASKS`.
+
+    The configuration of a part, such as Mllama's text model, is in no registry: its name is.
+    """
+    found = (t for t in TASKS if is_in(transformers, t.registry, config, architecture))
+    named = (t for t in TASKS if architecture.__name__ in _names_in(transformers, t.registry))
+    return next(found, None) or next(named, None)
+
+
+def _names_in(transformers: Any, registry: str) -> set[str]:
+    """Names of all architectures of a registry."""
+    found = getattr(transformers.models.auto.modeling_auto, f"{registry}_NAMES", {}).values()
+    return {name for value in found for name in ((value,) if isinstance(value, str) else value)}
 
 
 def is_in(transformers: Any, registry: str, config: Any, architecture: type) -> bool:
