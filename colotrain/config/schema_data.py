@@ -46,9 +46,9 @@ class Data:
     folder that has one (then its chat template and end-of-text token are used, too); auto: the one
     in the directory `model.hf`, otherwise bytes."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Field names of the records, if not `text`, `prompt`, `completion`, `messages`, `chosen`,
-    `rejected`, or `system`, `history`, `tools`, `documents`, `chat_template_kwargs`, `label` beside
-    them: `{prompt: question, completion: answer}`."""
+    """Field names of the records by their meaning: text, prompt, completion, messages, chosen,
+    rejected, question, answer, context; beside them system, history, tools, documents,
+    chat_template_kwargs, label. For example `{messages: dialog, tools: functions}`."""
     chat_template: str | None = None
     """`chatml`, or a file with a Jinja template, which transformers renders; by default the
     tokenizer's own."""

@@ -233,6 +233,26 @@ def test_an_answer_of_which_nothing_is_rendered_is_refused() -> None:
     assert any("tool_calls of messages" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("record", "asked"),
+    [
+        ({"input": "one?", "output": "1"}, "one?"),
+        ({"inputs": "one?", "targets": "1"}, "one?"),
+        ({"question": "one?", "context": "Two.", "answer": "1"}, "one?\n\nTwo."),
+        ({"prompt": "one?", "response": "1", "system_prompt": ""}, "one?"),
+        ({"Q": "one?", "response": "1"}, "one?"),
+    ],
+)
+def test_a_question_and_its_answer_are_a_conversation(record: dict[str, str], asked: str) -> None:
+    named = Renderer(
+        columns={"question": "Q"} if "Q" in record else {}, loss_on="last", template=PLAIN
+    )
+    (found,) = named.documents(record)
+    assert marked(found) == f"[user]{asked};[assistant]<1;>"
+    assert not found.notes
+    assert not found.unread
+
+
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add up"}}]
 
 
@@ -249,8 +269,8 @@ def test_tools_may_be_json_text(tools: Any) -> None:
     ("record", "note"),
     [
         ({"documents": [{"title": "Notes", "text": "A b."}]}, "documents are not in the text"),
-        ({"chat_template_kwargs": {"deep": True}}, "deep of chat_template_kwargs has no effect"),
-        ({"chat_template_kwargs": '{"deep": true}'}, "deep of chat_template_kwargs has no effect"),
+        ({"chat_template_kwargs": {"deep": True}}, "deep of chat_template_kwargs is nothing"),
+        ({"chat_template_kwargs": '{"deep": true}'}, "deep of chat_template_kwargs is nothing"),
         ({"completion": "another"}, "the column completion is not read"),
         ({"label": "good"}, "the column label is not read"),
     ],

@@ -31,16 +31,16 @@ from colotrain.spec.plan import DataPlan
 
 SHAPES = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 BESIDE = ("system", "history", "tools", "documents", "chat_template_kwargs", "label")
-COLUMNS = (*SHAPES, *BESIDE)
+COLUMNS = (*SHAPES, "question", "answer", "context", *BESIDE)
 """Meanings that a column of records may have: the text itself, and what is read beside it."""
 PAIR = ("chosen", "rejected")
 """Answers of a preference pair, of which the first is the better one."""
 CHATS = ("messages", "conversations", "conversation")
-QUESTIONS = ("instruction", "question", "query", "problem", "prompt")
+QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "inputs")
 """Columns that may hold a question, as a text, in the order in which they are looked for."""
 CONTEXTS = ("input", "context")
 """Columns with more of the question, which may be empty or absent."""
-ANSWERS = ("output", "answer", "response", "solution")
+ANSWERS = ("output", "answer", "response", "solution", "targets")
 SYSTEMS = ("system", "system_prompt")
 LABELS = ("label", "kto_tag")
 """Columns of KTO's data, in which false means that an answer is a bad one."""
@@ -246,9 +246,10 @@ class Renderer:
             raise BadRecord(f"{name}: expected text, not {shown(asked)}")
         history, system = _read_history(fields.take("history")), fields.take_text(*SYSTEMS)
         is_prompt = meaning == "prompt" and meanings[0] == "prompt"
+        contexts = [one for one in CONTEXTS if fields.name(one) != name]
         return Question(
             asked=asked,
-            context="" if name == "prompt" else fields.take_text(*CONTEXTS),
+            context="" if name == "prompt" else fields.take_text(*contexts),
             system=system,
             history=history,
             is_plain=is_prompt and not history and not system,

@@ -31,7 +31,9 @@ FLAGS = ("weight", "train", "loss_mask")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 """Arguments of a template that `chat_template_kwargs` may not have."""
-DEVELOPER = "messages of the role developer are rendered as system: the chat template has no such"
+DEVELOPER = (
+    "messages of the role developer are rendered as system: the chat template does not name it"
+)
 NOT_TRAINED = "only the assistant's messages are trained on: `{}` of another role has no effect"
 
 

@@ -82,7 +82,7 @@ def unrendered(
         yield "documents are not in the text: the chat template does not render them"
     for name in chat.settings:
         if not template.mentions(name):
-            yield f"{name} of chat_template_kwargs has no effect: the chat template has no such"
+            yield f"{name} of chat_template_kwargs is nothing that the chat template names"
 
 
 def unread_fields(template: ChatTemplate, chat: Conversation, text: str) -> Iterator[str]:
