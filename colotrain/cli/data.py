@@ -94,6 +94,7 @@ def _rows(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "data", ", ".join(map(str, part["paths"]))
     shards = f", {part['shards']} shards" if part["shards"] > 1 else ""
     yield "format", part["format"] + shards
+    yield "files", part["text"]
     if part["weight"] is not None:
         yield "weight", f"{part['weight']:g}"
     yield "tokenizer", f"{part['tokenizer']}, {part['vocab_size']:,} tokens"

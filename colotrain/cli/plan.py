@@ -8,6 +8,7 @@ from typing import Any
 
 from colotrain.cli.arguments import refuse
 from colotrain.cli.plan_table import export, print_comparison, print_plan, print_run
+from colotrain.data.prepare.tokens import described_parts
 from colotrain.data.prepare.vocabulary import document_form, tokenizer_file
 from colotrain.errors import DoesNotFit, UsageError
 from colotrain.events.fold import follow
@@ -124,6 +125,7 @@ def describe(resolved: ResolvedConfig, *, advise: bool = False) -> dict[str, Any
         },
         **({"pipeline": stages_of(resolved)} if plan.mesh.pp > 1 else {}),
         **_texts(plan),
+        "data": described_parts(plan.data),
         "parameters": to_plain(plan.parameters),
         "freeze": [
             {"pattern": pattern, "matched": plan.freeze.matched.get(pattern, 0)}

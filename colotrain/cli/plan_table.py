@@ -113,10 +113,12 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         f"gradients {sent['reduced']}; each rank sends {format_size(sent['bytes_per_step'])} per "
         f"step in {collectives}",
     )
+    for number, part in enumerate(document["data"]):
+        yield "" if number else "data", part["text"]
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"
-    yield "evaluations", _evaluations(plan)
+    yield "evaluations", _evaluations(plan, document)
     yield "checkpoints", _checkpoints(plan.checkpoint, plan.train)
     yield "copies", _memory_copies(plan)
     if changes := _changes_of_nodes(plan.elastic):
@@ -158,18 +160,18 @@ def _steps(train: TrainPlan) -> str:
     return f"{train.max_steps:,}: {epochs}{rest}"
 
 
-def _evaluations(plan: RunPlan) -> str:
-    train, data, held = plan.train, plan.data, plan.train.num_validation
-    steps = train.eval_steps
+def _evaluations(plan: RunPlan, document: dict[str, Any]) -> str:
+    train, data, steps = plan.train, plan.data, plan.train.eval_steps
     if steps == 0:
         return "none (train.eval_steps=0)"
+    has_some = [p["validation"]["files"] or p["validation_share"] for p in document["data"]]
+    held = train.num_validation if any(has_some) or not has_some else 0
     if held == 0:
         return "none: the data has no validation samples"
     first = "before the first step and " if train.eval_first else ""
     often = f"{_interval(train.eval_every, train)}{first}after the last"
     num = "all" if steps == "all" else f"at most {steps} global batch{'es' * (steps > 1)} of"
-    from_files = data.source != "target" and data.validation_fraction == 0
-    only = " of a validation file, if there is one" if from_files and held is None else ""
+    only = ""
     if data.source == "target" and data.validation_fraction and held is None:
         share = f"the last {100 * data.validation_fraction:.3g} % of the dataset"
         only = f" ({share}, unless its function takes `split`; data.validation_fraction=0: none)"

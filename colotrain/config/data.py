@@ -27,6 +27,7 @@ def data_plan(
     `pairs`: whether the records are preference pairs. `masked`: which tokens are hidden.
     """
     paths = _absolute(data.path, "data.path", problems)
+    held = _absolute(data.validation_path, "data.validation_path", problems)
     parts = [_part(part, f"data.mixture[{i}]", problems) for i, part in enumerate(data.mixture)]
     source = "corpus" if data.corpus else "path" if paths else "mixture" if parts else "target"
     if data.target is None:
@@ -38,6 +39,7 @@ def data_plan(
         source=source,  # type: ignore[arg-type]  # one of four literals
         corpus=data.corpus,
         paths=paths,
+        validation_paths=held,
         format=data.format,
         mixture=tuple(parts),
         target=data.target,
@@ -79,6 +81,13 @@ def check_data(data: Data, *, is_whole: bool) -> Iterator[Problem]:
         fix = "remove it, or set data.target"
         expected = "nothing without data.target, whose arguments they are"
         yield Problem(key="data.args", value=data.args, expected=expected, fix=fix)
+    if data.validation_path and (data.mixture or data.target is not None):
+        own = "the function of data.target has a parameter `split`"
+        fix = "set it in the parts of data.mixture" if data.mixture else f"remove it: {own}"
+        expected = "null where the data are not those of data.path or data.corpus"
+        yield Problem(
+            key="data.validation_path", value=data.validation_path, expected=expected, fix=fix
+        )
     for key in ("collate", "sampler"):
         value = getattr(data, key)
         if value is not None and data.target is None and is_whole:
@@ -118,6 +127,7 @@ def _part(part: Part, key: str, problems: list[Problem]) -> PartPlan:
     return PartPlan(
         paths=_absolute(part.path, f"{key}.path", problems),
         weight=part.weight,
+        validation_paths=_absolute(part.validation_path, f"{key}.validation_path", problems),
         format=part.format,
         columns=part.columns,
     )
@@ -144,17 +154,17 @@ def _absolute_place(text: str) -> str:
 
 
 def _check_formats(plan: DataPlan) -> Iterator[Problem]:
-    """Yield a problem for each path that holds files of several formats, or no pairs."""
-    from colotrain.data.prepare.formats import RECORD_FORMATS, recognise
+    """Yield what is wrong with the files of each part: formats, splits, or no pairs."""
+    from colotrain.data.prepare.sources import find_sources
     from colotrain.data.prepare.tokens import parts_of
 
-    if plan.source not in ("path", "mixture"):
+    if plan.source == "target" or not (plan.paths or plan.mixture or plan.validation_paths):
         return
     for part in parts_of(plan):
         try:
-            kind = recognise(part)
-            if plan.pairs and kind not in RECORD_FORMATS:
-                expected = f"records with prompt, chosen and rejected, not {kind}"
+            found = find_sources(part)
+            if plan.pairs and part.paths and found.family != "records":
+                expected = f"records with prompt, chosen and rejected, not {found.kinds}"
                 yield Problem(key="data.path", value=part.paths[0], expected=expected, fix=PAIRS)
         except ConfigError as error:
             yield from error.problems

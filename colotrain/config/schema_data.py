@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-DataFormat = Literal["auto", "text", "jsonl", "parquet", "arrow", "nanogpt", "megatron"]
+DataFormat = Literal[
+    "auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "nanogpt", "megatron"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,8 @@ class Part:
     """Files as in `data.path`."""
     weight: float = 1.0
     """Share of the samples, relative to the other parts."""
+    validation_path: str | list[str] | None = None
+    """Same as `data.validation_path`."""
     format: DataFormat = "auto"
     """Same as `data.format`."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -29,8 +33,11 @@ class Data:
     corpus: Literal["stdlib"] | None = None
     """Corpus that exists on every machine: `stdlib`, the Python standard library's source files."""
     path: str | list[str] | None = None
-    """Folder, file or glob of text, JSONL, Parquet, Arrow or token files, or a Hugging Face
+    """Folder, file or glob of text, JSON, CSV, Parquet, Arrow or token files, or a Hugging Face
     dataset's folder."""
+    validation_path: str | list[str] | None = None
+    """Validation data, written as `data.path`, which then is trained on whole; null: what names of
+    files say, or else a share (`validation_fraction`)."""
     format: DataFormat = "auto"
     """Format of the files; auto: recognised by their names and contents."""
     mixture: list[Part] = field(default_factory=list)
@@ -77,4 +84,5 @@ class Data:
     shuffle: bool = True
     """Draw samples in random order from the seed; otherwise in file order."""
     validation_fraction: float = 0.05
-    """Share of the files, of the records, or of the tokens of one file kept for validation."""
+    """Share of the files, of the records, or of the tokens of one file kept for validation, where
+    neither `validation_path` nor names of files say what is."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def prepare_data(plan: RunPlan, console: Console) -> None:
     """Tokenize the plan's data, unless the user's own code provides the samples."""
-    from colotrain.data.prepare.tokens import notes_of, parts_of, prepare_shards
+    from colotrain.data.prepare.tokens import described_parts, notes_of, parts_of, prepare_shards
     from colotrain.show.progress import preparation
 
     if plan.data.source == "target":
@@ -26,10 +26,12 @@ def prepare_data(plan: RunPlan, console: Console) -> None:
     with preparation(console) as progress:
         parts = [(part, prepare_shards(part, progress=progress)) for part in parts_of(plan.data)]
     shards = [shard for _, part_shards in parts for shard in part_shards]
+    for part in described_parts(plan.data):
+        console.print(f"data: {part['text']}", soft_wrap=True, highlight=False)
     for shard in shards:
         check_vocabulary(plan, shard)
-    for part, part_shards in parts:
-        for note in (note for note in notes_of(part, part_shards) if not note.is_unread):
+    for one, part_shards in parts:
+        for note in (note for note in notes_of(one, part_shards) if not note.is_unread):
             console.print(f"warning: {note}", style="yellow", soft_wrap=True)
     report_unused_data(plan, shards, console)
 

@@ -130,6 +130,7 @@ class PartPlan:
 
     paths: tuple[str, ...]
     weight: float
+    validation_paths: tuple[str, ...] = ()
     format: str = "auto"
     columns: dict[str, str] = field(default_factory=dict)
 
@@ -139,6 +140,8 @@ class DataPlan:
     source: Literal["corpus", "path", "target", "mixture"]
     corpus: str | None = None
     paths: tuple[str, ...] = ()
+    validation_paths: tuple[str, ...] = ()
+    """Files of validation data alone; none: names decide, or `validation_fraction`."""
     format: str = "auto"
     mixture: tuple[PartPlan, ...] = ()
     target: str | None = None

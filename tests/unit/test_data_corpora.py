@@ -14,17 +14,17 @@ from colotrain.data.prepare import corpora
 from colotrain.data.prepare.corpora import (
     Span,
     is_validation,
-    list_files,
     read_pieces,
     split,
     text_files,
 )
+from colotrain.data.prepare.sources import find_sources
 from colotrain.errors import ConfigError
 from colotrain.spec.plan import DataPlan
 
 
 def find_files(plan: DataPlan) -> list[Path]:
-    return [file.path for file in text_files(list_files(plan))]
+    return [file.path for file in text_files(find_sources(plan).files)]
 
 
 def plan_of(*paths: Path | str, **changes: Any) -> DataPlan:
@@ -84,8 +84,8 @@ def test_files_globs_and_folders_mix_and_no_file_comes_twice(tmp_path: Path) -> 
 def test_names_do_not_depend_on_where_the_corpus_lies(tmp_path: Path) -> None:
     for home in ("here", "over/there"):
         write(tmp_path / home / "a/b.txt", "text")
-    named = [corpora.list_files(plan_of(tmp_path / home)) for home in ("here", "over/there")]
-    globbed = corpora.list_files(plan_of(tmp_path / "here" / "*" / "*.txt"))
+    named = [find_sources(plan_of(tmp_path / home)).files for home in ("here", "over/there")]
+    globbed = find_sources(plan_of(tmp_path / "here" / "*" / "*.txt")).files
 
     assert [file.name for files in (*named, globbed) for file in files] == ["a/b.txt"] * 3
 
@@ -139,7 +139,7 @@ def test_every_byte_is_in_exactly_one_split(tmp_path: Path) -> None:
     rng = random.Random()
     for i in range(rng.randint(1, 30)):
         write(tmp_path / f"{i}.txt", "".join(rng.choices("añ😀 \n", k=rng.randint(0, 400))))
-    files = corpora.list_files(plan_of(tmp_path))
+    files = find_sources(plan_of(tmp_path)).files
 
     train, held = split(files, rng.choice([0.0, 0.05, 0.3, 0.9]))
 
@@ -161,7 +161,7 @@ def test_a_single_file_is_cut_at_its_end_between_characters(
     text = "." * offset + line * 20
     path = write(tmp_path / "only.txt", text)
 
-    (train,), (held,) = split(corpora.list_files(plan_of(path)), 0.25)
+    (train,), (held,) = split(find_sources(plan_of(path)).files, 0.25)
 
     front, back = "".join(read_pieces(train)), "".join(read_pieces(held))
     assert front + back == text
@@ -174,7 +174,7 @@ def test_empty_files_do_not_make_a_split(tmp_path: Path) -> None:
     for i in range(50):
         write(tmp_path / f"{i}.txt", "")
 
-    train, held = split(corpora.list_files(plan_of(tmp_path)), 0.25)
+    train, held = split(find_sources(plan_of(tmp_path)).files, 0.25)
 
     assert [len(train), len(held)] == [1, 1]
 
@@ -184,7 +184,7 @@ def test_a_few_files_that_all_hash_to_one_side_are_cut_at_their_ends(tmp_path: P
     for name in kept:
         write(tmp_path / name, "line\n" * 100)
 
-    train, held = split(corpora.list_files(plan_of(tmp_path)), 0.1)
+    train, held = split(find_sources(plan_of(tmp_path)).files, 0.1)
 
     assert [len(train), len(held)] == [3, 3]
 

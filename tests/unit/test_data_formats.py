@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colotrain.data.prepare import formats, pool, records, tokenising
+from colotrain.data.prepare import pool, records, tokenising
 from colotrain.data.prepare.prepared import Prepared
+from colotrain.data.prepare.sources import find_sources
 from colotrain.data.prepare.tokens import decode, prepare, prepare_shards
 from colotrain.data.read.loader import BatchLoader, open_samples, order_of
 from colotrain.errors import ColotrainError, ConfigError
@@ -69,7 +70,7 @@ def test_records_come_back_whole_and_each_in_one_split(tmp_path: Path, kind: str
     path = WRITERS[kind](tmp_path, [{"text": text, "id": i} for i, text in enumerate(texts)])
     plan = plan_of(path)
 
-    assert formats.recognise(plan) == kind
+    assert find_sources(plan).kinds == kind
     prepared = prepare(plan)
     assert sorted(texts_of(prepared)) == sorted(texts)
     assert 0 < prepared.num_validation < prepared.num_train
@@ -132,25 +133,12 @@ def test_splits_that_are_named_are_kept(tmp_path: Path) -> None:
     assert len(documents_of(prepared, "validation")) == 10
 
 
-def test_a_file_of_no_split_beside_those_that_are_is_an_error_that_names_it(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name in ("train", "valid", "extra"):
-        write_jsonl(folder / f"{name}.jsonl", [{"text": name}])
-    (folder / "dataset_infos.json").write_text("{}")
-    told = r"extra\.jsonl: expected a name that begins with train, .*train-extra\.jsonl"
-    with pytest.raises(ConfigError, match=told):
-        prepare(plan_of(folder))
-    (folder / "extra.jsonl").rename(folder / "train-extra.jsonl")
-    assert len(documents_of(prepare(plan_of(folder)), "train")) == 2
-
-
 def test_other_splits_of_a_saved_dataset_are_left_out(tmp_path: Path) -> None:
     splits = ["train", "test", "unsupervised"]
     for split in splits:
         write_dataset(tmp_path / "dict" / split, [{"text": split}])
     (tmp_path / "dict" / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
-    files = formats.record_files(plan_of(tmp_path / "dict"), "arrow")
+    files = find_sources(plan_of(tmp_path / "dict")).files
     assert {(file.path.parent.name, file.split) for file in files} == {
         ("train", "train"),
         ("test", "validation"),
@@ -166,37 +154,8 @@ def test_hidden_folders_below_have_no_say_and_one_above_hides_nothing(
         (folder / aside).parent.mkdir(parents=True)
         (folder / aside).write_text("no data")
     write_jsonl(folder / "rows.jsonl", [{"text": "a"}])
-    assert formats.recognise(plan_of(folder)) == "jsonl"
-    assert [file.name for file in formats.record_files(plan_of(folder), "jsonl")] == ["rows.jsonl"]
-
-
-def test_only_a_folder_of_records_alone_is_one(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])
-    (tmp_path / "README.md").write_text("about")
-    assert formats.recognise(plan_of(tmp_path)) == "jsonl"
-    (tmp_path / "program.py").write_text("1")
-    assert formats.recognise(plan_of(tmp_path)) == "text"
-    assert formats.recognise(plan_of(tmp_path, format="jsonl")) == "jsonl"
-    (tmp_path / "program.py").unlink()
-    write_parquet(tmp_path / "rows.parquet", [{"text": "a"}])
-    with pytest.raises(ConfigError, match="one format, not jsonl and parquet"):
-        formats.recognise(plan_of(tmp_path))
-
-
-def test_json_files_of_lines_are_records(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "lines.json", [{"text": "a"}, {"text": "b"}])
-    assert formats.recognise(plan_of(tmp_path / "lines.json")) == "jsonl"
-
-
-@pytest.mark.parametrize("name", ["whole.json", "rows.csv", "rows.tsv"])
-def test_records_in_other_formats_are_no_text(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=1))
-    for path in (tmp_path / name, tmp_path, tmp_path / "*"):
-        with pytest.raises(ConfigError, match="convert it to JSONL or Parquet"):
-            formats.recognise(plan_of(path))
-    assert formats.recognise(plan_of(tmp_path, format="text")) == "text"
-    (tmp_path / "program.py").write_text("1")
-    assert formats.recognise(plan_of(tmp_path)) == "text"
+    assert find_sources(plan_of(folder)).kinds == "jsonl"
+    assert [file.name for file in find_sources(plan_of(folder)).files] == ["rows.jsonl"]
 
 
 BAD = [
@@ -347,8 +306,8 @@ def test_columns_of_other_names_are_found(tmp_path: Path) -> None:
 def test_other_columns_of_parquet_are_not_read(tmp_path: Path) -> None:
     rows = [{"text": text, "embedding": [0.0] * 100} for text in random_texts(5)]
     path = write_parquet(tmp_path / "rows.parquet", rows)
-    files = formats.record_files(plan_of(path), "parquet")
-    (block,) = records.blocks(files[0], "parquet", frozenset({"text"}))
+    files = find_sources(plan_of(path)).files
+    (block,) = records.blocks(files[0], frozenset({"text"}))
     found = [row for _, row in records.parse(block)]
     assert found == [{"text": row["text"], "embedding": ...} for row in rows]
 
@@ -378,7 +337,7 @@ def test_a_megatron_pair_is_used_in_place(
     prefix = write_megatron(tmp_path / "corpus_text_document", documents, code, dtype)
     plan = plan_of(named.format(prefix))
 
-    assert formats.recognise(plan) == "megatron"
+    assert find_sources(plan).kinds == "megatron"
     prepared = prepare(plan)
     found = [documents_of(prepared, split) for split in ("train", "validation")]
     assert found[0] + found[1] == [document.tolist() for document in documents]

@@ -154,7 +154,7 @@ def test_bad_records_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["data.chat_template=none.jinja"], "expected chatml, or a file with a Jinja template"),
         (["data.workers=0"], "data.workers=0: expected 1 or more"),
         (["data.mixture=[{path:chat.jsonl}]"], "expected one source of data"),
-        (["data.format=csv"], "data.format=csv: expected one of auto, text"),
+        (["data.format=xml"], "data.format=xml: expected one of auto, text"),
         (
             ["data.path=null", "data.mixture=[{path:x}]"],
             "data.mixture[0].path=x: expected a folder",

@@ -92,7 +92,7 @@ def test_a_plan_shows_the_interval_of_checkpoints_in_epochs_where_steps_are_brok
 def test_a_plan_shows_when_it_evaluates_and_how_long_it_warms_up() -> None:
     plan = planned(640, ("train.max_steps", 40), ("optim.schedule.warmup_steps", 4))
     sent = {"reductions": 0, "gathers": 0, "reduced": "once", "bytes_per_step": 0}
-    document = {"communication": sent, "batch": {"unit": "tokens"}}
+    document = {"communication": sent, "batch": {"unit": "tokens"}, "data": []}
     assert dict(_rows(plan, document))["steps"] == "40; the first 4 are warm-up"
     shown = (
         "before the first step and after the last; at most 8 global batches of validation samples"
@@ -104,21 +104,23 @@ def test_a_plan_shows_when_it_evaluates_and_how_long_it_warms_up() -> None:
         "every 0.25 epochs (2.5 steps), before the first step and after the last; all validation"
     )
     later = ": how many, and so how long, is known once the data is prepared"
-    assert _evaluations(broken) == f"{shown} samples{later}"
+    assert _evaluations(broken, document) == f"{shown} samples{later}"
     never = planned(640, ("train.eval_steps", 0))
-    assert _evaluations(never) == "none (train.eval_steps=0)"
-    unsplit = replace(broken, data=replace(never.data, source="path", validation_fraction=0.0))
-    of_file = "all validation samples of a validation file, if there is one"
-    assert _evaluations(unsplit).endswith(f"{of_file}{later}")
+    assert _evaluations(never, document) == "none (train.eval_steps=0)"
+    unsplit = {"validation": {"files": 0}, "validation_share": 0.0}
+    shown = _evaluations(broken, {**document, "data": [unsplit, unsplit]})
+    assert shown == "none: the data has no validation samples"
 
 
 def test_a_plan_shows_how_many_samples_all_are_and_how_long_they_take() -> None:
     counted = planned(640, ("train.eval_steps", "all"), held=1280)
-    assert _evaluations(counted).endswith("; all validation samples: 1,280")  # untimed
+    assert _evaluations(counted, {"data": []}).endswith(
+        "; all validation samples: 1,280"
+    )  # untimed
     timed = replace(counted, time=replace(counted.time, step_s=3.0))
-    assert _evaluations(timed).endswith("samples: 1,280, predicted to take 20 s")
+    assert _evaluations(timed, {"data": []}).endswith("samples: 1,280, predicted to take 20 s")
     nothing = planned(640, ("train.eval_steps", "all"), held=0)
-    assert _evaluations(nothing) == "none: the data has no validation samples"
+    assert _evaluations(nothing, {"data": []}) == "none: the data has no validation samples"
 
 
 BEST = ("checkpoint.best.metric", "validation_loss")

@@ -23,11 +23,20 @@ LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusFile:
-    """A file of the corpus; `name` is its POSIX path relative to the folder the user named."""
+class DataFile:
+    """A file of data."""
 
     name: str
+    """POSIX path relative to the folder that the user named."""
     path: Path
+    kind: str = "text"
+    """Format of its content: one of `formats.FORMATS`."""
+    split: str | None = None
+    """The split that all of it is in; None: a part of every such file is validation."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +52,7 @@ class Span:
         return self.stop - self.start
 
 
-def list_files(plan: DataPlan) -> list[CorpusFile]:
-    """The files that may be text, found without opening any of them.
-
-    The standard library's files are sorted by relative POSIX path. Each entry of `data.path` is a
-    folder (all files below it but hidden ones, sorted), a file, or a glob.
-    """
-    if plan.source == "corpus":
-        return _standard_library(plan)
-    return expand(plan.paths)
-
-
-def expand(paths: Sequence[str]) -> list[CorpusFile]:
-    """The files that the entries of `data.path` name, each once; `ConfigError` if none."""
-    found = {file.path: file for path in paths for file in _expand(path)}
-    return list(found.values())
-
-
-def text_files(files: Sequence[CorpusFile]) -> list[CorpusFile]:
+def text_files(files: Sequence[DataFile]) -> list[DataFile]:
     """The text files among `files`; as in git, a file with a NUL near its start is not text."""
     found = [file for file in files if _is_text(file.path)]
     if not found:
@@ -75,12 +67,22 @@ def is_validation(relative_name: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def split(files: Sequence[CorpusFile], fraction: float) -> tuple[list[Span], list[Span]]:
+def split(files: Sequence[DataFile], fraction: float) -> tuple[list[Span], list[Span]]:
     """Documents of train and of validation; empty files are left out.
 
-    The split is by file (`is_validation`). If that leaves one side empty, as with a single file,
-    the end of every file is validation instead.
+    Files with a split of their own are in it. Otherwise the split is by file (`is_validation`). If
+    that leaves one side empty, as with a single file, the end of every file is validation instead.
     """
+    if any(file.split for file in files):
+        spans = {
+            side: [
+                Span(path=file.path, start=0, stop=file.size_bytes)
+                for file in files
+                if file.split == side and file.size_bytes
+            ]
+            for side in ("train", "validation")
+        }
+        return spans["train"], spans["validation"]
     sizes = [(file, file.path.stat().st_size) for file in files]
     whole = [(file, Span(path=file.path, start=0, stop=size)) for file, size in sizes if size]
     held = [span for file, span in whole if is_validation(file.name, fraction)]
@@ -96,9 +98,11 @@ def split(files: Sequence[CorpusFile], fraction: float) -> tuple[list[Span], lis
 def read_pieces(span: Span) -> Iterator[str]:
     """The text of a span, in pieces cut at line ends; a very long line is cut anyway.
 
-    Bytes that are not UTF-8 become U+FFFD; nothing else is changed (no newline translation).
+    Bytes that are not UTF-8 become U+FFFD, and a byte order mark at a file's start is left out;
+    nothing else is changed (no newline translation).
     """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    encoding = "utf-8" if span.start else "utf-8-sig"
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
     held, left = "", span.size_bytes
     with span.path.open("rb") as file:
         file.seek(span.start)
@@ -112,17 +116,18 @@ def read_pieces(span: Span) -> Iterator[str]:
                 yield piece
 
 
-def fingerprint(files: Sequence[CorpusFile], salt: str) -> str:
+def fingerprint(files: Sequence[DataFile], salt: str) -> str:
     """Hash of names, paths, sizes and modification times, computed without opening any file."""
     digest = hashlib.sha256(salt.encode())
     for file in files:
         stat = file.path.stat()
-        line = f"{file.name}\0{file.path.absolute()}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+        place = f"{file.kind} {file.split}\0{file.name}\0{file.path.absolute()}"
+        line = f"{place}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
         digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def content_key(files: Sequence[CorpusFile], salt: str, report: Progress) -> str:
+def content_key(files: Sequence[DataFile], salt: str, report: Progress) -> str:
     """Hash of names and contents, independent of the files' folder."""
     digest = hashlib.sha256(salt.encode())
     total, done = sum(file.path.stat().st_size for file in files), 0
@@ -133,11 +138,12 @@ def content_key(files: Sequence[CorpusFile], salt: str, report: Progress) -> str
                 content.update(data)
                 done += len(data)
                 report("reading", done, total)
-        digest.update(f"{file.name}\0{content.hexdigest()}\n".encode("utf-8", "surrogateescape"))
+        about = f"{file.kind} {file.split}\0{file.name}"
+        digest.update(f"{about}\0{content.hexdigest()}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def _standard_library(plan: DataPlan) -> list[CorpusFile]:
+def standard_library(plan: DataPlan) -> list[DataFile]:
     if plan.corpus != "stdlib":
         raise ConfigError([Problem(key="data.corpus", value=plan.corpus, expected="stdlib")])
     root = Path(sysconfig.get_path("stdlib"))
@@ -154,25 +160,29 @@ def _standard_library(plan: DataPlan) -> list[CorpusFile]:
 
 
 @cache
-def _python_files(root: Path) -> tuple[CorpusFile, ...]:
+def _python_files(root: Path) -> tuple[DataFile, ...]:
     """The Python sources of a standard library, sorted by name; it stays while a process runs."""
     files = (file for file in _walk(root, left_out=LEFT_OUT) if file.name.endswith(".py"))
     return tuple(sorted(files, key=lambda file: file.name))
 
 
-def _expand(path: str) -> list[CorpusFile]:
-    """Files of one entry of `data.path`, sorted; a glob's names are relative to its root."""
-    found: list[CorpusFile] = []
-    root = _root(path)
+def expand(path: str, key: str = "data.path") -> list[DataFile]:
+    """The files that an entry of `data.path` names, found without opening any of them.
+
+    The entry is a folder (all files below it but hidden ones), a file, or a glob, whose files have
+    names relative to its root. They are sorted by name. Raises `ConfigError` if there are none.
+    """
+    found: list[DataFile] = []
+    root = root_of(path)
     for match in map(Path, matches(path)):
         if match.is_file():
-            found.append(CorpusFile(name=match.relative_to(root).as_posix(), path=match))
+            found.append(DataFile(name=match.relative_to(root).as_posix(), path=match))
         else:
             inside = "" if match == root else f"{match.relative_to(root).as_posix()}/"
-            found += [CorpusFile(name=inside + file.name, path=file.path) for file in _walk(match)]
+            found += [DataFile(name=inside + file.name, path=file.path) for file in _walk(match)]
     if not found:
         fix = f"correct the path (now in {Path.cwd()})"
-        raise wrong_path(path, "a folder, file or glob of text files that exist", fix)
+        raise wrong_path(path, "a folder, file or glob of data files that exist", fix, key=key)
     return sorted(found, key=lambda file: file.name)
 
 
@@ -184,7 +194,7 @@ def matches(path: str) -> list[str]:
     return sorted(glob.glob(literal, recursive=True))
 
 
-def _root(path: str) -> Path:
+def root_of(path: str) -> Path:
     """Folder that names are relative to: itself, a file's, or the longest fixed part of a glob."""
     literal = Path(path).expanduser()
     if literal.is_dir():
@@ -195,8 +205,8 @@ def _root(path: str) -> Path:
     return root
 
 
-def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[CorpusFile]:
-    """The files below `root`, in no order; hidden files and `.bin` files are left out.
+def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[DataFile]:
+    """The files below `root`, in no order; hidden ones are left out.
 
     Folders that cannot be read, and links to folders, are left out, too. Works on strings: a path
     object per entry would take most of the time.
@@ -216,8 +226,8 @@ def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[Cor
                 if entry.is_dir(follow_symlinks=False):
                     if name != "__pycache__" and name not in left_out:
                         below.append(f"{inner}{name}/")
-                elif not name.endswith(".bin") and _is_file(entry):
-                    yield CorpusFile(name=inner + name, path=Path(entry.path))
+                elif _is_file(entry):
+                    yield DataFile(name=inner + name, path=Path(entry.path))
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
@@ -246,6 +256,6 @@ def _cut(span: Span, fraction: float) -> int:
     return target + inside  # past the continuation bytes of a character
 
 
-def wrong_path(value: str, expected: str, fix: str) -> ConfigError:
+def wrong_path(value: str, expected: str, fix: str, *, key: str = "data.path") -> ConfigError:
     """Error about an entry of `data.path`."""
-    return ConfigError([Problem(key="data.path", value=value, expected=expected, fix=fix)])
+    return ConfigError([Problem(key=key, value=value, expected=expected, fix=fix)])

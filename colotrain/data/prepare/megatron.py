@@ -7,33 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from colotrain.data.prepare import corpora
-from colotrain.data.prepare.formats import is_megatron, megatron_prefix
 from colotrain.data.prepare.megatron_index import read_index
 from colotrain.data.prepare.prepared import NUMPY_DTYPES, Prepared, count_tokens
-from colotrain.spec.plan import DataPlan
 
 DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
-
-
-def files(plan: DataPlan) -> list[Path]:
-    """The `.bin` files that `data.path` names, by a prefix, either file, a folder or a glob."""
-    found: dict[Path, None] = {}
-    for path in plan.paths:
-        if is_megatron(Path(path).expanduser()):
-            found[_bin(Path(path).expanduser())] = None
-            continue
-        for place in map(Path, corpora.matches(path)):
-            inside = sorted(place.rglob("*.idx")) if place.is_dir() else [place]
-            found |= dict.fromkeys(_bin(file) for file in inside if is_megatron(file))
-    if not found:
-        fix = "name PREFIX of PREFIX.bin and PREFIX.idx"
-        raise corpora.wrong_path(", ".join(plan.paths), "a Megatron pair that exists", fix)
-    return list(found)
-
-
-def _bin(place: Path) -> Path:
-    prefix = megatron_prefix(place)
-    return prefix.with_name(f"{prefix.name}.bin").absolute()
 
 
 def open_pair(file: Path) -> Prepared:

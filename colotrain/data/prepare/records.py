@@ -1,22 +1,21 @@
-"""Records: JSON lines, Parquet and Arrow files, read block by block. No torch here.
+"""Records: JSON, CSV, Parquet and Arrow files, read block by block. No torch here.
 
 One process reads blocks of bytes; others `parse` them into records.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from colotrain.data.prepare.formats import RecordFile
+from colotrain.data.prepare.corpora import DataFile
+from colotrain.data.prepare.packed_files import import_pyarrow, open_unpacked
+from colotrain.data.prepare.parsed_files import BLOCK_BYTES, Pieces, json_pieces, table_pieces
 from colotrain.errors import ColotrainError
 
-BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1024
 UNREAD = b"unread"
 """Key of a batch's metadata with the names of columns that are not read: their values are `...`."""
@@ -32,9 +31,10 @@ class Block:
     """Name of the file in the corpus; its hash with a record's number decides the split."""
     split: str | None
     kind: str
-    """Kind of `payload`: lines, or arrow (an Arrow stream)."""
-    first: int
-    """Number of the first line or row, from 1."""
+    """Kind of `payload`: lines (of JSON), table (JSON of a table's header and rows) or arrow (an
+    Arrow stream)."""
+    numbers: Sequence[int]
+    """Number of each line, record or row, from 1."""
     payload: bytes
     done: int
     """Bytes of the file that are read up to the end of this block."""
@@ -44,16 +44,18 @@ class BadRecord(Exception):
     """A record that cannot be used; the message says why."""
 
 
-def blocks(file: RecordFile, kind: str, columns: frozenset[str]) -> Iterator[Block]:
+def blocks(file: DataFile, columns: frozenset[str]) -> Iterator[Block]:
     """The blocks of a file; from Parquet and Arrow only `columns` are read, where they exist."""
-    pieces = _lines(file.path) if kind == "jsonl" else _rows(file.path, kind, columns)
-    for first, payload, done in pieces:
+    pieces = {"jsonl": _lines, "json": json_pieces, "csv": table_pieces}.get(file.kind)
+    found = _rows(file.path, file.kind, columns) if pieces is None else pieces(file.path)
+    kinds = {"jsonl": "lines", "json": "lines", "csv": "table"}
+    for numbers, payload, done in found:
         yield Block(
             file=str(file.path),
             name=file.name,
             split=file.split,
-            kind="lines" if kind == "jsonl" else "arrow",
-            first=first,
+            kind=kinds.get(file.kind, "arrow"),
+            numbers=numbers,
             payload=payload,
             done=done,
         )
@@ -62,12 +64,21 @@ def blocks(file: RecordFile, kind: str, columns: frozenset[str]) -> Iterator[Blo
 def parse(block: Block) -> Iterator[tuple[int, dict[str, Any] | BadRecord]]:
     """Each record of a block with its number, or a `BadRecord` where it cannot be parsed."""
     if block.kind == "arrow":
-        for number, row in enumerate(_from_arrow(block.payload), start=block.first):
-            yield number, row
-        return
-    for number, line in enumerate(block.payload.split(b"\n"), start=block.first):
-        if line.strip():
-            yield number, _from_line(line)
+        yield from zip(block.numbers, _from_arrow(block.payload), strict=True)
+    elif block.kind == "table":
+        header, *rows = json.loads(block.payload)
+        for number, row in zip(block.numbers, rows, strict=True):
+            yield number, _from_row(header, row)
+    else:
+        for number, line in zip(block.numbers, block.payload.split(b"\n"), strict=False):
+            if line.strip():
+                yield number, _from_line(line)
+
+
+def _from_row(header: list[str], row: list[str]) -> dict[str, Any] | BadRecord:
+    if len(row) != len(header):
+        return BadRecord(f"expected {len(header)} fields as in the header, not {len(row)}")
+    return dict(zip(header, row, strict=True))
 
 
 def _from_line(line: bytes) -> dict[str, Any] | BadRecord:
@@ -84,22 +95,16 @@ def _from_line(line: bytes) -> dict[str, Any] | BadRecord:
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
+def _lines(path: Path) -> Pieces:
     """Complete lines, about `BLOCK_BYTES` at a time."""
-    with path.open("rb") as raw:
-        packed = path.suffix == ".gz"
-        source: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
+    with open_unpacked(path) as file:
         number = 1
-        try:
-            while lines := source.readlines(BLOCK_BYTES):
-                yield number, b"".join(lines), raw.tell()
-                number += len(lines)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            problem = f"{path}: not a whole gzip file ({error})"
-            raise ColotrainError(problem, "copy it again") from error
+        while lines := file.readlines(BLOCK_BYTES):
+            yield range(number, number + len(lines)), b"".join(lines), file.tell()
+            number += len(lines)
 
 
-def _rows(path: Path, kind: str, columns: frozenset[str]) -> Iterator[tuple[int, bytes, int]]:
+def _rows(path: Path, kind: str, columns: frozenset[str]) -> Pieces:
     """Rows as Arrow streams; the bytes read are estimated from the share of rows."""
     pa = import_pyarrow()
     number, size = 1, path.stat().st_size
@@ -109,7 +114,8 @@ def _rows(path: Path, kind: str, columns: frozenset[str]) -> Iterator[tuple[int,
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write_batch(batch)
-            yield number, sink.getvalue().to_pybytes(), int(size * share)
+            numbers = range(number, number + batch.num_rows)
+            yield numbers, sink.getvalue().to_pybytes(), int(size * share)
             number += batch.num_rows
     except pa.ArrowException as error:
         problem = f"{path}: cannot be read as {kind} ({' '.join(str(error).split())})"
@@ -169,14 +175,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
-def import_pyarrow() -> Any:
-    """Import pyarrow; raises `ColotrainError` with the command that installs it."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        problem = "Parquet and Arrow files need the pyarrow package"
-        raise ColotrainError(problem, "pip install 'colotrain[data]'") from error
-    return pyarrow

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from colotrain.data.prepare import corpora, megatron, vocabulary
 from colotrain.data.prepare.cache import Cache
-from colotrain.data.prepare.corpora import CorpusFile, Progress
-from colotrain.data.prepare.formats import BINS
+from colotrain.data.prepare.corpora import DataFile, Progress
 from colotrain.data.prepare.prepared import Prepared, count_tokens
 from colotrain.spec.plan import DataPlan
 
@@ -18,56 +18,34 @@ SCAN_TOKENS = 1 << 21
 
 
 def open_token_files(
-    plan: DataPlan, kind: str, store: Cache, report: Progress, *, salt: str
+    plan: DataPlan, files: Sequence[DataFile], store: Cache, report: Progress, *, salt: str
 ) -> list[Prepared]:
-    """The shards that `data.path` names, each with its splits.
+    """A shard for each file with the splits of `sources`; without them, its end is validation.
 
-    Files whose names begin with `val` are validation; if there are none, the end of every shard is.
     nanoGPT's two files become one shard with two splits.
     """
-    files = megatron.files(plan) if kind == "megatron" else _nanogpt_files(plan)
-    held = [file for file in files if file.name.startswith("val")]
-    kept = [file for file in files if file not in held]
-    split_by_name = bool(held and kept)
     found = []
     for file in files:
-        shard = megatron.open_pair(file) if kind == "megatron" else _open_nanogpt(file)
-        highest = _highest_token(shard, store, report, salt)
-        shard = _with_tokenizer(plan, shard, highest)
-        if not split_by_name:
+        shard = _open(file)
+        shard = _with_tokenizer(plan, shard, _highest_token(shard, store, report, salt))
+        if file.split is None:
             shard = _cut(shard, plan.validation_fraction)
-        elif file in held:
+        elif file.split == "validation":
             shard = dataclasses.replace(shard, num_train=0, num_validation=shard.num_train)
         found.append(shard)
-    if kind == "nanogpt" and split_by_name and len(found) == 2:
-        return _joined(found)
-    return found
+    splits = sorted(file.split or "" for file in files)
+    is_pair = splits == ["train", "validation"] and {f.kind for f in files} == {"nanogpt"}
+    return _joined(found) if is_pair else found
 
 
-def are_known(plan: DataPlan, kind: str, store: Cache, *, salt: str) -> bool:
+def are_known(files: Sequence[DataFile], store: Cache, *, salt: str) -> bool:
     """Whether the token files were read before, so that opening them reads none of them."""
-    if kind == "megatron":
-        shards = [megatron.open_pair(file) for file in megatron.files(plan)]
-    else:
-        shards = [_open_nanogpt(file) for file in _nanogpt_files(plan)]
-    return all(store.recall(_fingerprint(shard, salt)) is not None for shard in shards)
+    return all(store.recall(_fingerprint(_open(file), salt)) is not None for file in files)
 
 
-def _nanogpt_files(plan: DataPlan) -> list[Path]:
-    places = [Path(match) for path in plan.paths for match in corpora.matches(path)]
-    found = [file for place in places for file in (_bins_in(place) if place.is_dir() else [place])]
-    if not found:
-        expected = ".bin files of tokens that exist"
-        raise corpora.wrong_path(", ".join(plan.paths), expected, "correct the path")
-    return [file.absolute() for file in found]
-
-
-def _bins_in(folder: Path) -> list[Path]:
-    for ending in BINS:
-        pair = [folder / f"{split}{ending}" for split in ("train", "val")]
-        if all(file.is_file() for file in pair):
-            return pair
-    return sorted(folder.glob("*.bin"))
+def _open(file: DataFile) -> Prepared:
+    path = file.path.absolute()
+    return megatron.open_pair(path) if file.kind == "megatron" else _open_nanogpt(path)
 
 
 def _open_nanogpt(file: Path) -> Prepared:
@@ -127,7 +105,7 @@ def _highest_token(shard: Prepared, store: Cache, report: Progress, salt: str) -
 
 
 def _fingerprint(shard: Prepared, salt: str) -> str:
-    named = [CorpusFile(name=shard.train.name, path=shard.train)]
+    named = [DataFile(name=shard.train.name, path=shard.train)]
     return corpora.fingerprint(named, f"{salt} highest\n")
 
 

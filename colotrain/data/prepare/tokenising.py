@@ -12,8 +12,7 @@ import numpy as np
 
 from colotrain.data.prepare import corpora, records, token_rows, vocabulary
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
-from colotrain.data.prepare.corpora import Progress
-from colotrain.data.prepare.formats import RecordFile
+from colotrain.data.prepare.corpora import DataFile, Progress
 from colotrain.data.prepare.pool import default_workers, in_order
 from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
@@ -66,15 +65,13 @@ class Encoded:
     done: int
 
 
-def write_records(
-    work: Path, plan: DataPlan, files: Sequence[RecordFile], kind: str, report: Progress
-) -> None:
+def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report: Progress) -> None:
     """Write token files, the documents' ends, targets, and metadata about them.
 
     By `data.on_bad`, a bad record is counted, or raises `ConfigError` with up to five of its block.
     """
     renderer, file = renderer_of(plan), work / "tokenizer.json"
-    texts = _training_texts(plan, files, kind, renderer, report)
+    texts = _training_texts(plan, files, renderer, report)
     encoder = vocabulary.make_encoder(plan.tokenizer, file, texts)
     task = Task(
         tokenizer=plan.tokenizer,
@@ -85,7 +82,7 @@ def write_records(
     )
     encoded = in_order(
         encode,
-        _blocks(files, kind, renderer),
+        _blocks(files, renderer),
         workers=plan.workers or default_workers(),
         begin=begin,
         args=(task,),
@@ -368,13 +365,13 @@ def _as_document(row: Tokens, wanted: Targets, *, is_prompt: bool) -> tuple[Toke
     return framed, np.concatenate([begin, wanted, np.ones(len(after), np.uint8)])
 
 
-def _blocks(files: Sequence[RecordFile], kind: str, renderer: Renderer) -> Iterator[Block]:
+def _blocks(files: Sequence[DataFile], renderer: Renderer) -> Iterator[Block]:
     wanted = renderer.wanted() | frozenset(token_rows.COLUMNS)
     for file in files:
-        yield from records.blocks(file, kind, wanted)
+        yield from records.blocks(file, wanted)
 
 
-def _starts(files: Sequence[RecordFile]) -> dict[str, int]:
+def _starts(files: Sequence[DataFile]) -> dict[str, int]:
     """Path of a file → bytes of all files before it."""
     found, before = {}, 0
     for file in files:
@@ -384,11 +381,11 @@ def _starts(files: Sequence[RecordFile]) -> dict[str, int]:
 
 
 def _training_texts(
-    plan: DataPlan, files: Sequence[RecordFile], kind: str, renderer: Renderer, report: Progress
+    plan: DataPlan, files: Sequence[DataFile], renderer: Renderer, report: Progress
 ) -> Iterator[str]:
     """The texts of the train split, without bad records, which `write_records` reports."""
     total, before = sum(f.size_bytes for f in files), _starts(files)
-    for block in _blocks(files, kind, renderer):
+    for block in _blocks(files, renderer):
         for number, record in records.parse(block):
             if split_of(block, number, plan.validation_fraction) != "train":
                 continue

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from colotrain.data.prepare import corpora, formats, tokenising, vocabulary
+from colotrain.data.prepare import corpora, tokenising, vocabulary
 from colotrain.data.prepare.cache import Cache
 from colotrain.data.prepare.conversations import renderer_of
-from colotrain.data.prepare.corpora import CorpusFile, Progress, Span
+from colotrain.data.prepare.corpora import DataFile, Progress, Span
 from colotrain.data.prepare.prepared import (
     NUMPY_DTYPES,
     Note,
@@ -21,6 +21,7 @@ from colotrain.data.prepare.prepared import (
     read_entry,
     write_metadata,
 )
+from colotrain.data.prepare.sources import Sources, describe_sources, find_sources, shown_names
 from colotrain.data.prepare.token_files import are_known, open_token_files
 from colotrain.data.prepare.vocabulary import Encoder, check_tokenizer, vocab_size_of
 from colotrain.errors import ColotrainError, ConfigError, Problem
@@ -36,7 +37,7 @@ __all__ = [
     "vocab_size_of",
 ]
 
-FORMAT = 5  # of cache entries: a change makes all earlier entries unused
+FORMAT = 6  # of cache entries: a change makes all earlier entries unused
 BATCH_BYTES = 1 << 21
 
 Write = Callable[[Path], None]
@@ -50,11 +51,17 @@ def parts_of(plan: DataPlan) -> list[DataPlan]:
             source="path",
             mixture=(),
             paths=part.paths,
+            validation_paths=part.validation_paths,
             format=part.format,
             columns={**plan.columns, **part.columns},
         )
         for part in plan.mixture
     ] or [plan]
+
+
+def described_parts(plan: DataPlan) -> list[dict[str, Any]]:
+    """The files of each part's splits, as `plan --json` shows them; none for one's own dataset."""
+    return [] if plan.source == "target" else list(map(describe_sources, parts_of(plan)))
 
 
 def prepare_all(
@@ -92,12 +99,12 @@ def prepare_shards(
         problem = Problem(key="data.tokenizer", value=plan.tokenizer, expected=expected, fix=wrong)
         raise ConfigError([problem])
     try:
-        kind = formats.recognise(plan)
-        if kind in ("nanogpt", "megatron"):
-            return open_token_files(plan, kind, store, report, salt=str(FORMAT))
-        if kind in formats.RECORD_FORMATS:
-            return [_prepare_records(plan, kind, store, report)]
-        return [_prepare_text(plan, store, report)]
+        found = find_sources(plan)
+        if found.family == "tokens":
+            return open_token_files(plan, found.files, store, report, salt=str(FORMAT))
+        if found.family == "records":
+            return [_prepare_records(plan, found, store, report)]
+        return [_prepare_text(plan, found, store, report)]
     except OSError as error:
         fix = f"make the data readable and {store.path} writable (or set COLOTRAIN_CACHE)"
         raise ColotrainError(f"the data cannot be prepared: {error}", fix) from error
@@ -105,7 +112,13 @@ def prepare_shards(
 
 def notes_of(plan: DataPlan, shards: Sequence[Prepared]) -> list[Note]:
     """What a user should know about the data of one part: shown by `data inspect` and `run`."""
-    return tokenising.merge_notes([note for shard in shards for note in shard.notes])
+    found = find_sources(plan)
+    notes = [Note(text=text) for text in found.notes]
+    if found.unread:
+        num = len(found.unread)
+        files = "1 file is" if num == 1 else f"{num:,} files are"
+        notes.append(Note(text=f"{files} not read: {shown_names(found.unread)}"))
+    return notes + tokenising.merge_notes([note for shard in shards for note in shard.notes])
 
 
 def decode(tokenizer: Prepared | Path | str, ids: Iterable[int]) -> str:
@@ -133,49 +146,42 @@ def is_prepared(plan: DataPlan, *, cache: Path | None = None) -> bool:
 
 
 def _is_known(plan: DataPlan, store: Cache) -> bool:
-    kind = formats.recognise(plan)
-    if kind in ("nanogpt", "megatron"):
-        return are_known(plan, kind, store, salt=str(FORMAT))
+    found = find_sources(plan)
+    if found.family == "tokens":
+        return are_known(found.files, store, salt=str(FORMAT))
     own, salt = _own_files(plan)
-    if kind not in formats.RECORD_FORMATS:
-        files = corpora.list_files(plan)
-    else:
-        files = formats.as_corpus_files(formats.record_files(plan, kind))
-        salt += _salt_of_records(plan, kind)
-    return _find(store, corpora.fingerprint([*own, *files], salt)) is not None
+    if found.family == "records":
+        salt += _salt_of_records(plan)
+    return _find(store, corpora.fingerprint([*own, *found.files], salt)) is not None
 
 
-def _prepare_text(plan: DataPlan, store: Cache, report: Progress) -> Prepared:
-    files = corpora.list_files(plan)
-
+def _prepare_text(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> Prepared:
     def write(work: Path) -> None:
-        _write_entry(work, plan, corpora.text_files(files), report)
+        _write_entry(work, plan, corpora.text_files(found.files), report)
 
     own, salt = _own_files(plan)
-    return _prepare(files, corpora.text_files, own, salt, write, store, report)
+    return _prepare(found.files, corpora.text_files, own, salt, write, store, report)
 
 
-def _prepare_records(plan: DataPlan, kind: str, store: Cache, report: Progress) -> Prepared:
-    files = formats.record_files(plan, kind)
-
+def _prepare_records(plan: DataPlan, found: Sources, store: Cache, report: Progress) -> Prepared:
     def write(work: Path) -> None:
-        tokenising.write_records(work, plan, files, kind, report)
+        tokenising.write_records(work, plan, found.files, report)
 
     own, salt = _own_files(plan)
-    salt += _salt_of_records(plan, kind)
-    return _prepare(formats.as_corpus_files(files), list, own, salt, write, store, report)
+    salt += _salt_of_records(plan)
+    return _prepare(found.files, list, own, salt, write, store, report)
 
 
-def _salt_of_records(plan: DataPlan, kind: str) -> str:
+def _salt_of_records(plan: DataPlan) -> str:
     """Text of the settings that the tokens of records depend on, beside `_own_files`."""
     pairs = " pairs" if plan.pairs else ""
-    return f"{kind} {renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
+    return f"{renderer_of(plan)!r} {plan.on_bad}{pairs}\n"
 
 
 def _prepare(
-    files: Sequence[CorpusFile],
-    choose: Callable[[Sequence[CorpusFile]], list[CorpusFile]],
-    own: Sequence[CorpusFile],
+    files: Sequence[DataFile],
+    choose: Callable[[Sequence[DataFile]], list[DataFile]],
+    own: Sequence[DataFile],
     salt: str,
     write: Write,
     store: Cache,
@@ -191,7 +197,8 @@ def _prepare(
     with store.lock(fingerprint, report):
         if found := _find(store, fingerprint):  # made while this process waited
             return found
-        key = corpora.content_key([*own, *choose(files)], salt, report)
+        chosen = choose(files)
+        key = corpora.content_key([*own, *chosen], salt, report)
         with store.lock(f"of-{key}", report):  # the same content may be prepared under another path
             if not read_entry(store.entry(key)):
                 store.discard(key)
@@ -200,13 +207,15 @@ def _prepare(
                     if corpora.fingerprint([*own, *files], salt) != fingerprint:
                         problem = "the data files changed while they were being read"
                         raise ColotrainError(problem, "start again when nothing writes to them")
-            made = read_entry(store.entry(key))
-        store.remember(fingerprint, {"key": key})
+        others = set(files) - set(chosen)
+        unread = shown_names([file for file in files if file in others])
+        store.remember(fingerprint, {"key": key, "unread": unread})
+        made = _find(store, fingerprint)
     assert made is not None, f"{store.entry(key)} was not left whole"
     return made
 
 
-def readers_of(files: Sequence[CorpusFile]) -> int:
+def readers_of(files: Sequence[DataFile]) -> int:
     """Bits of a file's mode: whether group and others may read all of the files."""
     readers = 0o044
     for file in files:
@@ -214,7 +223,7 @@ def readers_of(files: Sequence[CorpusFile]) -> int:
     return readers
 
 
-def _own_files(plan: DataPlan) -> tuple[list[CorpusFile], str]:
+def _own_files(plan: DataPlan) -> tuple[list[DataFile], str]:
     """The tokenizer's file, and a text of the other settings that tokens depend on.
 
     The text does not contain the file's path, since only its content matters.
@@ -223,17 +232,21 @@ def _own_files(plan: DataPlan) -> tuple[list[CorpusFile], str]:
     spec = "file" if own else plan.tokenizer
     beside = vocabulary.settings_beside(plan.tokenizer)
     ends = beside.get("eos_token") or beside.get("sep_token")
-    named = [CorpusFile(name="tokenizer.json", path=own)] if own else []
+    named = [DataFile(name="tokenizer.json", path=own)] if own else []
     masked = " masked" if plan.masked is not None else ""
     return named, f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}{masked}\n"
 
 
 def _find(store: Cache, fingerprint: str) -> Prepared | None:
     known = store.recall(fingerprint)
-    return read_entry(store.entry(str(known.get("key")))) if known else None
+    found = read_entry(store.entry(str(known.get("key")))) if known else None
+    if known and found and (unread := known.get("unread")):
+        notes = (Note(text=f"not read, because no text: {unread}"), *found.notes)
+        return dataclasses.replace(found, notes=notes)
+    return found
 
 
-def _write_entry(work: Path, plan: DataPlan, files: Sequence[CorpusFile], report: Progress) -> None:
+def _write_entry(work: Path, plan: DataPlan, files: Sequence[DataFile], report: Progress) -> None:
     train, held = corpora.split(files, plan.validation_fraction)
     if not train:
         fix = "these are empty: name other files with data.path"

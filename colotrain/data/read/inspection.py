@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from colotrain.data.prepare import formats, vocabulary
+from colotrain.data.prepare import vocabulary
 from colotrain.data.prepare.corpora import Progress
 from colotrain.data.prepare.prepared import Prepared, Split
+from colotrain.data.prepare.sources import describe_sources
 from colotrain.data.prepare.tokens import notes_of, parts_of, prepare_shards
 from colotrain.data.read.draws import kept_generators, seed_draws
 from colotrain.data.read.loader import IGNORE_INDEX, Samples, open_samples, order_of
@@ -57,8 +58,7 @@ def _describe_part(plan: DataPlan, shards: list[Prepared], weight: float | None)
     cut_off = [s.count_cut_off("train", plan.seq_len) for s in train if packing != "stream"]
     in_loss = sum(_count_in_loss(shard) for shard in train) - sum(lost for _, lost in cut_off)
     return {
-        "paths": list(plan.paths) or [plan.corpus],
-        "format": formats.recognise(plan),
+        **describe_sources(plan),
         "weight": weight,
         "shards": len(shards),
         "tokenizer": plan.tokenizer,
