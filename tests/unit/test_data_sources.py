@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from colotrain.data.prepare import prepared as prepared_module
 from colotrain.data.prepare.folders import split_in
 from colotrain.data.prepare.sources import find_sources
 from colotrain.data.prepare.tokens import notes_of, prepare, prepare_shards
@@ -350,3 +352,23 @@ def test_files_in_both_keys_are_not_trained_on(folder: Path) -> None:
         told = r"data\.validation_path=.*expected other files than those of data\.path"
         with pytest.raises(ConfigError, match=told):
             find_sources(validated(folder / "a.jsonl", by=both))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "txt"])
+def test_documents_of_both_splits_are_counted(
+    folder: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_module, "HASHED_DOCUMENTS", 7)
+    monkeypatch.setattr(prepared_module, "MOST_HASHED", random.choice([3, 6, 100]))
+    texts = [f"document {i}" for i in range(60)]
+    held = [*random.sample(texts, 9), *(f"another {i}" for i in range(11))]
+    random.shuffle(held)
+    if ending == "jsonl":
+        write_jsonl(folder / "train.jsonl", [{"text": text} for text in texts])
+        write_jsonl(folder / "eval.jsonl", [{"text": text} for text in held])
+    else:
+        for split, documents in (("train", texts), ("eval", held)):
+            for i, text in enumerate(documents):
+                (folder / f"{split}-{i}.txt").write_text(text)
+    notes = notes_of(plan_of(folder), [prepare(plan_of(folder))])
+    assert [str(n) for n in notes] == ["9 of 20 validation documents are trained on, too"]

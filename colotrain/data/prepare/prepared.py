@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,10 @@ from colotrain.data.prepare.megatron_index import document_ends
 
 NUMPY_DTYPES = {"uint16": "<u2", "uint32": "<u4", "uint8": "u1", "int32": "<i4", "int64": "<i8"}
 Split = Literal["train", "validation"]
+HASHED_DOCUMENTS = 1 << 16
+"""Documents that are compared at once."""
+MOST_HASHED = 1 << 20
+"""Tokens of a document's beginning, and of its end, that are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,51 @@ def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
     has_tokenizer = (folder / "tokenizer.json").exists()
     text = json.dumps({**metadata, "has_tokenizer": has_tokenizer})
     (folder / "prepared.json").write_text(text, "utf-8")
+
+
+def note_shared_documents(folder: Path) -> None:
+    """Add a note to an entry where documents of its validation split are trained on, too."""
+    found = read_entry(folder)
+    num_shared = 0 if found is None else count_shared(found)
+    if num_shared:
+        metadata = json.loads((folder / "prepared.json").read_text("utf-8"))
+        assert found is not None
+        ends = found.document_ends("validation")
+        num = 0 if ends is None else len(ends)
+        text = f"{num_shared:,} of {num:,} validation documents are trained on, too"
+        metadata.setdefault("notes", []).append(asdict(Note(text=text)))
+        (folder / "prepared.json").write_text(json.dumps(metadata), "utf-8")
+
+
+def count_shared(found: Prepared) -> int:
+    """Number of validation documents that are among the training documents, token by token.
+
+    Equal means equal in 64 bits of a hash, so that memory stays bounded.
+    """
+    held = np.concatenate([np.empty(0, np.int64), *_document_hashes(found, "validation")])
+    among = np.zeros(len(held), bool)
+    for hashes in _document_hashes(found, "train") if len(held) else ():
+        among |= np.isin(held, hashes)
+    return int(among.sum())
+
+
+def _document_hashes(found: Prepared, split: Split) -> Iterator[np.ndarray[Any, Any]]:
+    """A hash of each document without its separator, `HASHED_DOCUMENTS` at a time.
+
+    Of a very long document it is one of the length, the beginning and the end.
+    """
+    ends, tokens = found.document_ends(split), found.tokens(split)
+    start = 0
+    for at in range(0, 0 if ends is None else len(ends), HASHED_DOCUMENTS):
+        assert ends is not None
+        hashes = []
+        for stop in ends[at : at + HASHED_DOCUMENTS].tolist():
+            last = stop - (stop > start and tokens[stop - 1] == found.separator)
+            first_part, rest = tokens[start : min(last, start + MOST_HASHED)], last - MOST_HASHED
+            last_part = tokens[max(start + MOST_HASHED, rest) : last]
+            hashes.append(hash((last - start, first_part.tobytes(), last_part.tobytes())))
+            start = stop
+        yield np.array(hashes, np.int64)
 
 
 def read_entry(entry: Path) -> Prepared | None:

@@ -18,6 +18,7 @@ from colotrain.data.prepare.prepared import (
     Note,
     Prepared,
     beside,
+    note_shared_documents,
     read_entry,
     write_metadata,
 )
@@ -204,6 +205,7 @@ def _prepare(
                 store.discard(key)
                 with store.publish(fingerprint, key, readers=readers_of(files)) as work:
                     write(work)
+                    note_shared_documents(work)
                     if corpora.fingerprint([*own, *files], salt) != fingerprint:
                         problem = "the data files changed while they were being read"
                         raise ColotrainError(problem, "start again when nothing writes to them")
