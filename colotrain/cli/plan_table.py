@@ -113,8 +113,7 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         f"gradients {sent['reduced']}; each rank sends {format_size(sent['bytes_per_step'])} per "
         f"step in {collectives}",
     )
-    for number, part in enumerate(document["data"]):
-        yield "" if number else "data", part["text"]
+    yield from (("" if n else "data", part["text"]) for n, part in enumerate(document["data"]))
     if plan.time.step_s:
         speed = f"{format_seconds(plan.time.step_s)} a step, {plan.time.tokens_per_s:,.0f} {unit}/s"
         yield "time", f"{speed}, MFU {plan.time.mfu:.1%}"

@@ -21,6 +21,7 @@ MOST_FIELD_BYTES = 1 << 26
 """Longest field of a table: a quotation mark that is never closed must not fill the memory."""
 NEAR_END = 16
 """Characters before the end of a text within which an error may be that more is to come."""
+AFTER_VALUES = " \t\r\n,:]}"
 
 Pieces = Iterator[tuple[Sequence[int], bytes, int]]
 """Numbers of records, their bytes, and the number of bytes of the file that are read."""
@@ -117,7 +118,8 @@ class JsonDocument:
                 if self._ended or not cut:
                     raise self._error(f"JSON ({error.msg})") from error
             else:
-                if end < len(self._text) or self._ended:
+                cut = self._text[end : end + 1] not in tuple(AFTER_VALUES)  # as in 1.5e
+                if self._ended or not cut or len(self._text) - end > NEAR_END:
                     text, self._at = self._text[self._at : end], end
                     return text
             self._read(size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from colotrain.data.prepare.megatron_index import document_ends
 
 NUMPY_DTYPES = {"uint16": "<u2", "uint32": "<u4", "uint8": "u1", "int32": "<i4", "int64": "<i8"}
 Split = Literal["train", "validation"]
+MOST_NOTES = 50
+"""Different notes that are kept; a note should not quote its record."""
 HASHED_DOCUMENTS = 1 << 16
 """Documents that are compared at once."""
 MOST_HASHED = 1 << 20
@@ -38,6 +40,17 @@ class Note:
             return self.text
         records = "1 record" if self.count == 1 else f"{self.count:,} records"
         return f"{records}: {self.text} (first {self.first})"
+
+
+def merge_notes(notes: Sequence[Note]) -> list[Note]:
+    """Add up the counts of notes with the same text, in the order of their first records."""
+    merged: dict[bool, dict[str, Note]] = {False: {}, True: {}}
+    for note in notes:
+        alike = merged[note.is_unread]
+        count = note.count + (alike[note.text].count if note.text in alike else 0)
+        if note.text in alike or len(alike) < MOST_NOTES:
+            alike[note.text] = replace(alike.get(note.text, note), count=count)
+    return [note for alike in merged.values() for note in alike.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from colotrain.data.prepare import corpora, records, token_rows, vocabulary
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress
 from colotrain.data.prepare.pool import default_workers, in_order
-from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, write_metadata
+from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, merge_notes, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
 from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
 from colotrain.data.prepare.vocabulary import Encoder, Frame
@@ -23,8 +23,6 @@ from colotrain.spec.plan import DataPlan
 
 SPLITS = ("train", "validation")
 BAD_SHOWN = 5
-MOST_NOTES = 50
-"""Different notes that are kept; a note should not quote its record."""
 Tokens = np.ndarray[Any, Any]
 Targets = np.ndarray[Any, Any]
 """1 for every token that counts in the loss, else 0."""
@@ -104,17 +102,6 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
             report("tokenizing", min(before[piece.file] + piece.done, total), total)
     report("tokenizing", total, total)
     _finish(work, encoder, writers, num_bad=num_bad, bad=bad, notes=notes)
-
-
-def merge_notes(notes: Sequence[Note]) -> list[Note]:
-    """Add up the counts of notes with the same text, in the order of their first records."""
-    merged: dict[bool, dict[str, Note]] = {False: {}, True: {}}
-    for note in notes:
-        alike = merged[note.is_unread]
-        count = note.count + (alike[note.text].count if note.text in alike else 0)
-        if note.text in alike or len(alike) < MOST_NOTES:
-            alike[note.text] = replace(alike.get(note.text, note), count=count)
-    return [note for alike in merged.values() for note in alike.values()]
 
 
 def _finish(

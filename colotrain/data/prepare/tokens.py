@@ -18,6 +18,7 @@ from colotrain.data.prepare.prepared import (
     Note,
     Prepared,
     beside,
+    merge_notes,
     note_shared_documents,
     read_entry,
     write_metadata,
@@ -119,7 +120,7 @@ def notes_of(plan: DataPlan, shards: Sequence[Prepared]) -> list[Note]:
         num = len(found.unread)
         files = "1 file is" if num == 1 else f"{num:,} files are"
         notes.append(Note(text=f"{files} not read: {shown_names(found.unread)}"))
-    return notes + tokenising.merge_notes([note for shard in shards for note in shard.notes])
+    return notes + merge_notes([note for shard in shards for note in shard.notes])
 
 
 def decode(tokenizer: Prepared | Path | str, ids: Iterable[int]) -> str:
