@@ -68,7 +68,7 @@ def print_plan(console: Console, resolved: ResolvedConfig, document: dict[str, A
 
 def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
     batch, cluster, counts = plan.batch, plan.cluster, plan.parameters
-    sent = document["communication"]
+    sent, unit = document["communication"], document["batch"]["unit"]
     yield "run", plan.name
     yield "plugin", f"{plan.plugin.name}: {plan.plugin.reason}"
     ranks = f"{plan.world_size} on {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
@@ -86,7 +86,6 @@ def _rows(plan: RunPlan, document: dict[str, Any]) -> Iterator[tuple[str, Text |
         passed = ", ".join(map(format_size, stages["sent_bytes"]))
         waits = f"they wait for {shares} of a step" if shares else waits
         yield "", f"{waits}, and each rank passes on {passed}"
-    unit = document["batch"]["unit"]
     groups = f"group{'s' * (batch.data_parallel > 1)} of {plan.mesh.together} ranks"
     workers = groups if plan.mesh.together > 1 else "ranks"
     yield (
