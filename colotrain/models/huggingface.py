@@ -40,7 +40,14 @@ from colotrain.models.huggingface_match import (
     sources_of,
     wrong,
 )
-from colotrain.models.huggingface_task import CAUSAL, WITHOUT_LOSS, Task, is_in, task_of
+from colotrain.models.huggingface_task import (
+    CAUSAL,
+    WITHOUT_LOSS,
+    Task,
+    check_predicts_next_token,
+    is_in,
+    task_of,
+)
 from colotrain.models.huggingface_tensors import allow_parts_
 from colotrain.models.stored import StoredTensors, weight_files
 from colotrain.spec.plan import ModelPlan
@@ -48,17 +55,6 @@ from colotrain.torch_internals import hooks_after_gradient_of, hooks_of
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OWN_ARGS = ("dtype",)
-SEES_FUTURE_UNLESS: dict[str, tuple[str, Any]] = {
-    "bert-generation": ("is_decoder", True),
-    "xlm": ("causal", True),
-    "xlnet": ("attn_type", "uni"),
-}
-"""Type → setting with which a model under a causal head sees no later tokens, and its value."""
-OTHER_TARGETS = {
-    "ProphetNetForCausalLM": "its loss is of several next tokens, smoothed",
-    "CpmAntForCausalLM": "it sees all tokens of a sample",
-}
-"""Causal language models that do not learn to predict the next token from those before it."""
 _TASK = "_colotrain_task"
 """Attribute of a model with its `Task`, or None."""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of each tensor, for a fingerprint
@@ -87,8 +83,7 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     let_experts_compute_anywhere_()
     model.__dict__[_TASK] = task
     if task is CAUSAL:
-        _check_predicts_next_token(folder, architecture)
-        _check_sees_no_future(folder, model)
+        check_predicts_next_token(_transformers(), folder, model)
         _check_balance(model)
         allow_division_(model, config)
         chunk_loss_(model)
@@ -236,17 +231,25 @@ def _config(folder: Path, args: dict[str, Any]) -> Any:
         if '"auto_map"' in (folder / "config.json").read_text("utf-8", "replace"):
             raise _remote_code(folder) from error
         raise wrong(folder, f"a config.json that transformers reads ({error})") from error
-    if getattr(config, "quantization_config", None) is not None:
+    if any(getattr(part, "quantization_config", None) for part in _parts(config)):
         fix = "give the directory of the model before it was quantized"
         raise wrong(folder, "weights that are not quantized", fix)
     _change_(config, args, "model.args")
     return config
 
 
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration, and all that it holds."""
+    yield config
+    for held in vars(config).values():
+        if hasattr(held, "model_type"):
+            yield from _parts(held)
+
+
 def _change_(config: Any, args: dict[str, Any], where: str) -> None:
     """Change settings of a configuration, and of those that it holds."""
     for key, value in args.items():
-        if not hasattr(config, key):
+        if not hasattr(config, key) or key in ("dtype", "torch_dtype"):  # of the parts: one of all
             known = ", ".join([*OWN_ARGS, *sorted(config.to_dict())])
             expected, fix = "a setting of this model", f"known: {known}"
             raise ConfigError(
@@ -279,29 +282,6 @@ def _check_has_loss(folder: Path, config: Any, architecture: type) -> None:
         expected = f"an architecture with a loss ({architecture.__name__} has no head)"
         fix = "load it into one with a head, such as AutoModelForCausalLM, and save that"
         raise wrong(folder, expected, fix)
-
-
-def _check_predicts_next_token(folder: Path, architecture: type) -> None:
-    if why := OTHER_TARGETS.get(architecture.__name__):
-        expected = f"an architecture that predicts the next token ({architecture.__name__}: {why})"
-        raise wrong(folder, expected, "train it by a function of yours in model.target")
-
-
-def _check_sees_no_future(folder: Path, model: nn.Module) -> None:
-    """Refuse an encoder under a causal head: it would see the tokens that it is to predict."""
-    config: Any = model.config
-    is_encoder = type(config) in _transformers().MODEL_FOR_MASKED_LM_MAPPING
-    default = ("is_decoder", True) if is_encoder else None
-    known = SEES_FUTURE_UNLESS.get(config.model_type, default)
-    if known is None or getattr(config, known[0], None) == known[1]:
-        return
-    key, value = known
-    says = f"sees all tokens: {key} is {str(getattr(config, key, None)).lower()}"
-    raise wrong(
-        folder,
-        f"a decoder ({type(model).__name__} {says})",
-        f"set model.args.{key}={str(value).lower()}",
-    )
 
 
 def _check_balance(model: nn.Module) -> None:

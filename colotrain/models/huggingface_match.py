@@ -21,6 +21,8 @@ SOURCES = "_colotrain_sources"
 """Attribute of a model with the `Sources` of its parameters and persistent buffers."""
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 """Buffers that older directories have, and models of today compute."""
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Dtypes of the format that hold a parameter's values as they are."""
 SHOWN = 6
 """Tensors that a sentence names."""
 
@@ -33,6 +35,9 @@ def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
         source = sources.found.get(name)
         if source is not None and source.shape != tuple(tensor.shape):
             problems.append(f"{name} is {source.shape}, not {tuple(tensor.shape)}")
+        elif source is not None and tensor.is_floating_point():
+            packed = {files.dtype(n) for n in source.names} - set(FLOATING)
+            problems += [f"{name} is {dtype}: quantized" for dtype in packed]
     if beyond := more_layers(model, sources.unused, _patterns(model, "unexpected")):
         name, layers, count = beyond
         fix = "correct config.json, or model.args; what is left out would be lost"

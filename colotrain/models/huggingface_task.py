@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from colotrain.errors import UsageError
+from colotrain.models.huggingface_match import wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,17 @@ TASKS = (
     ),
 )
 """The tasks whose labels are known; an architecture has the first that names it."""
+SEES_FUTURE_UNLESS: dict[str, tuple[str, Any]] = {
+    "bert-generation": ("is_decoder", True),
+    "xlm": ("causal", True),
+    "xlnet": ("attn_type", "uni"),
+}
+"""Type → setting with which a model under a causal head sees no later tokens, and its value."""
+OTHER_TARGETS = {
+    "ProphetNetForCausalLM": "its loss is of several next tokens, smoothed",
+    "CpmAntForCausalLM": "it sees all tokens of a sample",
+}
+"""Causal language models that do not learn to predict the next token from those before it."""
 WITHOUT_LOSS = "MODEL_MAPPING"
 """Name of transformers' mapping of architectures that compute no loss."""
 
@@ -137,3 +150,20 @@ def check_batch(task: Task, model: str, batch: Mapping[str, Tensor]) -> None:
     if labels is not None and is_classes and labels.ndim - 1 not in (task.label_dims, None):
         shape = "a number" if labels.ndim == 1 else f"{tuple(labels.shape[1:])}"
         raise UsageError(f"{model} is for {task.name}: the labels of a sample are {shape}", fix)
+
+
+def check_predicts_next_token(transformers: Any, folder: Path, model: Any) -> None:
+    """Raise `ConfigError` for a causal model that sees the tokens that it is to predict."""
+    config, name = model.config, type(model).__name__
+    if why := OTHER_TARGETS.get(name):
+        expected = f"an architecture that predicts the next token ({name}: {why})"
+        raise wrong(folder, expected, "train it by a function of yours in model.target")
+    is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    default = ("is_decoder", True) if is_encoder else None
+    known = SEES_FUTURE_UNLESS.get(config.model_type, default)
+    if known is None or getattr(config, known[0], None) == known[1]:
+        return
+    key, value = known
+    found, wanted = (str(each).lower() for each in (getattr(config, key, None), value))
+    says = f"{name} sees all tokens: {key} is {found}"
+    raise wrong(folder, f"a decoder ({says})", f"set model.args.{key}={wanted}")

@@ -45,6 +45,10 @@ class StoredTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Return the tensor's dtype as the format names it, such as F32 or F8_E4M3."""
+        return str(self._files[name].get_slice(name).get_dtype())
+
     def rows(self, name: str, start: int = 0, count: int | None = None) -> Tensor:
         """`count` rows of dimension 0 from `start` on (default: all of the tensor)."""
         if count is None or not self.shape(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,38 @@ def test_a_layer_of_which_a_tensor_is_missing_is_refused(tmp_path: Path) -> None
     change(folder, model__layers__1__mlp__up_proj__weight=None)
     with pytest.raises(ConfigError, match=r"up_proj\.weight is missing, and other layers have"):
         build(plan(folder), seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_weights_that_config_does_not_tell_are_refused(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = TIED.make(tmp_path)
+    change(folder, model__layers__1__mlp__up_proj__weight=rand(48, 32).to(dtype))
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight is .*8.*: quantized"):
+        build(plan(folder), seed=0)
+
+
+@pytest.mark.parametrize("where", [(), ("text_config",)])
+def test_quantized_directories_are_refused_by_name(tmp_path: Path, where: tuple[str, ...]) -> None:
+    from tests.architectures import architectures
+
+    kind = "gemma3" if where else "llama"
+    next(a for a in architectures() if a.kind == kind).make(tmp_path)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    held = written
+    for key in where:
+        held = held[key]
+    held["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match="weights that are not quantized"):
+        build(plan(tmp_path), seed=0)
+
+
+def test_the_dtype_has_one_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.args\.torch_dtype=bfloat16: expected a setting"):
+        build(plan(TIED.make(tmp_path), torch_dtype="bfloat16"), seed=0)
 
 
 def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
