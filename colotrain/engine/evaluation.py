@@ -14,6 +14,7 @@ from torch import Tensor
 from colotrain.data.read.loader import BatchLoader
 from colotrain.engine.accumulation import Batch, to_device, weighted_output
 from colotrain.engine.early_stopping import note_evaluation
+from colotrain.engine.loss_trial import sums_tokens
 from colotrain.engine.monitor import interruptible
 from colotrain.engine.run_state import Run
 from colotrain.engine.sharding.sharded_model import reshard
@@ -181,15 +182,17 @@ def weights_of_metrics(run: Run) -> dict[str, str]:
     """
     plan = run.plan
     size = len(next(iter(run.trial.values())))
-    if plan.mesh.cp > 1 or plan.mesh.pp > 1 or size < 2:
+    has_none = run.metrics is None and sums_tokens(run.sharded.module)
+    if has_none or plan.mesh.cp > 1 or plan.mesh.pp > 1 or size < 2:
         return {}
     trial = to_device(run.trial, run.device)
     apart = [{name: tensor[at : at + 1] for name, tensor in trial.items()} for at in range(size)]
     try:
-        alone = [_with_metrics(run, batch) for batch in apart]
-        rows = [at for at, found in enumerate(alone) if found is not None and found[2] is not None]
-        together = {name: tensor[rows] for name, tensor in trial.items()}
-        found = [_with_metrics(run, together), *(alone[at] for at in rows)] if rows else []
+        with uncompiled(run, True):
+            alone = [_with_metrics(run, batch) for batch in apart]
+            rows = [at for at, one in enumerate(alone) if one is not None and one[2] is not None]
+            together = {name: tensor[rows] for name, tensor in trial.items()}
+            found = [_with_metrics(run, together), *(alone[at] for at in rows)] if rows else []
     except Exception:  # a batch of one sample may be none that the model takes
         return {}
     counts: dict[str, list[float]] = {kind: [] for kind in WEIGHTS}

@@ -37,7 +37,7 @@ def agree_on_targets(
         cast, problem = cast_inputs(trial, cast_dtype(plan.train.precision))
         if cast:
             events.write(Note(text=f"train.precision={plan.train.precision} {cast}"))
-        told = [(nominal, first_samples(trial, data), problem)]
+        told = [(nominal, first_samples(plan, trial, data), problem)]
     dist.broadcast_object_list(told)
     nominal, samples, problem = told[0]
     if problem:
@@ -45,14 +45,15 @@ def agree_on_targets(
     return nominal, samples
 
 
-def first_samples(trial: dict[str, Tensor], data: BatchLoader) -> dict[str, Tensor]:
+def first_samples(plan: RunPlan, trial: dict[str, Tensor], data: BatchLoader) -> dict[str, Tensor]:
     """Return a few samples of the first micro-batch, or where that is one, of the data.
 
     A stream is not read beyond its first micro-batch; samples of several shapes are left out.
     """
     found = {name: tensor[:MOST_SAMPLES] for name, tensor in trial.items()}
     num = min(MOST_SAMPLES, len(data.samples))
-    if data.batch.micro_batch > 1 or isinstance(data.samples, StreamSamples):
+    is_ours = plan.data.pairs or plan.model.distill is not None  # whose loss is known
+    if is_ours or data.batch.micro_batch > 1 or isinstance(data.samples, StreamSamples):
         return found
     try:
         return read_batch(
@@ -85,7 +86,8 @@ def find_targets(run: Run) -> None:
         raise ConfigError([problem])
     setattr(model, TARGETS, found.rule)
     if found.rule.entry in samples:
-        per_sample = max(1, samples[found.rule.entry][0].numel())
+        labels = samples[found.rule.entry]
+        per_sample = 1 if found.rule.by_sample else max(1, labels[0].numel())
         run.nominal_targets = float(plan.batch.global_batch * per_sample)
     for text in loss_trial.notes_of(found) if run.rank == 0 and not run.step else ():
         if text not in plan.warnings:

@@ -149,6 +149,8 @@ def check_batch(task: Task, model: str, batch: Mapping[str, Tensor]) -> None:
     is_classes = labels is not None and not labels.is_floating_point()
     if labels is not None and is_classes and labels.ndim - 1 not in (task.label_dims, None):
         shape = "a number" if labels.ndim == 1 else f"{tuple(labels.shape[1:])}"
+        if task.label_dims == 0:
+            fix += "; labels of several classes, or numbers, are floating (labels.float())"
         raise UsageError(f"{model} is for {task.name}: the labels of a sample are {shape}", fix)
 
 

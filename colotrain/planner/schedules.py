@@ -33,7 +33,7 @@ def check_own_functions(
         raise ConfigError([Problem(key=key, value=name, expected=expected, fix=fix)])
 
 
-MOST_STUDIED_BYTES = 512 << 20
+MOST_STUDIED_BYTES = 256 << 20
 """Bytes of parameters up to which a plan runs forwards of the model itself."""
 
 

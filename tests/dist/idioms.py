@@ -19,6 +19,11 @@ def tokens(num: int = 64, length: int = LENGTH) -> list[dict[str, Tensor]]:
     return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
 
 
+def copied() -> list[dict[str, Tensor]]:
+    """Tokens with labels in transformers' convention: the inputs themselves."""
+    return [{**sample, "labels": sample["input_ids"].clone()} for sample in tokens()]
+
+
 class HalfLoss(nn.Module):
     """Returns the mean loss in the precision that it computes in."""
 
@@ -91,6 +96,18 @@ class Shifts(HalfLoss):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
         return F.cross_entropy(self.logits(input_ids).flatten(0, 1), shifted.flatten())
+
+
+class Summed(HalfLoss):
+    """Its loss is a sum, and it normalizes the activations of a micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.norm(self.logits(input_ids).flatten(0, 1))
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
 class NeverZero(HalfLoss):

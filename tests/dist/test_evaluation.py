@@ -135,6 +135,7 @@ def test_batch_norms_of_all_ranks_evaluate_as_the_export_does(colotrain: Colotra
     """The running statistics are the mean of those that each rank would have by itself."""
     (colotrain.cwd / "normalized.py").write_text(NORMALIZED)
     batch = ("train.global_batch=8", "train.micro_batch=2", "train.max_steps=3", "optim.name=sgd")
+    batch += ("optim.lr=1e-30", "data.shuffle=false")
     names = ("model.target=normalized:Normalized", "data.target=normalized:samples", "name=bn")
     colotrain.run(*names, *batch, "train.eval_steps=all", "cluster.procs_per_node=2")
     last = [e for e in colotrain.events("bn") if e.kind == "eval"][-1].fields["loss"]
@@ -143,7 +144,23 @@ def test_batch_norms_of_all_ranks_evaluate_as_the_export_does(colotrain: Colotra
     exec(NORMALIZED, scope)
     model = scope["Normalized"]()
     model.load_state_dict(load_file(next((colotrain.cwd / "exported").glob("*.safetensors"))))
+    exported = {name: tensor.clone() for name, tensor in model.norm.named_buffers()}
+    statistics = [after_training(model, scope["samples"](), rank) for rank in range(2)]
+    for name in ("running_mean", "running_var"):
+        mean = (statistics[0][name] + statistics[1][name]) / 2
+        torch.testing.assert_close(exported[name], mean)
+        assert not torch.allclose(statistics[0][name], mean)
+        model.norm.get_buffer(name).copy_(exported[name])
     drawn = scope["samples"](split="validation")
     batch_of = {name: torch.stack([sample[name] for sample in drawn]) for name in ("x", "y")}
     with torch.no_grad():
         assert model.eval()(**batch_of).item() == pytest.approx(last, rel=1e-5)
+
+
+def after_training(model: Any, drawn: list[dict[str, Any]], rank: int) -> dict[str, torch.Tensor]:
+    """Running statistics after three steps of two micro-batches of two samples on one rank."""
+    model.norm.reset_running_stats()
+    for block in range(rank, 12, 2):
+        rows = drawn[2 * block : 2 * block + 2]
+        model.train()(**{name: torch.stack([row[name] for row in rows]) for name in ("x", "y")})
+    return {name: buffer.clone() for name, buffer in model.norm.named_buffers()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from json import loads
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,28 @@ def test_a_model_of_transformers_equals_one_process(
     guarded(["verify", *model, "--world-sizes", ranks, "--pp", "2", "--tp", tp, *plugins])
     cases = loads(capsys.readouterr().out)["cases"]
     assert len(cases) == 3
+    assert not [case["difference"] for case in cases if not case["passed"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [("4", ("--cp", "2")), ("2", ("data.isolate=true", CHUNKS[0]))],
+    ids=["divided samples", "documents apart"],
+)
+def test_stages_of_transformers_layers_attend_as_one_process_does(
+    ranks: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    folder = hf.make_directory("llama", tmp_path / "llama", num_hidden_layers=4, vocab_size=300)
+    lines = [dumps({"text": "ab cd " * (1 + at % 4)}) for at in range(60)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    data = (f"model.hf={folder}", f"data.path={tmp_path / 'texts.jsonl'}", "data.tokenizer=bytes")
+    data += ("data.seq_len=16", "data.packing=whole", "train.micro_batch=1")
+    options = ("--plugins", "zero3", "--accumulation", "2", "--steps", "1", "--json")
+    guarded(["verify", *data, "--world-sizes", ranks, "--pp", "2", *more, *options])
+    cases = loads(capsys.readouterr().out)["cases"]
+    assert cases
     assert not [case["difference"] for case in cases if not case["passed"]]
 
 

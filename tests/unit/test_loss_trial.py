@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from torch import Tensor, nn
 
 from colotrain.engine.accumulation import weighted_loss
 from colotrain.engine.loss_trial import Findings, examine
+from colotrain.errors import ColotrainError, ConfigError
 from colotrain.models.loading import build_whole
 from colotrain.models.outputs import TARGETS, TargetRule
-from colotrain.spec.plan import ModelPlan
+from colotrain.runs.resolving import plan_from
+from colotrain.spec.plan import ModelPlan, RunPlan
+from colotrain.verify.compare import Tolerance, compare
+from colotrain.verify.reference import run_reference
 
 Loss = Callable[..., Any]
 
@@ -273,3 +278,35 @@ def test_answers_outside_the_sequence_are_no_targets(kind: str, tmp_path: Path) 
     parts = [weighted_loss(model, {n: t[i : i + 1] for n, t in batch.items()}) for i in range(5)]
     torch.testing.assert_close(whole, sum(loss for loss, _ in parts))
     assert count == 7
+
+
+OWN = ("data.target=tests.dist.idioms:copied", "train.micro_batch=2", "train.global_batch=8")
+
+
+def planned(model: str, *more: str) -> RunPlan:
+    words = [f"model.target=tests.dist.idioms:{model}", *OWN, "train.max_steps=1", *more]
+    return plan_from(words)
+
+
+def test_a_plan_refuses_labels_that_teach_to_copy() -> None:
+    with pytest.raises(ConfigError, match="it would learn to copy its input"):
+        planned("HalfLoss")
+    assert any("without each row's first" in text for text in planned("Shifts").warnings)
+
+
+def test_a_plan_and_a_verification_say_what_a_loss_should_return() -> None:
+    plan = planned("Summed", "data.target=tests.dist.idioms:tokens", "plugin=zero2")
+    assert any("this loss is no mean over samples" in text for text in plan.warnings)
+    assert any("(norm) sees the samples of one micro-batch" in text for text in plan.warnings)
+    wanted = run_reference(plan, steps=1)
+    found = replace(wanted, losses=[wanted.losses[0] + 1.0])
+    difference = compare(plan, replace(wanted, mixes=""), found, Tolerance()).difference
+    assert (difference or "").startswith("this loss is no mean over samples")
+    difference = compare(plan, wanted, found, Tolerance()).difference
+    assert (difference or "").startswith("norm makes the samples of a micro-batch depend")
+
+
+def test_a_norm_of_one_value_per_channel_is_named() -> None:
+    batch = {"x": torch.randn(1, 4)}
+    with pytest.raises(ColotrainError, match=r"norm \(BatchNorm1d\) has one value per channel"):
+        weighted_loss(Model(lambda rows: square(rows).mean()), batch)

@@ -136,7 +136,7 @@ def study_loss(model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
     )
 
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 10.0
 """Seconds after which no further forward with a loss begins."""
 
 
