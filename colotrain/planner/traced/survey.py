@@ -127,6 +127,11 @@ def study_loss(model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
         attach_(module, model)
     begin_training_(module)
     samples = _first_samples(data, seed, vocab_size(module))
+    rows = (tensor[:2] for tensor in samples.values() if not tensor.is_floating_point())
+    tokens = max((tensor.numel() for tensor in rows if tensor.ndim == 2), default=2)
+    flops = 2.0 * sum(p.numel() for p in module.parameters()) * tokens
+    if flops > MOST_FLOPS and not loss_trial.sums_tokens(module):
+        return LossStudy()
     found = loss_trial.examine(module, samples, budget_s=MOST_SECONDS)
     problem = loss_trial.problem_of(found, model, data)
     return LossStudy(
@@ -136,6 +141,8 @@ def study_loss(model: ModelPlan, data: DataPlan, seed: int) -> LossStudy:
     )
 
 
+MOST_FLOPS = 2e12
+"""Floating-point operations of a forward of two samples, above which a plan runs none."""
 MOST_SECONDS = 10.0
 """Seconds after which no further forward with a loss begins."""
 
