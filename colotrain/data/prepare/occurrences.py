@@ -12,10 +12,14 @@ from colotrain.data.prepare.records import BadRecord
 from colotrain.data.prepare.templates import ChatTemplate
 
 
-def lost_fields(message: dict[str, Any], text: str, *, is_past: bool = False) -> list[str]:
+def lost_fields(
+    template: ChatTemplate, message: dict[str, Any], text: str, *, is_past: bool = False
+) -> list[str]:
     """Names of the message's fields whose text is not in `text`.
 
-    `is_past`: templates rightly leave the reasoning out of answers before the one in question.
+    The words of a call may stand in the text for another reason, so that a template has to mention
+    calls, too. `is_past`: templates rightly leave the reasoning out of answers before the one in
+    question.
     """
     lost = []
     content = "".join(texts_in(message.get("content")))
@@ -30,7 +34,8 @@ def lost_fields(message: dict[str, Any], text: str, *, is_past: bool = False) ->
         if isinstance(arguments, str):
             arguments = _object_of(arguments)
         said = [str(call.get("name", "")), *texts_in(arguments)]
-        if as_python or not all(_occurs(one, text) for one in said):
+        is_rendered = template.mentions("tool_calls") and all(_occurs(one, text) for one in said)
+        if as_python or not is_rendered:
             lost.append("tool_calls")
             break
     return lost
@@ -59,11 +64,11 @@ def unrendered(
     Raises `BadRecord` for an answer of which it renders nothing.
     """
     for index, message in enumerate(chat.messages):
-        lost = lost_fields(
-            message, text, is_past=message["role"] == "assistant" and index not in asked
-        )
+        is_past = message["role"] == "assistant" and index not in asked
+        lost = lost_fields(template, message, text, is_past=is_past)
         given = [name for name in ("content", "tool_calls", *REASONING) if message.get(name)]
-        wholly = {*lost_fields(message, text, is_past=True), *(set(lost) & set(REASONING))}
+        lost_of_past = lost_fields(template, message, text, is_past=True)
+        wholly = {*lost_of_past, *(set(lost) & set(REASONING))}
         if index in asked and given and wholly.issuperset(given):
             fields = " and ".join(given)
             raise BadRecord(
@@ -76,7 +81,7 @@ def unrendered(
                 "is: the chat template leaves it out or changes it"
             )
     names = [str(called(tool).get("name", "")) for tool in chat.tools or ()]
-    if not all(_occurs(name, text) for name in names):
+    if names and not (template.mentions("tools") and all(_occurs(name, text) for name in names)):
         yield "tools are not in the text: the chat template does not render them"
     if not all(_occurs(one, text) for one in texts_in(chat.documents)):
         yield "documents are not in the text: the chat template does not render them"
@@ -91,6 +96,6 @@ def unread_fields(template: ChatTemplate, chat: Conversation, text: str) -> Iter
     fields = {name: value for message in chat.messages for name, value in message.items()}
     for name, value in fields.items():
         texts = list(texts_in(value))
-        is_shown = texts and all(_occurs(one, text) for one in texts)
-        if name not in known and not template.mentions(name) and not is_shown:
+        is_shown = all(_occurs(one, text) for one in texts) if texts else template.mentions(name)
+        if name not in known and not is_shown:
             yield f"{name} of messages"

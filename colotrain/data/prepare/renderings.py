@@ -196,7 +196,7 @@ def _choose_rendering(template: ChatTemplate, chat: Conversation) -> Rendering:
         except BadRecord as error:
             refusal = refusal or error
             continue
-        if not any(lost_fields(m, rendering.whole) for m in messages):
+        if not any(lost_fields(template, m, rendering.whole) for m in messages):
             return rendering
         first = first or rendering
     if first is None:
@@ -219,7 +219,10 @@ def _forms(chat: Conversation) -> Iterator[Messages]:
 def _as_parts(rendering: Rendering) -> Rendering | None:
     """A rendering of contents as lists of parts, where the template shows no content that is
     text."""
-    if any("content" not in lost_fields(m, rendering.whole) for m in rendering.messages):
+    if any(
+        "content" not in lost_fields(rendering.template, m, rendering.whole)
+        for m in rendering.messages
+    ):
         return None
     messages = [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if "content" in m else m
