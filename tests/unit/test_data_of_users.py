@@ -148,7 +148,8 @@ CASES: dict[str, Case] = {
     ),
     "a test file beside data": Case(
         write=together(lines("data.jsonl", prose, 40), lines("test.jsonl", prose, 10)),
-        says=("test",),
+        splits=(40, 10),
+        says=("10 of 10 validation documents are trained on, too",),
     ),
     "stray files beside Parquet": Case(
         write=together(
