@@ -42,6 +42,14 @@ def check_parameters(model: nn.Module, plan: ModelPlan) -> None:
         raise ConfigError(problems)
 
 
+def check_precision(model: nn.Module, precision: str) -> None:
+    """Raise `ConfigError` where the compute precision would drop a parameter's imaginary part."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and precision != "fp32":
+            expected = f"fp32 ({name} has complex numbers)"
+            raise ConfigError([Problem(key="train.precision", value=precision, expected=expected)])
+
+
 def _lost(model: nn.Module) -> Iterator[dict[str, str]]:
     """Yield what is expected instead, and how to fix it."""
     for name, module in model.named_modules():

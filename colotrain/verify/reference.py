@@ -102,7 +102,12 @@ def distance(wanted: Tensor, found: Tensor) -> float:
     """Largest |wanted - found|, infinite where the shapes differ."""
     if wanted.shape != found.shape:
         return math.inf
-    return max_abs(wanted.double() - found.double())
+    return max_abs(widened(wanted) - widened(found))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in float64 or complex128; one of whole numbers, as a tensor of float64."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def max_abs(tensor: Tensor) -> float:
@@ -115,7 +120,10 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     attach_(model, plan.model)
     frozen = _freeze(model, plan.freeze, step=0)
     own = {name: p.dtype for name, p in model.named_parameters()}
-    model.to(dtype)
+    if dtype is not None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.data = widened(tensor.data)
     begin_training_(model)
     serve_signals_(model)
     two_models: TwoModels | WithTeacher | None = None
@@ -141,7 +149,9 @@ def _train(plan: RunPlan, *, steps: int, dtype: torch.dtype | None) -> Trajector
     for step in range(steps):
         positions = range(step * size, (step + 1) * size)
         batch = read_batch(samples, order, positions, draw_seed=drawn, collate=collate)
-        batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
+        if dtype is not None:
+            wide = {n: t for n, t in batch.items() if t.is_floating_point() or t.is_complex()}
+            batch |= {name: widened(tensor) for name, tensor in wide.items()}
         if step in plan.freeze.unfreeze:
             frozen = _freeze(model, plan.freeze, step=step)
             _add_to(optimizers, model, plan)

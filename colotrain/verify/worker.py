@@ -135,7 +135,8 @@ def _gather(own: dict[str, tuple[Index, Tensor]]) -> dict[str, Tensor]:
 def equal(one: Tensor, other: Tensor) -> bool:
     """Whether two ranks hold the same bits of what both hold; NaN tells that they do not."""
     same = one.shape == other.shape and torch.equal(one, other)
-    return same or not one.is_floating_point() or not bool(torch.isfinite(one).all())
+    has_nan = one.is_floating_point() or one.is_complex()
+    return same or not has_nan or not bool(torch.isfinite(one).all())
 
 
 def _join(pieces: dict[Index, Tensor]) -> Tensor:

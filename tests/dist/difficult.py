@@ -516,6 +516,31 @@ class Penalty(Stack):
         return loss + 0.01 * sum(p.square().sum() for p in self.layers.parameters())
 
 
+class Rotation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Complex(Stack):
+    """Complex layers, a complex buffer, and a complex scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotations = nn.ModuleList(Rotation() for _ in range(2))
+        self.phase = nn.Parameter(torch.tensor(0.8 + 0.6j))
+        self.register_buffer("shift", torch.randn(WIDTH, dtype=torch.complex64))
+
+    def features(self, x: Tensor) -> Tensor:
+        turned = super().features(x).to(self.shift.dtype) + self.shift
+        for rotation in self.rotations:
+            turned = rotation(turned) * self.phase
+        return turned.real + turned.abs()
+
+
 MODELS = {
     model.__name__: model
     for model in (
@@ -552,6 +577,7 @@ MODELS = {
         HalfBlocks,
         InPlace,
         Penalty,
+        Complex,
     )
 }
 

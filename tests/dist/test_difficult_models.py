@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from colotrain.engine.model_checks import check_precision
+from colotrain.errors import ColotrainError
 from colotrain.runs.resolving import plan_from
 from colotrain.spec.plan import RunPlan
 from colotrain.spec.plugins import ROWS
@@ -14,7 +16,7 @@ from colotrain.verify import runner
 from colotrain.verify.compare import CaseResult
 from colotrain.verify.reference import Trajectory, run_reference
 from colotrain.verify.runner import verify
-from tests.dist.difficult import MODELS
+from tests.dist.difficult import MODELS, make
 from tests.representatives import chosen, representatives
 from tests.running import Colotrain
 
@@ -134,6 +136,13 @@ def test_some_do_where_parameters_are_gathered_in_half_precision(
     check_in_half_precision(models, plugin, precision, tmp_path)
 
 
+def test_complex_parameters_are_refused_in_half_precision() -> None:
+    model = make("Complex")
+    with pytest.raises(ColotrainError, match=r"fp32 \(phase has complex numbers\)"):
+        check_precision(model, "bf16")
+    check_precision(model, "fp32")
+
+
 PAIRS = [(plugin, precision) for plugin in ROWS for precision in ("bf16", "fp16")]
 TRIED = [("zero1", "fp16"), ("zero2", "bf16"), ("zero3", "fp16"), ("fsdp-hybrid", "bf16")]
 TRIED += [("gemini", "bf16")]
@@ -145,7 +154,8 @@ def test_all_do_where_parameters_are_gathered_in_half_precision(
     plugin: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "WORKER", "tests.dist.gathering")
-    check_in_half_precision(tuple(MODELS), plugin, precision, tmp_path)
+    models = tuple(model for model in MODELS if model != "Complex")  # refused
+    check_in_half_precision(models, plugin, precision, tmp_path)
 
 
 def test_gradients_of_two_dtypes_in_one_group_are_refused_in_one_line(

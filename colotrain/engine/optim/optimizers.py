@@ -62,12 +62,19 @@ def make(plan: OptimPlan, groups: list[dict[str, Any]], layout: Layout) -> torch
     return _make_custom(plan, groups)
 
 
-def fused_sgd_is_wrong(shard: Tensor) -> bool:
-    """Whether torch's fused SGD would lose the update: in half precision on the CPU.
+def needs_loops(optimizer: str, name: str, shard: Tensor) -> bool:
+    """Whether torch's fused kernels cannot update a parameter.
 
-    Seen with torch 2.13: in tensors of more than a few elements most do not change.
+    They refuse complex numbers. The fused SGD loses updates in half precision on the CPU: seen with
+    torch 2.13, in tensors of more than a few elements most do not change.
     """
-    return shard.device.type == "cpu" and shard.dtype in (torch.bfloat16, torch.float16)
+    if shard.is_complex():
+        if optimizer in ("lion", "muon", "adafactor"):
+            expected = f"adamw or sgd, or an optimizer of your own ({name} has complex numbers)"
+            raise ConfigError([Problem(key="optim.name", value=optimizer, expected=expected)])
+        return optimizer in OPTIMIZERS
+    halves = shard.device.type == "cpu" and shard.dtype in (torch.bfloat16, torch.float16)
+    return halves and optimizer == "sgd"
 
 
 def _make_custom(plan: OptimPlan, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from colotrain.engine.offload.tiers import Tiers
 from colotrain.engine.optim.optimizers import (
-    fused_sgd_is_wrong,
     make,
+    needs_loops,
     to_checkpoint_layout,
 )
 from colotrain.engine.optim.own_optimizer import WholeNumbers, updating_in_place
@@ -80,7 +80,7 @@ class ShardOptimizer:
         if self.torch is None and not fresh:  # a pipeline stage that is frozen steps as the others
             groups[ParameterSettings(lr_scale=1.0, weight_decay=0.0, muon=False), False] = []
         for name, shard in fresh.items():
-            loops = self.plan.name == "sgd" and fused_sgd_is_wrong(shard)
+            loops = needs_loops(self.plan.name, name, shard)
             groups.setdefault((self._settings(name), loops), []).append(self.stepped[name])
         of_torch: list[dict[str, Any]] = []
         for (settings, loops), chosen in groups.items():
@@ -358,6 +358,7 @@ def _blank_state(plan: OptimPlan, like: nn.Parameter, *, muon: bool) -> dict[str
     twin = nn.Parameter(torch.zeros_like(like.detach()))
     twin.grad = torch.zeros_like(twin)
     group = {"params": [twin], "weight_decay": 0.0} | ({"muon": muon} if muon else {})
+    group |= {"fused": False} if twin.is_complex() else {}
     optimizer = make(plan, [group], _Unsharded())
     optimizer.step()
     state = dict(optimizer.state[twin])

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from colotrain.engine.boundary_tensors import watch_tensors
-from colotrain.engine.model_checks import check_parameters
+from colotrain.engine.model_checks import check_parameters, check_precision
 from colotrain.engine.pipeline.stage import Stage
 from colotrain.engine.precision import cast_dtype, cast_of, keep_statistics_exact_
 from colotrain.engine.sharding.fsdp_internals import (
@@ -194,6 +194,7 @@ def shard_(
     index) keeps parameters and gradients on the host and is updated there.
     """
     check_parameters(model, plan.model)
+    check_precision(model, plan.train.precision)
     stage = stage or Stage()
     attached = attached_to(model)
     originals = {name: weakref.ref(p) for name, p in model.named_parameters()}

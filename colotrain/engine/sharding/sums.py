@@ -20,11 +20,11 @@ def reduce_replicated_(sharded: ShardedModel) -> None:
         return
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     counts = [float(parts.is_first or name in parts.partial) for name in named]
-    summed = torch.stack([grad.double() for grad in grads])
-    summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device)
+    summed = torch.view_as_real(torch.stack([grad.to(torch.complex128) for grad in grads]))
+    summed *= torch.tensor(counts, dtype=torch.float64).to(summed.device).unsqueeze(1)
     dist.all_reduce(summed, group=sharded.stage.group)
-    for parameter, total in zip(parameters, summed, strict=True):
-        parameter.grad = total.to(parameter.dtype)
+    for parameter, total in zip(parameters, torch.view_as_complex(summed), strict=True):
+        parameter.grad = (total if parameter.is_complex() else total.real).to(parameter.dtype)
 
 
 @torch.no_grad()
