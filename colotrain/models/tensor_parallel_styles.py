@@ -12,7 +12,9 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor, nn
 
 from colotrain.errors import ConfigError, Problem, suggest
@@ -142,8 +144,12 @@ def divisions_by(
 
 def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) -> None:
     """Let modules whose parameters are parts compute with those of the other ranks."""
+    draws = OwnDraws(shard.rank)
     if shard.by_tokens and divisions.styles:
-        _divide_tokens_(model, divisions, shard)
+        _divide_tokens_(model, divisions, shard, draws)
+    elif divisions.styles:
+        for name in _parts_of(model, divisions):
+            draws.end_with_(model.get_submodule(name))
     for name, module in adapters.own_modules(model):
         for glob, style in divisions.styles.items():
             if not fnmatchcase(name, glob):
@@ -151,7 +157,7 @@ def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) ->
             if style == SUMMED:
                 module.forward = functools.partial(_summed, module, module.forward, shard)
             elif style != VOCABULARY:
-                module.forward = functools.partial(_FORWARDS[style], module, shard)
+                module.forward = functools.partial(_FORWARDS[style], module, shard, draws)
                 if adapters.is_adapted(module):
                     adapters.leave_to_forward_(module)
             elif isinstance(module, nn.Embedding):
@@ -160,6 +166,60 @@ def apply_styles_(model: nn.Module, divisions: Divisions, shard: TensorShard) ->
                     module.forward = found  # type: ignore[method-assign]
             elif len(module.weight) < module.out_features:
                 setattr(module, ATTRIBUTE, shard)  # its loss finds it there
+
+
+class OwnDraws:
+    """Random numbers where the ranks of a group have other units or tokens: each draws its own.
+
+    Elsewhere all ranks draw the same, as what they have is the same. The own generator begins with
+    a function of the common one's state and the rank: a recomputation, for which the common state
+    is restored, drops the same. The common generator goes on by one number if the own one was used.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.common: tuple[torch.Generator, Tensor, Tensor] | None = None
+        """The generator, and its states before and after it became this rank's own."""
+        self.enclosing: list[bool] = []
+        """Whether own numbers were drawn already, for each module that is being computed."""
+
+    def begin(self, x: Tensor) -> None:
+        """Draw own numbers on the device of `x` until `end`."""
+        if self.common is not None or x.device.type not in ("cpu", "cuda"):
+            return
+        on_gpu = x.device.type == "cuda"
+        generator = (
+            torch.cuda.default_generators[x.device.index] if on_gpu else torch.default_generator
+        )
+        before = generator.get_state()
+        seed = xxhash.xxh3_64_intdigest(before.numpy().tobytes(), seed=self.rank)
+        generator.manual_seed(seed >> 1)
+        self.common = generator, before, generator.get_state()
+
+    def end(self) -> None:
+        """Draw what all ranks draw again."""
+        if self.common is None:
+            return
+        generator, before, own = self.common
+        was_used = not torch.equal(generator.get_state(), own)
+        generator.set_state(before)
+        if was_used:
+            torch.rand((), device=generator.device)
+        self.common = None
+
+    def end_with_(self, module: nn.Module) -> None:
+        """Let own draws that begin in a forward of `module` end with it, also after an error."""
+        module.register_forward_pre_hook(lambda *_: self.enclosing.append(self.common is not None))
+        module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _leave(self) -> None:
+        if not self.enclosing.pop():
+            self.end()
+
+
+def _beginning(draws: OwnDraws, x: Tensor) -> Tensor:
+    draws.begin(x)
+    return x
 
 
 def layers_of(model: nn.Module, divisions: Divisions) -> nn.ModuleList | None:
@@ -181,12 +241,17 @@ def _parts_of(model: nn.Module, divisions: Divisions) -> set[str]:
     }
 
 
-def _divide_tokens_(model: nn.Module, divisions: Divisions, shard: TensorShard) -> None:
+def _divide_tokens_(
+    model: nn.Module, divisions: Divisions, shard: TensorShard, draws: OwnDraws
+) -> None:
     """Let each rank have its own tokens from the first layer on, and all tokens inside parts."""
     layers = layers_of(model, divisions)
     assert layers is not None, "checked when the plan was made"
     take_own = functools.partial(_with_first, functools.partial(own_tokens, shard=shard))
     layers[0].register_forward_pre_hook(lambda _, *inputs: take_own(*inputs), with_kwargs=True)
+    begin = functools.partial(_with_first, functools.partial(_beginning, draws))
+    layers[0].register_forward_pre_hook(lambda _, *inputs: begin(*inputs), with_kwargs=True)
+    draws.end_with_(model)
     gather = functools.partial(_with_first, functools.partial(enter, shard=shard))
     for name in _parts_of(model, divisions):
         part = model.get_submodule(name)
@@ -235,10 +300,13 @@ def _summed(
         module._parameters.update(own)
 
 
-def _colwise(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
-    if not shard.by_tokens:  # otherwise `x` has entered the part that the module is in
-        x = enter(x, shard)
-    return _product(module, x, module.bias)
+def _colwise(module: nn.Linear, shard: TensorShard, draws: OwnDraws, x: Tensor) -> Tensor:
+    if shard.by_tokens:  # `x` has entered the part that the module is in
+        return _product(module, x, module.bias)
+    draws.end()  # an adapter drops the same features of `x` on all ranks
+    found = _product(module, enter(x, shard), module.bias)
+    draws.begin(found)
+    return found
 
 
 def _product(module: nn.Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -247,17 +315,26 @@ def _product(module: nn.Linear, x: Tensor, bias: Tensor | None = None) -> Tensor
     return adapters.add_product(module, x, found) if adapters.is_adapted(module) else found
 
 
-def _colwise_gather_output(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
-    return gather_last(_colwise(module, shard, x), shard, alike=True)
+def _colwise_gather_output(
+    module: nn.Linear, shard: TensorShard, draws: OwnDraws, x: Tensor
+) -> Tensor:
+    whole = gather_last(_colwise(module, shard, draws, x), shard, alike=True)
+    if not shard.by_tokens:
+        draws.end()
+    return whole
 
 
-def _rowwise(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
+def _rowwise(module: nn.Linear, shard: TensorShard, draws: OwnDraws, x: Tensor) -> Tensor:
+    if not shard.by_tokens:
+        draws.end()
     whole = leave(_product(module, x), shard)
     return whole if module.bias is None else whole + module.bias
 
 
-def _rowwise_split_input(module: nn.Linear, shard: TensorShard, x: Tensor) -> Tensor:
-    return _rowwise(module, shard, own_part(x, shard))
+def _rowwise_split_input(
+    module: nn.Linear, shard: TensorShard, draws: OwnDraws, x: Tensor
+) -> Tensor:
+    return _rowwise(module, shard, draws, own_part(x, shard))
 
 
 _FORWARDS: dict[str, Callable[..., Any]] = {

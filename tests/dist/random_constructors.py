@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import sys
 import tempfile
@@ -258,9 +259,13 @@ SETTINGS = (
 def compared(
     seeds: Sequence[int], plugins: Sequence[str], ranks: Sequence[int], folder: Path
 ) -> Iterator[tuple[str, float]]:
-    """A description of each case, and how far its first loss is from plain torch's."""
-    plain = {seed: plain_loss(seed) for seed in seeds}
-    for seed, plugin, size, loss, said in first_losses(seeds, plugins, ranks, folder):
+    """A description of each case, and how far its first loss is from plain torch's.
+
+    A model whose loss is not finite in plain torch is left out.
+    """
+    every = {seed: plain_loss(seed) for seed in seeds}
+    plain = {seed: loss for seed, loss in every.items() if math.isfinite(loss)}
+    for seed, plugin, size, loss, said in first_losses(list(plain), plugins, ranks, folder):
         off = abs(loss - plain[seed]) / abs(plain[seed])
         yield (
             f"seed {seed}, {plugin}, {size} ranks: {loss:.7g}, plain {plain[seed]:.7g}; {said}",
