@@ -185,12 +185,12 @@ class OwnDraws:
 
     def begin(self, x: Tensor) -> None:
         """Draw own numbers on the device of `x` until `end`."""
-        if self.common is not None or x.device.type not in ("cpu", "cuda"):
+        is_real = type(x) is Tensor and x.device.type in ("cpu", "cuda")  # others are for a plan
+        if self.common is not None or not is_real:
             return
-        on_gpu = x.device.type == "cuda"
-        generator = (
-            torch.cuda.default_generators[x.device.index] if on_gpu else torch.default_generator
-        )
+        generator = torch.default_generator
+        if x.device.type == "cuda":
+            generator = torch.cuda.default_generators[x.get_device()]
         before = generator.get_state()
         seed = xxhash.xxh3_64_intdigest(before.numpy().tobytes(), seed=self.rank)
         generator.manual_seed(seed >> 1)
