@@ -272,7 +272,6 @@ def test_tools_may_be_json_text(tools: Any) -> None:
         ({"chat_template_kwargs": {"deep": True}}, "deep of chat_template_kwargs is nothing"),
         ({"chat_template_kwargs": '{"deep": true}'}, "deep of chat_template_kwargs is nothing"),
         ({"completion": "another"}, "the column completion is not read"),
-        ({"label": "good"}, "the column label is not read"),
     ],
 )
 def test_a_field_without_effect_is_told(record: dict[str, Any], note: str) -> None:
@@ -282,8 +281,8 @@ def test_a_field_without_effect_is_told(record: dict[str, Any], note: str) -> No
 
 def test_fields_without_a_meaning_are_listed_as_unread() -> None:
     messages = [{**user("one?"), "rating": 3, "tags": ["zz"]}, answer("1", note=None)]
-    (found,) = rendered(PLAIN, messages=messages, id=3, source="x", empty=None, prompt="one?")
-    assert found.unread == ("rating of messages", "tags of messages", "id", "source", "prompt")
+    (found,) = rendered(PLAIN, messages=messages, id=3, label=2, empty=None, prompt="one?")
+    assert found.unread == ("rating of messages", "tags of messages", "id", "label", "prompt")
     assert not found.notes
 
 
@@ -350,18 +349,11 @@ def test_the_date_is_fixed_and_has_the_format_that_a_template_asks_for(
     assert found.text == expected[0]
 
 
-def test_a_template_that_does_not_end_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.2)
     loop = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3 + PLAIN
-    code = (  # in a process of its own: pytest's time limit is a timer, too
-        "import sys\n"
-        "from colotrain.data.prepare import templates\n"
-        "from colotrain.data.prepare.conversations import Renderer\n"
-        "templates.SECONDS = 0.2\n"
-        "chat = [{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': '!'}]\n"
-        "Renderer(columns={}, loss_on='last', template=sys.argv[1]).documents({'messages': chat})\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, loop], capture_output=True, text=True)
-    assert "data.chat_template: expected a template that renders a conversation" in done.stderr
+    with pytest.raises(ConfigError, match=r"data\.chat_template: .*within 0\.2 s"):
+        rendered(loop, messages=TWO)
 
 
 def test_rendering_needs_no_torch_and_a_plan_no_transformers() -> None:

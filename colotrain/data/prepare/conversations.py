@@ -173,11 +173,12 @@ class Renderer:
         and are not in the text anyway, the others by their names."""
         text = "\n".join(one.text for one in found)
         names = fields.unread()
+        known = self.wanted() - {fields.name(label) for label in LABELS}
         said = {name: [one.strip() for one in texts_in(fields.record[name])] for name in names}
         missed = [
             name
             for name in names
-            if name in self.wanted() and not (said[name] and all(one in text for one in said[name]))
+            if name in known and not (said[name] and all(one in text for one in said[name]))
         ]
         notes = tuple(f"the column {name} is not read" for name in missed)
         unread = tuple(name for name in names if name not in missed)

@@ -107,15 +107,15 @@ class Rendering:
         text, _ = self.upto(index + 1)
         begin = self._begin(index)
         if begin is None:  # the answer's text is found by writing another in its place
-            other = [*self.messages[:index], turn("assistant", PROBE)]
-            start = self.template.apply(other, self.chat)[0].find(PROBE)
-            prompt, header = self.prompt(index), text[: max(0, start)]
-            if start < 0 or not self.template.apply(other, self.chat)[0].startswith(header):
+            probe = [*self.messages[:index], turn("assistant", PROBE)]
+            header, mark, _ = self.template.apply(probe, self.chat)[0].partition(PROBE)
+            if not mark or not text.startswith(header):
                 raise BadRecord(
                     f"the chat template renders what is before message {index + 1} differently "
                     "once that follows, and its answer cannot be found (mark it by {% generation %}"
                     " in the template)"
                 )
+            prompt = self.prompt(index)
             kept = header if prompt[-1:].isspace() else header.rstrip()
             begin, text = len(prompt), prompt + text[len(kept) :]
         return Sample(text=text, answers=((begin, len(text)),), last=index)

@@ -26,8 +26,8 @@ DATE = date(2024, 1, 1)
 """The date for templates that write today's, so that tokens do not depend on the day."""
 DIRECTIVES = ("-d", "-m", "-I", "-H", "%", *"aAbBdHIjmMpSwxXyYcZ")
 """Directives of strftime; the longer ones first."""
-SECONDS = 20.0
-"""Longest time for one rendering: a template may have loops that never end."""
+SECONDS = 3.0
+"""Most processor time of one rendering: a template may have loops that never end."""
 CHATML = (
     "{% set first = messages[0] if messages and messages[0].role == 'system' else none %}"
     "{% if first or tools %}{{ '<|im_start|>system\n' + (first.content if first else '') }}"
@@ -118,7 +118,7 @@ def _refusal(error: Exception) -> Exception:
         expected = f"a Jinja template (line {error.lineno}: {error.message})"
         return ConfigError([Problem(key=key, expected=expected, fix="correct the template")])
     if isinstance(error, TimeoutError):
-        expected = f"a template that renders a conversation within {SECONDS:.0f} s"
+        expected = f"a template that renders a conversation within {SECONDS:g} s"
         fix = "look for a loop that does not end"
         return ConfigError([Problem(key=key, expected=expected, fix=fix)])
     return BadRecord(f"the chat template refuses it ({error})")
@@ -126,22 +126,22 @@ def _refusal(error: Exception) -> Exception:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` after this time, where no other timer of this process runs."""
+    """Raise `TimeoutError` after this processor time, unless somebody else uses its timer."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0]:
+    if not is_main or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
         yield
         return
 
     def stop(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @cache
