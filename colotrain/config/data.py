@@ -21,10 +21,12 @@ def data_plan(
     *,
     pairs: bool = False,
     masked: MaskedPlan | None = None,
+    tokens: Sequence[str] = (),
 ) -> DataPlan | None:
     """Return the plan of the data section, with absolute paths; None without a source of data.
 
-    `pairs`: whether the records are preference pairs. `masked`: which tokens are hidden.
+    `pairs`: whether the records are preference pairs. `masked`: which tokens are hidden. `tokens`
+    are added to the tokenizer.
     """
     paths = _absolute(data.path, "data.path", problems)
     held = _absolute(data.validation_path, "data.validation_path", problems)
@@ -46,6 +48,7 @@ def data_plan(
         args=data.args,
         seq_len=data.seq_len,
         tokenizer=_absolute_place(data.tokenizer),
+        tokens=tuple(tokens),
         columns=data.columns,
         chat_template=_absolute_place(data.chat_template) if data.chat_template else None,
         loss_on=data.loss_on,

@@ -89,6 +89,9 @@ class Model:
     deferred_init: bool = False
     """For a model too large for every rank's host: make it without values, shard it, and have its
     method `init_weights()` set every parameter. False: it begins as `target` returns it."""
+    tokens: list[str] = field(default_factory=list)
+    """Special tokens to add to the tokenizer. With `hf`, embedding and head get rows for those that
+    have none: the mean of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,9 @@ def write_run_tokenizer(job: Job, *, source: str | None) -> int | None:
             job.notes.append(f"no tokenizer: {error.problem}")
     if folder is not None:
         copy_files(folder, job.folder, PROCESSORS)
+    file = job.folder / "tokenizer.json"
+    if data.tokens and file.is_file():
+        vocabulary.load_with(file, data.tokens).save(str(file))
     write_template(job)
     return end
 

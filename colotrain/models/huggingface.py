@@ -23,7 +23,7 @@ from colotrain.errors import ColotrainError, ConfigError, Problem
 from colotrain.models.filling import Shards
 from colotrain.models.huggingface_attention import allow_division_
 from colotrain.models.huggingface_documents import can_keep_documents_apart
-from colotrain.models.huggingface_files import Source
+from colotrain.models.huggingface_files import Source, load
 from colotrain.models.huggingface_internals import draw_, let_experts_compute_anywhere_
 from colotrain.models.huggingface_loss import (
     balances_experts,
@@ -77,8 +77,7 @@ def build(plan: ModelPlan, *, loads: bool = False) -> nn.Module:
     task = task_of(_transformers(), config, architecture)
     _check_has_loss(folder, config, architecture)
     model = _construct(architecture, config, dtype, folder if loads else None)
-    files = _open(folder)
-    match_(model, files, folder)
+    match_(model, _open(folder), folder)
     keep_in_float32_(model, dtype)
     let_experts_compute_anywhere_()
     model.__dict__[_TASK] = task
@@ -249,16 +248,16 @@ def _parts(config: Any) -> Iterator[Any]:
 def _change_(config: Any, args: dict[str, Any], where: str) -> None:
     """Change settings of a configuration, and of those that it holds."""
     for key, value in args.items():
-        if not hasattr(config, key) or key in ("dtype", "torch_dtype"):  # of the parts: one of all
+        holder = config if hasattr(config, key) else config.get_text_config()
+        if not hasattr(holder, key) or key in ("dtype", "torch_dtype"):  # of the parts: one of all
             known = ", ".join([*OWN_ARGS, *sorted(config.to_dict())])
-            expected, fix = "a setting of this model", f"known: {known}"
-            raise ConfigError(
-                [Problem(key=f"{where}.{key}", value=value, expected=expected, fix=fix)]
-            )
-        if isinstance(value, dict) and hasattr(getattr(config, key), "to_dict"):
-            _change_(getattr(config, key), value, f"{where}.{key}")
+            key, expected = f"{where}.{key}", "a setting of this model"
+            wrong_key = Problem(key=key, value=value, expected=expected, fix=f"known: {known}")
+            raise ConfigError([wrong_key])
+        if isinstance(value, dict) and hasattr(getattr(holder, key), "to_dict"):
+            _change_(getattr(holder, key), value, f"{where}.{key}")
         else:
-            setattr(config, key, value)
+            setattr(holder, key, value)
 
 
 def _architecture(folder: Path, config: Any) -> type[nn.Module]:
@@ -297,12 +296,7 @@ def _construct(
     """The model on the meta device, or with its weights in `folder`."""
     try:
         if folder is not None:
-            _transformers().utils.logging.disable_progress_bar()
-            options = {"local_files_only": True, "use_safetensors": True}
-            loaded: nn.Module = architecture.from_pretrained(
-                folder, config=config, dtype=dtype, **options
-            )
-            return loaded
+            return load(architecture, config, dtype, folder)
         with parameters_on_meta():
             model: nn.Module = architecture._from_config(config, dtype=dtype)
     except (ValueError, TypeError, ImportError, KeyError) as error:

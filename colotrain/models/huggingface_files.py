@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,7 +95,39 @@ class Converted:
         return self.conversion.results(files.rows)[self.name][part].clone()
 
 
-Source = Stored | Converted
+@dataclass(frozen=True, slots=True, eq=False)
+class Extended:
+    """A parameter with rows of new tokens behind those that are in the files.
+
+    Each new row is the mean of the others, around which transformers' `resize_token_embeddings`
+    draws: nothing is drawn here, so that every rank and every resume has the same.
+    """
+
+    known: Stored | Converted
+    shape: tuple[int, ...]
+
+    @property
+    def names(self) -> set[str]:
+        return self.known.names
+
+    def rows(self, files: StoredTensors, start: int = 0, count: int | None = None) -> Tensor:
+        """`count` rows of dimension 0 from `start` on (default: all of the tensor)."""
+        num_known, stop = self.known.shape[0], self.shape[0] if count is None else start + count
+        first_new = max(start, num_known)
+        known = self.known.rows(files, min(start, num_known), max(min(stop, num_known) - start, 0))
+        if stop <= first_new:
+            return known
+        total = torch.zeros(self.shape[1:], dtype=torch.float64)
+        for at in range(0, num_known, MEAN_ROWS):
+            num = min(MEAN_ROWS, num_known - at)
+            total += self.known.rows(files, at, num).double().sum(dim=0)
+        mean = (total / num_known).to(torch.promote_types(known.dtype, torch.float32))
+        return torch.cat([known, mean.expand(stop - first_new, *mean.shape)])
+
+
+MEAN_ROWS = 4096
+"""Rows of which the sum is computed at once."""
+Source = Stored | Converted | Extended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +200,51 @@ def _equal(one: Source, other: Source, files: StoredTensors, dtype: torch.dtype)
         torch.equal(*(source.rows(files, begin, count).to(dtype) for source in (one, other)))
         for begin in range(0, one.shape[0] if one.shape else 1, count)
     )
+
+
+def extend_vocabulary_(model: Any, found: dict[str, Source]) -> None:
+    """Give embedding and head the rows that the configuration has beyond those of the files."""
+    rows = getattr(model.config.get_text_config(), "vocab_size", None)
+    of_tokens = {id(parameter) for parameter in _of_tokens(model)}
+    for name, parameter in model.named_parameters():
+        source, shape = found.get(name), tuple(parameter.shape)
+        if id(parameter) in of_tokens and isinstance(source, Stored | Converted):
+            more = source.shape[:1] < shape[:1] == (rows,)
+            if more and source.shape[1:] == shape[1:]:
+                found[name] = Extended(source, shape)
+
+
+def load(architecture: Any, config: Any, dtype: torch.dtype, folder: Path) -> nn.Module:
+    """The model with its weights as transformers loads them, and resizes its vocabulary."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    text, stored = config.get_text_config(), type(config).from_pretrained(folder).get_text_config()
+    size, known = (getattr(settings, "vocab_size", None) or 0 for settings in (text, stored))
+    if size > known:
+        text.vocab_size = known
+    options = {"local_files_only": True, "use_safetensors": True}
+    model: nn.Module = architecture.from_pretrained(folder, config=config, dtype=dtype, **options)
+    if size > known:
+        _resize_vocabulary_(model, size)
+        text.vocab_size = size
+    return model
+
+
+def _resize_vocabulary_(model: Any, size: int) -> None:
+    """Let transformers resize embedding and head, and set new rows to the mean of the others."""
+    old = [p.detach().clone() for p in _of_tokens(model)]
+    model.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        for before, parameter in zip(old, _of_tokens(model), strict=True):
+            parameter[: len(before)] = before
+            parameter[len(before) :] = before.double().mean(dim=0)
+
+
+def _of_tokens(model: Any) -> list[nn.Parameter]:
+    """The parameters of embedding and head."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [p for layer in layers if layer is not None for p in layer.parameters(False)]
 
 
 def _known_as(model: nn.Module) -> Iterator[tuple[str, list[str]]]:

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from colotrain.errors import ConfigError, Problem
-from colotrain.models.huggingface_files import Sources, damaged, find_sources_, more_layers
+from colotrain.models.huggingface_files import (
+    Sources,
+    damaged,
+    extend_vocabulary_,
+    find_sources_,
+    more_layers,
+)
 from colotrain.models.huggingface_internals import patterns_in_float32, patterns_to_ignore
 from colotrain.models.stored import StoredTensors
 
@@ -30,6 +36,7 @@ SHOWN = 6
 def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
     """Find the model's tensors in its files; raises `ConfigError` on a mismatch."""
     sources = find_sources_(model, files)
+    extend_vocabulary_(model, sources.found)
     problems = []
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         source = sources.found.get(name)

@@ -59,7 +59,7 @@ def survey_model(
         problems += _check_preferences(settings, model, found)
         problems += check_distillation(settings, model, found, surveys)
         problems += _check_text_samples(settings, model, found)
-        problems += _check_vocabulary(settings.data, found)
+        problems += _check_vocabulary(settings, found)
         problems += _check_isolation(settings, found)
         problems += _check_length(settings.data, found)
     problems += _check_context_parallel(settings, model, found)
@@ -160,13 +160,14 @@ def _check_text_samples(settings: Config, model: ModelPlan, survey: Survey) -> I
         yield Problem(key=model.key, value=model.value, expected=expected, fix=fix)
 
 
-def _check_vocabulary(data: Data, survey: Survey) -> Iterator[Problem]:
+def _check_vocabulary(settings: Config, survey: Survey) -> Iterator[Problem]:
     """Problems of a tokenizer larger than the model; token files are checked when they are read."""
+    data = settings.data
     if data.target is not None or survey.vocab_size is None or holds_tokens(data):
         return
     from colotrain.data.prepare.tokens import vocab_size_of
 
-    size = vocab_size_of(data.tokenizer)
+    size = vocab_size_of(data.tokenizer, settings.model.tokens)
     if size is not None and size > survey.vocab_size:
         expected = f"at most model.args.vocab_size={survey.vocab_size} tokens, not {size}"
         fix = f"set model.args.vocab_size={size}, or another data.tokenizer"

@@ -1,6 +1,14 @@
-"""The data of a run as its objective wants them: pairs, or text of which tokens are hidden."""
+"""The data of a run as its objective wants them, and the vocabulary that model and data share.
+
+An objective wants pairs, or text of which tokens are hidden. New tokens need rows in the embedding.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 from colotrain.config.data import data_plan
 from colotrain.config.schema import Config
@@ -9,6 +17,7 @@ from colotrain.errors import Problem
 from colotrain.planner.scale import touches
 from colotrain.spec.objectives import MaskedPlan
 from colotrain.spec.plan import DataPlan
+from colotrain.spec.survey import Survey
 
 SHORTEST = 3  # tokens of a sample: one between those that begin and end it
 
@@ -17,7 +26,82 @@ def plan_data(settings: Config, problems: list[Problem]) -> DataPlan | None:
     """The plan of the data section; None without a source of data, or where problems forbid it."""
     masked = _masked(settings, problems) if settings.train.objective == "masked" else None
     pairs = settings.train.objective == "dpo"
-    return data_plan(settings.data, problems, pairs=pairs, masked=masked)
+    return data_plan(
+        settings.data, problems, pairs=pairs, masked=masked, tokens=settings.model.tokens
+    )
+
+
+def stored_vocab_size(folder: str) -> int | None:
+    """Size of the vocabulary in a directory's config.json; None where it has none."""
+    try:
+        config = json.loads((Path(folder).expanduser() / "config.json").read_text("utf-8"))
+        size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
+
+
+def with_new_tokens(settings: Config, problems: list[Problem]) -> Config:
+    """Set `model.args.vocab_size` of a model directory where the tokenizer has more tokens.
+
+    The size is a multiple of `mesh.tp`. A tokenizer of which the directory's own is no beginning is
+    another one: it is refused as too large.
+    """
+    model, data = settings.model, settings.data
+    problems += _check_new_tokens(settings)
+    if model.hf is None or data.target is not None or "vocab_size" in model.args:
+        return settings
+    stored, size = stored_vocab_size(model.hf), _num_tokens(settings)
+    if stored is None or size is None or size <= stored or not _extends(data.tokenizer, model.hf):
+        return settings
+    rows = -(-size // settings.mesh.tp) * settings.mesh.tp
+    args = {**model.args, "vocab_size": rows}
+    return dataclasses.replace(settings, model=dataclasses.replace(model, args=args))
+
+
+def _num_tokens(settings: Config) -> int | None:
+    return vocabulary.vocab_size_of(settings.data.tokenizer, settings.model.tokens)
+
+
+def _extends(tokenizer: str, folder: str) -> bool:
+    """Whether a tokenizer has all tokens of a directory's own one, with the same ids."""
+    mine, own = vocabulary.tokenizer_file(tokenizer), vocabulary.tokenizer_file(folder)
+    if mine is None or own is None or not own.is_file():
+        return False
+    if mine == own:
+        return True
+    return vocabulary.load(own).get_vocab().items() <= vocabulary.load(mine).get_vocab().items()
+
+
+def _check_new_tokens(settings: Config) -> Iterator[Problem]:
+    tokens, tokenizer = settings.model.tokens, settings.data.tokenizer
+    if tokens and settings.data.target is not None:
+        expected = "none with data.target, whose tokenizer is not known"
+        fix = "add them to your tokenizer, and set model.args.vocab_size to its size"
+        yield Problem(key="model.tokens", value=tokens, expected=expected, fix=fix)
+    elif tokens and vocabulary.tokenizer_file(tokenizer) is None:
+        expected = f"none with data.tokenizer={tokenizer}, which has no special tokens"
+        fix = "name a tokenizer.json, or a directory with one"
+        yield Problem(key="model.tokens", value=tokens, expected=expected, fix=fix)
+    elif not all(isinstance(token, str) and token for token in tokens):
+        yield Problem(key="model.tokens", value=tokens, expected="texts that are not empty")
+
+
+def warn_of_new_rows(settings: Config, survey: Survey) -> Iterator[str]:
+    """Say how many rows are new in the embedding, and whether they train."""
+    if settings.model.hf is None:
+        return
+    rows, stored = survey.vocab_size, stored_vocab_size(settings.model.hf)
+    if rows is None or stored is None or rows <= stored:
+        return
+    yield (
+        f"the vocabulary grows from {stored:,} to {rows:,} tokens: {rows - stored:,} new rows of "
+        "embedding and head begin at the mean of the others"
+    )
+    frozen = [p.name for p in survey.parameters if p.shape[:1] == (rows,) and p.frozen_by]
+    if frozen:
+        names = ", ".join(frozen)
+        yield f"new rows of frozen {names} do not train: freeze.except=[{names}] lets them"
 
 
 def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:
@@ -29,7 +113,7 @@ def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:
         expected = f"at least {SHORTEST} under train.objective=masked"
         problems.append(Problem(key="data.seq_len", value=data.seq_len, expected=expected))
         return None
-    found = vocabulary.special_tokens(data.tokenizer)
+    found = vocabulary.special_tokens(data.tokenizer, settings.model.tokens)
     if found is None or found.mask is None:
         expected = "a tokenizer with a mask token, for train.objective=masked"
         fix = "name the directory or the tokenizer.json of a masked language model"
@@ -43,5 +127,5 @@ def _masked(settings: Config, problems: list[Problem]) -> MaskedPlan | None:
         begin_id=found.begin,
         end_id=found.end,
         special_ids=found.special,
-        vocab_size=vocabulary.vocab_size_of(data.tokenizer) or 0,
+        vocab_size=_num_tokens(settings) or 0,
     )

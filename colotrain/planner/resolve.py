@@ -33,7 +33,7 @@ from colotrain.planner.model import (
     warn_of_data,
 )
 from colotrain.planner.model_surveys import ModelSurveys
-from colotrain.planner.objectives import plan_data
+from colotrain.planner.objectives import plan_data, warn_of_new_rows, with_new_tokens
 from colotrain.planner.pipeline import bubble_warning, plan_stages
 from colotrain.planner.plugin import (
     PlanningContext,
@@ -96,7 +96,7 @@ def resolve(
     settings = read(Config, config, key="", problems=problems)
     if settings is None:
         raise ConfigError(hinted(problems))
-    settings = _with_tokenizer(settings)
+    settings = with_new_tokens(_with_tokenizer(settings), problems)
     problems += check(settings, is_whole=not _may_hide_the_model(problems))
     problems += check_epochs(settings)
     scale, batch = scale_out(settings, machine, problems)
@@ -189,6 +189,7 @@ def resolve(
             *(() if smoke else _warnings_of_length(settings, steps)),
             *_warnings(settings, scale, machine),
             *warn_of_data(settings, surveyed),
+            *warn_of_new_rows(settings, surveyed),
             *surveyed.remarks,
             *study.notes,
             *warn_of_batch_norms(surveyed, batch_plan),

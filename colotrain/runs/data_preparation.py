@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colotrain.errors import ConfigError, Problem
+from colotrain.planner.objectives import stored_vocab_size
 from colotrain.spec.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -71,9 +70,8 @@ def check_vocabulary(plan: RunPlan, prepared: Prepared) -> None:
     """Refuse token ids without a row in the embedding: token files show them only when read."""
     key, rows = "model.args.vocab_size", plan.model.args.get("vocab_size")
     fix = f"set model.args.vocab_size={prepared.vocab_size}"
-    if plan.model.hf is not None:
-        config = json.loads((Path(plan.model.hf) / "config.json").read_text("utf-8"))
-        key, rows = f"vocab_size of {plan.model.hf}", config.get("vocab_size")
+    if plan.model.hf is not None and rows is None:
+        key, rows = f"vocab_size of {plan.model.hf}", stored_vocab_size(plan.model.hf)
         fix = "use the tokens that the model was trained on"
     if isinstance(rows, int) and prepared.vocab_size > rows:
         expected = f"at least {prepared.vocab_size}, the largest token of the data plus one"

@@ -148,6 +148,8 @@ class DataPlan:
     args: dict[str, Any] = field(default_factory=dict)
     seq_len: int
     tokenizer: str
+    tokens: tuple[str, ...] = ()
+    """Special tokens that are added to the tokenizer."""
     columns: dict[str, str] = field(default_factory=dict)
     """Role (such as text, prompt, chosen) → the records' column with that role."""
     pairs: bool = False

@@ -70,7 +70,7 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
     """
     renderer, file = renderer_of(plan), work / "tokenizer.json"
     texts = _training_texts(plan, files, renderer, report)
-    encoder = vocabulary.make_encoder(plan.tokenizer, file, texts)
+    encoder = vocabulary.make_encoder(plan.tokenizer, file, texts, tokens=plan.tokens)
     task = Task(
         tokenizer=plan.tokenizer,
         file=file,

@@ -237,6 +237,7 @@ def _own_files(plan: DataPlan) -> tuple[list[DataFile], str]:
     ends = beside.get("eos_token") or beside.get("sep_token")
     named = [DataFile(name="tokenizer.json", path=own)] if own else []
     masked = " masked" if plan.masked is not None else ""
+    ends = f"{ends} {plan.tokens!r}" if plan.tokens else ends
     return named, f"{FORMAT} {spec} {ends} {plan.validation_fraction!r}{masked}\n"
 
 
@@ -255,7 +256,8 @@ def _write_entry(work: Path, plan: DataPlan, files: Sequence[DataFile], report: 
         fix = "these are empty: name other files with data.path"
         raise ConfigError([Problem(key="data", expected="text to train on", fix=fix)])
     file = work / "tokenizer.json"
-    encoder = vocabulary.make_encoder(plan.tokenizer, file, _training_text(train, report))
+    text = _training_text(train, report)
+    encoder = vocabulary.make_encoder(plan.tokenizer, file, text, tokens=plan.tokens)
     if plan.masked is not None:  # samples have the tokenizer's frame, not documents
         encoder = dataclasses.replace(encoder, frame=vocabulary.Frame())
     dtype = tokenising.dtype_of(encoder)

@@ -86,14 +86,26 @@ def check_tokenizer(spec: str) -> str | None:
     return None
 
 
-def vocab_size_of(tokenizer: str) -> int | None:
-    """Size of a tokenizer's vocabulary, found without preparing data; None if it is invalid."""
+def vocab_size_of(tokenizer: str, tokens: Sequence[str] = ()) -> int | None:
+    """Size of a tokenizer's vocabulary, found without preparing data; None if it is invalid.
+
+    `tokens` are added to it.
+    """
     if check_tokenizer(tokenizer) is not None:
         return None
     if tokenizer == "bytes":
         return 256
     file = tokenizer_file(tokenizer)
-    return _bpe_size(tokenizer) or (_vocab_size(load(file)) if file else None)
+    return _bpe_size(tokenizer) or (_vocab_size(load_with(file, tokens)) if file else None)
+
+
+def load_with(file: Path, tokens: Sequence[str]) -> Tokenizer:
+    """The tokenizer in a file, with special tokens that are added to it."""
+    if not tokens:
+        return load(file)
+    tokenizer = _load(file.expanduser())  # one of its own, for it is changed
+    tokenizer.add_special_tokens([*tokens])
+    return tokenizer
 
 
 def tokenizer_file(spec: str) -> Path | None:
@@ -127,14 +139,18 @@ def settings_beside(spec: str) -> dict[str, Any]:
     return found
 
 
-def make_encoder(spec: str, file: Path, texts: Iterable[str]) -> Encoder:
+def make_encoder(
+    spec: str, file: Path, texts: Iterable[str], *, tokens: Sequence[str] = ()
+) -> Encoder:
     """The encoder of a tokenizer that `check_tokenizer` accepts; `bpe-SIZE` is trained on `texts`.
 
-    A subword tokenizer is saved in `file`.
+    A subword tokenizer is saved in `file`, with the special tokens `tokens`.
     """
     size, source = _bpe_size(spec), tokenizer_file(spec)
     if size is not None:
         _train_bpe(size, texts).save(str(file))
+    elif source is not None and tokens:
+        load_with(source, tokens).save(str(file))
     elif source is not None:
         shutil.copyfile(source, file)
     return open_encoder(spec, file)
@@ -241,12 +257,12 @@ class SpecialTokens:
     """All special tokens, ascending."""
 
 
-def special_tokens(spec: str) -> SpecialTokens | None:
-    """The special tokens of a tokenizer.json; None for `bytes` and `bpe-SIZE`."""
+def special_tokens(spec: str, tokens: Sequence[str] = ()) -> SpecialTokens | None:
+    """The special tokens of a tokenizer.json with `tokens`; None for `bytes` and `bpe-SIZE`."""
     file = tokenizer_file(spec)
     if file is None:
         return None
-    tokenizer, named = load(file), settings_beside(spec)
+    tokenizer, named = load_with(file, tokens), settings_beside(spec)
     added = tokenizer.get_added_tokens_decoder()
     found = {role: _id_of(tokenizer, named.get(role), usual) for role, usual in USUAL.items()}
     special = {number for number, token in added.items() if token.special}
