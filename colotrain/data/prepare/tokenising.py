@@ -11,6 +11,14 @@ from typing import IO, Any
 import numpy as np
 
 from colotrain.data.prepare import corpora, records, token_rows, vocabulary
+from colotrain.data.prepare.answers import (
+    Targets,
+    Tokens,
+    begin_answer_,
+    begin_together_,
+    prompt_of,
+    targets_of,
+)
 from colotrain.data.prepare.conversations import Rendered, Renderer, renderer_of
 from colotrain.data.prepare.corpora import DataFile, Progress
 from colotrain.data.prepare.pool import default_workers, in_order
@@ -23,9 +31,6 @@ from colotrain.spec.plan import DataPlan
 
 SPLITS = ("train", "validation")
 BAD_SHOWN = 5
-Tokens = np.ndarray[Any, Any]
-Targets = np.ndarray[Any, Any]
-"""1 for every token that counts in the loss, else 0."""
 Document = tuple[str, Rendered | TokenRow]
 """`FILE:LINE` of a record, and the record."""
 
@@ -258,7 +263,7 @@ def _encode(documents: Sequence[Document], notes: list[Note]) -> list[tuple[Toke
     texts = [found for _, found in documents if isinstance(found, Rendered)]
     plain = iter(_encoder.encode([r.text for r in texts if r.answers is None]))
     marked = iter(_encoder.encode_with_offsets([r.text for r in texts if r.answers is not None]))
-    prompts = iter(_encoder.encode([p for r in texts if (p := _prompt_of(r)) is not None]))
+    prompts = iter(_encoder.encode([p for r in texts if (p := prompt_of(r)) is not None]))
     dtype = np.dtype(NUMPY_DTYPES[dtype_of(_encoder)])
     rows: list[tuple[Tokens, Targets]] = []
     for place, found in documents:
@@ -269,9 +274,9 @@ def _encode(documents: Sequence[Document], notes: list[Note]) -> list[tuple[Toke
         row = np.asarray(ids, dtype=dtype)
         wanted, unusual = np.ones(len(row), np.uint8), dict[str, None]()
         if found.answers is not None:
-            wanted = _targets(offsets, found.answers, unusual)
-        if _prompt_of(found) is not None:
-            _begin_answer_(wanted, row, np.asarray(next(prompts), dtype=dtype), unusual)
+            wanted = targets_of(offsets, found.answers, unusual)
+        if prompt_of(found) is not None:
+            begin_answer_(wanted, row, np.asarray(next(prompts), dtype=dtype), unusual)
         if found.ends:
             before = _encoder.frame.before
             if before and row[:1].tolist() == [before[-1]]:
@@ -281,7 +286,7 @@ def _encode(documents: Sequence[Document], notes: list[Note]) -> list[tuple[Toke
         if len(row) or _task.renderer.pairs:
             rows.append((row, wanted))
     if _task.renderer.pairs:
-        _begin_together_(rows)
+        begin_together_(rows)
     return rows
 
 
@@ -289,55 +294,6 @@ BEGINS_TWICE = (
     "the text begins with the token that the tokenizer puts before every text: it stands there "
     "twice, as in transformers (remove it from the text)"
 )
-SPANS_BEGINNING = (
-    "a token spans the beginning of an answer and counts as the answer's: after the prompt alone "
-    "the model sees other tokens (let prompts end before a space, not after it)"
-)
-SPANS_END = "a token spans the end of an answer, and is trained on"
-
-
-def _prompt_of(text: Rendered) -> str | None:
-    """The prompt of a text that is prompt and completion, None of others."""
-    if text.ends and text.answers is not None and len(text.answers) == 1:
-        return text.text[: text.answers[0][0]]
-    return None
-
-
-def _targets(offsets: Any, answers: Sequence[tuple[int, int]], unusual: dict[str, None]) -> Targets:
-    """1 for every token with text of an answer, else 0."""
-    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-    starts, ends = places[:, 0], places[:, 1]
-    found = np.zeros(len(places), np.uint8)
-    for start, stop in answers:
-        first, after = np.searchsorted(ends, start, "right"), np.searchsorted(starts, stop, "left")
-        found[first:after] = 1
-        if first < after and starts[first] < start:
-            unusual[SPANS_BEGINNING] = None
-        if first < after and ends[after - 1] > stop:
-            unusual[SPANS_END] = None
-    return found
-
-
-def _begin_answer_(wanted: Targets, row: Tokens, prompt: Tokens, unusual: dict[str, None]) -> None:
-    """Let the answer begin where the prompt's own tokens end to be those of the whole, as TRL does.
-
-    Tokens may change before the answer: of "\\n\\n" alone GPT-2 makes one token, before a word two.
-    """
-    shared = min(len(row), len(prompt))
-    differs = np.flatnonzero(row[:shared] != prompt[:shared])
-    begin = int(differs[0]) if len(differs) else shared
-    if begin < len(prompt):
-        unusual[SPANS_BEGINNING] = None
-        wanted[begin:] = 1
-
-
-def _begin_together_(rows: list[tuple[Tokens, Targets]]) -> None:
-    """Let both answers of a pair begin at the same token, the first at which one of them does."""
-    for (_, chosen), (_, rejected) in zip(rows[::2], rows[1::2], strict=True):
-        begins = [int(np.argmax(wanted)) for wanted in (chosen, rejected) if wanted.any()]
-        for wanted in (chosen, rejected):
-            if begins and wanted.any():
-                wanted[min(begins) : int(np.argmax(wanted))] = 1
 
 
 def _as_document(row: Tokens, wanted: Targets, *, is_prompt: bool) -> tuple[Tokens, Targets]:
