@@ -299,7 +299,7 @@ def warn_of_data(settings: Config, survey: Survey) -> Iterator[str]:
     data = settings.data
     yield from warn_of_length(data, survey)
     kept = data.validation_fraction and data.target is None and not holds_tokens(data)
-    if kept and settings.train.eval_steps == 0:
+    if kept and not data.validation_path and settings.train.eval_steps == 0:
         yield (
             f"train.eval_steps=0: nothing reads the {data.validation_fraction:.2g} of the data "
             "that is kept for validation; data.validation_fraction=0 trains on it, too"
