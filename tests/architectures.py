@@ -198,9 +198,15 @@ def causal(config: Any, count: int) -> list[dict[str, Tensor]]:
 
 
 def hidden(config: Any, count: int) -> list[dict[str, Tensor]]:
-    rows = tokens(count)
+    """Tokens of which some are hidden, and are the labels."""
     chosen = torch.arange(SEQ) % 4 == 1
-    return [{"input_ids": r, "labels": r.masked_fill(~chosen, -100)} for r in rows]
+    return [
+        {
+            "input_ids": row.masked_fill(chosen, VOCAB - 1),
+            "labels": row.masked_fill(~chosen, -100),
+        }
+        for row in tokens(count)
+    ]
 
 
 def sequences(config: Any, count: int) -> list[dict[str, Tensor]]:

@@ -53,8 +53,8 @@ def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
             f"{count} layers of {layers}, as its config.json says (its weights have {name})",
             fix,
         )
-    missing = _unless(sources.missing, _patterns(model, "missing"))
-    if (lost := damaged(missing, sources.found)) is not None:
+    model.__dict__[SOURCES] = sources
+    if (lost := damaged(missing_in(model), sources.found)) is not None:
         problems.append(f"{lost} is missing, and other layers have theirs")
     elif not any(name in sources.found for name, _ in model.named_parameters()):
         problems.append(f"none of its tensors is one of a {type(model).__name__}")
@@ -62,16 +62,20 @@ def match_(model: nn.Module, files: StoredTensors, folder: Path) -> None:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         fix = f"give the directory of a {type(model).__name__}, or correct model.args"
         raise wrong(folder, f"weights of its config.json ({problems[0]}{more})", fix)
-    model.__dict__[SOURCES] = sources
 
 
 def remarks_on_files(model: nn.Module) -> Iterator[str]:
     """What the files of a model that `build` made lack, have besides, or have untied."""
     sources, kind = sources_of(model), type(model).__name__
-    if missing := _unless(sources.missing, _patterns(model, "missing")):
+    if missing := missing_in(model):
         yield (
             f"the files of model.hf lack {_listed(missing)} of {kind}, which get transformers' "
             f"initial values, drawn from train.seed"
+        )
+    if untrained := [name for name in missing if not model.get_parameter(name).requires_grad]:
+        yield (
+            f"{_listed(untrained)} keep their initial values, which no training gave them, for "
+            "they are frozen: name them in freeze.except to train them"
         )
     if unused := _unless(sorted(sources.unused), _patterns(model, "unexpected")):
         yield f"the files of model.hf have {_listed(unused)}, which {kind} does not: left out"
@@ -80,6 +84,11 @@ def remarks_on_files(model: nn.Module) -> Iterator[str]:
             f"config.json of model.hf ties {_listed(sources.untied)}, but its files have other "
             "values there: not tied, as in transformers"
         )
+
+
+def missing_in(model: nn.Module) -> list[str]:
+    """Parameters that the files lack, without those that transformers expects to be missing."""
+    return _unless(sources_of(model).missing, _patterns(model, "missing"))
 
 
 def _patterns(model: nn.Module, which: str) -> tuple[str, ...]:

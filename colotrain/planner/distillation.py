@@ -68,6 +68,7 @@ def check_distillation(
         return
     for wrong, expected in (
         (not teacher.chunks_loss, causal),
+        (bool(teacher.missing), f"all of its weights (they lack {', '.join(teacher.missing[:3])})"),
         (
             teacher.vocab_size != student.vocab_size,
             f"a vocabulary of {student.vocab_size} tokens, that of the model "

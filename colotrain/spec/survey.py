@@ -54,6 +54,8 @@ class Survey:
     """Whether its loss has one for routers, which must not count padding."""
     batch_norms: tuple[str, ...] = ()
     """Modules that normalize a micro-batch as a whole, in training."""
+    missing: tuple[str, ...] = ()
+    """Parameters that the files of a Hugging Face directory lack."""
     remarks: tuple[str, ...] = ()
     """What people should know of how the loss is computed."""
     divides_sequences: bool = False

@@ -84,6 +84,8 @@ def test_what_the_files_lack_has_the_values_that_transformers_draws(
     assert_same(model, of_classes.from_pretrained(folder, num_labels=5))
     (said,) = remarks_on_files(model)
     assert "lack score.weight of LlamaForSequenceClassification" in said
+    model.requires_grad_(False)
+    assert "score.weight keep their initial values" in list(remarks_on_files(model))[1]
     change(folder, model__norm__weight=None, model__embed_tokens__weight=None, other=rand(2))
     model = build_whole(plan(folder), seed=seed)
     torch.manual_seed(seed)

@@ -34,7 +34,7 @@ from colotrain.models.distillation import TEACHER
 from colotrain.models.documents import DOCUMENT_IDS
 from colotrain.models.huggingface import task_in
 from colotrain.models.huggingface_loss import balances_experts, holds_all_logits
-from colotrain.models.huggingface_match import remarks_on_files
+from colotrain.models.huggingface_match import missing_in, remarks_on_files
 from colotrain.models.huggingface_task import CAUSAL, MASKED, Task
 from colotrain.models.llm import LLM
 from colotrain.models.loading import (
@@ -166,7 +166,8 @@ def huggingface_task(module: nn.Module, model: ModelPlan) -> dict[str, Any]:
     if model.hf is None:
         uncalled = not model.is_deferred and leaves_init_uncalled(module)
         return {"remarks": (UNCALLED,) if uncalled else ()}
-    found = {"remarks": (*remarks_on_files(module), *_remarks(module, task))}
+    found: dict[str, Any] = {"missing": tuple(missing_in(module))}
+    found |= {"remarks": (*remarks_on_files(module), *_remarks(module, task))}
     if task is CAUSAL:
         return found
     unknown = f"another task ({type(module).__name__})"
