@@ -98,6 +98,50 @@ def test_a_run_goes_on_with_another_plan_of_its_own(colotrain: Colotrain) -> Non
     assert_equal_states(saved, colotrain.rundir("other").checkpoint(1))
 
 
+COUNTING = """
+import torch
+from torch import nn
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.sum(0)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+def samples():
+    return [{"x": torch.full((4,), float(i))} for i in range(16)]
+"""
+
+
+def test_buffers_that_differ_are_the_first_ranks_on_another_mesh(colotrain: Colotrain) -> None:
+    """The rank of the same number has other samples there: with its buffer it would go on wrong."""
+    (colotrain.cwd / "counting.py").write_text(COUNTING)
+    options = (
+        *("model.target=counting:Counting", "data.target=counting:samples", "plugin=zero1"),
+        *("train.global_batch=4", "cluster.procs_per_node=2", "train.eval_steps=0"),
+        *("data.validation_fraction=0", "checkpoint.every=1", "train.on_nonfinite=rollback"),
+    )
+    colotrain.run(*options, "train.max_steps=1", "name=apart")
+    saved = colotrain.rundir("apart").checkpoint(1)
+    stored = read_whole(saved)
+    assert not torch.equal(stored["rank.1.model.seen"], stored["model.seen"])
+    plan = "mesh.tp_plan={layers.0:colwise,layers.1:rowwise}"
+    again = (*options, "train.max_steps=2", f"checkpoint.resume={saved}", plan, "mesh.tp=2")
+    result = colotrain("run", *again, "name=together")
+    assert result.code == 0
+    assert "buffers differed: seen (1 in all) begin with those of the first rank" in result.err
+    first = read_whole(colotrain.rundir("together").checkpoint(1))
+    assert torch.equal(first["model.seen"], stored["model.seen"])
+    assert "rank.1.model.seen" not in first
+
+
 def assert_equal_states(*folders: Path) -> None:
     """Assert that checkpoints hold the same bits of parameters and optimizer state."""
     first, *others = ({n: t for n, t in read_whole(f).items() if n[:3] != "rng"} for f in folders)

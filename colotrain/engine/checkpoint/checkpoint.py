@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -141,12 +141,13 @@ def restore(run: Run, path: Path) -> None:
     manifest = read_manifest(path)
     check_batch(manifest, path, run.plan.batch.global_batch)
     check_steps(manifest, path, run.plan.train)
+    parts, index = run.sharded.parts, read_index(path)
     if run.rank == 0:
         told = [*sources.warnings_of(run, manifest, _other_samples(run, manifest))]
+        told += _buffers_of_others(run, manifest, index.state_dict_metadata)
         rate = rate_warning(run.plan, manifest.plan, manifest.optimizer_steps)
         for text in told if rate is None else [*told, rate]:
             run.events.write(Note(text=f"warning: {path.name} {text}"))
-    parts, index = run.sharded.parts, read_index(path)
     try:
         fill(
             run,
@@ -189,8 +190,8 @@ def fill(
         )
     run.restored |= {name.removeprefix("model.") for name in stored if name.startswith("model.")}
     wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
-    base = {}
-    if manifest.world_size == dist.get_world_size():
+    base, same_ranks = {}, _has_same_ranks(run, manifest)
+    if same_ranks:
         own = {n: o for n in wanted if (o := own_name(run, n)) in stored}
         base = {own_: name for name, own_ in own.items()}
         sized = {o: plain_state.bytes_of(stored[o]) for n, o in own.items() if n.startswith(PLAIN)}
@@ -199,13 +200,32 @@ def fill(
     loaded = {base.get(name, name): tensor for name, tensor in wanted.items()}
     same_optimizer = manifest.plan.get("optim", {}).get("name") == run.plan.optim.name
     plain_state.restore(run, loaded, path, same_optimizer=same_optimizer)
-    then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
-    same_ranks = (then.get("tp", 1), then.get("pp", 1)) == (mesh.tp, mesh.pp)
-    if manifest.world_size == dist.get_world_size() and same_ranks:
+    if same_ranks:
         prefix = f"rng.{run.rank}"
         states = {n.removeprefix(prefix): t for n, t in wanted.items() if n.startswith(prefix)}
         generators.set_states(run.device, states)
     _restore_progress(run, manifest)
+
+
+def _has_same_ranks(run: Run, manifest: Manifest) -> bool:
+    """Whether every rank does what the rank of its number did, so that it takes that one's state.
+
+    Otherwise generators begin anew, and buffers that differed have the first rank's values.
+    """
+    then, mesh = manifest.plan.get("mesh", {}), run.plan.mesh
+    alike = all(then.get(axis, 1) == getattr(mesh, axis) for axis in ("pp", "cp", "tp"))
+    return alike and manifest.world_size == dist.get_world_size()
+
+
+def _buffers_of_others(run: Run, manifest: Manifest, stored: Mapping[str, Any]) -> Iterator[str]:
+    """Say which buffers, different on the ranks that saved them, all have from the first rank."""
+    differing = {n.split(".", 2)[2] for n in stored if n.startswith("rank.")}
+    if differing and not _has_same_ranks(run, manifest):
+        names = sorted(n.removeprefix(PLAIN).removeprefix("model.") for n in differing)
+        yield (
+            f"was saved by ranks of another mesh, whose buffers differed: {names[0]} "
+            f"({len(names)} in all) begin with those of the first rank"
+        )
 
 
 def _other_samples(run: Run, manifest: Manifest) -> list[str]:
