@@ -362,6 +362,12 @@ CASES: dict[str, Case] = {
         reads=("21 degrees", '"city": "Rome"'),
         learns=("it is sunny<|im_end|>",),
     ),
+    "a template of another tokenizer": Case(
+        write=lines("a.jsonl", lambda i: {"messages": [asked(i), answered(i)]}),
+        tokenizer="bos",
+        settings=("data.chat_template=chatml",),
+        says=(r"<\|im_start\|>, <\|im_end\|> of the chat template are no tokens",),
+    ),
     "turns that the next role ends": Case(
         write=lines("a.jsonl", lambda i: {"messages": [asked(i), answered(i)] * 2}),
         template=ENDED_BY_THE_NEXT_ROLE,

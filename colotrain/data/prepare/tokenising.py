@@ -24,6 +24,7 @@ from colotrain.data.prepare.corpora import DataFile, Progress
 from colotrain.data.prepare.pool import default_workers, in_order
 from colotrain.data.prepare.prepared import NUMPY_DTYPES, Note, beside, merge_notes, write_metadata
 from colotrain.data.prepare.records import BadRecord, Block
+from colotrain.data.prepare.template_tokens import described, unknown_marks
 from colotrain.data.prepare.token_rows import TokenRow, holds_tokens, token_row
 from colotrain.data.prepare.vocabulary import Encoder, Frame
 from colotrain.errors import ConfigError, Problem
@@ -47,6 +48,8 @@ class Task:
     """Whether tokens are hidden: then samples have the tokenizer's frame, not documents."""
     fraction: float
     """Share of the records that are validation, in files without a split of their own."""
+    unknown_marks: tuple[str, ...] = ()
+    """Marks of the chat template that are no tokens of the tokenizer's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ def write_records(work: Path, plan: DataPlan, files: Sequence[DataFile], report:
         renderer=renderer,
         masked=plan.masked is not None,
         fraction=plan.validation_fraction,
+        unknown_marks=_unknown_marks(plan, renderer),
     )
     encoded = in_order(
         encode,
@@ -201,7 +205,7 @@ def encode(block: Block) -> Encoded:
         except BadRecord as error:
             bad.append((place, str(error)))
             continue
-        told = dict.fromkeys(text for document in found for text in document.notes)
+        told = dict.fromkeys(text for document in found for text in _notes_of(document))
         notes += [Note(text=text, count=1, first=place) for text in told]
         unread = dict.fromkeys(name for document in found for name in document.unread)
         notes += [Note(text=name, count=1, first=place, is_unread=True) for name in unread]
@@ -237,6 +241,23 @@ def _documents(record: Mapping[str, Any]) -> Sequence[Rendered | TokenRow]:
             )
         ]
     return _task.renderer.documents(record)
+
+
+def _unknown_marks(plan: DataPlan, renderer: Renderer) -> tuple[str, ...]:
+    """Empty where the run has no tokenizer with special tokens of its own."""
+    file = vocabulary.tokenizer_file(plan.tokenizer)
+    if file is None or renderer.template is None:
+        return ()
+    tokens = set(plan.tokens)
+    return tuple(m for m in unknown_marks(renderer.template, file) if m not in tokens)
+
+
+def _notes_of(document: Rendered | TokenRow) -> Iterator[str]:
+    yield from document.notes
+    if isinstance(document, Rendered) and not document.ends:
+        marks = [mark for mark in _task.unknown_marks if mark in document.text]
+        if marks:
+            yield described(marks)
 
 
 def _has_answers(document: Rendered | TokenRow) -> bool:
